@@ -4,21 +4,23 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from unsloth_cupy import models
+from unsloth_cupy import Mxfp4, models, mxfp4_quantize
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Run, Settings, Trainer
 from unsloth_cupy.finetune.interrupt import Interrupted, Stop
 from unsloth_cupy.models.adapters.into import CHOICES, IN_FOLDERS
+from unsloth_cupy.models.configs.names import is_stack
+from unsloth_cupy.ops.quantized.weight import Quantized
 
 from ..cli.test_cli import assert_one_clear_error
 from ..cli.test_cli import run as command
+from ..models.peers import MIXTURES, SIZES
 from .test_lora import StopsAfter
 
 SMALL: dict[str, Any] = {"batch": 2, "tokens": 16, "steps": 4, "lr": 0.02, "evaluate_every": 2}
-OFTEN = "nf4", "q4_0", "q8_0"
-OTHERS = [kind for kind in CHOICES if kind not in (*OFTEN, "mxfp4")]
 __all__ = ["text"]
 
 
@@ -82,10 +84,35 @@ def test_the_reported_loss_is_that_of_the_file(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", OTHERS)
+@pytest.mark.parametrize("kind", [kind for kind in CHOICES if kind != "mxfp4"])
 def test_so_it_is_of_all_kinds(kind: str, base: Path, text: Path, tmp_path: Path) -> None:
     run = trained(base, text, tmp_path / "run", merge_into=kind, merge_from=2, quantize="nf4")
     assert held_out(run, merged(run, kind)[1]) == reported(run)[-1]
+
+
+@pytest.mark.parametrize("packed", [False, True])  # the base
+def test_so_it_is_of_experts_in_mxfp4(packed: bool, base: Path, text: Path, tmp_path: Path) -> None:
+    """The file has the bits of the last step's weights, which another op multiplies by."""
+    sizes = {"hidden_size": 64, "intermediate_size": 64, "vocab_size": 300, "num_hidden_layers": 1}
+    mixture = tmp_path / "mixture"
+    model = models.create(SIZES | MIXTURES["gpt_oss"] | sizes, seed=0)
+    for name in [n for n in model.parameters if is_stack(n) and packed]:
+        model.parameters[name] = mxfp4_quantize(model.parameters[name])
+    model.save(mixture)
+    (mixture / "tokenizer.json").write_bytes((base / "tokenizer.json").read_bytes())
+    run = trained(mixture, text, tmp_path / "run", merge_into="mxfp4", merge_from=2)
+    report, model = merged(run, "mxfp4")
+    assert report.kept.share == 1.0
+    expected = run.model.settled().parameters
+    for name, weight in model.parameters.items():
+        assert isinstance(weight, Mxfp4) == is_stack(name)
+        actual, used = (
+            each.dequantize() if isinstance(each, Quantized) else each
+            for each in (weight, expected[name])
+        )
+        np.testing.assert_array_equal(actual, used, err_msg=name)
+    print("DIFF", held_out(run, model), (reported(run)))
+    assert held_out(run, model) == pytest.approx(reported(run)[-1], rel=1e-6)
 
 
 def test_without_it_a_light_change_is_lost(base: Path, text: Path, tmp_path: Path) -> None:

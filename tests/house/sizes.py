@@ -26,7 +26,7 @@ LIMITS = {
     "inference": 540,
     "interop": 2540,
     "parallel": 2080,
-    "models": 11700,
+    "models": 11950,
     "memory": 1100,
     "finetune": 6560,
     "bench": 850,

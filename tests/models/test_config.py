@@ -136,7 +136,11 @@ def test_create():
         ({"rope_theta": 0}, "rope_theta"),
         ({"rope_scaling": {"rope_type": "spiral"}}, "choose from default, linear"),
         ({"rope_scaling": 3}, "must be dicts"),
-        ({"rope_parameters": {"full_attention": 3}}, "a dict for each type of layers"),
+        ({"rope_parameters": {"full_attention": 3}}, "full_attention=3: not read"),
+        (
+            {"model_type": "gemma3_text", "rope_parameters": {"full_attention": 3}},
+            "a dict for each type of layers",
+        ),
         ({"rope_parameters": {**LLAMA3, "low_freq_factor": None}}, "config: .*low_freq_factor"),
         ({"rope_scaling": {**LONGROPE, "short_factor": [1.0] * 3}}, "config: .*short_factor must"),
         ({"rope_scaling": {**LONGROPE, "long_factor": [0.0] * 4}}, "config: .*long_factor must"),

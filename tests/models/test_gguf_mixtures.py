@@ -13,7 +13,7 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models.adapters.into import kind_of
 
 from .exported import byte_level, make, read, write_tokenizer
-from .peers import BALANCED, SIZES
+from .peers import BALANCED, MULTIPLIERS, SIZES, STATES
 from .test_gguf_load import copied
 
 gguf = pytest.importorskip("gguf", reason="needs the extra `gguf`")
@@ -130,6 +130,74 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "mamba2": {
         "model_type": "mamba2",
         **{"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "conv_kernel": 3},
+    },
+    "granitehybrid": {
+        "model_type": "granitemoehybrid",
+        **STATES,
+        **MULTIPLIERS,
+        "num_local_experts": 4,
+        "shared_intermediate_size": 40,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "granitehybrid that rotates": {
+        "model_type": "granitemoehybrid",
+        **STATES,
+        **MULTIPLIERS,
+        "num_local_experts": 0,
+        "shared_intermediate_size": 40,
+        "position_embedding_type": "rope",
+        "layer_types": ["full_attention", "linear_attention", "linear_attention"],
+    },
+    "granitehybrid of bamba": {
+        "model_type": "bamba",
+        **STATES,
+        "attn_layer_indices": [1],
+        "attention_bias": True,
+        "mlp_bias": True,
+    },
+    "falcon-h1": {
+        "model_type": "falcon_h1",
+        **STATES,
+        **{"mamba_d_head": 4, "mamba_d_ssm": 32, "mamba_n_groups": 1},
+        **{"mamba_rms_norm": True, "mamba_norm_before_gate": False},
+    },
+    "nemotron_h": {
+        "model_type": "nemotron_h",
+        **{"mamba_num_heads": 8, "mamba_head_dim": 4, "ssm_state_size": 16, "n_groups": 2},
+        **{"head_dim": 16, "mlp_bias": True, "attention_bias": True},
+        "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"],
+    },
+    "nemotron_h_moe": {
+        "model_type": "nemotron_h",
+        **{"mamba_num_heads": 8, "mamba_head_dim": 4, "ssm_state_size": 16, "n_groups": 2},
+        **{**ROUTED, "head_dim": 16, "moe_shared_expert_intermediate_size": 20},
+        **{"norm_topk_prob": False, "routed_scaling_factor": 1.5, "n_group": 2, "topk_group": 1},
+        "layers_block_type": ["moe", "linear_attention", "moe", "full_attention"],
+    },
+    "nemotron_h_moe of short vectors": {
+        "model_type": "nemotron_h",
+        **{"mamba_num_heads": 8, "mamba_head_dim": 4, "ssm_state_size": 16, "n_groups": 2},
+        **{**ROUTED, "moe_shared_expert_intermediate_size": 20, "moe_latent_size": 16},
+        "layers_block_type": ["moe", "linear_attention", "full_attention"],
+    },
+    "kimi-linear": {
+        "model_type": "kimi_linear",
+        **LATENT,
+        **{key: value for key, value in ROUTED.items() if key != "n_routed_experts"},
+        **{"num_experts": 6, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4},
+        **{"linear_num_heads": 4, "linear_head_dim": 6, "linear_conv_kernel_dim": 3},
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "kimi-linear of long queries": {
+        "model_type": "kimi_linear",
+        **LATENT,
+        "q_lora_rank": None,
+        **{"moe_intermediate_size": 12, "num_experts": 6, "num_experts_per_token": 2},
+        **{"num_key_value_heads": 4, "first_k_dense_replace": 2},
+        "linear_attn_config": {
+            **{"num_heads": 4, "head_dim": 6, "short_conv_kernel_size": 4},
+            **{"kda_layers": [1, 2], "full_attn_layers": [3]},
+        },
     },
     "minicpm3": {"model_type": "minicpm3", **LATENT, "num_key_value_heads": 4},
     "minicpm3 of longrope": {

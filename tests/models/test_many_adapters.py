@@ -102,15 +102,38 @@ def test_rows_of_an_invariant_model_have_the_bits_of_their_own_batch(
         model.set_adapter(None)
 
 
-def test_rows_of_a_narrow_invariant_model_are_rounded_as_alone() -> None:
+@pytest.mark.parametrize("kind", ["dense", "nf4", "int8"])
+def test_rows_of_a_narrow_invariant_model_are_rounded_as_alone(kind: str) -> None:
     """In bfloat16 a layer with one adapter rounds its output once, its rows beside others twice."""
-    model = made(dtype="bfloat16")
+    model = made(kind, "bfloat16")
     model.invariant = True
     actual = model.by_rows(NAMES[:3]).logits(TOKENS[:3])
     for row, name in enumerate(NAMES[:3]):
         model.set_adapter(name)
         np.testing.assert_array_equal(actual[row], model.logits(TOKENS[row][None])[0])
         model.set_adapter(None)
+
+
+@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize(
+    "change",
+    [lambda model: model.set_adapter("code"), lambda model: model.merge_adapter()],
+    ids=["set_adapter", "merge_adapter"],
+)
+def test_a_stream_keeps_the_adapter_that_it_began_with(change: Any, pages: bool) -> None:
+    """The keys of its cache are of that adapter."""
+    model = made()
+    model.set_adapter("chat")
+
+    def options() -> dict[str, Any]:
+        cache = {"cache": PagedKVCache(3, 20, 4, 2, 8, dtype="float32")} if pages else {}
+        return {"max_new_tokens": 8, "stop": (), **cache}
+
+    expected = model.generate(TOKENS, **options())[:, 7:]
+    stream = model.stream(TOKENS, **options())
+    first = [next(stream) for _ in range(3)]
+    change(model)
+    np.testing.assert_array_equal(np.stack([*first, *stream], axis=1), expected)
 
 
 @pytest.mark.parametrize("others", [["chat", None, "code", "code", "chat"], NAMES], ids=str)

@@ -9,7 +9,7 @@ from typing import Any
 import click.testing
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from unsloth_cupy import models
 from unsloth_cupy.cli.commands import group
@@ -18,7 +18,7 @@ from unsloth_cupy.models.folders import checkpoint_files
 from unsloth_cupy.models.folders.stored import StoredModel
 
 from .exported import make, read, write_tokenizer
-from .peers import SIZES
+from .peers import MIXTURES, SIZES
 
 TOKENS = np.random.default_rng(3).integers(3, 97, (2, 12))
 PEERS = "needs the extra `peers`"
@@ -149,6 +149,23 @@ def test_a_model_without_an_adapter_is_copied(dtype: str | None, tmp_path: Path)
         same = (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()
         assert same == (dtype is None or path.name == "tokenizer.json"), path.name
     assert models.load(tmp_path / "out").table.dtype == np.dtype(dtype or "float32")
+
+
+@pytest.mark.parametrize(("stored", "dtype"), [("float16", "bfloat16"), ("bfloat16", "float16")])
+@pytest.mark.parametrize("config", ["llama biases", MIXTURES["deepseek_v3"]], ids=["llama", "v3"])
+def test_from_16_bits_to_the_other_16(config: Any, stored: str, dtype: str, tmp_path: Path) -> None:
+    """Also where a router's bias, which is float32 in memory, has 16 bits in the file."""
+    model = adapted(tmp_path, config, dtype=stored)
+    file = tmp_path / "base" / "model.safetensors"
+    save_file({n: each.astype(model.dtype) for n, each in load_file(file).items()}, file)
+    models.merge(tmp_path / "adapter", tmp_path / "out", dtype=dtype)
+    models.merge(tmp_path / "adapter", tmp_path / "wide", dtype="float32")
+    merged = models.load(tmp_path / "out")
+    assert merged.table.dtype.name == dtype
+    for name, expected in models.load(tmp_path / "wide").parameters.items():
+        actual = merged.parameters[name]
+        np.testing.assert_array_equal(actual, expected.astype(actual.dtype), err_msg=name)
+    assert models.load(tmp_path / "base", dtype=dtype).table.dtype.name == dtype
 
 
 def test_of_several_files_one_weight_is_in_memory(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ The codes are packed here as the makers document them.
 
 import json
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,14 @@ import safetensors
 
 from unsloth_cupy import AdamW, models
 from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.machine import format_bytes
+from unsloth_cupy.models.folders.checkpoint_files import opened
+from unsloth_cupy.models.folders.lazy_parameter import LazyParameter
+from unsloth_cupy.models.folders.stored import stored_model
 from unsloth_cupy.parallel import SingleCommunicator
 
 from .exported import make
+from .peers import MIXTURES, SIZES
 
 Array = np.ndarray
 CONFIG = {
@@ -138,7 +144,8 @@ AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "z
        "modules_to_not_convert": None}  # fmt: skip
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
 CT = {"quant_method": "compressed-tensors", "format": "pack-quantized", "ignore": ["lm_head"],
-      "quantization_status": "compressed", "kv_cache_scheme": None, **group_of()}  # fmt: skip
+      "quantization_status": "compressed", "kv_cache_scheme": None,
+      "sparsity_config": {"format": "dense", "global_sparsity": 0.1}, **group_of()}  # fmt: skip
 BLOCK = {"grid": (32, 48), "key": "weight_scale_inv"}
 CASES: dict[str, tuple[dict[str, Any], Callable[..., Made], dict[str, Any]]] = {
     **{f"gptq {bits}": (GPTQ | {"bits": bits}, gptq, {"bits": bits}) for bits in (2, 3, 4, 8)},
@@ -155,6 +162,7 @@ CASES: dict[str, tuple[dict[str, Any], Callable[..., Made], dict[str, Any]]] = {
         fp8,
         {**BLOCK, "dtype": ml_dtypes.float8_e8m0fnu},
     ),
+    "fp8 square": (FP8 | {"weight_block_size": [32, 32]}, fp8, BLOCK | {"grid": (32, 32)}),
     "fp8 tensor": (FP8 | {"ignored_layers": ["lm_head"]}, fp8, {}),
     "fp8 row": ({"quant_method": "fbgemm_fp8"}, fp8, {"grid": (1, 1)}),
     "fp8 channel": (FP8, fp8, {"grid": (1,)}),
@@ -233,6 +241,126 @@ def test_weights_are_dense_as_they_are_read(case: str, tmp_path: Path) -> None:
     wide = models.load(tmp_path, dtype="float32")
     assert wide.table.dtype == np.float32
     assert np.abs(wide.logits(TOKENS)).max() > 0.1
+
+
+def mixture(path: Path, label: str, case: str, dense: tuple[str, ...] = (), shards: int = 1) -> int:
+    """Write a mixture of a case, and in ``dense`` as it is when read; routers stay dense.
+
+    Returns the bytes of what is quantized.
+    """
+    facts, maker, options = CASES[case]
+    config = SIZES | MIXTURES[label] | {"hidden_size": 64, "intermediate_size": 96}
+    config |= {"moe_intermediate_size": 96} if "moe_intermediate_size" in MIXTURES[label] else {}
+    models.create(config, seed=0, dtype="float16").save(path)
+    draw, wide, stored = np.random.default_rng(3), dict[str, Array](), dict[str, Array]()
+    size = 0
+    for name, array in stored_tensors(path / "model.safetensors").items():
+        left = name.endswith(("gate.weight", *dense))
+        if ".layers." not in name or array.ndim != 2 or left or array.shape[1] % 32:
+            wide[name] = stored[name] = array
+            continue
+        values, state = maker(draw, *array.shape, **options)
+        wide[name] = values.astype(np.float16)
+        size += sum(each.nbytes for each in state.values())
+        stored |= {name.removesuffix("weight") + key: each for key, each in state.items()}
+    plain = (path / "config.json").read_text()
+    (path / "dense").mkdir()
+    (path / "dense" / "config.json").write_text(plain)
+    write(path / "dense" / "model.safetensors", wide)
+    (path / "model.safetensors").unlink()
+    for i in range(shards):
+        own = {name: stored[name] for name in [*stored][i::shards]}
+        write(path / f"model{i or ''}.safetensors", own)
+    config = json.loads(plain) | {"quantization_config": facts}
+    (path / "config.json").write_text(json.dumps(config))
+    return size
+
+
+EXPERTS = [
+    *[("mixtral", "gptq act order"), ("qwen3_moe", "awq"), ("deepseek_v3", "fp8 blocks")],
+    *[("qwen3_moe", "fp8 tensor"), ("mixtral", "packed 4 True"), ("deepseek_v3", "int8")],
+]
+
+
+@pytest.mark.parametrize(("label", "case"), EXPERTS)
+def test_experts_are_dense_as_they_are_read(label: str, case: str, tmp_path: Path) -> None:
+    """Also of a stack in which some matrices are dense, as modules_to_not_convert may say."""
+    size = mixture(
+        tmp_path, label, case, ("1.mlp.experts.1.up_proj.weight", "experts.2.w1.weight"), 2
+    )
+    (tmp_path / "model.safetensors").rename(tmp_path / "model0.safetensors")
+    model, expected = models.load(tmp_path), models.load(tmp_path / "dense")
+    for name, array in expected.parameters.items():
+        assert model.parameters[name].dtype == array.dtype
+        np.testing.assert_array_equal(model.parameters[name], array, err_msg=name)
+    homes = stored_model("test", tmp_path).homes
+    count = sum(home.computed for home in homes.values())
+    assert f"tensors: {count} {CASES[case][0]['quant_method']}" in str(model.origin)
+    assert f"; {format_bytes(size)}, read as float16" in str(model.origin)
+    place = homes["model.layers.1.mlp.experts.gate_up_proj"]
+    with ExitStack() as stack:
+        files = {file: stack.enter_context(opened(tmp_path / file)) for file in place.files}
+        some = LazyParameter("", place, files)[1:3, 90:105, 8:40]  # rows of gate and of up
+    stored = expected.parameters["model.layers.1.mlp.experts.gate_up_proj"]
+    np.testing.assert_array_equal(some, stored[1:3, 90:105, 8:40])
+    model = models.load(tmp_path, dtype="float32")
+    model.add_adapter(2, seed=1)
+    for array in model.trainable.values():
+        array[...] = 0.05 * np.random.default_rng(1).standard_normal(array.shape)
+    model.save_adapter(tmp_path / "adapter")
+    models.merge(tmp_path / "adapter", tmp_path / "merged", base=tmp_path, dtype="float32")
+    merged = models.load(tmp_path / "merged")
+    np.testing.assert_allclose(merged.logits(TOKENS), model.logits(TOKENS), rtol=1e-4, atol=1e-5)
+
+
+def test_parts_of_experts_are_named(tmp_path: Path) -> None:
+    mixture(tmp_path, "qwen3_moe", "gptq 4")
+    file, module = tmp_path / "model.safetensors", "model.layers.1.mlp.experts.2.gate_proj."
+    stored = stored_tensors(file)
+    write(file, {name: each for name, each in stored.items() if name != f"{module}scales"})
+    with pytest.raises(
+        ConfigError, match=r"experts.2.gate_proj.scales is missing, a part of its g"
+    ):
+        models.load(tmp_path)
+    write(file, {name: each for name, each in stored.items() if not name.startswith(module)})
+    with pytest.raises(
+        ConfigError, match=r"tensor '.*experts.2.gate_proj.weight' is missing; copy"
+    ):
+        models.load(tmp_path)
+    write(file, stored | {f"{module}weight": np.zeros((96, 64), np.float16)})
+    with pytest.raises(
+        ConfigError, match=r"gate_proj.weight' is there, and so is '.*2.gate_proj.q"
+    ):
+        models.load(tmp_path)
+    write(file, stored | {f"{module}bias": np.zeros(96, np.float16)})  # as AutoGPTQ gives it
+    models.load(tmp_path)
+    write(file, stored)
+    write(tmp_path / "other.safetensors", {f"{module}scales": stored[f"{module}scales"]})
+    index = dict.fromkeys(stored, "model.safetensors") | {"more": "other.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    models.load(tmp_path)  # a single file goes before an index, as in transformers
+    file.rename(tmp_path / "first.safetensors")
+    index = {name: "first.safetensors" for name in stored} | {"more": "other.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    with pytest.raises(ConfigError, match=r"gate_proj.scales' is also in first.safetensors; keep"):
+        models.load(tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", ["mixtral", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers
+def test_transformers_reads_the_same_experts(label: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="a peer")
+    torch = pytest.importorskip("torch", reason="a peer")
+    mixture(tmp_path, label, "fp8 square")
+    dequantized = transformers.FineGrainedFP8Config(dequantize=True, weight_block_size=(32, 32))
+    peer = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, dtype=torch.float32, quantization_config=dequantized
+    )
+    with torch.no_grad():
+        expected = peer(torch.tensor(TOKENS)).logits.numpy()
+    actual = models.load(tmp_path, dtype="float32").logits(TOKENS)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("case", ["gptq act order", "awq", "fp8 blocks", "packed 4 True"])
@@ -326,11 +454,20 @@ def changed(path: Path, **facts: Any) -> None:
         ("awq", {"version": "gemv"}, r"version=gemv is not read; it must be gemm"),
         ("fp8 blocks", {"fmt": "e5m2"}, r"fmt=e5m2 is not read"),
         ("packed 4 True", {"format": "nvfp4-pack-quantized"}, r"format=nvfp4-pack-quantized is n"),
+        (
+            "packed 4 True",
+            {"sparsity_config": {"format": "sparse-bitmask"}},
+            r"config=.*mask'} is n",
+        ),
         ("packed 4 True", {"kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme=.* is not read"),
         ("packed 4 True", group_of(strategy="odd"), r"weights of group_0: strategy=odd is not"),
         ("packed 4 True", {"config_groups": {"g": {"weights": None}}}, r"without its weights"),
         ("float", group_of(type="float", num_bits=4), r"weights of group_0 are floats of 4 bits"),
-        ("gptq 4", {"quant_method": "aqlm"}, r"is not one of bitsandbytes or bitnet or gptq"),
+        (
+            "gptq 4",
+            {"quant_method": "aqlm"},
+            r"is of aqlm, which is not one of bitsandbytes or bitnet or gptq",
+        ),
     ],
 )
 def test_what_is_not_understood_is_refused(

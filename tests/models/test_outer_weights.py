@@ -496,6 +496,28 @@ def test_rows_under_low_rank_weights_of_a_tied_head_are_refused(tmp_path: Path) 
         load(folder, lora=tmp_path)
 
 
+@quiet
+@pytest.mark.parametrize("target", ["embed_tokens", "lm_head"])
+def test_one_table_of_two_that_grew_is_refused(target: str, tmp_path: Path) -> None:
+    """peft writes the table that it trains, and loses the rows of the other."""
+    peft = pytest.importorskip("peft", reason="whose files these are")
+    transformers = pytest.importorskip("transformers", reason="whose model this is")
+    import torch
+
+    folder = LOSSES / "tokens" / "untied"
+    whole = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    whole.resize_token_embeddings(70)
+    whole.save_pretrained(tmp_path / "resized")
+    peer = peft.get_peft_model(whole, peft.LoraConfig(r=2, target_modules=["q_proj", target]))
+    peer.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ConfigError, match=rf"{target}.*weight of 70 rows, the base 64; peft"):
+        load(folder, lora=tmp_path / "adapter")
+    model = load(tmp_path / "resized", dtype="float32", lora=tmp_path / "adapter")
+    with torch.no_grad():
+        expected = peer(torch.from_numpy(TOKENS)).logits.numpy()
+    np.testing.assert_allclose(model.logits(TOKENS), expected, atol=1e-4)
+
+
 def test_no_tokens_are_none(tmp_path: Path) -> None:
     """Ranks that divide a model refuse tokens, and not an empty list or dict of them."""
     create(SIZES | {"model_type": "llama"}, seed=0).save(tmp_path)

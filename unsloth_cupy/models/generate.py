@@ -5,6 +5,7 @@ whose probabilities reach top_p, then to those of at least min_p times the most 
 next token is where the cumulative sum of p passes a uniform random number.
 """
 
+import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -126,7 +127,11 @@ class Options:
 
 
 def stream(model: Network, tokens: Array, mask: Array | None, options: Options) -> Iterator[Array]:
-    """Check all arguments, then return an iterator over the new tokens: (batch,) each."""
+    """Check all arguments, then return an iterator over the new tokens: (batch,) each.
+
+    It keeps the adapter that the model has now, whatever is chosen before it ends.
+    """
+    model = copy.copy(model)
     require_head(options.CALL, model.config, CAUSAL)
     ends = options.end_tokens(model.config)
     check(tokens, mask)

@@ -58,11 +58,14 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     )
     experts = experts_of(read, layers)
     if family.experts is not None and experts is not None:  # stacks of gpt-oss are in MXFP4
-        quantized = ("bitsandbytes", GGUF, *(["mxfp4"] if family.experts.transposed else []))
+        packed = ["mxfp4"] if family.experts.transposed else []
+        quantized = ("bitsandbytes", GGUF, *packed, *KEYS)
     if facts and not (isinstance(facts, Mapping) and facts.get("quant_method") in quantized):
         cure = "load the plain weights (float16, bfloat16 or float32) instead"
         known = " or ".join(method for method in quantized if method != GGUF)
-        raise ConfigError(f"config: quantization_config is not one of {known}; {cure}")
+        given = facts.get("quant_method") if isinstance(facts, Mapping) else facts
+        problem = f"quantization_config is of {str(given)[:60]}, which is not one of {known}"
+        raise ConfigError(f"config: {problem}; {cure}")
     if facts:
         check_quantization(facts)
     for key, cure in UNSUPPORTED.items():

@@ -56,7 +56,8 @@ def take(
 def _layer(middle: str, after_attention: str | None, after_mlp: str | None) -> Callable[..., Any]:
     def added(self: Any, hidden_states: Any, **options: Any) -> Any:
         branch = self.input_layernorm(hidden_states)
-        branch = self.self_attn(hidden_states=branch, **options)[0]
+        branch = self.self_attn(hidden_states=branch, **options)
+        branch = branch[0] if isinstance(branch, tuple) else branch  # a recurrence has no scores
         if after_attention:
             branch = getattr(self, after_attention)(branch)
         branch, stream = getattr(self, middle)(branch, residual=hidden_states)

@@ -149,7 +149,7 @@ def merge(
             shutil.copyfile(source, partial / name)
         if "tokenizer.json" not in tokenizer_files:
             notes.append(f"{model.folder} holds no tokenizer.json: copy one into {target}")
-        others = any(home.dense for home in model.homes.values())
+        others = any(home.computed for home in model.homes.values())
         into = None if model.adapter is None else model.adapter.into
         if into is not None and chosen is None:
             size, kind = _write_file_weights(model, into, partial, target, kept)
@@ -243,7 +243,8 @@ def _write(
             problem = f"merge: {name} is ternary, and its layer rounds what it reads, too"
             raise ConfigError(f"{problem}: it has no dense form; leave dtype out")
         dtype = chosen or home.dtype or np.dtype(main)
-        dtype = np.promote_types(dtype, home.dtype) if home.wide and home.dtype else dtype
+        if home.wide and home.dtype is not None and home.dtype != dtype:
+            dtype = np.promote_types(np.promote_types(FLOAT32, dtype), home.dtype)
         read = _rounded(model, name, dtype, kept)
         file = first if Path(home.file).is_absolute() else home.file  # a table of the adapter's
         layout.setdefault(file, {})[name] = Unwritten(dtype, home.shape, read)
@@ -313,7 +314,7 @@ def _rounded(
     stored = model.homes[name].dtype
 
     def read() -> Array:
-        wide = np.promote_types(FLOAT32, np.promote_types(stored or FLOAT32, dtype))
+        wide = np.promote_types(np.promote_types(FLOAT32, stored or FLOAT32), dtype)
         weight = model.merged(name, wide, exact=False)
         weight = weight.dequantize(wide) if isinstance(weight, Quantized) else weight
         with np.errstate(over="ignore"):

@@ -107,7 +107,15 @@ def base_for(
         shape = tuple(found[stored]) if stored else (config.vocab, config.hidden)
         if len(shape) != 2 or shape[1] != config.hidden or (name == HEAD and shape[0] != size):
             problem = f"{file}: {stored or name} is {shape}, of another model than the base"
-            raise ConfigError(f"{problem}; pass the model that the adapter is for")
+            cure = "pass the model that the adapter is for"
+            if name == HEAD and len(tables) == 1 and max(shape[0], size) > config.vocab:
+                (stored,) = tables.values()
+                problem = (
+                    f"{file} has {stored} of {max(shape[0], size)} rows, the base {config.vocab}"
+                )
+                cure = "peft wrote one table of a vocabulary that had grown, and not the other"
+                cure += ": save the resized base, and pass that"
+            raise ConfigError(f"{problem}; {cure}")
         size = shape[0]
         if stored and name in homes:
             place = str(file.resolve()), stored, shape, homes[name].dtype

@@ -106,13 +106,17 @@ def find_tensors(
     experts = ExpertHomes(config)
     for file in files:
         _find(folder / file, config, homes, quantized, choice, method, others, experts)
+    known = shapes | {HEAD: shapes[TABLE]} | experts.matrices
+    made = {name: stored_weight(facts, name, known[name], each) for name, each in others.items()}
+    for name in experts.matrices.keys() & made.keys():
+        experts.holds(folder, name, made.pop(name))
     experts.enter(folder, homes)
     table = homes.get(TABLE)
-    for name, parts in others.items():
+    for name, home in made.items():
         if name in homes:
-            problem = f"tensor {name!r} is there, and so is {min(parts)!r} of a quantized one"
+            part = min(others[name])
+            problem = f"tensor {name!r} is there, and so is {part!r} of a quantized one"
             raise ConfigError(f"{folder}: {problem}; keep one")
-        home = stored_weight(facts, name, (shapes | {HEAD: shapes[TABLE]})[name], parts)
         homes[name] = home._replace(dtype=FLOATS[2] if table is None else table.dtype)
     if config.tied and HEAD in homes:
         _check_tied(folder, homes)
@@ -171,24 +175,31 @@ def _find(
     """
     shapes = config.shapes()
     shapes |= {HEAD: shapes[TABLE]}
+    matrices = shapes | experts.matrices
     with opened(path) as tensors:
         for stored in tensors.keys():  # noqa: SIM118 -- it is not a dict
             name = parameter_name(stored)
             if name is None or name in choice.unread or re.match(config.left_out or "$", name):
                 continue
-            if method is None and part_of(name, shapes) is not None:
-                continue
-            if name not in shapes and (
-                name in choice.optional
-                or (method == "gptq" and _is_no_bias(tensors, stored, name, shapes))
+            ours = method is None and part_of(name, shapes) is not None
+            if ours or (
+                name not in shapes
+                and (
+                    name in choice.optional
+                    or (method == "gptq" and _is_no_bias(tensors, stored, name, matrices))
+                )
             ):
                 continue
-            part = tensors.get_slice(stored)
-            shape, code = tuple(part.get_shape()), part.get_dtype()
-            if experts.takes(path, stored, name, shape, code):
+            header = tensors.get_slice(stored)
+            shape, code = tuple(header.get_shape()), header.get_dtype()
+            if (other := part_in(method, name, code, matrices)) is not None:
+                part = Part(path.name, stored, shape, code)
+                first = others.setdefault(other[0], {}).setdefault(other[1], part)
+                if first is not part:
+                    where = f"is also in {first.file}; keep one"
+                    raise ConfigError(f"{path}: tensor {stored!r} {where}")
                 continue
-            if (other := part_in(method, name, code, shapes)) is not None:
-                others.setdefault(other[0], {})[other[1]] = Part(path.name, stored, shape, code)
+            if experts.takes(path, stored, name, shape, code):
                 continue
             problem = None
             if name not in shapes:

@@ -10,7 +10,7 @@ model.layers.0.self_attn.A_log                           forget_gate.A_log in ki
 model.layers.0.attention_layer_norm.weight               input_layernorm.weight in olmo_hybrid
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -72,10 +72,14 @@ class Place(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """The tensors of a parameter in files: where each is, in the order of their parts."""
+    """The tensors of a parameter in files: where each is, in the order of their parts.
+
+    Of those that other programs quantized, ``made`` has a function from files to the dense matrix.
+    """
 
     place: Place
     homes: tuple[tuple[str, str], ...]  # file and name
+    made: Mapping[int, Callable[[Mapping[str, Any]], Array]] = {}  # by the part
 
     def read(
         self, files: Mapping[str, Any], shape: tuple[int, ...], dtype: Any, some: Any, *rest: slice
@@ -105,13 +109,15 @@ class Stack(NamedTuple):
                 continue
             rows, at = ends[0] if ends else range(shape[1]), 0
             for number in range(parts):
-                file, name = self.homes[expert * parts + number]
-                before = number * place.shape[0]
+                part, before = expert * parts + number, number * place.shape[0]
+                file, name = self.homes[part]
                 first = max(rows.start - before, 0)
                 stop = max(first, min(rows.stop - before, place.shape[0]))
                 where = slice(first, stop), *rest[1:]
                 if first < stop:
-                    target[at : at + stop - first] = files[file].get_slice(name)[where]
+                    made = self.made.get(part)
+                    one = files[file].get_slice(name) if made is None else made(files)
+                    target[at : at + stop - first] = one[where]
                 at += stop - first
         return out
 

@@ -1,17 +1,19 @@
 """Find the experts of a mixture in the files of a checkpoint, whatever form they have there."""
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from ...core.dtypes import BFLOAT16
+from ...core.dtypes import BFLOAT16, Array
 from ...errors import ConfigError
 from ...ops.quantized.mxfp4 import Mxfp4
 from ..configs.config import Config
 from ..configs.names import TABLE, is_stack, parameter_name
 from .expert_files import Place, Stack, places
-from .lazy_parameter import StoredTensor
+from .lazy_parameter import LazyParameter, StoredTensor
 
 DTYPES = {
     "F16": np.dtype("float16"),
@@ -20,6 +22,7 @@ DTYPES = {
     "F64": np.dtype("float64"),
 }
 CODES = "U8"
+QUANTIZED = "codes"  # in place of the dtype of a matrix that other programs quantized
 
 
 def plain_names(homes: Mapping[str, StoredTensor]) -> set[str]:
@@ -40,6 +43,12 @@ class ExpertHomes:
         for name, place in self.known.items():
             self.forms.setdefault((place.parameter, place.packed), []).append(name)
         self.found: dict[tuple[str, bool], dict[str, tuple[str, str, str]]] = {}
+        self.matrices = {  # that other programs may have quantized, of each expert
+            name: (place.shape[0], place.shape[1])
+            for name, place in self.known.items()
+            if place.parts > 1 and name.endswith(".weight")
+        }
+        self.quantized: dict[str, StoredTensor] = {}
         self.rows: dict[str, int] = {}  # of the tensors that are beside each other in a parameter
 
     def takes(self, path: Path, stored: str, name: str, shape: tuple[int, ...], code: str) -> bool:
@@ -63,6 +72,16 @@ class ExpertHomes:
             self.rows[place.parameter] = self.rows.get(place.parameter, 0) + shape[0]
         return True
 
+    def holds(self, folder: Path, name: str, home: StoredTensor) -> None:
+        """Add a matrix of an expert that another program quantized."""
+        place = self.known[name]
+        found = self.found.setdefault((place.parameter, place.packed), {})
+        if name in found:
+            problem = f"tensor {found[name][1]!r} is there, and so is {home.stored!r}"
+            raise ConfigError(f"{folder}: {problem} of a quantized one; keep one")
+        found[name] = home.file, home.stored, QUANTIZED
+        self.quantized[name] = home
+
     def enter(self, folder: Path, homes: dict[str, StoredTensor]) -> None:
         """Add the parameters to homes; raise where a part is missing, or another form is there."""
         for (parameter, packed), found in self.found.items():
@@ -75,10 +94,11 @@ class ExpertHomes:
             if parameter in homes:
                 problem = f"tensors {own[0][1]!r} and {homes[parameter].stored!r} are of the same"
                 raise ConfigError(f"{folder}: {problem} parameter; keep one")
-            if len({code for _, _, code in own}) > 1:
+            codes = sorted({code for _, _, code in own} - {QUANTIZED})
+            if len(codes) > 1:
                 problem = f"tensors of {parameter} have several dtypes"
                 raise ConfigError(f"{folder}: {problem}; store it in one")
-            file, stored, code = own[0]
+            file, stored, _ = own[0]
             place, shape = self.known[names[0]], self.shapes[parameter]
             joined = place.rows is not None
             changed = place.parts > 1 or place.in_turns or place.turned or place.row or joined
@@ -86,16 +106,31 @@ class ExpertHomes:
                 problem = f"the tensors of {parameter} have {total} rows"
                 raise ConfigError(f"{folder}: {problem}; config.json asks for {shape[0]}")
             plain = not (changed or packed)
-            stack = None if plain else Stack(place, tuple((f, s) for f, s, _ in own))
+            coded = {i: self.quantized[n] for i, n in enumerate(names) if n in self.quantized}
+            made = {i: partial(_whole, home) for i, home in coded.items()}
+            stack = None if plain else Stack(place, tuple((f, s) for f, s, _ in own), made)
             wide = parameter.endswith(self.wide)
             kind = Mxfp4 if packed else None
-            homes[parameter] = StoredTensor(
-                file, stored, shape, DTYPES.get(code), kind, stack=stack, wide=wide
+            home = StoredTensor(
+                file, stored, shape, DTYPES.get("".join(codes)), kind, stack=stack, wide=wide
+            )
+            homes[parameter] = home._replace(
+                parts={each[1]: each for one in coded.values() for each in one.parts.values()},
+                format=" and ".join(sorted({one.format for one in coded.values()})),
+                bytes=sum(one.bytes for one in coded.values()),
             )
 
     def fill(self, homes: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """Return homes in which packed stacks have the dtype of the embedding table."""
+        """Return homes in which packed and computed stacks have the dtype of the table."""
         return {
-            name: home._replace(dtype=homes[TABLE].dtype) if home.kind is Mxfp4 else home
+            name: home._replace(dtype=homes[TABLE].dtype)
+            if home.stack is not None and home.dtype is None
+            else home
             for name, home in homes.items()
         }
+
+
+def _whole(home: StoredTensor, files: Mapping[str, Any]) -> Array:
+    """Return the dense matrix that the tensors in open files stand for."""
+    matrix: Array = LazyParameter(home.stored, home, files).whole()
+    return matrix

@@ -37,6 +37,11 @@ class StoredTensor(NamedTuple):
     bytes: int = 0  # of its tensors
 
     @property
+    def computed(self) -> bool:
+        """Whether the parameter, or a part of it, is computed of tensors that stand for it."""
+        return self.dense is not None or (self.stack is not None and bool(self.stack.made))
+
+    @property
     def files(self) -> set[str]:
         """The names of the files that hold it."""
         homes = () if self.stack is None else self.stack.homes
@@ -164,7 +169,7 @@ class LazyParameter:
         """The dtype of results."""
         stored = self.home.dtype
         if self.home.wide and stored is not None:
-            return np.promote_types(np.promote_types(self.dtype or stored, stored), FLOAT32)
+            return np.promote_types(np.promote_types(FLOAT32, stored), self.dtype or stored)
         return self.dtype or stored
 
     def _stacked(self, stack: Stack, some: Any, *rest: slice) -> Array:

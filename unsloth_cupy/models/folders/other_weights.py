@@ -50,6 +50,7 @@ FORMATS = (
     "dense",
 )
 ANY = ...
+SPARSITY = "sparsity_config"  # of compressed-tensors, whose older files have one of format dense
 HOW = {  # keys that say how GPTQ and AWQ found the codes, or which kernels read them
     **dict.fromkeys(("group_size", "desc_act", "act_group_aware", "static_groups"), ANY),
     **dict.fromkeys(("sym", "true_sequential", "damp_percent", "dynamic", "lm_head"), ANY),
@@ -156,7 +157,8 @@ def _check(where: str, values: Mapping[str, Any], known: Mapping[str, Any]) -> N
     for key, value in values.items():
         if key in known and (known[key] is ANY or value in known[key] or value is None):
             continue
-        if key not in known and value in (None, False, "", [], {}):
+        plain = key == SPARSITY and isinstance(value, Mapping) and value.get("format") == "dense"
+        if key not in known and (plain or value in (None, False, "", [], {})):
             continue
         listed = f"; it must be {' or '.join(map(str, known[key]))}" if key in known else ""
         problem = f"{key}={str(value)[:60]} is not read{listed}"

@@ -58,7 +58,7 @@ class StoredModel(NamedTuple):
                 problem = f"{self.call}: {self.folder} was saved meanwhile"
                 raise ConfigError(f"{problem}; call it again")
             into = None if self.adapter is None else self.adapter.into
-            dense = place.dense is not None and place.kind is None
+            dense = place.computed and place.kind is None
             used = into.read if into is not None and dense else None  # by the run
             weight = LazyParameter(name, place, handles, used or dtype).whole()
         if used is not None and dtype is not None:

@@ -5,15 +5,18 @@ them.  A difference for all inputs raises an error; a difference for some inputs
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ...errors import ConfigError
 from ...ops.position.rope_tables import RULES
-from ..configs.config import FULL, SLIDING, Config, Experts, Rope
+from ..configs.config import FULL, MLP, SLIDING, Config, Experts, Rope
 
 NORMALIZED = {True: "whose weights sum to 1", False: "whose weights are theirs", None: "as it says"}
+LEAST = 1e-3  # time_step_min of all released models of Nemotron-H, which no file has
 BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # yarn: llama.cpp uses these, whatever a file says
 
 
@@ -23,8 +26,9 @@ class Mixtures:
 
     ``normalize`` says whether the weights of a token's experts sum to 1, None: as a file says.
     ``shared`` says how a file gives the size of the expert that all tokens have: "sized", "counted"
-    (in sizes of the others), or there is none.  ``dense`` layers are none, the "leading" ones, or
-    these and all but every n-th ("stepped").  ``own_size``: of experts beside that of dense layers.
+    (in sizes of the others), or there is none.  ``dense`` layers are none, the "leading" ones,
+    these and all but every n-th ("stepped"), or those without an MLP ("single").  ``own_size``: of
+    experts beside that of dense layers.
     """
 
     scores: str = "softmax"
@@ -38,6 +42,7 @@ class Mixtures:
     clamped: bool = False
     own_size: bool = True
     gating: bool = False  # a file may say which scores
+    optional: bool = False  # a model may have none
 
 
 @dataclass(frozen=True)
@@ -47,9 +52,10 @@ class Architecture:
     ``output`` says whether its head is the embedding table ("tied"), a separate tensor ("own") or
     either.  A model with exactly ``deep`` layers is treated as the 27B one, whose scores are scaled
     by hidden / heads instead of the length of a head.  ``rotates`` says which layers rotate
-    queries and keys: all, all but every fourth, or the sliding ones; ``fourth`` that every fourth
-    layer sees all keys.  Models of ``windows_of`` layers have windows, and others none.
-    ``head_norms`` are layers from which on norms of the heads are optional.
+    queries and keys: all, all but every fourth, the sliding ones, none, or as a file says all or
+    none (either); ``fourth`` that every fourth layer sees all keys.  Models of ``windows_of``
+    layers have windows, and others none.  From ``head_norms`` layers on norms of the heads are
+    optional.
     """
 
     name: str
@@ -65,7 +71,7 @@ class Architecture:
     deep: int | None = None
     needs_biases: bool = False  # of the output projection and the MLP
     head_norms: int | None = None
-    rotates: str = "all"  # all, fourth or sliding
+    rotates: str = "all"  # all, fourth, sliding, none or either
     fourth: bool = False
     windows_of: int | None = None
     scales: bool = False  # of embedding, residual sums, scores and logits
@@ -77,7 +83,9 @@ class Architecture:
     absorbed: bool = True  # of latent attention: with one head of keys, of which values are a part
     fixed: tuple[float, float, float] | None = None  # scale_emb, scale_depth, dim_model_base
     delta: bool = False  # it has layers with a delta rule
-    space: bool = False  # all its layers have the recurrence of Mamba2, and no attention
+    doubled: bool = True  # layers with the recurrence of Mamba2 have twice the model's channels
+    listed: bool = False  # attention.head_count_kv is 0 in layers without attention
+    folds: bool = False  # the factors of a model are in its weights
     tiled: bool = False  # whose heads of values are in another order
     truncates: bool = True  # yarn's columns are rounded in models of this architecture, too
 
@@ -86,9 +94,16 @@ PLAIN = Architecture.scalings
 LLAMA = Architecture(
     "llama", interleaved=True, biases=True, scalings=(*PLAIN, "llama3", "longrope")
 )
+OF_GRANITE: Mapping[str, Any] = {
+    **dict.fromkeys(("interleaved", "biases", "scales", "logit_scale"), True),
+    "scalings": (*PLAIN, "llama3", "longrope"),
+}
 NEXT = Mixtures(shared="sized", shared_gate=True)
 OF_DEEPSEEK = Mixtures(normalize=None, shared="counted", dense="leading", scale=True, gating=True)
 DEEPSEEK = Architecture("deepseek2", interleaved=True, latent=True, scalings=("default", "yarn"))
+NEMOTRON = Architecture(
+    "nemotron_h", "relu2", biases=True, rotates="none", doubled=False, listed=True
+)
 ARCHITECTURES = {
     "llama": LLAMA,
     "mistral": LLAMA,
@@ -104,14 +119,7 @@ ARCHITECTURES = {
     "olmo3": Architecture("olmo2", any_head=False, output="own", windows=True, fourth=True),
     "olmo": Architecture("olmo", interleaved=True, any_head=False),
     "smollm3": Architecture("smollm3", interleaved=True, rotates="fourth"),
-    "granite": Architecture(
-        "granite",
-        interleaved=True,
-        biases=True,
-        scales=True,
-        logit_scale=True,
-        scalings=(*PLAIN, "llama3", "longrope"),
-    ),
+    "granite": Architecture("granite", **OF_GRANITE),
     "cohere": Architecture(
         "command-r",
         interleaved=True,
@@ -194,13 +202,7 @@ ARCHITECTURES = {
         experts=Mixtures("softmax_of_k", clamped=True),
     ),
     "granitemoe": Architecture(
-        "granitemoe",
-        interleaved=True,
-        biases=True,
-        scales=True,
-        logit_scale=True,
-        scalings=(*PLAIN, "llama3", "longrope"),
-        experts=Mixtures("softmax_of_k", own_size=False),
+        "granitemoe", **OF_GRANITE, experts=Mixtures("softmax_of_k", own_size=False)
     ),
     "phimoe": Architecture(
         "phimoe",
@@ -240,7 +242,41 @@ ARCHITECTURES = {
     "qwen3_5_moe_text": Architecture(
         "qwen35moe", partial=True, delta=True, tiled=True, experts=NEXT
     ),
-    "mamba2": Architecture("mamba2", space=True),
+    "mamba2": Architecture("mamba2"),
+    "granitemoehybrid": Architecture(
+        "granitehybrid",
+        **OF_GRANITE,
+        rotates="either",
+        listed=True,
+        experts=Mixtures("softmax_of_k", shared="sized", own_size=False, optional=True),
+    ),
+    "bamba": Architecture(
+        "granitehybrid",
+        interleaved=True,
+        biases=True,
+        partial=True,
+        rotates="either",
+        listed=True,
+    ),
+    "falcon_h1": Architecture("falcon-h1", doubled=False, folds=True),
+    "nemotron_h": NEMOTRON,
+    "kimi_linear": Architecture(
+        "kimi-linear",
+        output="own",
+        latent=True,
+        rotates="none",
+        listed=True,
+        delta=True,
+        experts=Mixtures(
+            "sigmoid",
+            shared="counted",
+            dense="leading",
+            corrected=True,
+            groups=True,
+            scale=True,
+            gating=True,
+        ),
+    ),
     "minicpm3": Architecture(
         "minicpm3",
         latent=True,
@@ -255,6 +291,32 @@ ARCHITECTURES = {
 }
 # llama.cpp computes it as another family
 ARCHITECTURES["glm4_moe_lite"] = ARCHITECTURES["deepseek_v3"]
+MIXED = {  # of families whose models with experts have an architecture of their own
+    "nemotron_h": replace(
+        NEMOTRON,
+        name="nemotron_h_moe",
+        experts=Mixtures(
+            "sigmoid",
+            normalize=None,
+            shared="sized",
+            dense="single",
+            corrected=True,
+            groups=True,
+            scale=True,
+        ),
+    ),
+}
+
+
+def known_as(call: str, config: Config) -> Architecture:
+    """Return the architecture of a family, whether or not it has all of a model's properties."""
+    own = ARCHITECTURES.get(config.model_type)
+    if own is None:
+        names = ", ".join(sorted(ARCHITECTURES))
+        raise ConfigError(
+            f"{call}: GGUF has no names for a {config.model_type}; the families are {names}"
+        )
+    return own if config.experts is None else MIXED.get(config.model_type, own)
 
 
 def architecture(call: str, config: Config) -> Architecture:
@@ -263,14 +325,9 @@ def architecture(call: str, config: Config) -> Architecture:
     Raises
     ------
     ConfigError
-        GGUF has no names for the family, or llama.cpp would compute something else.
+        llama.cpp has no such family, or would compute something else.
     """
-    known = ARCHITECTURES.get(config.model_type)
-    if known is None:
-        names = ", ".join(sorted(ARCHITECTURES))
-        raise ConfigError(
-            f"{call}: GGUF has no names for a {config.model_type}; the families are {names}"
-        )
+    known = known_as(call, config)
     for problem in _problems(config, known):
         raise ConfigError(
             f"{call}: llama.cpp's {known.name} {problem}; GGUF cannot describe this model"
@@ -282,7 +339,7 @@ def _problems(config: Config, known: Architecture) -> Iterator[str]:
     """Yield the properties of a model that llama.cpp's architecture does not have."""
     if config.activation not in (known.activation, "silu" if known.name == "bitnet" else None):
         yield f"computes {known.activation}, not {config.activation}"
-    if known.latent and known.absorbed and not config.interleaved:
+    if known.latent and known.interleaved and not config.interleaved:
         yield "rotates pairs that are beside each other (rope_interleave)"
     if known.fixed is not None:
         yield from _problems_of_scales(config, *known.fixed)
@@ -297,7 +354,7 @@ def _problems(config: Config, known: Architecture) -> Iterator[str]:
         yield from _problems_of_experts(config, config.experts, known.experts)
     if config.delta is not None and config.delta.key_dim != config.delta.value_dim:
         yield "has heads of keys and of values of one length in layers with a delta rule"
-    yield from _problems_of_states(config)
+    yield from _problems_of_states(config, known)
     if known.name == "phimoe" and not (config.output_bias and config.head_bias):
         yield "has biases in its attention and its head"
     if known.name == "gpt-oss" and not config.output_bias:
@@ -353,16 +410,24 @@ def _one_mscale(rope: Rope) -> bool:
     return bool(scaling.get("mscale_all_dim")) and math.isclose(factor, 1, rel_tol=1e-6)
 
 
-def _problems_of_states(config: Config) -> Iterator[str]:
-    """Yield what llama.cpp does not know of a recurrence of Mamba2."""
+def _problems_of_states(config: Config, known: Architecture) -> Iterator[str]:
+    """Yield what llama.cpp does not know of a recurrence, of Mamba2 or of KDA."""
     space = config.space
+    if known.name == "kimi-linear" and config.delta and config.delta.value_heads != config.heads:
+        yield f"has {config.heads} heads in all layers, not {config.delta.value_heads}"
+    if known.listed and all(map(config.attends, range(config.layers))):
+        yield "has layers with a recurrence in place of attention"
     if space is None:
         return
-    if space.inner != 2 * config.hidden:
+    if known.doubled and space.inner != 2 * config.hidden:
         yield f"has {2 * config.hidden} channels in its layers, not {space.inner} (expand)"
     if space.bias or space.out_bias or not space.conv_bias:
         yield "has a bias in its convolution, and none in its projections"
-    if space.least > 0 or space.most is not None:
+    if space.norm == "before":
+        yield "has a norm behind the gate, not before it (mamba_norm_before_gate)"
+    if config.model_type == "nemotron_h" and space.least != LEAST:
+        yield f"is read as one with time_step_min={LEAST:g}, not {space.least:g}"
+    elif config.model_type != "nemotron_h" and (space.least > 0 or space.most is not None):
         yield "does not bound the rates of tokens (time_step_limit)"
 
 
@@ -381,10 +446,11 @@ def _problems_of_layers(config: Config, known: Architecture) -> Iterator[str]:
         yield "always has windows"
     rotated = [config.rotates(layer) for layer in layers]
     everywhere = known.rotates == "all" or (known.rotates == "sliding" and not any(slides))
-    if rotated != ([True] * config.layers if everywhere else fourth):
+    told = known.rotates in ("none", "either")
+    if not told and rotated != ([True] * config.layers if everywhere else fourth):
         yield "rotates " + ("all layers" if everywhere else "all layers but every fourth")
     scaled = config.residual_scale != 1 or config.logit_scale != 1
-    if scaled and not (known.logit_scale or known.fixed):
+    if scaled and not (known.logit_scale or known.fixed or known.folds):
         yield "does not scale residual sums or logits"
     if config.clip is not None and known.name != "olmo":
         yield "does not clip queries, keys and values"
@@ -409,7 +475,12 @@ def _problems_of_experts(config: Config, experts: Experts, known: Mixtures) -> I
     yield from _problems_of_shared(experts, known)
     leading, step = dense_layers(experts)
     layers = range(len(experts.sparse))
-    if known.dense is None and not all(experts.sparse):
+    if known.dense == "single":
+        if config.mlp_bias:
+            yield "has no biases in an MLP or in experts"
+        if [kind == MLP for kind in config.layer_types] != [*experts.sparse]:
+            yield "has experts in all layers of MLPs"
+    elif known.dense is None and not all(experts.sparse):
         yield "has experts in all layers"
     elif known.dense == "leading" and step != 1:
         yield "has experts in all layers but the first"
@@ -461,6 +532,11 @@ def warnings_of(config: Config, known: Architecture) -> Iterator[str]:
             f"llama.cpp's {known.name} has no sliding layers: beyond {config.window} tokens its"
             " outputs differ"
         )
+    if config.space is not None and config.space.least > 0:
+        yield (
+            "llama.cpp does not bound the rates of tokens, which this model keeps above"
+            f" {config.space.least:g}: its outputs may differ slightly"
+        )
     if kind == "dynamic":
         yield f"beyond {config.positions} tokens, llama.cpp does not stretch positions (dynamic)"
     if kind == "longrope":
@@ -492,3 +568,32 @@ def score_factor(config: Config, known: Architecture) -> float:
     length = config.hidden // config.heads if config.layers == known.deep else config.dim
     factor = config.scale * math.sqrt(length)
     return 1.0 if math.isclose(factor, 1.0, rel_tol=1e-6) else factor
+
+
+def factor_of(config: Config, known: Architecture, stored: str) -> Any:
+    """Return what a parameter is multiplied by in a file: a number, or a column of them."""
+    *_, module, end = stored.split(".")
+    scaled = "q_norm" if config.query_key_norm else "q_proj"
+    factor = score_factor(config, known) if module == scaled else 1.0
+    if not known.folds:
+        return factor
+    inputs, outputs = config.attention_scales
+    factors: dict[str, Any] = {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), inputs if end == "weight" else 1.0),
+        "o_proj": outputs,
+        "gate_proj": config.gate_scale,
+        "down_proj": config.down_scale,
+        "embed_tokens": config.embedding_scale,
+        "lm_head": config.logit_scale,
+    }
+    if config.space is not None:
+        scales = config.space.scales or (1.0,) * len(config.space.sizes)
+        rows = np.repeat(scales, config.space.sizes)[:, None] * config.space.scale
+        factors |= {"in_proj": rows, "out_proj": config.space.out_scale}
+    return factor * factors.get(module, 1.0)
+
+
+def has_two_tables(config: Config, known: Architecture) -> bool:
+    """Return whether a file has a head of its own where a model's is the embedding table."""
+    differ = known.folds and config.embedding_scale != config.logit_scale
+    return config.tied and (known.output == "own" or differ)

@@ -8,7 +8,7 @@ from .reading import GgufFile
 
 # Keys whose values change nothing here.
 HARMLESS = {
-    *("vocab_size", "rope.scaling.finetuned", "attention.causal", "tensor_data_layout"),
+    *("vocab_size", "attention.causal", "tensor_data_layout"),
     *("use_parallel_residual", "rope.scaling.yarn_ext_factor"),
 }
 

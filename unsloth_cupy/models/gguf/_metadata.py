@@ -5,7 +5,7 @@ from typing import Any
 
 from ...core.dtypes import FLOAT32
 from ...ops.position.rope_tables import RULES
-from ..configs.config import BUFFERS, SLIDING, Config, Delta, Experts, Latent, Rope
+from ..configs.config import BUFFERS, MLP, SLIDING, Config, Delta, Experts, Latent, Rope
 from ..configs.state_space import StateSpace
 from ._families import BETAS, Architecture, Mixtures, dense_layers, ropes, scaling_of
 from ._types import Read
@@ -29,8 +29,12 @@ def metadata(config: Config, known: Architecture, read: Read) -> Values:
         "block_count": config.layers,
         EPSILON[config.norms.kind]: float(config.eps),
     }
-    values |= _of_attention(config, rope) if config.space is None else _of_states(config.space)
+    if known.listed or any(map(config.attends, range(config.layers))):
+        values |= _of_attention(config, rope)
+    else:  # llama.cpp needs both
+        values |= dict.fromkeys(("feed_forward_length", "attention.head_count"), 0)
     values |= _of_blocks(config, known)
+    values |= _of_layers(config, known, values)
     if config.window is not None or known.name == "phi3":  # 0 tells it from older Phi-3 files
         values["attention.sliding_window"] = config.window or 0
     sliding = [kind == SLIDING for kind in config.layer_types]
@@ -68,6 +72,8 @@ def _of_blocks(config: Config, known: Architecture) -> Values:
     values: Values = {}
     if config.delta is not None:
         values |= _delta(config, config.delta, known)
+    if config.space is not None:
+        values |= _of_states(config.space)
     if config.latent is not None:
         values |= _latent(config, config.latent, known)
     if config.experts is not None and known.experts is not None:
@@ -88,10 +94,25 @@ def _of_attention(config: Config, rope: Rope) -> Values:
     }
 
 
+def _of_layers(config: Config, known: Architecture, values: Values) -> Values:
+    """Return the keys that differ by layer, of models whose layers have attention or do not."""
+    keys: Values = {}
+    if known.listed:
+        heads = values["attention.head_count_kv"]
+        attends = map(config.attends, range(config.layers))
+        keys["attention.head_count_kv"] = [heads * each for each in attends]
+    if known.listed and config.single:
+        size = config.inner if config.experts is None else config.experts.inner
+        mlps = [size * (kind == MLP) for kind in config.layer_types]
+        keys["feed_forward_length"] = mlps
+    if known.rotates == "either":
+        keys["rope.scaling.finetuned"] = any(map(config.rotates, range(config.layers)))
+    return keys
+
+
 def _of_states(space: StateSpace) -> Values:
-    """Return the keys of layers with the recurrence of Mamba2 alone; llama.cpp needs both zeros."""
+    """Return the keys of layers with the recurrence of Mamba2."""
     return {
-        **dict.fromkeys(("feed_forward_length", "attention.head_count"), 0),
         "ssm.conv_kernel": space.taps,
         "ssm.state_size": space.state,
         "ssm.group_count": space.groups,
@@ -102,6 +123,8 @@ def _of_states(space: StateSpace) -> Values:
 
 def _delta(config: Config, delta: Delta, known: Architecture) -> Values:
     """Return the keys of layers with a delta rule."""
+    if known.listed:
+        return {"ssm.conv_kernel": delta.taps, "kda.head_dim": delta.key_dim}
     linear = [not config.attends(layer) for layer in range(config.layers)]
     keys: Values = {
         "ssm.conv_kernel": delta.taps,
@@ -145,6 +168,8 @@ def _latent(config: Config, latent: Latent, known: Architecture) -> Values:
 def _experts(experts: Experts, known: Mixtures) -> Values:
     """Return the keys of a mixture of experts."""
     keys: Values = {"expert_count": experts.count, "expert_used_count": experts.k}
+    if not known.own_size:
+        keys["feed_forward_length"] = experts.inner
     leading, step = dense_layers(experts)
     if known.own_size:
         keys["expert_feed_forward_length"] = experts.inner
@@ -163,6 +188,8 @@ def _experts(experts: Experts, known: Mixtures) -> Values:
         keys["expert_gating_func"] = GATING[experts.scores]
     if known.scale:
         keys["expert_weights_scale"] = float(experts.scale)
+    if experts.latent is not None:
+        keys["moe_latent_size"] = experts.latent
     if known.normalize is None:
         keys["expert_weights_norm"] = experts.normalize
     return keys

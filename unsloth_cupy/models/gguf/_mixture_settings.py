@@ -1,8 +1,9 @@
 """The keys of config.json of mixtures, latent attention and delta rules, from a file's."""
 
+from collections.abc import Mapping
 from typing import Any
 
-from ..configs.config import FULL, LINEAR
+from ..configs.config import FULL, LINEAR, MLP
 from ..configs.mixtures import Mixture
 from ._families import Architecture, Mixtures
 from ._keys import Keys, shortest
@@ -31,6 +32,31 @@ def latent_settings(keys: Keys, known: Architecture, heads: int, hidden: int) ->
     }
 
 
+def layer_settings(keys: Keys, layers: int, *, single: bool) -> dict[str, Any]:
+    """Return the types of layers, of which a file says how many heads of keys each has.
+
+    Of what is 0 in some layers, the value of the others is left.
+    """
+    lists = {}
+    for key in ("attention.head_count_kv", "feed_forward_length"):
+        value = keys.left.get(key) or 0
+        lists[key] = value[:layers] if isinstance(value, list) else [value] * layers
+        keys.left[key] = max(lists[key])
+    mlp = "moe" if keys.left.get("expert_count") else MLP
+    types = [
+        FULL if heads else mlp if size and single else LINEAR
+        for heads, size in zip(*lists.values(), strict=False)
+    ]
+    return {"layers_block_type" if single else "layer_types": types}
+
+
+def kimi_settings(keys: Keys, heads: int) -> dict[str, Any]:
+    """Return the keys of layers with a delta rule whose channels decay each by itself."""
+    taps, dim = keys.need("ssm.conv_kernel"), keys.need("kda.head_dim")
+    sizes = {"linear_conv_kernel_dim": taps, "linear_head_dim": dim}
+    return {**sizes, "linear_num_heads": heads}
+
+
 def delta_settings(keys: Keys, layers: int) -> dict[str, Any]:
     """Return the keys of layers with a delta rule."""
     heads, size = keys.need("ssm.time_step_rank"), keys.need("ssm.inner_size")
@@ -49,18 +75,16 @@ def delta_settings(keys: Keys, layers: int) -> dict[str, Any]:
     }
 
 
-def space_settings(keys: Keys, hidden: int) -> dict[str, Any]:
-    """Return the keys of layers with the recurrence of Mamba2; there are no others."""
+def space_settings(keys: Keys, names: Mapping[str, str], hidden: int) -> dict[str, Any]:
+    """Return the keys of layers with the recurrence of Mamba2, by the names of a family."""
     heads, inner = keys.need("ssm.time_step_rank"), keys.need("ssm.inner_size")
-    return {
-        "num_heads": heads,
-        "head_dim": inner // heads,
-        "expand": inner // hidden,
-        "n_groups": keys.need("ssm.group_count"),
-        "state_size": keys.need("ssm.state_size"),
-        "conv_kernel": keys.need("ssm.conv_kernel"),
-        **dict.fromkeys(("intermediate_size", "num_attention_heads", "num_key_value_heads"), 1),
+    sizes = {
+        **{"heads": heads, "dim": inner // heads, "expand": inner / hidden, "inner": inner},
+        "groups": keys.need("ssm.group_count"),
+        "state": keys.need("ssm.state_size"),
+        "taps": keys.need("ssm.conv_kernel"),
     }
+    return {names[size]: value for size, value in sizes.items() if size in names}
 
 
 def mixture_settings(keys: Keys, rules: Mixture, known: Mixtures) -> dict[str, Any]:
@@ -76,13 +100,15 @@ def mixture_settings(keys: Keys, rules: Mixture, known: Mixtures) -> dict[str, A
         values[rules.shared[0]] = whole or 0
     elif known.shared is not None:
         values[rules.shared[1]] = whole // size if whole else number or 0
-    return values | _layers(keys, rules) | _scores(keys, rules, known)
+    if rules.latent and (latent := keys.take("moe_latent_size")):
+        values[rules.latent] = latent
+    return values | _layers(keys, rules, known) | _scores(keys, rules, known)
 
 
-def _layers(keys: Keys, rules: Mixture) -> dict[str, Any]:
+def _layers(keys: Keys, rules: Mixture, known: Mixtures) -> dict[str, Any]:
     """Return the keys that say which layers have experts."""
     leading = keys.take("leading_dense_block_count") or 0
-    if rules.layers == "late":
+    if known.dense == "leading":
         return {"first_k_dense_replace": leading}
     if rules.layers == "between":
         step = keys.take("interleave_moe_layer_step") or 1

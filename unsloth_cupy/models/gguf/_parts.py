@@ -1,13 +1,15 @@
-"""The tensors of a GGUF file that hold a parameter: most one, some two, under other names.
+"""The tensors of a GGUF file that hold a parameter: most one, some more, under other names.
 
 model.layers.0.mlp.experts.gate_up_proj        blk.0.ffn_gate_exps.weight, blk.0.ffn_up_exps.weight
 model.layers.0.linear_attn.in_proj_qkvz.weight blk.0.attn_qkv.weight, blk.0.attn_gate.weight
+model.layers.0.self_attn.conv1d.weight         blk.0.ssm_conv1d_q.weight, _k and _v
 model.layers.0.self_attn.kv_b_proj.weight      blk.0.attn_k_b.weight (heads, rank, plain), and
                                                blk.0.attn_v_b.weight (heads, value, rank)
 """
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import gguf
@@ -16,12 +18,16 @@ from gguf import MODEL_TENSOR
 
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
-from ..configs.config import CORRECTION, STACKS, Config, Delta, Experts, Latent
+from ..configs.config import CORRECTION, LATENT, STACKS, Config, Delta, Experts, Latent
+from ..configs.names import BACKBONE, stored_name
 from ..configs.state_space import StateSpace
 from ._families import Architecture
 
-# BitNet's norms under names that gguf knows
-OTHER_NAMES = {"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"}
+# BitNet's norms, and Kimi's gates, under names that gguf knows
+OTHER_NAMES = {
+    **{"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"},
+    **{"forget_gate.dt_bias": "dt_proj.bias", "forget_gate.": ""},
+}
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -45,15 +51,14 @@ def as_it_is(array: Array) -> Array:
     return array
 
 
-def _half(number: int, stack: Array) -> Array:
-    """Return the rows of gate or those of up of all experts; of biases their numbers."""
-    size = stack.shape[1] // 2
-    return stack[:, number * size : (number + 1) * size]
+def _half(number: int, axis: int, stack: Array) -> Array:
+    """Return the rows of gate or those of up, of all experts; of biases their numbers."""
+    return np.split(stack, 2, axis)[number]
 
 
-def _beside(gate: Array, up: Array) -> Array:
-    """Return the stack, or the biases, of gate and up."""
-    return np.concatenate([gate, up], axis=1)
+def _beside(axis: int, gate: Array, up: Array) -> Array:
+    """Return the rows, the stack, or the biases, of gate and up."""
+    return np.concatenate([gate, up], axis)
 
 
 def _row(array: Array) -> Array:
@@ -142,6 +147,10 @@ def _of_delta(
     def named(tensor: MODEL_TENSOR, end: str = ".weight") -> str:
         return gguf.TENSOR_NAMES[tensor].format(bid=layer) + end
 
+    if name == "conv1d.weight" and delta.stored == "short":
+        return _of_convolutions(delta, named)
+    if name == "forget_gate.A_log":
+        return Parts((Part(named(MODEL_TENSOR.SSM_A, ""), shape, _decay),), _log_decay)
     if name == "in_proj_qkvz.weight":
         gates = delta.value_heads * delta.value_dim
         first = named(MODEL_TENSOR.ATTN_QKV), (shape[0] - gates, shape[1]), partial(_qkv, delta)
@@ -168,6 +177,25 @@ def _of_delta(
         return back(_tiled(delta, axis, array, back=True))
 
     return Parts((Part(own, size, apart, by_rows=axis == 0),), beside)
+
+
+def _of_convolutions(delta: Delta, named: Callable[[MODEL_TENSOR], str]) -> Parts:
+    """Return the convolutions of queries, keys and values, which are one parameter."""
+    keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
+    ends, parts = (0, keys, 2 * keys, 2 * keys + values), list[Part]()
+    for (start, stop), name in zip(pairwise(ends), "QKV", strict=True):
+        own, shape = named(MODEL_TENSOR[f"SSM_CONV1D_{name}"]), (1, stop - start, 1, delta.taps)
+        parts.append(Part(own, shape, partial(_convolution, slice(start, stop)), by_rows=False))
+    return Parts(tuple(parts), _convolutions)
+
+
+def _convolution(rows: slice, array: Array) -> Array:
+    return array[None, rows]
+
+
+def _convolutions(*arrays: Array) -> Array:
+    """Return the taps of queries, keys and values; some files have fewer axes of length 1."""
+    return np.concatenate([each.reshape(-1, 1, each.shape[-1]) for each in arrays])
 
 
 DELTA: Mapping[str, tuple[Any, ...]] = {  # of a layer with a delta rule, under other names
@@ -211,8 +239,9 @@ def _of_space(space: StateSpace, name: str, layer: int, shape: tuple[int, ...]) 
 
 def _of_experts(experts: Experts) -> Mapping[str, tuple[tuple[MODEL_TENSOR, str], ...]]:
     """Return the tensors of a layer's parameters, by the parameters' names in it."""
-    module, shared = experts.module, f"{experts.module}.{experts.shared_in}"
-    stacks = ((MODEL_TENSOR.FFN_GATE_EXP, MODEL_TENSOR.FFN_UP_EXP), (MODEL_TENSOR.FFN_DOWN_EXP,))
+    module, shared = experts.module, experts.shared_module
+    both = (MODEL_TENSOR.FFN_GATE_EXP, MODEL_TENSOR.FFN_UP_EXP)
+    stacks = both if experts.names is STACKS else both[1:], (MODEL_TENSOR.FFN_DOWN_EXP,)
     names: dict[str, tuple[tuple[MODEL_TENSOR, str], ...]] = {
         f"{module}.{experts.router}.{end}": ((MODEL_TENSOR.FFN_GATE_INP, end),)
         for end in ("weight", "bias")
@@ -220,13 +249,18 @@ def _of_experts(experts: Experts) -> Mapping[str, tuple[tuple[MODEL_TENSOR, str]
     names[f"{module}.{experts.correction_in}{CORRECTION}"] = (
         (MODEL_TENSOR.FFN_EXP_PROBS_B, "bias"),
     )
-    for stack, tensors in zip(STACKS, stacks, strict=True):
+    if experts.latent is not None:
+        for name, end in zip(LATENT, ("DOWN", "UP"), strict=True):
+            names[f"{module}.{name}.weight"] = ((MODEL_TENSOR[f"MOE_LATENT_{end}"], "weight"),)
+    for stack, tensors in zip(experts.names, stacks, strict=True):
         names[f"{module}.experts.{stack}"] = tuple((tensor, "weight") for tensor in tensors)
         names[f"{module}.experts.{stack}_bias"] = tuple((tensor, "bias") for tensor in tensors)
     for name in ("gate", "up", "down"):
         tensor = MODEL_TENSOR[f"FFN_{name.upper()}_SHEXP"]
         names[f"{shared}.{name}_proj.weight"] = ((tensor, "weight"),)
-    names[f"{shared}_gate.weight"] = ((MODEL_TENSOR.FFN_GATE_INP_SHEXP, "weight"),)
+    names[f"{experts.module}.{experts.shared_in}_gate.weight"] = (
+        (MODEL_TENSOR.FFN_GATE_INP_SHEXP, "weight"),
+    )
     return names
 
 
@@ -244,18 +278,23 @@ def parts_of(call: str, config: Config, known: Architecture) -> Callable[[str], 
         "self_attn.sinks": ((MODEL_TENSOR.ATTN_SINKS, "weight"),)
     }
     of_layers |= {} if config.experts is None else _of_experts(config.experts)
+    if config.names.gate_up == "input_linear":  # of Granite's MLP, or shared expert
+        end, module = "" if config.experts is None else "_SHEXP", config.names.mlp
+        gate, up, down = (MODEL_TENSOR[f"FFN_{each}{end}"] for each in ("GATE", "UP", "DOWN"))
+        of_layers[f"{module}.{config.names.gate_up}.weight"] = (gate, "weight"), (up, "weight")
+        of_layers[f"{module}.{config.names.down}.weight"] = ((down, "weight"),)
 
     def of(stored: str) -> Parts:
         shape, (layer, inner) = shapes.get(stored, ()), _in_layer(stored)
-        latent, module = config.latent, "linear_attn."
+        latent, module = config.latent, f"{config.names.recurrent}."
         if config.delta is not None and inner.startswith(module):
             own = inner.removeprefix(module)
             found = _of_delta(config.delta, known.tiled, own, layer, shape)
             if found is not None:
                 return found
-        module = f"{config.names.recurrent}."
-        if config.space is not None and inner.startswith(module):
-            return _of_space(config.space, inner.removeprefix(module), layer, shape)
+        own = inner.removeprefix(module)
+        if config.space is not None and own != inner and own in SPACE:
+            return _of_space(config.space, own, layer, shape)
         if latent and known.absorbed and inner == "self_attn.kv_b_proj.weight":
             keys, values = (
                 f"{gguf.TENSOR_NAMES[each].format(bid=layer)}.weight"
@@ -271,9 +310,10 @@ def parts_of(call: str, config: Config, known: Architecture) -> Callable[[str], 
             for tensor, end in of_layers.get(inner, ())
         ]
         if len(names) == 2:
-            halved = (shape[0], shape[1] // 2, *shape[2:])
-            tensors = (Part(n, halved, partial(_half, i)) for i, n in enumerate(names))
-            return Parts(tuple(tensors), _beside)
+            axis = 0 if inner.endswith("_linear.weight") else 1
+            halved = (*shape[:axis], shape[axis] // 2, *shape[axis + 1 :])
+            tensors = (Part(n, halved, partial(_half, i, axis)) for i, n in enumerate(names))
+            return Parts(tuple(tensors), partial(_beside, axis))
         if names and inner.endswith("_gate.weight"):
             return Parts((Part(names[0], shape[1:], _row, by_rows=False),), _matrix)
         name = names[0] if names else _name(call, config, table, stored)
@@ -291,6 +331,7 @@ def _in_layer(stored: str) -> tuple[int, str]:
 
 def _name(call: str, config: Config, table: gguf.TensorNameMap, stored: str) -> str:
     """Return the name of a parameter that is a tensor of its own."""
+    stored = stored_name(stored, BACKBONE) if ".mixer." in stored else stored
     for ours, theirs in OTHER_NAMES.items():
         stored = stored.replace(ours, theirs)
     name = table.get_name(stored, try_suffixes=(".weight", ".bias"))

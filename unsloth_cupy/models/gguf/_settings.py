@@ -15,10 +15,17 @@ from ..configs.families import FAMILIES
 from ..configs.family import Family
 from ..folders.quantized_weights import GGUF, KEY
 from ..quantizer import LEAST
-from ._families import ARCHITECTURES, Architecture
+from ._families import ARCHITECTURES, MIXED, Architecture
 from ._keys import Keys, shortest
 from ._metadata import EPSILON, GATING, LOG
-from ._mixture_settings import delta_settings, latent_settings, mixture_settings, space_settings
+from ._mixture_settings import (
+    delta_settings,
+    kimi_settings,
+    latent_settings,
+    layer_settings,
+    mixture_settings,
+    space_settings,
+)
 from .packed import CLASSES
 from .reading import GgufFile
 
@@ -44,40 +51,44 @@ def settings(file: GgufFile) -> dict[str, Any]:
     keys = Keys(file)
     window = keys.take("attention.sliding_window") or None
     pattern = keys.left.pop("attention.sliding_window_pattern", None)
-    kind = _model_type(keys, window, pattern)
-    family, known = FAMILIES[kind], ARCHITECTURES[kind]
-    heads, hidden = keys.need("attention.head_count"), keys.need("embedding_length")
+    kind, known = _model_type(keys, window, pattern)
+    family = FAMILIES[kind]
+    layers = keys.need("block_count") - (keys.take("nextn_predict_layers") or 0)
+    types = layer_settings(keys, layers, single=family.single) if known.listed else {}
+    heads, hidden = keys.need("attention.head_count") or 1, keys.need("embedding_length")
     latent = latent_settings(keys, known, heads, hidden) if known.latent else {}
     for key, other in SAME.items():
         if (value := keys.take(key)) is not None and value != keys.left.get(other, value):
             keys.refuse(f"{keys.name}.{key} is {value}, unlike {other}")
-    heads = 1 if known.space else heads  # which a file says are none
     dim = keys.take("attention.key_length") or hidden // heads
-    layers = keys.need("block_count") - (keys.take("nextn_predict_layers") or 0)
     values: dict[str, Any] = {
         "model_type": kind,
         "vocab_size": _rows(file),
         "hidden_size": hidden,
-        "intermediate_size": keys.need("feed_forward_length"),
+        "intermediate_size": keys.need("feed_forward_length") or 1,
         "num_hidden_layers": layers,
         "num_attention_heads": heads,
         "num_key_value_heads": (latent and heads) or keys.take("attention.head_count_kv") or heads,
         "max_position_embeddings": keys.need("context_length"),
-        "hidden_act": ACTIVATIONS.get(known.activation, known.activation),
+        family.activation: ACTIVATIONS.get(known.activation, known.activation),
         "tie_word_embeddings": tied(file),
+        **types,
     }
+    values[family.inner] = values["intermediate_size"]
     if family.scaled_embedding:
-        values["hidden_activation"] = values["hidden_act"]
+        values["hidden_activation"] = values[family.activation]
     if latent:
         dim = latent["qk_rope_head_dim"]  # what is rotated
         values |= latent
     elif dim * heads != hidden or "head_dim" in family.defaults:
         values["head_dim"] = dim
-    if known.space:
-        values |= space_settings(keys, hidden)
+    if family.space is not None:
+        values |= space_settings(keys, family.space, hidden)
     if known.delta:
-        values |= delta_settings(keys, layers)
-    if family.experts is not None and known.experts is not None:
+        values |= kimi_settings(keys, heads) if known.listed else delta_settings(keys, layers)
+    if family.experts is not None and not keys.left.get("expert_count"):
+        values[family.experts.count[0]] = 0
+    elif family.experts is not None and known.experts is not None:
         values |= mixture_settings(keys, family.experts, known.experts)
     epsilon = keys.take(EPSILON[family.norms.kind])
     if isinstance(family.eps, str):
@@ -91,20 +102,28 @@ def settings(file: GgufFile) -> dict[str, Any]:
     return values | _packed(file) | _tokens(file)
 
 
-def _model_type(keys: Keys, window: Any, pattern: Any) -> str:
+def _model_type(keys: Keys, window: Any, pattern: Any) -> tuple[str, Architecture]:
     """Return the model type of a file: of those with one architecture, the one with its windows."""
+    every = (*ARCHITECTURES.items(), *MIXED.items())
     mixed = bool(keys.left.get("expert_count"))
-    named = {kind: known for kind, known in ARCHITECTURES.items() if known.name == keys.name}
-    types = [kind for kind, known in named.items() if (known.experts is not None) == mixed]
+    named = {kind: known for kind, known in every if known.name == keys.name}
+    types = [
+        kind
+        for kind, known in named.items()
+        if (known.experts is not None) == mixed or (known.experts and known.experts.optional)
+    ]
+    scaled = "embedding_scale" in keys.left
+    types = [kind for kind in types if named[kind].scales == scaled] or types
     if mixed and types and named[types[0]].latent:
         gating = keys.left.get("expert_gating_func") or 1
         types = [t for t in types if (mix := named[t].experts) and GATING[mix.scores] == gating]
     if not types:
-        listed = ", ".join(sorted({known.name for known in ARCHITECTURES.values()}))
+        listed = ", ".join(sorted({known.name for _, known in every}))
         keys.refuse(f"its architecture is {keys.name!r}; known are {listed}")
     some = isinstance(pattern, list) and len({*pattern}) > 1
     wanted = ("none",) if window is None else ("named", "most") if some else ("all", "most")
-    return next((kind for kind in types if FAMILIES[kind].windows in wanted), types[0])
+    kind = next((kind for kind in types if FAMILIES[kind].windows in wanted), types[0])
+    return kind, named[kind]
 
 
 def _rows(file: GgufFile) -> int:
@@ -126,7 +145,7 @@ def tied(file: GgufFile) -> bool:
 
 def _flags(file: GgufFile, family: Family) -> dict[str, bool]:
     """Return the keys that say which tensors a model has."""
-    first = {name.removeprefix("blk.0.") for name in file.tensors if name.startswith("blk.0.")}
+    first = {name.split(".", 2)[2] for name in file.tensors if name.startswith("blk.")}
     facts = (
         (family.qkv_bias, "attn_q.bias" in first or "attn_qkv.bias" in first),
         (family.output_bias, "attn_output.bias" in first),
@@ -134,6 +153,8 @@ def _flags(file: GgufFile, family: Family) -> dict[str, bool]:
         (family.query_key_if, "attn_q_norm.weight" in first),
         (family.parallel, "ffn_norm.weight" not in first),
         (family.head_bias, "output.bias" in file.tensors),
+        ("mamba_rms_norm" if family.space_beside else None, "ssm_norm.weight" in first),
+        ("mamba_norm_before_gate" if family.space_beside else None, False),
     )
     return {key: there for key, there in facts if isinstance(key, str)}
 
@@ -189,10 +210,14 @@ def _rope(
     keys: Keys, family: Family, known: Architecture, values: Mapping[str, Any], dim: int
 ) -> dict[str, Any]:
     """Return the keys of rotary positions."""
-    rotated = keys.take("rope.dimension_count") or dim
+    rotated, rotates = keys.take("rope.dimension_count") or dim, keys.take(FINETUNED)
     base = shortest(keys.take("rope.freq_base") or 10_000.0)
     local = keys.take("rope.freq_base_swa")
     result: dict[str, Any] = {"rope_theta": base}
+    if family.rotates == "by_type":
+        result["position_embedding_type"] = "nope" if rotates is False else "rope"
+    elif rotates is False and known.rotates == "either":
+        keys.refuse(f"{keys.name}.{FINETUNED} is false")
     if "rope_local_base_freq" in family.defaults:
         result["rope_local_base_freq"] = shortest(local or 10_000.0)
     elif local is not None and not math.isclose(local, base, rel_tol=1e-6):
@@ -218,6 +243,7 @@ def _rope(
     return {**result, "rope_scaling": scaling} if scaling else result
 
 
+FINETUNED = "rope.scaling.finetuned"
 ORIGINAL = "rope.scaling.original_context_length"
 
 

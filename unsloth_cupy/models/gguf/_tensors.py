@@ -15,7 +15,7 @@ from ...ops.position.rope_tables import RULES, frequencies
 from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
 from ..configs.config import Config
-from ._families import Architecture, ropes, scaling_of, score_factor
+from ._families import Architecture, factor_of, has_two_tables, ropes, scaling_of
 from ._parts import HEAD, TABLE, Part, has_offset, parts_of
 from ._types import Kind, dividing
 from .packed import blocks_of
@@ -45,14 +45,14 @@ def tensors(
     Parameters of ``packed`` stay in MXFP4.
     """
     parts, result = parts_of(call, config, known), []
-    is_own = config.tied and known.output == "own"
+    is_own = has_two_tables(config, known)
     head = parts(HEAD if is_own or not config.tied else TABLE).tensors[0].name
     whole = functools.lru_cache(maxsize=1)(read)  # of which several tensors are parts
 
-    def add(stored: str, part: Part, several: bool = False) -> None:
+    def add(stored: str, part: Part, several: bool = False, role: str = "") -> None:
         wanted = Type.MXFP4 if stored in packed else kind.of(part.name, part.shape, config, head)
         own = dividing(part.shape, wanted)
-        reader = _reader(config, known, stored, whole if several else read, part, own.name)
+        reader = _reader(config, known, stored, whole if several else read, part, own.name, role)
         result.append(Tensor(part.name, stored, part.shape, own, reader, wanted))
 
     for stored in config.shapes():
@@ -62,7 +62,7 @@ def tensors(
         for part in own:
             add(stored, part, len(own) > 1)
     if is_own:
-        add(TABLE, parts(TABLE).tensors[0]._replace(name=head))
+        add(TABLE, parts(TABLE).tensors[0]._replace(name=head), role=HEAD)
     for name, array in _rope_factors(config):
         result.append(Tensor(name, "", array.shape, Type.F32, lambda array=array: array, Type.F32))  # type: ignore[misc]
     return result
@@ -106,37 +106,41 @@ def _reader(
     read: Callable[[str], Any],
     part: Part | None = None,
     kind: str = "",
+    role: str = "",
 ) -> Callable[[], Array]:
     """Return a function that reads a tensor, or B of an adapter, in the form of llama.cpp.
 
-    Blocks of this kind stay what they are, as uint8.
+    Blocks of this kind stay what they are, as uint8.  The parameter may have the role of another.
     """
     module = stored.split(".")[-2]
-    scaled = "q_norm" if config.query_key_norm else "q_proj"
 
     def converted() -> Array:
         array = read(stored)
-        factor = score_factor(config, known) if module == scaled else 1.0
+        factor = np.asarray(factor_of(config, known, role or stored), FLOAT32)
+        plain = bool((factor == 1).all())
         if isinstance(array, Quantized):
-            as_rows = factor == 1 and part is not None and part.by_rows
+            as_rows = plain and part is not None and part.by_rows
             blocks = blocks_of(array, kind) if as_rows else None
             array = to_numpy(array.dequantize(FLOAT32)) if blocks is None else blocks
         array = array if part is None else part.of(array)
         if known.interleaved and not config.interleaved and module in ("q_proj", "k_proj"):
-            array = interleaved(array, config.heads if module == "q_proj" else config.kv_heads)
+            heads = config.heads if module == "q_proj" else config.kv_heads
+            array = interleaved(array, heads, ropes(config)[0].dim)
         if has_offset(config, stored):
             array = array.astype(FLOAT32) + np.float32(config.norm_offset)
-        if factor != 1:
-            array = array.astype(FLOAT32) * np.float32(factor)
+        if not plain:
+            array = array.astype(FLOAT32) * factor
         return array
 
     return converted
 
 
-def interleaved(array: Array, heads: int) -> Array:
-    """Return rows of heads with rotary pairs adjacent, which are half a head apart in the input."""
-    halves = array.reshape(heads, 2, array.shape[0] // heads // 2, *array.shape[1:])
-    return halves.swapaxes(1, 2).reshape(array.shape)
+def interleaved(array: Array, heads: int, rotated: int) -> Array:
+    """Return rows of heads with rotary pairs adjacent, which are half of ``rotated`` rows apart."""
+    by_heads = array.reshape(heads, -1, *array.shape[1:])
+    halves = by_heads[:, :rotated].reshape(heads, 2, rotated // 2, *array.shape[1:])
+    pairs = halves.swapaxes(1, 2).reshape(heads, rotated, *array.shape[1:])
+    return np.concatenate([pairs, by_heads[:, rotated:]], axis=1).reshape(array.shape)
 
 
 def _rope_factors(config: Config) -> Iterator[tuple[str, Array]]:

@@ -23,7 +23,10 @@ Rule = Callable[[int, Config], Type]  # from the number of a layer
 
 
 # The ends of names of tensors in float32, whatever the others are.
-SINGLE = (".bias", "ffn_gate_inp.weight", "conv1d.weight", ".ssm_a", ".ssm_d", "ssm_norm.weight")
+SINGLE = (
+    *(".bias", "ffn_gate_inp.weight", "conv1d.weight", ".ssm_a", ".ssm_d", "ssm_norm.weight"),
+    *(f"conv1d_{each}.weight" for each in "qkv"),
+)
 
 
 @dataclass(frozen=True)

@@ -490,19 +490,19 @@ def _check_file(
     ConfigError
         They differ by more.
     """
-    from ._families import score_factor
+    from ._families import factor_of
+    from ._parts import has_offset
 
     adapter, call = source.adapter, "export_gguf"
     homes, opened = find_gguf_tensors(file, source.config, OWN), opened_gguf(file)
-    scaled = "q_norm" if source.config.query_key_norm else "q_proj"
-    factor = np.float32(score_factor(source.config, known))
+    factors = {name: np.asarray(factor_of(source.config, known, name), FLOAT32) for name in homes}
 
     def written(name: str) -> Any:
         weight = LazyParameter(name, homes[name], {str(file): opened}, FLOAT32).whole()
-        if f".{scaled}." not in name or factor == 1:
+        if (factors[name] == 1).all():
             return weight
-        more = np.float32(source.config.norm_offset if scaled == "q_norm" else 0)
-        return (dense(weight) + more) / factor - more
+        more = np.float32(has_offset(source.config, name) and source.config.norm_offset)
+        return (dense(weight) + more) / factors[name] - more
 
     own = adapter is not None and adapter.into is not None and source.exact
     read = written if own else lambda name: wide(source.read(name))
@@ -511,6 +511,7 @@ def _check_file(
     for name, home in homes.items():
         parts = {home.stored, *(stored for _, stored in home.parts.values())}
         error = math.hypot(*(errors.get(part.removesuffix(AS_STORED), 0.0) for part in parts))
+        error /= float(min(1, abs(factors[name]).min()))
         check_written(call, name, source.read(name), written(name), error)
 
 

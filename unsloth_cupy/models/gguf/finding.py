@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 # Tensors that are read with config.json, or are of a head that a model does not have.
 SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 OUTPUT = "output.weight"
+MORE = ("more", "most")  # the second and the third tensor of a parameter
 
 
 def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, StoredTensor]:
@@ -33,10 +34,10 @@ def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, S
         A tensor is missing, unexpected, or of another shape than its keys imply.
     """
     file = opened_gguf(path)
-    from ._families import ARCHITECTURES
+    from ._families import known_as
     from ._parts import as_it_is, parts_of
 
-    known = ARCHITECTURES[config.model_type]
+    known = known_as("load", config)
     parts_of_name, homes = parts_of("load", config, known), dict[str, StoredTensor]()
     wide = () if config.experts is None else config.experts.wide_names
     left = {n for n in file.tensors if n not in SETTINGS and not _predicts(file, n, config.layers)}
@@ -66,7 +67,7 @@ def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, S
         if packed is not None:
             stored, dense = stored + AS_STORED, maker(packed, dense)
             others = [each + AS_STORED for each in others]
-        more = {"more": (str(path), others[0])} if others else {}
+        more = {key: (str(path), other) for key, other in zip(MORE, others, strict=False)}
         place = str(path), stored, shape, dtype, packed, more
         kind, size = " and ".join(sorted(kinds)).lower(), sum(each.data.nbytes for each in tensors)
         homes[name] = StoredTensor(
@@ -93,11 +94,13 @@ def _undone(
     config: Config, *, interleaved: bool, name: str
 ) -> Callable[[Mapping[str, Array]], Array]:
     """Return the function from a tensor as llama.cpp has it to the parameter; see ``_reader``."""
+    from ._families import ropes
     from ._parts import has_offset
 
     module = name.split(".")[-2]
     if interleaved and not config.interleaved and module in ("q_proj", "k_proj"):
-        return partial(_halves, config.heads if module == "q_proj" else config.kv_heads)
+        heads = config.heads if module == "q_proj" else config.kv_heads
+        return partial(_halves, heads, ropes(config)[0].dim)
     if has_offset(config, name):
         return partial(_less, config.norm_offset)
     return _same
@@ -125,8 +128,8 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _joined(join: Callable[..., Array], state: Mapping[str, Array]) -> Array:
-    """Return the parameter that a file has in one or two tensors."""
-    return join(*(state[key] for key in ("weight", "more") if key in state))
+    """Return the parameter that a file has in one tensor or in several."""
+    return join(*(state[key] for key in ("weight", *MORE) if key in state))
 
 
 def _same(state: Mapping[str, Array]) -> Array:
@@ -139,11 +142,13 @@ def _less(offset: float, state: Mapping[str, Array]) -> Array:
     return (weight.astype(FLOAT32) - np.float32(offset)).astype(weight.dtype)
 
 
-def _halves(heads: int, state: Mapping[str, Array]) -> Array:
-    """Return rows of heads with rotary pairs half a head apart, which are adjacent in a file."""
+def _halves(heads: int, rotated: int, state: Mapping[str, Array]) -> Array:
+    """Return rows of heads with rotary pairs half of ``rotated`` apart, adjacent in a file."""
     array = state["weight"]
-    pairs = array.reshape(heads, array.shape[0] // heads // 2, 2, *array.shape[1:])
-    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(array.shape)
+    by_heads = array.reshape(heads, -1, *array.shape[1:])
+    pairs = by_heads[:, :rotated].reshape(heads, rotated // 2, 2, *array.shape[1:])
+    halves = pairs.swapaxes(1, 2).reshape(heads, rotated, *array.shape[1:])
+    return np.concatenate([halves, by_heads[:, rotated:]], axis=1).reshape(array.shape)
 
 
 def _of_keys(file: GgufFile, name: str, shape: tuple[int, ...]) -> StoredTensor:

@@ -9,6 +9,7 @@ from ...core.stand_in import is_planned
 from ...errors import ConfigError
 from ...placement import to_device_of, to_numpy
 from ..configs.config import Config
+from ..configs.names import is_norm
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType as Type
@@ -24,7 +25,7 @@ def types_of(call: str, config: Config, kind: str) -> dict[str, "Type"]:
         twice in two types, or times a factor.
     """
     try:
-        from ._families import architecture, score_factor
+        from ._families import architecture, factor_of
         from ._tensors import tensors
         from ._types import KINDS
     except ImportError as error:
@@ -32,8 +33,9 @@ def types_of(call: str, config: Config, kind: str) -> dict[str, "Type"]:
         raise ConfigError(f"{call} needs the package {error.name}; {cure}") from None
     known = architecture(call, config)
     problem = None
-    if not config.query_key_norm and score_factor(config, known) != 1:
-        problem = "has its queries times a factor"
+    factors = {n: factor_of(config, known, n) for n in config.shapes() if not is_norm(n)}
+    if scaled := [name for name, factor in factors.items() if np.any(factor != 1)]:
+        problem = f"has {scaled[0]} times a factor"
     types: dict[str, Type] = {}
     if config.latent is not None and known.absorbed:
         problem = "has kv_b_proj in two tensors, one of them turned"

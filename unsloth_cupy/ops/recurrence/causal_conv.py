@@ -242,7 +242,7 @@ class Texts:
     def __init__(
         self, call: str, x: Array, weight: Array, initial: Array | None, offsets: Array | None
     ) -> None:
-        self.x, self.weight, self.initial = flat(x), weight, initial
+        self.x, self.taps, self.initial = flat(x), weight.T.copy(), initial  # each tap in order
         self.previous = weight.shape[1] - 1
         offsets = offsets_of(call, x, offsets)
         self.start, self.length = offsets[:-1], offsets[1:] - offsets[:-1]
@@ -289,9 +289,9 @@ class Texts:
 
     def convolved(self, part: slice, bias: Array | None) -> Array:
         """Return the weighted sums of a part, plus bias."""
-        total = self.x[part] * self.weight[:, self.previous]
+        total = self.x[part] * self.taps[self.previous]
         for lag in range(1, self.previous + 1):
-            total += self.inputs(lag, part) * self.weight[:, self.previous - lag]
+            total += self.inputs(lag, part) * self.taps[self.previous - lag]
         if bias is not None:
             total += bias
         return total
@@ -314,16 +314,16 @@ class Texts:
 
     def moved_back(self, d: Array, dfinal: Array | None) -> tuple[Array, Array]:
         """Return the gradients of x and of initial; d is that of the sums."""
-        weight, last = self.weight, self.previous
+        taps, last = self.taps, self.previous
         dx = np.empty_like(d)
         shape = (len(self.length), d.shape[1], last)
         dinitial = np.zeros(shape, d.dtype, like=d)
         tokens = len(d)
         for part in self.parts:
-            total = d[part] * weight[:, last]
+            total = d[part] * taps[last]
             for lag in range(1, last + 1):
                 later = slice(min(part.start + lag, tokens), min(part.stop + lag, tokens))
-                moved = d[later] * weight[:, last - lag]
+                moved = d[later] * taps[last - lag]
                 if self.has_early(lag, later):
                     moved = self.with_early(moved, lag, later, lambda at: 0)
                 total[: len(moved)] += moved
@@ -333,7 +333,7 @@ class Texts:
                 place = slot - last + lag
                 token = np.minimum(self.start + place, tokens - 1)
                 there = (place < self.length)[:, None]
-                dinitial[:, :, slot] += np.where(there, d[token] * weight[:, last - lag], 0)
+                dinitial[:, :, slot] += np.where(there, d[token] * taps[last - lag], 0)
         if dfinal is None or not last:
             return dx, dinitial
         slots = np.arange(last, like=self.start)

@@ -38,8 +38,11 @@ static_assert(N % 2 == 0 && DEPTH % 32 == 0, "ldmatrix brings 16 outputs of 32 i
 template <int COUNT>
 DEVICE void copy(const Codes &to, const signed char *from, long long row, long long rows, int first,
                  int inputs) {
-#pragma unroll 4
-    for (int i = threadIdx.x; i < COUNT * Codes::CHUNKS; i += THREADS) {
+    constexpr int TURNS = COUNT * Codes::CHUNKS / THREADS;  // the same number for all threads
+    static_assert(TURNS * THREADS == COUNT * Codes::CHUNKS, "a turn has a chunk for each thread");
+#pragma unroll(WIDE ? 1 : 2)  // cp.async waits for nothing; loads of bytes for each other
+    for (int turn = 0; turn < TURNS; turn++) {
+        const int i = turn * THREADS + threadIdx.x;
         const int down = i / Codes::CHUNKS, chunk = i % Codes::CHUNKS, at = first + chunk * 16;
         const bool in_range = row + down < rows && at < inputs;
         const signed char *real = from + (in_range ? (row + down) * inputs + at : 0);

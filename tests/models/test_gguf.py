@@ -1,5 +1,6 @@
 """GGUF files, read back by the package that llama.cpp's own converter writes them with."""
 
+import errno
 import importlib
 import json
 import re
@@ -394,6 +395,13 @@ def test_adapters_that_llama_cpp_does_not_add(
         models.export_adapter_gguf(model, tmp_path / "a.gguf")
     with pytest.raises(ConfigError, match="kind='q4_0'"):
         models.export_adapter_gguf(model, tmp_path / "a.gguf", kind="q4_0")
+    with pytest.raises(
+        ConfigError, match=r"^export_adapter_gguf\(base='other'\) is for the folder"
+    ):
+        models.export_adapter_gguf(model, tmp_path / "a.gguf", base="other")
+    model.config = replace(model.config, model_type="unknown")
+    with pytest.raises(ConfigError, match=r"^export_adapter_gguf: GGUF has no names for a unknown"):
+        models.export_adapter_gguf(model, tmp_path / "a.gguf")
     assert not (tmp_path / "a.gguf").exists()
 
 
@@ -609,7 +617,7 @@ def test_weights_that_do_not_fit_leave_no_file(
 ) -> None:
     model = make(tmp_path / "m", "llama")
     model.parameters["model.layers.2.mlp.up_proj.weight"][3, 5] = number
-    with pytest.raises(ConfigError, match=rf"blk\.2\.ffn_up\.weight {words}"):
+    with pytest.raises(ConfigError, match=rf"export_gguf: blk\.2\.ffn_up\.weight {words}"):
         models.export_gguf(model, tmp_path / "m.gguf", kind=kind)
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
@@ -621,14 +629,21 @@ def test_a_full_disk_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         models.export_gguf(model, tmp_path / "m.gguf")
 
 
-def test_a_disk_that_fills_up_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*_: object) -> None:
-        raise OSError("2048 requested and 512 written")
+@pytest.mark.parametrize("name", ["export_gguf", "export_adapter_gguf"])
+@pytest.mark.parametrize("writer", ["write_tensor_data", "write_kv_data_to_file"])
+def test_a_disk_that_fills_up_meanwhile(
+    name: str, writer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:  # NumPy's error has no number
+        of_numpy = writer == "write_tensor_data"
+        raise OSError("512 written") if of_numpy else OSError(errno.ENOSPC, "No space left")
 
-    make(tmp_path / "m", "llama")
-    monkeypatch.setattr(gguf.GGUFWriter, "write_tensor_data", fail)
-    with pytest.raises(ConfigError, match=r"m\.gguf cannot be written: .* make room on its disk"):
-        models.export_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    model = make(tmp_path / "m", "llama")
+    model.add_adapter(2)
+    monkeypatch.setattr(gguf.GGUFWriter, writer, fail)
+    says = rf"^{name}: .*a\.gguf cannot be written: .*; make room on its disk"
+    with pytest.raises(ConfigError, match=says):
+        getattr(models, name)(model, tmp_path / "a.gguf")
     assert [path.name for path in tmp_path.iterdir()] == ["m"]
 
 

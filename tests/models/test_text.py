@@ -99,9 +99,10 @@ def test_a_model_has_the_tokenizer_of_its_folder(folder: Path, tmp_path: Path) -
     [
         ("a", {"stop": ""}, "stop='' must be a text"),
         ("a", {"stop": [3]}, r"stop=\[3\] must be a text, or a list of texts"),
-        ([], {}, r"prompt=\[\] holds no message; pass"),
+        ("a", {"stop": 3}, "CALL: stop=3 must be a text, or a list of texts"),
+        ([], {}, r"CALL: prompt=\[\] holds no message; pass"),
         ("The cat. " * 99, {}, "leaves no room to go on"),
-        ("a", {"temperature": -1}, "temperature=-1 must be"),
+        ("a", {"temperature": -1}, "CALL: temperature=-1 must be"),
         ([{"role": "assistant"}], {"tools": [{}]}, "has no attribute|does not take|undefined"),
         ([{"role": "user"}], {}, r"prompt\[0\] has no content; pass a text, or \[{"),
         ([*ASKED, {"role": "user", "content": None}], {}, r"prompt\[1\] has no content; pass"),
@@ -120,9 +121,10 @@ def test_wrong_calls(prompt: Any, options: Any, said: str, folder: Path, tmp_pat
     strict = "{{ messages[0].content + '' }}"
     (tmp_path / "model" / "chat_template.jinja").write_text(strict)
     model = models.load(tmp_path / "model")
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said.replace("CALL", "^generate_text")):
         model.generate_text(prompt, max_new_tokens=2, **options)
-    with pytest.raises(ConfigError, match=said):  # at the call, not at the first piece
+    # at the call, not at the first piece
+    with pytest.raises(ConfigError, match=said.replace("CALL", "^stream_text")):
         model.stream_text(prompt, max_new_tokens=2, **options)
 
 

@@ -520,6 +520,7 @@ class Transformer(Adapted):
         added = generation.stream(self.in_order(invariant), tokens, mask, options)
         return np.concatenate([tokens, *(token[:, None] for token in added)], axis=1)
 
+    @naming("rollouts", "generate")
     def rollouts(
         self,
         prompts: Sequence[Any],
@@ -574,6 +575,7 @@ class Transformer(Adapted):
         return sampled(self.in_order(invariant), prompts, samples, options)
 
     @from_any_library
+    @naming("stream", "generate")
     def stream(
         self, tokens: Array, *, max_new_tokens: int, mask: Array | None = None, **options: Any
     ) -> Iterator[Array]:
@@ -585,6 +587,7 @@ class Transformer(Adapted):
         """The tokenizer of the model's folder, or None if there is none; it may be replaced."""
         return None if self.words is None else Tokenizer(self.words)
 
+    @naming("stream_text", "generate_text", "generate")
     def stream_text(
         self,
         prompt: str | Sequence[Message],
@@ -600,6 +603,7 @@ class Transformer(Adapted):
             Continuation(self, self.tokenizer, prompt, max_new_tokens=max_new_tokens, **rest)
         )
 
+    @naming("generate_text", "stream_text")
     def generate_text(
         self,
         prompt: str | Sequence[Message],

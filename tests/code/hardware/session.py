@@ -7,7 +7,7 @@
     host       the time that the host takes for a call, with nothing beside it
     attention  on Hopper: see ``attention``
     checks     large arrays, many launches, all kernels under tools: see ``checks``
-    times      the ops and their peers
+    times      the ops and their peers, after several processes have compiled their kernels
 
 Each result is written to FOLDER/results.jsonl at once and shown in report.md, so that an
 interrupted run keeps its results.  With the same folder, a session continues: what passed is not
@@ -57,6 +57,7 @@ NEEDS = {
 DONE = ("passed", "skipped")
 DTYPES = ("float16", "bfloat16", "float32")
 HERE = "tests/code/hardware/test_hardware.py::test_on_a_gpu"  # primitives
+COMPILED = "test_what_bench_asks_for_compiles_and_can_be_launched"
 ALONE = "test_a_small_call_takes_the_host_little_more_than_cupys_add"
 STEPS = ("first", "tests", "host", "attention", "checks", "times")
 BENCH = (sys.executable, "-m", "unsloth_cupy", "bench")
@@ -268,8 +269,13 @@ class Session:
         else:
             self.results.add("quiet", "passed")
 
-    def tests(self, *paths: str, chosen: Callable[[str], bool] = lambda name: True) -> None:
-        """Run chosen tests under these paths in several processes, each one after another."""
+    def tests(
+        self, *paths: str, chosen: Callable[[str], bool] = lambda name: True, again: bool = False
+    ) -> None:
+        """Run chosen tests under these paths in several processes, each one after another.
+
+        Those that passed are left out, unless they are to run ``again``.
+        """
         cases = self.results.folder / "cases"
         first = Worker(self.root, paths, cases)
         collected = first.answer(min(START, self.left()))
@@ -278,7 +284,7 @@ class Session:
         if "said" in collected and self.left():
             self.results.add("collecting", collected["outcome"], 0, collected["said"])
         names = [name for name in collected.get("tests", ()) if chosen(name)]
-        names = self.results.waiting(names)
+        names = names if again else self.results.waiting(names)
         ordered = in_order(names, self.results.lines, self.results.failed_before)
         files = [*dict.fromkeys(name.split("::")[0] for name in ordered)]
         waiting, lock, broke = iter(ordered), threading.Lock(), Counter[str]()
@@ -438,10 +444,10 @@ def everything(folder: Path, minutes: float, steps: Sequence[str] = STEPS) -> No
     before = signal.signal(signal.SIGTERM, session.stop)
     try:
         for step in chosen:
-            if step in ("host", "attention", "checks", "times"):
+            if step in ("host", "attention", "checks"):
                 session.quiet()
             if step == "times":
-                time_ops(session, bool(lacking["peers"]))
+                time_ops(session, lacking)
             else:
                 RUN[step](session)
             if step in ("first", "tests"):
@@ -489,16 +495,23 @@ def checks(session: Session) -> None:
     session.times(checks.names(), what="check", command=(*CHECKS, session.results.folder), **how)
 
 
-def time_ops(session: Session, alone: bool) -> None:
-    """Time the ops, those first on which a model's time depends, beside peers or alone."""
+def time_ops(session: Session, lacking: dict[str, list[str]]) -> None:
+    """Time the ops, those first on which a model's time depends, beside peers or alone.
+
+    Their kernels are compiled first, by several processes, as this machine may have none of them.
+    """
     from unsloth_cupy.bench.cases import chosen
     from unsloth_cupy.bench.timing import launches
 
+    if not lacking["tests"]:
+        bench = "tests/core/test_launches.py"
+        session.tests(bench, chosen=lambda name: COMPILED in name, again=True)
+    session.quiet()
     ops = [op.__name__ for op in (*chosen(*FIRST), *chosen()) if launches(op)]
     options = [
         "--write",
         str(session.results.folder / "performance.md"),
-        *["--peers"] * (not alone),
+        *["--peers"] * (not lacking["peers"]),
     ]
     session.times([*dict.fromkeys(ops)], *options, process_of=lambda op: "bench")
 

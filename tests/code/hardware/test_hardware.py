@@ -55,6 +55,7 @@ def test_the_script_says_what_it_needs(names: list[str], says: str) -> None:
 def test_the_recipe_asks_for_every_step_in_calls_of_nine_minutes() -> None:
     text = (ROOT / "tests/code/hardware/README.md").read_text(encoding="utf-8")
     calls = re.findall(r"hardware --all found --only (.*) --minutes (\d+)\n", text)
+    assert len(calls) == text.count("python -m ") == 5
     assert tuple(" ".join(steps for steps, _ in calls).split()) == STEPS
     assert all(int(minutes) <= 9 for _, minutes in calls)
     assert calls[0][1] == "2"

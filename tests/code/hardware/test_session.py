@@ -161,6 +161,13 @@ def test_a_session_that_is_cut_off_goes_on_where_it_stopped(root: Path) -> None:
     assert Results(root, "later").waiting(["test_one.py::test_ends"]) != [], "things changed"
 
 
+def test_what_passed_runs_again_if_asked(root: Path) -> None:
+    results = Results(root, "now")
+    results.add("test_one.py::test_skips", "passed")
+    Session(results, 300, 1, root).tests(".", chosen=lambda name: "skips" in name, again=True)
+    assert outcomes(results)["test_skips"] == "skipped"
+
+
 def test_what_is_cut_off_by_the_end_is_no_failure(root: Path) -> None:
     (root / "test_one.py").write_text(
         "import pytest, time\n@pytest.mark.gpu\ndef test_long():\n    time.sleep(60)\n"
@@ -279,8 +286,9 @@ def test_others_on_the_gpu_are_told_before_times(
     assert not begun.left(), "nothing else would run"
 
 
-def test_one_test_is_alone() -> None:
+def test_steps_of_some_tests_know_their_names() -> None:
     assert hasattr(test_launches, session.ALONE)
+    assert hasattr(test_launches, session.COMPILED)
 
 
 def tool(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) -> None:
@@ -345,7 +353,7 @@ def test_what_a_machine_lacks_is_said_first_and_left_out(
     assert ("check" in steps) == ("tests" in steps)
     if not lacks:
         expected = ["rates", "tests", "tests", "closer", "quiet", "tests", "quiet", "attention"]
-        assert steps == [*expected, "quiet", "check", "quiet", "times"]
+        assert steps == [*expected, "quiet", "check", "tests", "quiet", "times"]
     if "times" in steps:
         assert ("attention", attention.names()) in done
         ops, *options = done[-1][1:]

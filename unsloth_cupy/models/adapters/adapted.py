@@ -286,6 +286,7 @@ class Adapted(Network):
             problem = "ranks keep parts of this model's tables, which this needs whole"
             raise ConfigError(f"{call}: {problem}; call it {when}, or use ranks of data alone")
 
+    @naming("merge_adapter", "merge")
     def merge_adapter(self, *, requantize: bool = False) -> Kept:
         """Merge the adapter into the weights, which become new arrays, and remove it.
 

@@ -81,7 +81,7 @@ class Into:
     ) -> None:
         if kind not in CHOICES:
             raise ConfigError(f"{call}: merge_into={kind!r}; choose from {', '.join(CHOICES)}")
-        self.kind: str = SHORT.get(kind, kind)
+        self._call, self.kind = call, SHORT.get(kind, kind)
         self.names = {self.kind, *(each for each in SHORT if SHORT[each] == self.kind)}
         self.quantize, self.active = quantize, True
         self.dtype: np.dtype[Any] = FLOAT32 if dtype is None else dtype
@@ -101,18 +101,16 @@ class Into:
                     problem = f"rows of {name} have {shape[-1]} values, not whole blocks of {BLOCK}"
                     raise ConfigError(f"{call}: {problem}; leave merge_into out")
         else:
-            try:
-                self._types = types_of(call, config, self.kind)
-            except ConfigError as error:
-                problem = str(error).removeprefix(f"{call}: ").removeprefix("export_gguf: ")
-                raise ConfigError(f"{call}: {problem}") from None
+            self._types = types_of(call, config, self.kind)
 
     def __call__(self, name: str, weight: Any) -> Any:
         """Return a weight as a reader of the file gets it: an array in float32, or quantized."""
         if not self.in_folder:
             kind = self._types.get(name)
             same = kind is not None and kind.name.lower() == kind_of(weight)
-            return weight if kind is None or same else rounded(name, _dense(weight), kind)
+            return (
+                weight if kind is None or same else rounded(self._call, name, _dense(weight), kind)
+            )
         if not self._quantizer.makes(name, weight.shape):
             return _dense(weight).astype(self.dtype).astype(FLOAT32)
         if isinstance(weight, Quantized) and kind_of(weight) == self.kind:

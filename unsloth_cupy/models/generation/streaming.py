@@ -1,6 +1,6 @@
 """The text of tokens that come one by one, up to a stop string."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -136,7 +136,8 @@ class Continuation:
                 ' set model.tokenizer = models.Tokenizer("folder")'
             )
         self.model, self.tokenizer, self.most = model, tokenizer, max_new_tokens
-        self.stop = [stop] if isinstance(stop, str) else [*stop]
+        one = isinstance(stop, str) or not isinstance(stop, Iterable)
+        self.stop: list[Any] = [stop] if one else [*stop]
         if not all(each and isinstance(each, str) for each in self.stop):
             raise ConfigError(f"generate_text: stop={stop!r} must be a text, or a list of texts")
         self.tokens = self._tokens(prompt, tools)

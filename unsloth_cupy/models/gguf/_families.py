@@ -308,18 +308,18 @@ MIXED = {  # of families whose models with experts have an architecture of their
 }
 
 
-def known_as(config: Config) -> Architecture:
+def known_as(call: str, config: Config) -> Architecture:
     """Return the architecture of a family, whether or not it has all of a model's properties."""
     own = ARCHITECTURES.get(config.model_type)
     if own is None:
         names = ", ".join(sorted(ARCHITECTURES))
         raise ConfigError(
-            f"export_gguf: GGUF has no names for a {config.model_type}; the families are {names}"
+            f"{call}: GGUF has no names for a {config.model_type}; the families are {names}"
         )
     return own if config.experts is None else MIXED.get(config.model_type, own)
 
 
-def architecture(config: Config) -> Architecture:
+def architecture(call: str, config: Config) -> Architecture:
     """Return the architecture as which llama.cpp runs a model.
 
     Raises
@@ -327,10 +327,10 @@ def architecture(config: Config) -> Architecture:
     ConfigError
         llama.cpp has no such family, or would compute something else.
     """
-    known = known_as(config)
+    known = known_as(call, config)
     for problem in _problems(config, known):
         raise ConfigError(
-            f"export_gguf: llama.cpp's {known.name} {problem}; GGUF cannot describe this model"
+            f"{call}: llama.cpp's {known.name} {problem}; GGUF cannot describe this model"
         )
     return known
 

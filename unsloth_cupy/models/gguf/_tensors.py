@@ -33,6 +33,7 @@ class Tensor(NamedTuple):
 
 
 def tensors(
+    call: str,
     config: Config,
     known: Architecture,
     kind: Kind,
@@ -43,7 +44,7 @@ def tensors(
 
     Parameters of ``packed`` stay in MXFP4.
     """
-    parts, result = parts_of("export_gguf", config, known), []
+    parts, result = parts_of(call, config, known), []
     is_own = has_two_tables(config, known)
     head = parts(HEAD if is_own or not config.tied else TABLE).tensors[0].name
     whole = functools.lru_cache(maxsize=1)(read)  # of which several tensors are parts

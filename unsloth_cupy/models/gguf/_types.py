@@ -144,7 +144,7 @@ def size_of(shape: tuple[int, ...], kind: Type) -> int:
     return int(np.prod(shape)) // numbers * size
 
 
-def packed(name: str, array: Array, kind: Type) -> Array:
+def packed(call: str, name: str, array: Array, kind: Type) -> Array:
     """Return an array as the bytes of a type; chunks of rows are converted through float32.
 
     Raises
@@ -157,7 +157,7 @@ def packed(name: str, array: Array, kind: Type) -> Array:
     result = np.empty((rows.shape[0], size_of(rows.shape[1:], kind)), np.uint8)
     for top in range(0, rows.shape[0], step):
         part = np.ascontiguousarray(rows[top : top + step], np.float32)
-        _check(name, part, kind)
+        _check(call, name, part, kind)
         made = quantize(part, kind) if kind in FORMATS else gguf.quants.quantize(part, kind)
         result[top : top + step] = made.view(np.uint8)
     return result
@@ -168,15 +168,14 @@ def unpacked(data: Array, kind: Type, rows: slice) -> Array:
     return gguf.quants.dequantize(data[rows], kind)
 
 
-def _check(name: str, part: Array, kind: Type) -> None:
+def _check(call: str, name: str, part: Array, kind: Type) -> None:
     """Raise a ConfigError unless all values are finite and in the range of the type."""
     most = max(float(part.max(initial=0)), -float(part.min(initial=0)))
     if not np.isfinite(most):  # NaN too
         raise ConfigError(
-            f"export_gguf: {name} holds numbers that are not finite; load a sound checkpoint"
+            f"{call}: {name} holds numbers that are not finite; load a sound checkpoint"
         )
     if most > MOST.get(kind, HALF):
         raise ConfigError(
-            f"export_gguf: {name} holds {most:g}, which {kind.name.lower()} does not; choose bf16"
-            " or f32"
+            f"{call}: {name} holds {most:g}, which {kind.name.lower()} does not; choose bf16 or f32"
         )

@@ -162,25 +162,26 @@ def export_gguf(
         the tokenizer; the file exists; a weight is not finite or too large for ``kind``; or the
         disk is full.
     """
-    _check_packages("export_gguf")
+    call = "export_gguf"
+    _check_packages(call)
     from ._families import architecture, warnings_of
     from ._metadata import metadata
     from ._tensors import tensors
     from ._tokenizer import tokenizer as tokenizer_values
     from ._types import KINDS
 
-    path = _new_file("export_gguf", file)
+    path = _new_file(call, file)
     if kind is not None:
-        check_choice("export_gguf", "kind", kind, TYPES)
-    source = _source(model, tokenizer, base, kind)
+        check_choice(call, "kind", kind, TYPES)
+    source = _source(call, model, tokenizer, base, kind)
     kind = source.kind
-    require_head("export_gguf", source.config, CAUSAL)
+    require_head(call, source.config, CAUSAL)
     if stop is not None and not is_integer(stop, 0):
-        raise ConfigError(f"export_gguf(stop={stop!r}): pass a token, or None")
-    known = architecture(source.config)
+        raise ConfigError(f"{call}(stop={stop!r}): pass a token, or None")
+    known = architecture(call, source.config)
     begin = next(iter(token_ids("bos_token_id", source.texts["config.json"])), None)
     words, notes = tokenizer_values(_tokenizer_folder(source), source.config, begin, stop)
-    made = functools.partial(tensors, source.config, known, KINDS[kind], packed=source.packed)
+    made = functools.partial(tensors, call, source.config, known, KINDS[kind], packed=source.packed)
     tensor_list, kept = made(source.read), Kept()
     plain = made(source.plain) if source.adapter else []
     before = {t.name: t.read for t in plain if source.adapter and source.adapter.adds_to(t.stored)}
@@ -194,7 +195,8 @@ def export_gguf(
     }
     rounded = source.adapter is not None and source.adapter.into is not None
     check = None if source.adapter is None else functools.partial(_check_file, source, known)
-    _write(path, known.name, values, tensor_list, progress, before, kept, used=rounded, check=check)
+    how: Any = {"used": rounded, "check": check}
+    _write(call, path, known.name, values, tensor_list, progress, before, kept, **how)
     if kept.share < ENOUGH:
         notes.append(f"{kept}; {kind} rounds the rest away, f16 or f32 keeps more")
     types = Counter(tensor.type.name.lower() for tensor in tensor_list)
@@ -243,8 +245,8 @@ def export_adapter_gguf(
 
     path = _new_file(call, file)
     check_choice(call, "kind", kind, ("f32", "f16", "bf16"))
-    source = _source(model, None, base)
-    adapter, known = source.adapter, architecture(source.config)
+    source = _source(call, model, None, base)
+    adapter, known = source.adapter, architecture(call, source.config)
     if adapter is not None and adapter.into is not None:
         problem = f"this adapter was trained through {adapter.into.kind}"
         cure = "which llama.cpp would add to other weights; export_gguf merges it"
@@ -267,7 +269,7 @@ def export_adapter_gguf(
         "adapter.type": "lora",
         "adapter.lora.alpha": alpha,
     }
-    _write(path, known.name, values, made, False, {}, Kept())
+    _write(call, path, known.name, values, made, False, {}, Kept())
     types = Counter(tensor.type.name.lower() for tensor in made)
     notes = tuple(warnings_of(source.config, known))
     return Export(path, path.stat().st_size, dict(types), notes, Kept())
@@ -278,7 +280,7 @@ def has_architecture(config: Config) -> bool:
     from ._families import architecture
 
     try:
-        architecture(config)
+        architecture("", config)
     except ConfigError:
         return False
     return True
@@ -309,15 +311,15 @@ def _new_file(call: str, file: Any) -> Path:
     return path
 
 
-def _source(model: Any, tokenizer: Any, base: Any, kind: str | None = None) -> Source:
+def _source(call: str, model: Any, tokenizer: Any, base: Any, kind: str | None = None) -> Source:
     """Return the source of a model's config, parameters and tokenizer, and the kind of the file.
 
     Weights that an adapter was trained for in this kind are not rounded yet, else they are.
     """
-    chosen = None if tokenizer is None else path_of("export_gguf(tokenizer=)", tokenizer)
+    chosen = None if tokenizer is None else path_of(f"{call}(tokenizer=)", tokenizer)
     if isinstance(model, Transformer):
         if base is not None:
-            problem = f"export_gguf(base={str(base)!r}) is for the folder of an adapter"
+            problem = f"{call}(base={str(base)!r}) is for the folder of an adapter"
             raise ConfigError(f"{problem}; leave it out")
         adapter, arrays = model.adapter, model.parameters
         kind, exact = _kind_of(adapter, kind)
@@ -336,7 +338,7 @@ def _source(model: Any, tokenizer: Any, base: Any, kind: str | None = None) -> S
         return Source(
             model.config, model.texts, *reads, adapter, words, name, whole, kind, exact, stacks
         )
-    stored = stored_model("export_gguf", model, base)
+    stored = stored_model(call, model, base)
     kind, exact = _kind_of(stored.adapter, kind)
 
     def read(name: str) -> Any:
@@ -411,6 +413,7 @@ def _stand_ins(tensors: Iterable["Tensor"]) -> Iterator[str]:
 
 
 def _write(
+    call: str,
     path: Path,
     name: str,
     values: Mapping[str, Any],
@@ -437,7 +440,7 @@ def _write(
     key_bytes = sum(len(str(value)) for value in values.values())
     check_room(path, total + key_bytes + KEYS, "the GGUF file")
     errors: dict[str, float] = {}
-    with atomic_path(path, "export_gguf") as partial:
+    with atomic_path(path, call) as partial:
         with contextlib.closing(gguf.GGUFWriter(partial, name)) as out:
             for key, value in values.items():
                 _add(out, key, value)
@@ -456,8 +459,8 @@ def _write(
                 for tensor in tensors:
                     array = tensor.read()
                     whole = array.dtype.name == "uint8"  # blocks of the type
-                    data = array if whole else packed(tensor.name, array, tensor.type)
-                    _put(out, data, path)
+                    data = array if whole else packed(call, tensor.name, array, tensor.type)
+                    _put(call, out, data, path)
                     bar.update(data.nbytes)
                     values_of = functools.partial(unpacked, data, tensor.type)
                     if tensor.name in before and tensor.type.name != "F32":
@@ -512,13 +515,13 @@ def _check_file(
         check_written(call, name, source.read(name), written(name), error)
 
 
-def _put(out: Any, data: Array, path: Path) -> None:
+def _put(call: str, out: Any, data: Array, path: Path) -> None:
     """Write the bytes of a tensor; raise a ConfigError if that fails."""
     try:
         out.write_tensor_data(data)
     except OSError as error:  # NumPy reports how much was written, but not why it stopped
-        why = error.strerror or error
-        raise ConfigError(f"{path} cannot be written: {why}; make room on its disk") from None
+        problem = f"{path} cannot be written: {error.strerror or error}"
+        raise ConfigError(f"{call}: {problem}; make room on its disk") from None
 
 
 def _add(out: Any, key: str, value: Any) -> None:

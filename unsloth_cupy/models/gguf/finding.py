@@ -37,7 +37,7 @@ def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, S
     from ._families import known_as
     from ._parts import as_it_is, parts_of
 
-    known = known_as(config)
+    known = known_as("load", config)
     parts_of_name, homes = parts_of("load", config, known), dict[str, StoredTensor]()
     wide = () if config.experts is None else config.experts.wide_names
     left = {n for n in file.tensors if n not in SETTINGS and not _predicts(file, n, config.layers)}

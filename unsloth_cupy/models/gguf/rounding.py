@@ -31,7 +31,7 @@ def types_of(call: str, config: Config, kind: str) -> dict[str, "Type"]:
     except ImportError as error:
         cure = "install it with pip install 'unsloth_cupy[gguf]'"
         raise ConfigError(f"{call} needs the package {error.name}; {cure}") from None
-    known = architecture(config)
+    known = architecture(call, config)
     problem = None
     factors = {n: factor_of(config, known, n) for n in config.shapes() if not is_norm(n)}
     if scaled := [name for name, factor in factors.items() if np.any(factor != 1)]:
@@ -39,7 +39,7 @@ def types_of(call: str, config: Config, kind: str) -> dict[str, "Type"]:
     types: dict[str, Type] = {}
     if config.latent is not None and known.absorbed:
         problem = "has kv_b_proj in two tensors, one of them turned"
-    for each in tensors(config, known, KINDS[kind], lambda _: np.empty(0)):
+    for each in tensors(call, config, known, KINDS[kind], lambda _: np.empty(0)):
         if types.setdefault(each.stored, each.type) != each.type:
             problem = f"has {each.stored} in two types"
     if problem is not None:
@@ -55,7 +55,7 @@ def block_of(kind: "Type") -> int:
     return int(gguf.GGML_QUANT_SIZES[kind][0])
 
 
-def rounded(name: str, array: Any, kind: "Type") -> Array:
+def rounded(call: str, name: str, array: Any, kind: "Type") -> Array:
     """Return what a reader of a file gets for an array that is written in a type, in float32.
 
     It is computed on the host, by the code that writes files.
@@ -65,7 +65,7 @@ def rounded(name: str, array: Any, kind: "Type") -> Array:
     if is_planned(array):
         planned: Array = array.astype(FLOAT32)
         return planned
-    data = packed(name, to_numpy(array), kind)
+    data = packed(call, name, to_numpy(array), kind)
     dense = np.ascontiguousarray(unpacked(data, kind, slice(None)), FLOAT32)
     result: Array = to_device_of(dense.reshape(array.shape), array)
     return result

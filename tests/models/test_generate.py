@@ -276,9 +276,9 @@ OPTIONS = [f.name for f in dataclasses.fields(Options) if f.name != "first"]  # 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_what_is_no_such_option_is_shown_as_the_caller_wrote_it(model, name):
     options = {"max_new_tokens": 1, "temperature": 1.0, "seed": 0, name: object()}
-    for call in (model.generate, model.stream):
-        with pytest.raises(ConfigError, match=rf"^generate\b.*{name}"):
-            call(PROMPT, **options)
+    for call in ("generate", "stream"):
+        with pytest.raises(ConfigError, match=rf"^{call}\b.*{name}"):
+            getattr(model, call)(PROMPT, **options)
 
 
 def test_the_first_of_two_wrong_options_is_named(model):

@@ -58,7 +58,7 @@ def test_a_file_with_other_weights_is_refused(
 ) -> None:
     """As one whose rows are not in llama.cpp's order."""
     model = adapted(tmp_path)
-    monkeypatch.setattr(_tensors, "interleaved", lambda array, heads: array)
+    monkeypatch.setattr(_tensors, "interleaved", lambda array, *_: array)
     problem = r"what is written as model\.layers\.0\.self_attn\.q_proj\.weight differs by"
     with pytest.raises(ConfigError, match=problem):
         models.export_gguf(model, tmp_path / "m.gguf", kind=kind, tokenizer=tmp_path / "base")

@@ -95,7 +95,7 @@ def in_the_plan(tokens: int, dim: int) -> int:
         out, lse = attention_forward(q, k, v, causal=True)
         start = len(ledger.changes)
         gradients = attention_backward(q, q, k, v, out, lse, causal=True)
-        most, _ = ledger.since(start)
+        most, _ = ledger.between(start, len(ledger.changes))
     return most - sum(-(-a.nbytes // GRAIN) * GRAIN for a in gradients if a is not None)
 
 

@@ -33,6 +33,11 @@ def cupy() -> Any:
     return cupy
 
 
+def imported() -> Any:
+    """Return CuPy where it has been imported; an import, with nothing to do, takes 0.2 us."""
+    return sys.modules["cupy"]
+
+
 class CupyTarget:
     """The target of CuPy arrays: compiles with NVRTC through ``cupy.RawModule``."""
 

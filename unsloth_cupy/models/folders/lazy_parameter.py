@@ -11,6 +11,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...machine import format_bytes
 from ...ops.quantized.ternary import Ternary
 from ...ops.quantized.weight import Quantized
+from ..configs.config import CORRECTION
 from .expert_files import Stack
 from .quantized_slices import narrow
 from .quantized_weights import assembled
@@ -31,7 +32,7 @@ class StoredTensor(NamedTuple):
     parts: Mapping[str, tuple[str, str]] = {}  # its other tensors: file and name there
     inverse: bool = False  # the weight is codes / scale
     stack: Stack | None = None  # of experts, in tensors of another form
-    wide: bool = False  # it is read in float32, or wider as it is stored
+    wide: bool = False  # float32 is not read in 16 bits, and a router's correction is float32
     dense: Callable[[Mapping[str, Array]], Array] | None = None
     format: str = ""  # the name of that format
     bytes: int = 0  # of its tensors
@@ -168,7 +169,9 @@ class LazyParameter:
     def _dtype(self) -> np.dtype[Any] | None:
         """The dtype of results."""
         stored = self.home.dtype
-        if self.home.wide and stored is not None:
+        if stored is None or not self.home.wide:
+            return self.dtype or stored
+        if stored.itemsize > 2 or self.name.endswith(CORRECTION):
             return np.promote_types(np.promote_types(FLOAT32, stored), self.dtype or stored)
         return self.dtype or stored
 

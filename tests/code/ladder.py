@@ -92,7 +92,7 @@ def other_constants(changed: dict[str, Any]) -> Any:
     """Return a patch under which norms are launched with these constants changed."""
     library = _norm.constants
     return mock.patch.object(
-        _norm, "constants", lambda *args: Constants(**{**library(*args), **changed})
+        _norm, "constants", lambda *a, **more: Constants(**{**library(*a, **more), **changed})
     )
 
 

@@ -41,6 +41,7 @@ BITS = 8  # one case of a sample in this many compares bits
 # whose kernels call them: for those ops bits may differ, and only the rule of parity holds.
 LIBRARY = {
     "attention": ("log2f", "tanhf"),  # of a row's sums, of capped scores
+    "latent_attention": ("log2f",),
     "cross_entropy": ("logf", "tanhf"),
     "linear_cross_entropy": ("logf", "tanhf"),
     "linear_log_probs": ("logf", "tanhf"),
@@ -53,6 +54,8 @@ LIBRARY = {
     "gated_delta_rule": ("expf",),
     "gated_rms_norm": ("expf",),
     "ssd": ("expf", "log1pf"),
+    "route": ("expf", "log1pf", "logf"),  # router_z_loss, too
+    "experts_mlp": ("erfcf", "expf"),
     "xielu": ("expf", "expm1f", "log1pf"),
     "apply_rotary_embedding": ("sincospif",),
 }

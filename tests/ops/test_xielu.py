@@ -55,3 +55,18 @@ def test_two_curvatures_are_refused() -> None:
     number = np.zeros((), np.float32)
     with pytest.raises(ShapeError, match="xielu: alpha_p has 1=2"):
         uc.xielu(x, two, two, number, number)
+
+
+def test_numbers_in_float32_do_not_round_float64() -> None:
+    rng = np.random.default_rng(0)
+    x, dy = rng.standard_normal((2, 40))
+    alphas = rng.standard_normal((2, 1)).astype(np.float32)
+    numbers = np.asarray(0.5), np.asarray(-1e-6)
+    actual, expected = (
+        [uc.xielu(x, *each, *numbers), *uc.xielu_backward(dy, x, *each, *numbers)[:3]]
+        for each in (alphas, alphas.astype(np.float64))
+    )
+    np.testing.assert_array_equal(actual[0], expected[0])
+    np.testing.assert_array_equal(actual[1], expected[1])
+    for one, other in zip(actual[2:], expected[2:], strict=True):
+        np.testing.assert_array_equal(one, other.astype(np.float32))

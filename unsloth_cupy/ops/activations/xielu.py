@@ -62,6 +62,7 @@ def xielu(x: Array, alpha_p: Array, alpha_n: Array, beta: Array, eps: Array) -> 
     ... )[:3]
     """
     squared, bent = _terms(x, eps)
+    alpha_p, alpha_n = _as_wide(x, alpha_p, alpha_n)
     p, n = np.logaddexp(alpha_p[0], 0), beta + np.logaddexp(alpha_n[0], 0)
     return p * squared + n * bent + beta * x
 
@@ -72,12 +73,18 @@ def xielu_backward(
 ) -> tuple[Array, Array, Array, None, None]:
     """Return the gradients of x, alpha_p and alpha_n."""
     squared, bent = _terms(x, eps)
+    alpha_p, alpha_n = _as_wide(x, alpha_p, alpha_n)
     p, n = np.logaddexp(alpha_p[0], 0), beta + np.logaddexp(alpha_n[0], 0)
     curve = np.where(x < eps, np.exp(np.minimum(x, eps)), 0) - 1
     dx = dy * (np.where(x > 0, 2 * p * np.maximum(x, 0), n * curve) + beta)
     dalpha_p = (dy * squared).sum() * sigmoid(alpha_p)
     dalpha_n = (dy * bent).sum() * sigmoid(alpha_n)
     return dx, dalpha_p, dalpha_n, None, None
+
+
+def _as_wide(x: Array, *alphas: Array) -> list[Array]:
+    """Return numbers that may be narrower than x in its dtype, in which their functions round."""
+    return [alpha.astype(np.promote_types(x.dtype, alpha.dtype), copy=False) for alpha in alphas]
 
 
 def _terms(x: Array, eps: Array) -> tuple[Array, Array]:

@@ -20,7 +20,7 @@
 //   The trick: z of a kept token moves to a workspace, and a mark takes the place of its logit. So
 //   the row is read without asking of each column whether it was kept, and sums of all others are
 //   exact, not a difference. The logits are lost: they are a chunk that nobody else reads.
-//   A token that is no column, or that stands twice in its row, gives NaN and a report.
+//   A token that is not a column, or that stands twice in its row, gives NaN and a report.
 #include <common/faults.cuh>
 #include <common/math.cuh>
 #include <common/logits.cuh>

@@ -142,8 +142,8 @@ def test_quantized_experts_beside_tensor_ranks(kind: str, tmp_path: Path) -> Non
     def work(comm: Any) -> None:
         ranks = Ranks(comm, grid(comm, data=1, expert=2, tensor=2))
         for source, how in sources:
-            given = how | {"lora": tmp_path / "lora"}
-            whole, model = load(source, **given), load(source, **given, **ranks.placing)
+            options = how | {"lora": tmp_path / "lora"}
+            whole, model = load(source, **options), load(source, **options, **ranks.placing)
             same_codes(whole, model)
             same_training(whole, model, ranks)
 

@@ -446,8 +446,8 @@ def _problems_of_layers(config: Config, known: Architecture) -> Iterator[str]:
         yield "always has windows"
     rotated = [config.rotates(layer) for layer in layers]
     everywhere = known.rotates == "all" or (known.rotates == "sliding" and not any(slides))
-    told = known.rotates in ("none", "either")
-    if not told and rotated != ([True] * config.layers if everywhere else fourth):
+    stated = known.rotates in ("none", "either")
+    if not stated and rotated != ([True] * config.layers if everywhere else fourth):
         yield "rotates " + ("all layers" if everywhere else "all layers but every fourth")
     scaled = config.residual_scale != 1 or config.logit_scale != 1
     if scaled and not (known.logit_scale or known.fixed or known.folds):

@@ -505,25 +505,30 @@ def checks(session: Session) -> None:
 
 
 def time_ops(session: Session, lacking: dict[str, list[str]]) -> None:
-    """Time the ops, those first on which a model's time depends, beside peers or alone.
+    """Time the ops, beside peers or alone: those first that have no time yet.
 
-    Their kernels are compiled first, by several processes, as this machine may have none of them.
+    Then come those on which a model's time depends.  The kernels of either are compiled before, by
+    several processes, as this machine may have none of them.
     """
     from unsloth_cupy.bench.cases import chosen
+    from unsloth_cupy.bench.report import confirmed
     from unsloth_cupy.bench.timing import launches
 
-    if not lacking["tests"]:
-        bench = "tests/core/test_launches.py"
-        session.tests(bench, chosen=lambda name: COMPILED in name, again=True)
-    session.quiet()
+    page = session.results.folder / "performance.md"
     ops = [op.__name__ for op in (*chosen(*FIRST), *chosen()) if launches(op)]
-    ops = [*dict.fromkeys(op for op in ops if op != LAST), LAST]
-    options = [
-        "--write",
-        str(session.results.folder / "performance.md"),
-        *["--peers"] * (not lacking["peers"]),
-    ]
-    session.times(ops, *options, process_of=lambda op: op if op == LAST else "bench")
+    known = [op for op in dict.fromkeys(ops) if op in confirmed(page) and op != LAST]
+    options = ["--write", str(page), *["--peers"] * (not lacking["peers"])]
+    new = [op for op in dict.fromkeys(ops) if op not in (*known, LAST)]
+    for batch in (new, [*known, LAST]):
+        if not lacking["tests"]:
+            compiled = {f"{COMPILED}[{op}" for op in batch}
+            session.tests(
+                "tests/core/test_launches.py",
+                chosen=lambda name: name.partition("::")[2].partition("-")[0] in compiled,  # noqa: B023
+                again=True,
+            )
+        session.quiet()
+        session.times(batch, *options, process_of=lambda op: op if op == LAST else "bench")
 
 
 RUN: dict[str, Callable[[Session], None]] = {

@@ -244,7 +244,8 @@ class Adapted(Network):
         """Return this model for batches whose rows have these adapters; None: the base alone.
 
         Of packed texts there is one name for each.  Rows of an adapter get the numbers of a batch
-        of these rows alone, up to the order of sums, and in an invariant model its bits.
+        of these rows alone, up to the order of sums, and in an invariant model its bits.  So do the
+        gradients of an adapter, for equal ``count``.
         ``trainable`` has the parameters of all that are named, ``NAME@ADAPTER``, which may be
         trained at once: the arrays are those of ``adapters``.
 

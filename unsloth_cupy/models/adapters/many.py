@@ -67,13 +67,16 @@ class ByRows(Adapter):
             raise ShapeError(
                 f"{problem}; name one, or None, for each", expected=len(self.rows), actual=count
             )
-        lengths = None if offsets is None else np.diff(to_numpy(offsets))
-        names = np.array(self.rows, object)
-        names = names if lengths is None else np.repeat(names, lengths)
+        names = self.names(offsets)
         places = {key: np.flatnonzero(names == key) for key in dict.fromkeys(self.rows)}
         axis = 0 if offsets is None else 1
         places = {key: place for key, place in places.items() if place.size}
         return partial(self._linears, places, axis, seed, plain)
+
+    def names(self, offsets: Any) -> Array:
+        """Return the name of each row, or of each token of packed texts."""
+        names = np.array(self.rows, object)
+        return names if offsets is None else np.repeat(names, np.diff(to_numpy(offsets)))
 
     def _linears(
         self,

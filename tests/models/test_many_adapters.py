@@ -1,5 +1,6 @@
 """Several adapters over one base: by name, mixed by weight, and by the rows of a batch."""
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -344,6 +345,9 @@ def test_peft_has_the_same_sum(tmp_path: Path) -> None:
         (lambda m, t: rows_of(m).by_rows(["table"]), r"'table' changes tables, heads or experts"),
         (lambda m, t: rows_of(m).mix_adapters({"table": 1}, "new"), "'table' has more than A and"),
         (lambda m, t: unnamed(m).set_adapter("chat"), r"has no name and would be lost; name it"),
+        (lambda m, t: m.by_rows(["chat"]).train_through("nf4"), "rows have adapters of their own"),
+        (lambda m, t: chunked(m.by_rows(["chat"] * 5)).logits(TOKENS), r"an adapter on .*\.mlp\."),
+        (lambda m, t: beside(rows_of(m)).resize(110), r"adapter 'table' has rows or tables of its"),
     ],
 )
 def test_what_names_cannot_say(call: Any, message: str, tmp_path: Path) -> None:
@@ -356,9 +360,29 @@ def rows_of(model: Transformer) -> Transformer:
     return model
 
 
+def beside(model: Transformer) -> Transformer:
+    model.set_adapter(None)
+    return model
+
+
+def chunked(model: Transformer) -> Transformer:
+    model.chunked_mlp = True
+    return model
+
+
 def unnamed(model: Transformer) -> Transformer:
     model.add_adapter(2)
     return model
+
+
+def test_a_copy_is_a_model_of_its_own() -> None:
+    """It can be sent to another process; and tables that grow are not those of the first."""
+    model = made()
+    rows = model.by_rows(NAMES)
+    expected = rows.logits(TOKENS)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(rows)).logits(TOKENS), expected)
+    model.base.resize(110)
+    assert rows.logits(TOKENS).shape == expected.shape
 
 
 def test_every_row_needs_a_name() -> None:

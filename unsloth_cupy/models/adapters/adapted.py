@@ -122,9 +122,10 @@ class Adapted(Network):
             are not quantized as ``load(quantize=)`` does it.
         """
         call = f"train_through({kind!r})"
-        if self.adapter is None or self.adapter.into is not None:
-            problem = "there is no adapter"
-            if self.adapter is not None:
+        rows = isinstance(self.adapter, ByRows)
+        if self.adapter is None or rows or self.adapter.into is not None:
+            problem = "rows have adapters of their own" if rows else "there is no adapter"
+            if self.adapter is not None and not rows:
                 problem = f"the adapter is trained through {self.adapter.into.kind} already"
             raise ConfigError(f"{call}: {problem}; call add_adapter(rank, merge_into=kind)")
         self._require_whole(call, "on a model that is whole")

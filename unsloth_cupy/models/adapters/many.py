@@ -9,7 +9,6 @@ of their own.
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -50,8 +49,8 @@ class ByRows(Adapter):
         self.dropout = max((each.dropout for each in self.adapters.values()), default=0.0)
         every = [name for each in self.adapters.values() for name in each.parameters]
         self.plain = not any(name.endswith((MAGNITUDE, f".{BIAS}")) for name in every)
-        self.settings, self.tokens, self.stacks, self.scales = {}, {}, {}, {}
-        self.others, self.stored, self.initial = {}, {}, MappingProxyType({})
+        self.settings, self.tokens, self.stacks, self.others, self.stored = {}, {}, {}, {}, {}
+        self.scales = {n: own for each in self.adapters.values() for n, own in each.scales.items()}
         self.parameters = {
             f"{name}{MARK}{key}": array
             for key, adapter in self.adapters.items()

@@ -1,5 +1,6 @@
 """Several adapters over one base: by name, mixed by weight, and by the rows of a batch."""
 
+import json
 import pickle
 from pathlib import Path
 from typing import Any
@@ -298,6 +299,35 @@ def test_names_folders_and_sums(tmp_path: Path) -> None:
     again.merge_adapter()
     assert [*again.adapters] == ["chat", "code"]
     np.testing.assert_allclose(again.logits(TOKENS), by_hand.logits(TOKENS), atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*chat.adapter_config.json")  # of what is left out
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        {"layers_to_transform": [0], "layers_pattern": "layers"},
+        {"exclude_modules": ["q_proj"]},
+        {"exclude_modules": r".*layers\.[01].*"},
+    ],
+    ids=str,
+)
+def test_a_sum_is_saved_with_the_layers_of_all(left_out: dict[str, Any], tmp_path: Path) -> None:
+    """Not only those that the settings of the first adapter leave in."""
+    model = made()
+    model.save(tmp_path / "base")
+    for name in ("chat", "code"):
+        model.set_adapter(name)
+        model.save_adapter(tmp_path / name)
+    settings = tmp_path / "chat" / "adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | left_out))
+    again = load(tmp_path / "base")
+    for name in ("chat", "code"):
+        again.load_adapter(tmp_path / name, name)
+    again.mix_adapters({"chat": 0.5, "code": 1.0}, "sum")
+    again.set_adapter("sum")
+    again.save_adapter(tmp_path / "sum")
+    actual = load(tmp_path / "base", lora=tmp_path / "sum")
+    np.testing.assert_array_equal(actual.logits(TOKENS), again.logits(TOKENS))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, in peft

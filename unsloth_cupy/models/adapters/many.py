@@ -223,6 +223,7 @@ def mixed(adapters: Mapping[str, Adapter], weights: Mapping[str, float]) -> Adap
         "r": rank, "lora_alpha": rank, "use_rslora": False, "lora_dropout": 0.0,
         "rank_pattern": patterns, "alpha_pattern": dict(patterns), "init_lora_weights": True,
         "target_modules": sorted({name.rpartition(".")[2] for name in stored.values()}),
+        **dict.fromkeys(("layers_to_transform", "layers_pattern", "exclude_modules")),
     }  # fmt: skip
     result = Adapter(settings, parameters, stored=stored, path=CONFIG)
     result.base = first.base

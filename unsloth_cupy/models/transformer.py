@@ -175,7 +175,8 @@ class Transformer(Adapted):
         options: Any = {"cache": cache, "sequences": sequences, "routes": routes}
         if config.head == SEQUENCE:
             x = self._whole_rows(parameters, tokens, mask, offsets, **options)
-            return sequence_scores(parameters, x, mask, offsets)
+            with self.ordered():
+                return sequence_scores(parameters, x, mask, offsets)
         x = self.hidden(parameters, tokens, mask=mask, offsets=offsets, **options)
         logits = self.next_logits(parameters, x)
         return logits.reshape(*tokens.shape, logits.shape[-1])

@@ -72,6 +72,8 @@ def _sizes(draw: Draw, op: Op) -> Sizes:
         sizes["length"] = sizes["tokens"] + draw(st.integers(0, 3))
         sizes["half"] = draw(st.integers(0, sizes["dim"] // 2))
     BETWEEN.get(op.__name__, lambda draw, sizes: None)(draw, sizes)
+    if "count" in op.options and sizes.get("rows") == 0:
+        sizes["count"] = 3  # without it, no rows have no mean
     return sizes
 
 
@@ -594,6 +596,7 @@ FOLLOW = {
     "block",
     "column",
     "columns",
+    "count",
     "group",
     "row",
     "start",

@@ -21,7 +21,7 @@ LIMITS = {
     "core": 920,
     "compiled": 80,
     "ops": 9500,
-    "losses": 605,
+    "losses": 620,
     "training": 1120,
     "inference": 540,
     "interop": 2540,

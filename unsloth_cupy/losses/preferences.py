@@ -21,6 +21,7 @@ from ._rows import (
     check_pairs,
     check_positive,
     check_share,
+    check_some,
     exp,
     lengths,
     log_sigmoid,
@@ -121,7 +122,7 @@ def preference(
         An option is out of its range, or the kind does not use it; a log-probability that counts
         is not finite (on a GPU the loss is then NaN).
     ShapeError, DTypeError
-        The arrays do not fit each other; the number of rows is odd.
+        The arrays do not fit each other; the number of rows is odd, or 0 without a count.
     """
     call = "preference"
     check_choice(call, "kind", kind, KINDS)
@@ -226,6 +227,7 @@ def _check(
         raise ConfigError(f"{call}(ld_alpha={ld_alpha}): ld_alpha must be in [0, 1]")
     rows = log_probs.shape[0]
     check_pairs(call, rows)
+    check_some(call, rows, count)
     if weights is not None and len(weights) != rows // 2:
         problem = f"{call}: weights has {len(weights)} numbers for {rows // 2} pairs"
         raise ShapeError(problem, expected=(rows // 2,), actual=weights.shape)
@@ -264,7 +266,7 @@ def _loss_and_slopes(
         slopes = np.concatenate([won, -lost])
     else:
         losses, slopes = _of_pairs(texts - known, n, options)
-    count = max(pairs, 1) if options.count is None else options.count
+    count = pairs if options.count is None else options.count
     factors = np.ones_like(n, shape=(pairs,)) / count
     if weights is not None:
         check_finite("preference", weights=weights)

@@ -383,6 +383,11 @@ def test_the_first_step_on_policy_is_the_gradient_of_the_policy() -> None:
     np.testing.assert_allclose(gradient, np.repeat(-gains[:, None] / 6, 3, axis=1))
 
 
+def test_certain_texts_may_be_rounded_above_0() -> None:
+    certain = np.array([[1e-4, 1e-4, 1e-4], [-1.0, -1.0, -1.0]])
+    assert losses.preference(certain, certain > -2, kind="orpo") > 0
+
+
 A = np.full((4, 3), -1.0)
 M = np.ones((4, 3), bool)
 BROKEN = A.copy()
@@ -397,6 +402,10 @@ BROKEN[1, 2] = -np.inf
         (lambda: losses.preference(A, M, alpha=0.5), "divergence=None does not use alpha; leave"),
         (lambda: losses.preference(A, M, kind="apo_zero", divergence="js"), "not use divergence"),
         (lambda: losses.preference(A, M, A, kind="orpo"), "'orpo' does not use reference"),
+        (
+            lambda: losses.preference(-A, M, kind="orpo"),
+            "of row 0 have the mean 1, above 0",
+        ),
         (lambda: losses.preference(A, M, kind="aot", weights=A[0]), "does not use weights"),
         (lambda: losses.preference(A, M, beta=0.0), "beta must be above 0"),
         (lambda: losses.preference(A, M, kind="robust", smoothing=0.5), r"in \[0, 0.5\)"),

@@ -261,7 +261,7 @@ def mixture(path: Path, label: str, case: str, dense: tuple[str, ...] = (), shar
             continue
         values, state = maker(draw, *array.shape, **options)
         wide[name] = values.astype(np.float16)
-        size += sum(each.nbytes for each in state.values())
+        size += sum(each.nbytes for key, each in state.items() if key != "input_scale")
         stored |= {name.removesuffix("weight") + key: each for key, each in state.items()}
     plain = (path / "config.json").read_text()
     (path / "dense").mkdir()
@@ -522,6 +522,23 @@ def test_a_bias_of_zeros_is_none(tmp_path: Path) -> None:
     bias["model.layers.1.mlp.up_proj.bias"][3] = 1
     write(file, stored_tensors(file) | bias)
     with pytest.raises(ConfigError, match=r"up_proj.bias' is not part of the llama that config"):
+        models.load(tmp_path)
+
+
+def test_scales_of_activations_are_not_read(tmp_path: Path) -> None:
+    """They may also lie beside a weight that is dense, as one that config_groups ignores."""
+    dense = folder(tmp_path, "int8")
+    file, module = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj."
+    stored = {n: a for n, a in stored_tensors(file).items() if not n.startswith(module)}
+    scale = np.float32(0.5).reshape(())
+    stored |= {f"{module}input_scale": scale, "model.layers.0.mlp.up_proj.input_scale": scale}
+    write(file, stored | {f"{module}weight": dense[f"{module}weight"]})
+    for name, array in models.load(tmp_path).parameters.items():
+        np.testing.assert_array_equal(array, dense[name], err_msg=name)
+    write(file, stored)
+    with pytest.raises(
+        ConfigError, match=r"tensor '.*1.mlp.up_proj.weight' is missing in model.sa"
+    ):
         models.load(tmp_path)
 
 

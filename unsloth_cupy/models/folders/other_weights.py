@@ -166,6 +166,12 @@ def _check(where: str, values: Mapping[str, Any], known: Mapping[str, Any]) -> N
 
 
 # ---- tensors ------------------------------------------------------------------------------------
+def is_of_activations(method: Any, name: str, shapes: Mapping[str, Any]) -> bool:
+    """Return whether a tensor says how a layer's activations are quantized, which is not read."""
+    module, _, key = name.rpartition(".")
+    return method in PARTS and key in OF_ACTIVATIONS and f"{module}.weight" in shapes
+
+
 def part_in(method: Any, name: str, code: str, shapes: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return which parameter a tensor is a part of, and the part's name; None: of no such one."""
     module, _, key = name.rpartition(".")
@@ -173,7 +179,7 @@ def part_in(method: Any, name: str, code: str, shapes: Mapping[str, Any]) -> tup
     if method not in PARTS or parameter not in shapes:
         return None
     codes = key == "weight" and code in CODES
-    return (parameter, key) if codes or key in (*PARTS[method], *OF_ACTIVATIONS) else None
+    return (parameter, key) if codes or key in PARTS[method] else None
 
 
 def stored_weight(
@@ -187,16 +193,15 @@ def stored_weight(
         A tensor is missing, or its shape or dtype is not that of such a weight.
     """
     method = str(facts["quant_method"])
-    read = {key: part for key, part in parts.items() if key not in OF_ACTIVATIONS}
-    main = next((key for key in ("qweight", "weight_packed", "weight") if key in read), "weight")
-    scale = "weight_scale_inv" if "weight_scale_inv" in read else "weight_scale"
+    main = next((key for key in ("qweight", "weight_packed", "weight") if key in parts), "weight")
+    scale = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
     needed = (main, *(("qzeros", "scales") if method in ("gptq", "awq") else (scale,)))
-    if missing := [key for key in needed if key not in read]:
+    if missing := [key for key in needed if key not in parts]:
         problem = f"{name.removesuffix('weight')}{missing[0]} is missing, a part of its {method}"
         raise ConfigError(f"{problem}; copy the checkpoint again")
-    make = _Weight(facts, name, shape, read).reader(main)
-    first = read[main]
-    others = {key: (part.file, part.stored) for key, part in read.items() if key != main}
+    make = _Weight(facts, name, shape, parts).reader(main)
+    first = parts[main]
+    others = {key: (part.file, part.stored) for key, part in parts.items() if key != main}
     kind = f"{method} {make.keywords['label']}"
     size = sum(part.bytes for part in parts.values())
     return StoredTensor(

@@ -153,8 +153,8 @@ def label_log_probs(
         return LogProbs(*pipeline_results(model, function, batch, forms))
     parameters = model.entered(model.parameters)
     context = Context.of(model.context, tokens, mask, offsets, model.context_attention)
-    given = {"mask": mask, "offsets": offsets, "routes": routes}
-    x = model.hidden(parameters, tokens, context=context, **given)
+    inputs = {"mask": mask, "offsets": offsets, "routes": routes}
+    x = model.hidden(parameters, tokens, context=context, **inputs)
     shifted = own_tokens(context, next_labels(tokens, labels, offsets))
     x, head = inputs_of_losses(model.config, parameters, x)
     options: dict[str, Any] = {
@@ -162,11 +162,11 @@ def label_log_probs(
     }  # fmt: skip
     if model.slices is None:
         with fixed_order(model.invariant):
-            found = linear_log_probs(x, head, shifted, **options)
+            fields = linear_log_probs(x, head, shifted, **options)
     else:
         vocab, comm = model.config.vocab, model.slices.comm
-        found = vocab_parallel_linear_log_probs(x, head, shifted, vocab, comm=comm, **options)
-    return found if context is None else LogProbs(*(context.whole(each) for each in found))
+        fields = vocab_parallel_linear_log_probs(x, head, shifted, vocab, comm=comm, **options)
+    return fields if context is None else LogProbs(*(context.whole(each) for each in fields))
 
 
 def _on_tape(

@@ -85,18 +85,28 @@ DEVICE void scale_by(float (&d)[4], const float2 &factors, float scale) {
     d[0] *= even, d[1] *= odd, d[2] *= even, d[3] *= odd;
 }
 
-// d += state @ rows^T, where the state has half of the columns of rows.
+// d += state @ rows^T, where the state has 64 columns of rows: those from the 16 bytes `chunk` on of
+// a lane's own.
 template <int PARTS>
-DEVICE void add_rows(float (&d)[CHUNK / 8][4], const float (&state)[8][4], const Rows &rows,
-                     int half) {
-    const int lane = threadIdx.x % 32;
-    const auto from = rows.lane(lane % 8 + lane / 16 * 8, half * 8 + lane / 8 % 2);
+DEVICE void add_rows(float (&d)[CHUNK / 8][4], const float (&state)[8][4], const Rows::Lane &from,
+                     int chunk) {
 #pragma unroll
     for (int step = 0; step < 4; step++) {
         uint32_t left[PARTS][4], right[STRIPES][4];
         split(left, state[step * 2], state[step * 2 + 1]);
 #pragma unroll
-        for (int n = 0; n < STRIPES; n++) ldmatrix_x4(right[n], from.at(n * 16, step * 2));
+        for (int n = 0; n < STRIPES; n++) ldmatrix_x4(right[n], from.at(n * 16, chunk + step * 2));
         add(d, left, right);
     }
+}
+// The second operand: rows, from the 16 bytes `chunk` on.
+DEVICE Rows::Lane lane_of_rows(const Rows &rows, int chunk) {
+    const int lane = threadIdx.x % 32;
+    return rows.lane(lane % 8 + lane / 16 * 8, chunk + lane / 8 % 2);
+}
+// The same with one of the halves of the columns of rows.
+template <int PARTS>
+DEVICE void add_rows(float (&d)[CHUNK / 8][4], const float (&state)[8][4], const Rows &rows,
+                     int half) {
+    add_rows<PARTS>(d, state, lane_of_rows(rows, half * 8), 0);
 }

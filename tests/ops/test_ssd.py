@@ -78,6 +78,33 @@ class TestSsd(KernelParity):
     )
 
 
+class TestSsdOnTensorCores(KernelParity):
+    """In 16 bits, states of 64 or 128 rows and 64s of columns have another kernel forward."""
+
+    op = "ssd"
+    sides = ("forward",)
+    cases = (
+        case("texts", 1, 2, 64, 64, 67, 0, 1, 2, given=["initial", "d"], kind=np.int32),
+        case("texts without states", 2, 1, 64, 64, 64, 2),
+        case("a batch", 1, 2, 128, 64, 5, batch=2, given=["initial", "dt_bias"], dt_max=0.9),
+        case("two tiles", 1, 1, 64, 128, 130, batch=1, dt_min=0.4),
+    )
+    test_gradient_matches_finite_differences = None
+    test_rounds_once = None
+    test_any_strides = None
+
+
+class TestSsdBackwardOnTensorCores(KernelParity):
+    """They give backward the states before chunks."""
+
+    op = "ssd"
+    sides = ("backward",)
+    cases = (case("two chunks", 1, 1, 64, 64, 65, batch=1, given=["initial"]),)
+    test_gradient_matches_finite_differences = None
+    test_rounds_once = None
+    test_any_strides = None
+
+
 def drawn(
     lengths: tuple[int, ...], dtype: Any, heads: int = 4, groups: int = 2, state: int = 8
 ) -> dict[str, Any]:
@@ -200,6 +227,25 @@ def test_kernels_of_packed_texts_have_the_bits_of_each_alone() -> None:
     """None begins where a chunk of all tokens would; one token alone has a kernel of its own."""
     with emulator():
         packed_and_alone((3, 0, 1, 66), KERNEL_DTYPES[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("state", [64, 128])
+def test_tensor_cores_of_packed_texts_have_the_bits_of_each_alone(state: int) -> None:
+    """On another schedule too; one token alone has a kernel of its own."""
+    lengths = 5, 0, 1, 66, 2
+    rng, offsets = np.random.default_rng(0), np.cumsum([0, *lengths])
+    arrays = drawn(lengths, KERNEL_DTYPES[1], 2, 1, state)
+    arrays["x"] = rng.standard_normal((1, offsets[-1], 2, 64)).astype(KERNEL_DTYPES[1])
+    initial = rng.standard_normal((len(lengths), 2, state, 64)).astype(np.float32)
+    with emulator(seed=3):
+        y, final = uc.ssd(*(arrays[n] for n in NAMES), initial=initial, offsets=offsets)
+    for text, (start, stop) in enumerate(itertools.pairwise(offsets)):
+        own = {n: a[:, start:stop] if a.ndim > 2 else a for n, a in arrays.items()}
+        with emulator():
+            alone, last = uc.ssd(*(own[n] for n in NAMES), initial=initial[text : text + 1])
+        assert y[:, start:stop].tobytes() == alone.tobytes()
+        assert final[text : text + 1].tobytes() == last.tobytes()
 
 
 @pytest.mark.slow

@@ -32,6 +32,7 @@ from ._texts import check_texts, count_of, ends, offsets_of
 
 CHUNK, THREADS, COLUMNS = 64, 256, 32  # as in common/delta.cuh
 WIDEST = 256  # rows of a state: 32 columns of it are in shared memory
+SCORES = 12832  # bytes of a block for them and for factors of tokens in ssd_mma.cu
 HEADS = 16  # whose gradients of b and c one block adds
 
 
@@ -159,6 +160,8 @@ def _launch(
     if x.shape[1] == 1 and offsets is None:
         rows = call.x, dt, a_log, call.b, call.c, d, dt_bias, initial, y, final
         call.run("ssd_step", call.walks, *rows, call.sizes, call.strides, *call.bounds)
+    elif call.has_products:
+        call.products(dt, a_log, d, dt_bias, initial, y, final, None)
     else:
         call.states(call.rates(dt, a_log, dt_bias), d, initial, call.scores(), y, final, None)
     return y, final
@@ -238,7 +241,10 @@ def _launch_backward(
     rates, scores, slots = call.rates(dt, a_log, dt_bias), call.scores(), call.slots
     shape = slots, heads, state, dim
     states, dstates = (empty(shape, FLOAT32, like=x) for _ in range(2))
-    call.states(rates, d, initial, scores, None, None, states)
+    if call.has_products:
+        call.products(dt, a_log, d, dt_bias, initial, None, None, states)
+    else:
+        call.states(rates, d, initial, scores, None, None, states)
     dx = empty(x.shape, x.dtype, like=x)
     dinitial = None if initial is None else empty(initial.shape, FLOAT32, like=x)
     drates, skips = (
@@ -471,6 +477,7 @@ class _Launches:
         self.shared_of_chunks = 4 * ((CHUNK + max(depth, CHUNK)) * 36 + CHUNK * (CHUNK + 4))
         rows = [each for each in (self.x, self.b, self.c, self.dy) if each is not None]
         vector = math.gcd(dim, state, *(each for each in self.strides.values() if each))
+        self.vector = lanes(vector, *rows)
         arrays = {"R": dt, "A": a_log, "O": d, "Q": dt_bias, "I": offsets}
         absent = {"I": np.dtype("int32")}  # else the dtype of x
         dtypes = [absent.get(n, x.dtype) if a is None else a.dtype for n, a in arrays.items()]
@@ -479,19 +486,41 @@ class _Launches:
             ("T", "D", "E", *arrays),
             (x.dtype, FLOAT32, FLOAT32, *dtypes),
             DIM=state,
-            LANES=min(4, lanes(vector, *rows)),
             PACKED=offsets is not None,
             LOW=least > 0,
             HIGH=most is not None,
         )
         self.initial = initial is not None
 
+    @property
+    def has_products(self) -> bool:
+        """Return whether tensor cores compute the states: 16 bits, whole tiles, aligned rows."""
+        whole = self.b.shape[3] in (64, 128) and self.sizes["values"] % 64 == 0
+        return whole and self.x.dtype.itemsize == 2 and self.vector == 8
+
+    def products(
+        self,
+        dt: Array,
+        a_log: Array,
+        d: Array | None,
+        dt_bias: Array | None,
+        initial: Array | None,
+        *results: Array | None,
+    ) -> None:
+        """Write what ``states`` does, on tensor cores."""
+        flags = {"INITIAL": self.initial, "BACKWARD": results[-1] is not None}
+        kernel = load("ssd_mma.cu", "ssd_states_mma", self.x, self.constants(**flags))
+        kernel[self.walks // 2, 128, 2 * CHUNK * (3 * self.b.shape[3] + 2 * 64) + SCORES](
+            *(self.x, dt, a_log, self.b, self.c, d, dt_bias, initial, self.offsets, *results),
+            *(self.sizes | {"tiles": self.sizes["tiles"] // 2}, self.strides, *self.bounds),
+        )
+
     def run(self, name: str, blocks: Any, *arguments: Any, shared: int = 0, **more: Any) -> None:
         """Run a kernel, with further constants."""
         file = "ssd_backward.cu" if name.endswith("_gradients") else "ssd.cu"
         if file == "ssd.cu":
             more = {"INITIAL": self.initial, "BACKWARD": False} | more
-        kernel = load(file, name, self.x, self.constants(**more))
+        kernel = load(file, name, self.x, self.constants(LANES=min(4, self.vector), **more))
         kernel[blocks, THREADS, shared](*arguments)
 
     def rates(self, dt: Array, a_log: Array, dt_bias: Array | None) -> tuple[Array, Array]:

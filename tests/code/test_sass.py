@@ -101,6 +101,7 @@ OTHERS = {
     "ssd_chunks": (READ,),
     "ssd_states": (READ,),
     "ssd_states_mma": (COPY, PRODUCT, WRITE),
+    "ssd_state_gradients_mma": (COPY, PRODUCT, WRITE),
     "ssd_step": (),
     "ssd_state_gradients": (READ,),
     "ssd_chunk_gradients": (READ,),

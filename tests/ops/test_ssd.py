@@ -79,7 +79,7 @@ class TestSsd(KernelParity):
 
 
 class TestSsdOnTensorCores(KernelParity):
-    """In 16 bits, states of 64 or 128 rows and 64s of columns have another kernel forward."""
+    """States of 64 rows, in bfloat16 128, and 64s of columns have another kernel forward."""
 
     op = "ssd"
     sides = ("forward",)
@@ -95,22 +95,31 @@ class TestSsdOnTensorCores(KernelParity):
 
 
 class TestSsdBackwardOnTensorCores(KernelParity):
-    """They give backward the states before chunks."""
+    """States and their gradients are walked along on them."""
 
     op = "ssd"
     sides = ("backward",)
-    cases = (case("two chunks", 1, 1, 64, 64, 65, batch=1, given=["initial"]),)
+    cases = (
+        case("texts", 1, 1, 64, 64, 65, 0, 1, given=["initial", "d"], kind=np.int32),
+        case("two tiles", 2, 1, 64, 128, 3, batch=1, given=["dt_bias"], dt_min=0.4),
+        case("state 128", 1, 2, 128, 64, 5, batch=1, given=["initial", "d"], dt_max=0.9),
+    )
     test_gradient_matches_finite_differences = None
     test_rounds_once = None
     test_any_strides = None
 
 
 def drawn(
-    lengths: tuple[int, ...], dtype: Any, heads: int = 4, groups: int = 2, state: int = 8
+    lengths: tuple[int, ...],
+    dtype: Any,
+    heads: int = 4,
+    groups: int = 2,
+    state: int = 8,
+    dim: int = 4,
 ) -> dict[str, Any]:
     """Return the arrays of packed texts, their states and the gradients of both results."""
     rng, tokens = np.random.default_rng(0), sum(lengths)
-    x, dy = rng.standard_normal((2, 1, tokens, heads, 4))
+    x, dy = rng.standard_normal((2, 1, tokens, heads, dim))
     b, c = rng.standard_normal((2, 1, tokens, groups, state)) * state**-0.5
     dt = rng.standard_normal((1, tokens, heads))
     a_log, d, dt_bias = rng.standard_normal((3, heads))
@@ -126,7 +135,7 @@ def drawn(
     }
     arrays = {name: array.astype(dtype) for name, array in arrays.items()}
     wide = np.promote_types(dtype, np.float32)
-    initial, dfinal = rng.standard_normal((2, len(lengths), heads, state, 4)).astype(wide)
+    initial, dfinal = rng.standard_normal((2, len(lengths), heads, state, dim)).astype(wide)
     return arrays | {"initial": initial, "dfinal": dfinal}
 
 
@@ -202,9 +211,9 @@ def test_chunks_are_the_recurrence(strength: float) -> None:
         np.testing.assert_allclose(actual, exact, rtol=1e-4, atol=2e-5 * np.abs(exact).max())
 
 
-def packed_and_alone(lengths: tuple[int, ...], dtype: Any) -> None:
+def packed_and_alone(lengths: tuple[int, ...], dtype: Any, *sizes: int) -> None:
     """Raise unless packed texts have the bits of each text alone, in all results of tokens."""
-    arrays, offsets = drawn(lengths, dtype, 17, 1), np.cumsum([0, *lengths])
+    arrays, offsets = drawn(lengths, dtype, *(sizes or (17, 1))), np.cumsum([0, *lengths])
     packed = both_ways(arrays, offsets)
     of_tokens = {"x", "dt", "b", "c", "dy"}
     for text, (start, stop) in enumerate(itertools.pairwise(offsets)):
@@ -232,30 +241,19 @@ def test_kernels_of_packed_texts_have_the_bits_of_each_alone() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("state", [64, 128])
 def test_tensor_cores_of_packed_texts_have_the_bits_of_each_alone(state: int) -> None:
-    """On another schedule too; one token alone has a kernel of its own."""
-    lengths = 5, 0, 1, 66, 2
-    rng, offsets = np.random.default_rng(0), np.cumsum([0, *lengths])
-    arrays = drawn(lengths, KERNEL_DTYPES[1], 2, 1, state)
-    arrays["x"] = rng.standard_normal((1, offsets[-1], 2, 64)).astype(KERNEL_DTYPES[1])
-    initial = rng.standard_normal((len(lengths), 2, state, 64)).astype(np.float32)
-    with emulator(seed=3):
-        y, final = uc.ssd(*(arrays[n] for n in NAMES), initial=initial, offsets=offsets)
-    for text, (start, stop) in enumerate(itertools.pairwise(offsets)):
-        own = {n: a[:, start:stop] if a.ndim > 2 else a for n, a in arrays.items()}
-        with emulator():
-            alone, last = uc.ssd(*(own[n] for n in NAMES), initial=initial[text : text + 1])
-        assert y[:, start:stop].tobytes() == alone.tobytes()
-        assert final[text : text + 1].tobytes() == last.tobytes()
+    with emulator():
+        packed_and_alone((3, 0, 1, 66), KERNEL_DTYPES[1], 2, 1, state, 64)
 
 
 @pytest.mark.slow
-def test_any_schedule() -> None:
+@pytest.mark.parametrize("sizes", [(np.float32,), (KERNEL_DTYPES[1], 2, 1, 64, 64)], ids=str)
+def test_any_schedule(sizes: Any) -> None:
     """Any order of threads and blocks gives equal bits."""
-    arrays = drawn((3, 4), np.float32)
+    arrays = drawn((3, 70), *sizes)
     with emulator():
-        expected = both_ways(arrays, np.array([0, 3, 7]))
+        expected = both_ways(arrays, np.array([0, 3, 73]))
     with emulator(seed=3):
-        actual = both_ways(arrays, np.array([0, 3, 7]))
+        actual = both_ways(arrays, np.array([0, 3, 73]))
     assert [a.tobytes() for a in actual] == [a.tobytes() for a in expected]
 
 

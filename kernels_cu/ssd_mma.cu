@@ -5,7 +5,7 @@
 //
 //   traffic     ssd_states_mma    dt, b and c for each head and tile of 64 columns; x and y once
 //   products    of a chunk and 16 columns, in m16n8k16, with DIM 128: C S 128, B^T U 192, P X 40 and
-//               a share of 40 in C B^T; in float16 192, 320, 60 and 40
+//               a share of 40 in C B^T; in float16, with DIM 64, 96, 160, 60 and 20
 //   constants   T           dtype of x, b and c: of 16 bits; columns of x are a multiple of 64
 //               INITIAL     there are states before the texts
 //               BACKWARD    for backward: the states before chunks are written, not y

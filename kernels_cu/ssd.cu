@@ -19,8 +19,8 @@
 //   The trick: C B^T is the same for all heads of a group, so that their decays are applied when it
 //   is read.  A block takes 32 columns of a state, which depend on no other column, along a text.
 //   Of states with more than 128 rows, b and c are read 128 columns at a time.
-#include <common/math.cuh>
 #include <common/ssd.cuh>
+#include <common/ssd_step.cuh>
 
 KERNEL(256)
 ssd_rates(const R *__restrict__ dt, const A *__restrict__ a_log, const Q *__restrict__ dt_bias,
@@ -167,51 +167,16 @@ ssd_states(const T *__restrict__ x, const float *__restrict__ decay, const float
                 state.at(i / COLUMNS, i % COLUMNS);
 }
 
-// One token of each text, with the sums of a chunk of one token in their order: the same bits.
+// One token of each text, with the bits of a chunk of one token.
 KERNEL(THREADS, 4)
 ssd_step(const T *__restrict__ x, const R *__restrict__ dt, const A *__restrict__ a_log,
          const T *__restrict__ b, const T *__restrict__ c, const O *__restrict__ d,
          const Q *__restrict__ dt_bias, const float *__restrict__ initial, T *__restrict__ y,
          float *__restrict__ final, const __grid_constant__ Sizes s,
          const __grid_constant__ Strides strides, float least, float most) {
-    constexpr int ROWS = PARTS * DEPTH, WARPS = THREADS / COLUMNS;
-    __shared__ __align__(16) float memory[Whole::SIZE];
-    __shared__ float vectors[2][ROWS], sums[2][COLUMNS];  // c and b; S^T c and c . b
-    const Whole state{memory};
+    __shared__ OneToken token;
     const int heads = s.heads * s.groups, head = blockIdx.x / s.tiles % heads;
-    const long long number = blockIdx.x / (s.tiles * heads), token = number * heads + head;
-    const int lane = threadIdx.x % COLUMNS, warp = threadIdx.x / COLUMNS, group = head / s.groups;
-    const int column = blockIdx.x % s.tiles * COLUMNS + lane;
-    const long long own = token * DIM * s.values + column;
-    const bool inside = column < s.values;
-#pragma unroll 8
-    for (int row = warp; row < ROWS; row += WARPS) {
-        const bool real = INITIAL && inside && row < DIM;
-        state.at(row, lane) = real ? initial[own + row * s.values] : 0.0f;
-    }
-    for (int i = threadIdx.x; i < ROWS; i += THREADS) {
-        vectors[0][i] = i < DIM ? (float)c[number * strides.c + group * DIM + i] : 0.0f;
-        vectors[1][i] = i < DIM ? (float)b[number * strides.b + group * DIM + i] : 0.0f;
-    }
-    const float rate = rate_of((float)dt[token], dt_bias, head, least, most);
-    const float factor = expf(fmaxf(-expf((float)a_log[head]) * rate, -800.0f));
-    const float value =
-        inside ? (float)x[number * strides.x + head * s.values + column] : 0.0f;
-    __syncthreads();
-    if (warp < 2) {
-        float sum = 0;
-#pragma unroll 16
-        for (int row = 0; row < ROWS; row++)
-            sum = fmaf(vectors[0][row], warp ? vectors[1][row] : state.at(row, lane), sum);
-        sums[warp][lane] = sum;
-    }
-    __syncthreads();
-    const float u = rate * value;
-    if (!inside) return;
-#pragma unroll 8
-    for (int row = warp; row < DIM; row += WARPS)
-        final[own + row * s.values] = fmaf(vectors[1][row], u, factor * state.at(row, lane));
-    if (warp == 0)
-        y[token * s.values + column] = (T)fmaf(
-            d ? (float)d[head] : 0.0f, value, fmaf(sums[1][lane], u, sums[0][lane] * factor));
+    const long long number = blockIdx.x / (s.tiles * heads);
+    token.run<THREADS>(x, dt, a_log, b, c, d, dt_bias, initial, y, final, number, number, head,
+                       blockIdx.x % s.tiles * OneToken::WIDE, s, strides, least, most);
 }

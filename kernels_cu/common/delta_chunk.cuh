@@ -67,19 +67,8 @@ struct Factors {
     }
 };
 
-// By the first warp; barriers are around it.  With CHANNELS only beta: the others are 1.
-DEVICE void set(Factors &to, const D *decay, const E *beta, long long first, int count, int head,
-                const Sizes &s) {
-    if (threadIdx.x >= 32) return;
-    const int lane = threadIdx.x, heads = s.heads * s.groups;
-    Exact own[2];
-#pragma unroll
-    for (int i = 0; i < 2; i++) {
-        const int row = lane * 2 + i;
-        const long long at = (first + row) * heads + head;
-        own[i] = {!CHANNELS && row < count ? fmaxf((float)decay[at], -800.0f) : 0.0f, 0.0f};
-        to.beta[row] = row < count ? (float)beta[at] : 0.0f;
-    }
+// Factors but beta, by a warp, of whose lanes each has the decays of two tokens.
+DEVICE void add_up(Factors &to, Exact (&own)[2], int lane) {
     Exact sum = plus(own[0], own[1]);
 #pragma unroll
     for (int away = 1; away < 32; away *= 2) {
@@ -101,6 +90,22 @@ DEVICE void set(Factors &to, const D *decay, const E *beta, long long first, int
         to.onward[row] = ratio(last, own[i]);
     }
     if (lane == 0) to.whole = expf(last.high + last.low);
+}
+
+// By the first warp; barriers are around it.  With CHANNELS only beta: the others are 1.
+DEVICE void set(Factors &to, const D *decay, const E *beta, long long first, int count, int head,
+                const Sizes &s) {
+    if (threadIdx.x >= 32) return;
+    const int lane = threadIdx.x, heads = s.heads * s.groups;
+    Exact own[2];
+#pragma unroll
+    for (int i = 0; i < 2; i++) {
+        const int row = lane * 2 + i;
+        const long long at = (first + row) * heads + head;
+        own[i] = {!CHANNELS && row < count ? fmaxf((float)decay[at], -800.0f) : 0.0f, 0.0f};
+        to.beta[row] = row < count ? (float)beta[at] : 0.0f;
+    }
+    add_up(to, own, lane);
 }
 
 // With CHANNELS: exp(g of the last) of a column of q and k, from exp(g) of all tokens of a chunk.

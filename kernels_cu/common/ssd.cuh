@@ -1,31 +1,15 @@
-// Chunks of state space duality: those of common/delta.cuh, with states of up to any number of rows.
+// Products of chunks of state space duality: those of common/delta.cuh, with states of any number of
+// rows.
 //
-//   constants   those of common/delta.cuh
-//               R, A, O, Q    dtypes of dt, a_log, d and dt_bias
-//               LOW, HIGH     there are bounds of the rates
+//   constants   those of common/delta.cuh and common/ssd_chunk.cuh
 #pragma once
-constexpr bool CHANNELS = false;  // a head has one decay
+#include <common/ssd_chunk.cuh>  // first: it says what CHANNELS is
 #include <common/delta.cuh>
-#include <common/math.cuh>
 
-constexpr int PARTS = (DIM + DEPTH - 1) / DEPTH;  // of a state: DEPTH rows each
 using Whole = Tile<PARTS * DEPTH, COLUMNS, 0>;
 
 DEVICE State slab_of(const Whole &state, int slab) {
     return State{state.start + slab * DEPTH * COLUMNS};
-}
-
-struct Strides { int x, b, c, dy; };  // from token to token
-
-// How far a token moves the state: softplus(dt + dt_bias), bounded.
-DEVICE float raw_rate(float dt, const Q *dt_bias, int head) {
-    return dt_bias ? dt + (float)dt_bias[head] : dt;
-}
-DEVICE float rate_of(float dt, const Q *dt_bias, int head, float least, float most) {
-    float rate = softplus(raw_rate(dt, dt_bias, head));
-    if constexpr (LOW) rate = fmaxf(rate, least);
-    if constexpr (HIGH) rate = fminf(rate, most);
-    return rate;
 }
 
 // What a block walks along: COLUMNS columns of the state of a head, in one text.

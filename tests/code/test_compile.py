@@ -232,6 +232,8 @@ FIXED = {  # switches that never change, and why
     ("grouped_linear_sm90.cu", "T"): "tensor cores multiply no float32: grouped_float32.cu",
     ("lora_expand.cu", "T"): "cuBLAS multiplies float32",
     ("log_probs.cu", "T"): "logits are in float32, whatever the weights are",
+    ("ssd_backward_mma.cu", "T"): "as of ssd_mma.cu",
+    ("ssd_mma.cu", "T"): "tensor cores multiply no float32: ssd.cu",
     ("top_k_divergence.cu", "T"): "as of log_probs.cu",
     ("rope_append.cu", "INTERLEAVED"): "neighbouring pairs rotate apart from the append",
 }

@@ -100,6 +100,8 @@ OTHERS = {
     "ssd_rates": (),  # two numbers for each token and head
     "ssd_chunks": (READ,),
     "ssd_states": (READ,),
+    "ssd_states_mma": (COPY, PRODUCT),  # eight lanes write neighbouring values of a state
+    "ssd_state_gradients_mma": (COPY, PRODUCT, WRITE),
     "ssd_step": (),
     "ssd_state_gradients": (READ,),
     "ssd_chunk_gradients": (READ,),

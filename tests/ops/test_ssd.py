@@ -78,12 +78,48 @@ class TestSsd(KernelParity):
     )
 
 
+class TestSsdOnTensorCores(KernelParity):
+    """States of 64 rows, in bfloat16 128, and 64s of columns have another kernel forward."""
+
+    op = "ssd"
+    sides = ("forward",)
+    cases = (
+        case("texts", 1, 2, 64, 64, 67, 0, 1, 2, given=["initial", "d"], kind=np.int32),
+        case("texts without states", 2, 1, 64, 64, 64, 2),
+        case("a batch", 1, 2, 128, 64, 5, batch=2, given=["initial", "dt_bias"], dt_max=0.9),
+        case("two tiles", 1, 1, 64, 128, 130, batch=1, dt_min=0.4),
+    )
+    test_gradient_matches_finite_differences = None
+    test_rounds_once = None
+    test_any_strides = None
+
+
+class TestSsdBackwardOnTensorCores(KernelParity):
+    """States and their gradients are walked along on them."""
+
+    op = "ssd"
+    sides = ("backward",)
+    cases = (
+        case("texts", 1, 1, 64, 64, 65, 0, 1, given=["initial", "d"], kind=np.int32),
+        case("two tiles", 2, 1, 64, 128, 3, batch=1, given=["dt_bias"], dt_min=0.4),
+        case("state 128", 1, 2, 128, 64, 5, batch=1, given=["initial", "d"], dt_max=0.9),
+    )
+    test_gradient_matches_finite_differences = None
+    test_rounds_once = None
+    test_any_strides = None
+
+
 def drawn(
-    lengths: tuple[int, ...], dtype: Any, heads: int = 4, groups: int = 2, state: int = 8
+    lengths: tuple[int, ...],
+    dtype: Any,
+    heads: int = 4,
+    groups: int = 2,
+    state: int = 8,
+    dim: int = 4,
 ) -> dict[str, Any]:
     """Return the arrays of packed texts, their states and the gradients of both results."""
     rng, tokens = np.random.default_rng(0), sum(lengths)
-    x, dy = rng.standard_normal((2, 1, tokens, heads, 4))
+    x, dy = rng.standard_normal((2, 1, tokens, heads, dim))
     b, c = rng.standard_normal((2, 1, tokens, groups, state)) * state**-0.5
     dt = rng.standard_normal((1, tokens, heads))
     a_log, d, dt_bias = rng.standard_normal((3, heads))
@@ -99,7 +135,7 @@ def drawn(
     }
     arrays = {name: array.astype(dtype) for name, array in arrays.items()}
     wide = np.promote_types(dtype, np.float32)
-    initial, dfinal = rng.standard_normal((2, len(lengths), heads, state, 4)).astype(wide)
+    initial, dfinal = rng.standard_normal((2, len(lengths), heads, state, dim)).astype(wide)
     return arrays | {"initial": initial, "dfinal": dfinal}
 
 
@@ -175,9 +211,9 @@ def test_chunks_are_the_recurrence(strength: float) -> None:
         np.testing.assert_allclose(actual, exact, rtol=1e-4, atol=2e-5 * np.abs(exact).max())
 
 
-def packed_and_alone(lengths: tuple[int, ...], dtype: Any) -> None:
+def packed_and_alone(lengths: tuple[int, ...], dtype: Any, *sizes: int) -> None:
     """Raise unless packed texts have the bits of each text alone, in all results of tokens."""
-    arrays, offsets = drawn(lengths, dtype, 17, 1), np.cumsum([0, *lengths])
+    arrays, offsets = drawn(lengths, dtype, *(sizes or (17, 1))), np.cumsum([0, *lengths])
     packed = both_ways(arrays, offsets)
     of_tokens = {"x", "dt", "b", "c", "dy"}
     for text, (start, stop) in enumerate(itertools.pairwise(offsets)):
@@ -203,13 +239,21 @@ def test_kernels_of_packed_texts_have_the_bits_of_each_alone() -> None:
 
 
 @pytest.mark.slow
-def test_any_schedule() -> None:
-    """Any order of threads and blocks gives equal bits."""
-    arrays = drawn((3, 4), np.float32)
+@pytest.mark.parametrize("state", [64, 128])
+def test_tensor_cores_of_packed_texts_have_the_bits_of_each_alone(state: int) -> None:
     with emulator():
-        expected = both_ways(arrays, np.array([0, 3, 7]))
+        packed_and_alone((3, 0, 1, 66), KERNEL_DTYPES[1], 2, 1, state, 64)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [(np.float32,), (KERNEL_DTYPES[1], 2, 1, 64, 64)], ids=str)
+def test_any_schedule(sizes: Any) -> None:
+    """Any order of threads and blocks gives equal bits."""
+    arrays = drawn((3, 70), *sizes)
+    with emulator():
+        expected = both_ways(arrays, np.array([0, 3, 73]))
     with emulator(seed=3):
-        actual = both_ways(arrays, np.array([0, 3, 7]))
+        actual = both_ways(arrays, np.array([0, 3, 73]))
     assert [a.tobytes() for a in actual] == [a.tobytes() for a in expected]
 
 

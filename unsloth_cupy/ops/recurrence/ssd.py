@@ -32,6 +32,8 @@ from ._texts import check_texts, count_of, ends, offsets_of
 
 CHUNK, THREADS, COLUMNS = 64, 256, 32  # as in common/delta.cuh
 WIDEST = 256  # rows of a state: 32 columns of it are in shared memory
+SCORES = 12832  # bytes of a block for them and for factors of tokens in ssd_mma.cu
+MORE = 15360  # in ssd_backward_mma.cu: a part of scores, x and sums of tokens
 HEADS = 16  # whose gradients of b and c one block adds
 
 
@@ -159,6 +161,10 @@ def _launch(
     if x.shape[1] == 1 and offsets is None:
         rows = call.x, dt, a_log, call.b, call.c, d, dt_bias, initial, y, final
         call.run("ssd_step", call.walks, *rows, call.sizes, call.strides, *call.bounds)
+    elif call.has_products:
+        more = call.b, call.c, d, dt_bias, initial, offsets
+        flags = {"INITIAL": initial is not None, "BACKWARD": False}
+        call.products("ssd_states_mma", call.x, dt, a_log, *more, y, final, None, **flags)
     else:
         call.states(call.rates(dt, a_log, dt_bias), d, initial, call.scores(), y, final, None)
     return y, final
@@ -236,14 +242,11 @@ def _launch_backward(
     call = _Launches(x, dt, a_log, b, c, d, dt_bias, initial, offsets, dt_min, dt_max, dy)
     (batch, tokens, heads, dim), (groups, state) = x.shape, b.shape[2:]
     rates, scores, slots = call.rates(dt, a_log, dt_bias), call.scores(), call.slots
-    shape = slots, heads, state, dim
-    states, dstates = (empty(shape, FLOAT32, like=x) for _ in range(2))
-    call.states(rates, d, initial, scores, None, None, states)
+    states, dstates = (empty((slots, heads, state, dim), FLOAT32, like=x) for _ in range(2))
     dx = empty(x.shape, x.dtype, like=x)
     dinitial = None if initial is None else empty(initial.shape, FLOAT32, like=x)
-    drates, skips = (
-        empty((call.sizes["tiles"], batch * tokens, heads), FLOAT32, like=x) for _ in range(2)
-    )
+    tiles = call.sizes["tiles"] // (2 if call.has_products else 1)
+    drates, skips = (empty((tiles, batch * tokens, heads), FLOAT32, like=x) for _ in range(2))
     parts, teams = call.parts, -(-(heads // groups) // HEADS)
     ddecays = empty((parts, batch * tokens, heads), FLOAT32, like=x)
     db, dc = (empty(b.shape, x.dtype, like=x) for _ in range(2))
@@ -252,12 +255,23 @@ def _launch_backward(
         both = empty((2, teams, *b.shape), FLOAT32, like=x)
         sums = [both[0], both[1]]
     more = {"FINAL": dfinal is not None, "HEADS": HEADS, "G": sums[0].dtype}
-    call.run(
-        *("ssd_state_gradients", call.walks, call.dy, dfinal, call.x, *rates, call.b, call.c, d),
-        *(offsets, scores, dx, drates, skips, dstates, dinitial, call.sizes, call.strides),
-        shared=call.shared,
-        **more,
-    )
+    results = dx, drates, skips, dstates, dinitial
+    if call.has_products:
+        arrays = call.x, dt, a_log, call.b, call.c, d, dt_bias
+        flags = {"INITIAL": initial is not None, "BACKWARD": True}
+        call.products("ssd_states_mma", *arrays, initial, offsets, None, None, states, **flags)
+        call.products(
+            *("ssd_state_gradients_mma", call.dy, dfinal, *arrays, offsets, *results),
+            FINAL=dfinal is not None,
+        )
+    else:
+        call.states(rates, d, initial, scores, None, None, states)
+        call.run(
+            *("ssd_state_gradients", call.walks, call.dy, dfinal, call.x, *rates, call.b, call.c),
+            *(d, offsets, scores, *results, call.sizes, call.strides),
+            shared=call.shared,
+            **more,
+        )
     call.run(
         *("ssd_chunk_gradients", (slots * groups, parts, teams), call.dy, call.x, *rates, call.b),
         *(call.c, offsets, scores, states, dstates, *sums, ddecays, call.sizes, call.strides),
@@ -270,7 +284,7 @@ def _launch_backward(
     sums_of = empty((2, batch * tokens, heads), FLOAT32, like=x)
     call.run(
         *("ssd_rate_gradients", -(-dt.size // 256), dt, a_log, dt_bias, rates[1], drates, ddecays),
-        *(ddt, sums_of, dt.size, heads, call.sizes["tiles"], *call.bounds),
+        *(ddt, sums_of, dt.size, heads, tiles, *call.bounds),
         **more,
     )
     da_log = empty(a_log.shape, a_log.dtype, like=x)
@@ -469,6 +483,7 @@ class _Launches:
         self.shared_of_chunks = 4 * ((CHUNK + max(depth, CHUNK)) * 36 + CHUNK * (CHUNK + 4))
         rows = [each for each in (self.x, self.b, self.c, self.dy) if each is not None]
         vector = math.gcd(dim, state, *(each for each in self.strides.values() if each))
+        self.vector = lanes(vector, *rows)
         arrays = {"R": dt, "A": a_log, "O": d, "Q": dt_bias, "I": offsets}
         absent = {"I": np.dtype("int32")}  # else the dtype of x
         dtypes = [absent.get(n, x.dtype) if a is None else a.dtype for n, a in arrays.items()]
@@ -477,19 +492,37 @@ class _Launches:
             ("T", "D", "E", *arrays),
             (x.dtype, FLOAT32, FLOAT32, *dtypes),
             DIM=state,
-            LANES=min(4, lanes(vector, *rows)),
             PACKED=offsets is not None,
             LOW=least > 0,
             HIGH=most is not None,
         )
         self.initial = initial is not None
 
+    @property
+    def has_products(self) -> bool:
+        """Return whether tensor cores compute the walks: 16 bits, whole tiles, aligned rows.
+
+        float16 with states of 128 rows would spill registers.
+        """
+        rows = 64 if self.x.dtype == np.float16 else 128
+        whole = self.b.shape[3] in (64, rows) and self.sizes["values"] % 64 == 0
+        return whole and self.x.dtype.itemsize == 2 and self.vector == 8
+
+    def products(self, name: str, *arguments: Any, **flags: bool) -> None:
+        """Run a kernel on tensor cores, whose blocks have tiles of 64 columns."""
+        backward = name == "ssd_state_gradients_mma"
+        file, more = ("ssd_backward_mma.cu", MORE) if backward else ("ssd_mma.cu", 0)
+        kernel = load(file, name, self.x, self.constants(**flags))
+        kernel[self.walks // 2, 128, 2 * CHUNK * (3 * self.b.shape[3] + 128) + SCORES + more](
+            *arguments, self.sizes | {"tiles": self.sizes["tiles"] // 2}, self.strides, *self.bounds
+        )
+
     def run(self, name: str, blocks: Any, *arguments: Any, shared: int = 0, **more: Any) -> None:
         """Run a kernel, with further constants."""
         file = "ssd_backward.cu" if name.endswith("_gradients") else "ssd.cu"
         if file == "ssd.cu":
             more = {"INITIAL": self.initial, "BACKWARD": False} | more
-        kernel = load(file, name, self.x, self.constants(**more))
+        kernel = load(file, name, self.x, self.constants(LANES=min(4, self.vector), **more))
         kernel[blocks, THREADS, shared](*arguments)
 
     def rates(self, dt: Array, a_log: Array, dt_bias: Array | None) -> tuple[Array, Array]:

@@ -25,21 +25,21 @@
 //               RESIDENT          blocks that an SM must hold
 //               KEEP              a row stays on chip
 //               RESIDUAL, BIAS    a residual, or in backward a dh, is given; a bias is given
+//               WEIGHTS           backward computes dw and dbias
 //               GATED             there is a gate, in the place of residual or dh
 //
 //   The trick: a row is read once and kept in registers across its reduction.  Narrow rows share a
 //   warp and need no barrier; the blocks of a cluster share a wide one, and exchange their sums
 //   through shared memory.  In backward, a block takes many rows, and every thread adds the
 //   contributions of its columns to dw and dbias in shared memory, in float32, at addresses that no
-//   other thread uses.  A block writes one row of partial sums.  The last block of each team to end
-//   adds those of its team, the last of these blocks those of all teams, in a fixed order: equal
-//   bits, and no block adds more than about twice the root of their number.
+//   other thread uses.  A block writes one row of partial sums, which column_sum.cu adds in a fixed
+//   order: equal bits.  The last blocks to end could add them without another launch, but an SM
+//   reads too slowly for that: it took 7 to 18 us more on an H200.
 //
 //   A row in registers is centred before it is squared.  In a row too long for registers, every
 //   thread merges the mean and the centred squares of one vector after the other: no digits are
 //   lost far from zero, and the row is read twice instead of three times.
 constexpr int COLUMNS = HIDDEN;
-#include <common/last_block.cuh>
 #include <common/row_threads.cuh>
 #include <common/rows.cuh>
 #include <common/vector.cuh>
@@ -174,7 +174,7 @@ norm_forward(const T *__restrict__ x, const W *__restrict__ weight, const T *__r
 // ---- backward ---------------------------------------------------------------------------------
 constexpr int GROUP = KEEP ? 1 : CENTRED || BIAS || GATED ? 2 : 4;  // rows read before again
 constexpr int MEANS = 1 + CENTRED;                         // means of a row: of g * hhat; of g
-constexpr int SUMS = 1 + BIAS;                             // sums of a column: dw; dbias
+constexpr int SUMS = WEIGHTS ? 1 + BIAS : 0;               // sums of a column: dw; dbias
 // Whether dh, or the gate, fits into registers beside dy and h before the means are known.
 constexpr bool THIRD = RESIDUAL || GATED;
 constexpr bool EARLY = KEEP && THIRD && !CENTRED && !BIAS && sizeof(T) == 2;
@@ -228,7 +228,7 @@ DEVICE void dot(float (&sum)[MEANS], const Vector<T, LANES> &of_dy, const Vector
 }
 
 // Write one vector of dx and of dgate, at `at`, and add its contributions to dw and dbias.
-DEVICE void gradients(T *dx, T *dgate, long long at, float (&sums)[SUMS][LANES],
+DEVICE void gradients(T *dx, T *dgate, long long at, float (&sums)[1 + BIAS][LANES],
                       const Vector<T, LANES> &of_dy, const Vector<T, LANES> &of_h,
                       const Vector<T, LANES> &of_dh, const float (&w)[LANES], float offset,
                       const Row &row) {
@@ -246,58 +246,12 @@ DEVICE void gradients(T *dx, T *dgate, long long at, float (&sums)[SUMS][LANES],
         float part = -hhat * row.mean[0];
         if constexpr (CENTRED) part -= row.mean[1];
         d[j] = row.scale * fmaf(dy[j], shifted(w[j], offset), part);
-        sums[0][j] += dy[j] * hhat;
+        if constexpr (WEIGHTS) sums[0][j] += dy[j] * hhat;
         if constexpr (BIAS) sums[1][j] += dy[j];
         if constexpr (RESIDUAL) d[j] += (float)of_dh.at[j];
     }
     store(dx, at, d);
     if constexpr (GATED) store(dgate, at, slope);
-}
-
-// Call to(which, column, sum) with the sums of `count` rows of partial, `step` rows apart.
-template <class To>
-DEVICE void add_rows(const float *partial, int first, int step, int count, int groups, To to) {
-    for (int i = threadIdx.x; i < SUMS * DEPTH * ROW_THREADS; i += THREADS) {
-        const int which = i / (DEPTH * ROW_THREADS);
-        const int column = column_of(i / ROW_THREADS % DEPTH, i % ROW_THREADS);
-        if (!inside(column)) continue;
-        const float *row = partial + ((long long)which * groups + first) * HIDDEN + column;
-        float sum[LANES] = {};
-#pragma unroll 4
-        for (int r = 0; r < count; r++, row += (long long)step * HIDDEN) {
-            float v[LANES];
-            load(v, row);
-#pragma unroll
-            for (int j = 0; j < LANES; j++) sum[j] += v[j];
-        }
-        to(which, column, sum);
-    }
-}
-
-// Add the partial sums of all groups, in teams of `team` groups.  Blocks of one rank in their
-// clusters have the same columns, and counters of their own.
-DEVICE void finish(float *partial, W *dweight, B *dbias, unsigned *arrived, int team) {
-    __shared__ bool last;
-    const int group = blockIdx.x / CLUSTER, groups = gridDim.x / CLUSTER;
-    const int teams = (groups + team - 1) / team;
-    arrived += rank_in<CLUSTER>() * (teams + 1);
-    int first = group / team * team, step = 1, count = groups - first < team ? groups - first : team;
-    unsigned *counter = arrived + group / team;
-    while (true) {
-        __syncthreads();
-        if (!last_to_arrive(counter, count, last)) return;
-        const bool all = teams == 1 || step == team;
-        add_rows(partial, first, step, count, groups,
-                 [&](int which, int column, const float (&sum)[LANES]) {
-                     if (!all)
-                         store(partial, ((long long)which * groups + first) * HIDDEN + column, sum);
-                     else if (!BIAS || which == 0) store(dweight, column, sum);
-                     else store(dbias, column, sum);
-                 });
-        if (all) return;
-        counter = arrived + teams;
-        first = 0, step = team, count = teams;
-    }
 }
 
 // partial[0, i] is the sum over the rows of the i-th block, or cluster, for dw; partial[1, i] that
@@ -369,6 +323,7 @@ DEVICE void backward(const T *dy, const T *dh, const T *h, const W *weight, cons
                 if (at < rows && inside(column_of(k))) read_dh(k, at);
 #pragma unroll(KEEP ? DEPTH : 2)
             for (int k = 0; k < DEPTH; k++) {
+                if constexpr (CENTRED && RESIDUAL && !EARLY) __syncwarp();  // or registers spill
                 if constexpr (!KEEP) read(k);
                 if (at >= rows || !inside(column_of(k))) continue;
                 if constexpr (GATED && !EARLY) read_dh(k, at);
@@ -388,7 +343,7 @@ DEVICE void backward(const T *dy, const T *dh, const T *h, const W *weight, cons
         for (int k = 0; k < DEPTH; k++) {
             const int column = column_of(k);
             if (!inside(column)) continue;
-            float w[LANES], sums[SUMS][LANES] = {};
+            float w[LANES], sums[1 + BIAS][LANES] = {};
             load_pairs(w, weight + column);
 #pragma unroll
             for (int which = 0; !LATER && which < SUMS; which++)
@@ -430,10 +385,8 @@ DEVICE void backward(const T *dy, const T *dh, const T *h, const W *weight, cons
 CLUSTER_KERNEL(CLUSTER, THREADS, RESIDENT)
 norm_backward(const T *__restrict__ dy, const T *__restrict__ dh, const T *__restrict__ h,
               const W *weight, const float *__restrict__ mean, const float *__restrict__ rstd,
-              T *__restrict__ dx, T *__restrict__ dgate, float *partial, W *__restrict__ dweight,
-              B *__restrict__ dbias, unsigned *arrived, long long rows,
-              const __grid_constant__ Layouts of, float offset, int team) {
+              T *__restrict__ dx, T *__restrict__ dgate, float *__restrict__ partial, long long rows,
+              const __grid_constant__ Layouts of, float offset) {
     backward(dy, dh, h, weight, mean, rstd, dx, dgate, partial, rows, layout(of, 0), layout(of, 1),
              layout(of, 2), offset);
-    finish(partial, dweight, dbias, arrived, team);
 }

@@ -129,7 +129,7 @@ def test_launches_of_a_layer_of_quantized_weights(
 @pytest.mark.parametrize("capability", ["80", "90"])
 @pytest.mark.parametrize(
     ("what", "expected"),
-    [(forward, 9), (backward, 16), (decode, 9), (adapted, 49), (adapted_decode, 17)],
+    [(forward, 9), (backward, 18), (decode, 9), (adapted, 49), (adapted_decode, 17)],
 )
 def test_launches_of_a_llama_layer(
     what: Any, expected: int, capability: str, monkeypatch: pytest.MonkeyPatch

@@ -31,10 +31,13 @@ from unsloth_cupy import (
     attention_varlen_backward,
     attention_varlen_forward,
     clip_gradients,
+    gated_rms_norm_backward,
     grouped_linear,
+    layer_norm_backward,
     linear,
     linear_backward,
     measure_gradients,
+    rms_norm_backward,
 )
 from unsloth_cupy.bench.cases import Call, Scale, forward_ops, sizes
 from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES, allowed
@@ -254,6 +257,15 @@ def in_blocks(machine: Machine, kind: type[Blocks], dtype: Any, rows: int) -> No
         grouped_linear(x, weight, machine.array((3,), "int32"))
 
 
+def frozen_norms(machine: Machine, dtype: Any, hidden: int) -> None:
+    """Compute the gradients of rows alone: with that of h, with a mean, with a gate."""
+    x, weight = machine.array((4, hidden), dtype), machine.array(hidden, dtype)
+    rstd, own = machine.array((4,), "float32"), {"wanted": frozenset({"x"})}
+    rms_norm_backward(x, x, x, weight, None, None, rstd, **own)
+    layer_norm_backward(x, None, x, weight, None, None, rstd, rstd, **own)
+    gated_rms_norm_backward(x, x, x, weight, rstd, **own)
+
+
 def programs() -> Iterator[tuple[str, str, Callable[[Machine], None]]]:
     """Yield functions that launch kernels and are not ops: a name, a label, the function."""
     for dtype in KERNEL_DTYPES:
@@ -277,6 +289,9 @@ def programs() -> Iterator[tuple[str, str, Callable[[Machine], None]]]:
         for kind, rows in itertools.product((Mxfp4, Q40, Q80), (0, 4, 8, 16, 17)):
             run = functools.partial(in_blocks, kind=kind, dtype=dtype, rows=rows)
             yield "linear", f"{dtype} {kind.KIND} rows={rows}", run
+        for hidden in ROWS:
+            run = functools.partial(frozen_norms, dtype=dtype, hidden=hidden)
+            yield "frozen norms", f"{dtype} hidden={hidden}", run
         narrow = dtype.itemsize == 2
         forms = [
             (dtype, bits, copies) for bits in (32, 8) for copies in (False, True)[: 1 + narrow]

@@ -132,6 +132,16 @@ def test_kinds_of_weights(how, tmp_path):
             assert_equal(actual, own)
 
 
+@pytest.mark.parametrize("head", ["sequence_classification", "token_classification"])
+def test_logits_of_classifiers(head, tmp_path):
+    create(LLAMA, seed=0).save(tmp_path)
+    model = load(tmp_path, head=head, labels=3, invariant=True)
+    tokens = RNG.integers(3, 97, (5, 12))
+    together = model.logits(tokens)
+    for row in range(5):
+        np.testing.assert_array_equal(model.logits(tokens[row : row + 1])[0], together[row])
+
+
 @pytest.mark.parametrize("checkpoint", [None, CheckpointConfig()])
 def test_the_ratio_of_a_step_is_one(checkpoint):
     """On a tape too: rho is exactly 1, so no correction changes a bit of loss or gradients."""

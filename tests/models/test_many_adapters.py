@@ -1,5 +1,7 @@
 """Several adapters over one base: by name, mixed by weight, and by the rows of a batch."""
 
+import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from unsloth_cupy.errors import ConfigError, ShapeError
 from unsloth_cupy.models import Transformer, create, load, quantize
 from unsloth_cupy.training.adamw import AdamW
 
+from ..harness.parity import emulator
 from .peers import SIZES
+from .test_invariant import FAMILIES, REFUSED
 
 NAMES = ["chat", None, "code", "chat", "dora"]
 TOKENS = np.random.default_rng(0).integers(3, 60, (5, 7))
@@ -187,6 +191,83 @@ def test_several_learn_at_once() -> None:
         np.testing.assert_array_equal(model.adapters["code"].parameters[parameter], array)
 
 
+STEP = ["chat", None, "code", "chat", "code"]  # of 20 tokens each
+PACK = np.arange(6) * 20
+REAL = np.arange(20) >= np.array([0, 7, 3, 0, 12])[:, None]  # padding on the left
+
+
+def of_family(label: str, kind: str = "dense", dtype: str = "float32") -> Transformer:
+    """Return an invariant model with adapters of each linear layer but those of experts."""
+    model = create(SIZES | FAMILIES[label], seed=0, dtype=dtype)
+    if kind != "dense":
+        quantize(model, kind)
+    linear = sorted(
+        {name.split(".")[-2] for name in model.parameters if name.endswith("_proj.weight")}
+    )
+    for number, name in enumerate(("chat", "code")):
+        model.add_adapter(4, name=name, seed=number, targets=linear)
+        draw = np.random.default_rng(number)
+        for array in model.adapter.parameters.values():
+            array[...] = array + 0.05 * draw.standard_normal(array.shape)
+    model.set_adapter(None)
+    model.invariant = True
+    return model
+
+
+def assert_steps_equal_own_steps(model: Transformer, layout: str) -> None:
+    """Assert that gradients of a batch of several have the bits of a batch of each."""
+    tokens = np.random.default_rng(1).integers(3, 97, (5, 20))
+    names = ["chat", "code"] if layout == "few" else STEP
+    tokens = tokens[:2, :7] if layout == "few" else tokens
+    count = int(REAL[:, 1:].sum()) if layout == "padded" else 95
+
+    def gradients(model: Transformer, rows: list[int]) -> dict[str, np.ndarray]:
+        own = {"tokens": tokens[rows], "labels": tokens[rows], "count": count}
+        if layout == "padded":
+            own["mask"] = REAL[rows]
+        elif layout == "packed" and len(rows) == 5:
+            own |= {name: own[name].reshape(1, -1) for name in ("tokens", "labels")}
+            own["offsets"] = PACK
+        return model.loss_and_gradients(**own)[1]
+
+    actual = gradients(model.by_rows(names), [*range(len(names))])
+    for name in ("chat", "code"):
+        model.set_adapter(name)
+        expected = gradients(model, [i for i, own in enumerate(names) if own == name])
+        for parameter, gradient in expected.items():
+            assert np.isfinite(gradient).all()
+            np.testing.assert_array_equal(actual[f"{parameter}@{name}"], gradient)
+    model.set_adapter(None)
+
+
+@pytest.mark.parametrize("layout", ["few", "rows", "padded", "packed"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["dense", "nf4", "int8"])
+@pytest.mark.parametrize("label", ["cohere", "mixtral"])
+def test_gradients_of_several_have_the_bits_of_their_own(
+    label: str, kind: str, dtype: str, layout: str
+) -> None:
+    """Of layers of one input and biases; of experts, where each adapter has a router's loss."""
+    assert_steps_equal_own_steps(of_family(label, kind, dtype), layout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("label", sorted(FAMILIES.keys() - REFUSED))
+def test_gradients_of_several_in_every_family(label: str) -> None:
+    assert_steps_equal_own_steps(of_family(label), "padded")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+@pytest.mark.parametrize("label", ["llama", "mixtral"])
+def test_gradients_of_several_by_emulated_kernels(
+    label: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(SIZES, "num_hidden_layers", 1)
+    with emulator(check=False):
+        assert_steps_equal_own_steps(of_family(label, "dense", dtype), "few")
+
+
 def test_names_folders_and_sums(tmp_path: Path) -> None:
     model = made()
     folder = tmp_path / "base"
@@ -218,6 +299,35 @@ def test_names_folders_and_sums(tmp_path: Path) -> None:
     again.merge_adapter()
     assert [*again.adapters] == ["chat", "code"]
     np.testing.assert_allclose(again.logits(TOKENS), by_hand.logits(TOKENS), atol=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.*chat.adapter_config.json")  # of what is left out
+@pytest.mark.parametrize(
+    "left_out",
+    [
+        {"layers_to_transform": [0], "layers_pattern": "layers"},
+        {"exclude_modules": ["q_proj"]},
+        {"exclude_modules": r".*layers\.[01].*"},
+    ],
+    ids=str,
+)
+def test_a_sum_is_saved_with_the_layers_of_all(left_out: dict[str, Any], tmp_path: Path) -> None:
+    """Not only those that the settings of the first adapter leave in."""
+    model = made()
+    model.save(tmp_path / "base")
+    for name in ("chat", "code"):
+        model.set_adapter(name)
+        model.save_adapter(tmp_path / name)
+    settings = tmp_path / "chat" / "adapter_config.json"
+    settings.write_text(json.dumps(json.loads(settings.read_text()) | left_out))
+    again = load(tmp_path / "base")
+    for name in ("chat", "code"):
+        again.load_adapter(tmp_path / name, name)
+    again.mix_adapters({"chat": 0.5, "code": 1.0}, "sum")
+    again.set_adapter("sum")
+    again.save_adapter(tmp_path / "sum")
+    actual = load(tmp_path / "base", lora=tmp_path / "sum")
+    np.testing.assert_array_equal(actual.logits(TOKENS), again.logits(TOKENS))
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")  # of transformers, in peft
@@ -265,6 +375,9 @@ def test_peft_has_the_same_sum(tmp_path: Path) -> None:
         (lambda m, t: rows_of(m).by_rows(["table"]), r"'table' changes tables, heads or experts"),
         (lambda m, t: rows_of(m).mix_adapters({"table": 1}, "new"), "'table' has more than A and"),
         (lambda m, t: unnamed(m).set_adapter("chat"), r"has no name and would be lost; name it"),
+        (lambda m, t: m.by_rows(["chat"]).train_through("nf4"), "rows have adapters of their own"),
+        (lambda m, t: chunked(m.by_rows(["chat"] * 5)).logits(TOKENS), r"an adapter on .*\.mlp\."),
+        (lambda m, t: beside(rows_of(m)).resize(110), r"adapter 'table' has rows or tables of its"),
     ],
 )
 def test_what_names_cannot_say(call: Any, message: str, tmp_path: Path) -> None:
@@ -277,9 +390,29 @@ def rows_of(model: Transformer) -> Transformer:
     return model
 
 
+def beside(model: Transformer) -> Transformer:
+    model.set_adapter(None)
+    return model
+
+
+def chunked(model: Transformer) -> Transformer:
+    model.chunked_mlp = True
+    return model
+
+
 def unnamed(model: Transformer) -> Transformer:
     model.add_adapter(2)
     return model
+
+
+def test_a_copy_is_a_model_of_its_own() -> None:
+    """It can be sent to another process; and tables that grow are not those of the first."""
+    model = made()
+    rows = model.by_rows(NAMES)
+    expected = rows.logits(TOKENS)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(rows)).logits(TOKENS), expected)
+    model.base.resize(110)
+    assert rows.logits(TOKENS).shape == expected.shape
 
 
 def test_every_row_needs_a_name() -> None:

@@ -10,7 +10,6 @@ from unsloth_cupy import models
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models.adapters.adapter import Adapter
 from unsloth_cupy.models.folders import checkpoint_files
-from unsloth_cupy.models.gguf import _tensors
 
 from .exported import IN_LLAMA_CPP, make
 from .peers import CONFIGS, MIXTURES, RELATIVES, SIZES
@@ -58,7 +57,7 @@ def test_a_file_with_other_weights_is_refused(
 ) -> None:
     """As one whose rows are not in llama.cpp's order."""
     model = adapted(tmp_path)
-    monkeypatch.setattr(_tensors, "interleaved", lambda array, *_: array)
+    monkeypatch.setattr("unsloth_cupy.models.gguf._tensors.interleaved", lambda array, *_: array)
     problem = r"what is written as model\.layers\.0\.self_attn\.q_proj\.weight differs by"
     with pytest.raises(ConfigError, match=problem):
         models.export_gguf(model, tmp_path / "m.gguf", kind=kind, tokenizer=tmp_path / "base")

@@ -13,8 +13,13 @@ from unsloth_cupy.ops.quantized.mxfp4 import Mxfp4
 
 from ..harness.parity import EPS, emulator
 
-gguf = pytest.importorskip("gguf", reason="needs the extra `gguf`")
 MADE = pytest.mark.parametrize("kind", [Q40, Q80], ids=["q4_0", "q8_0"])
+
+
+@pytest.fixture
+def gguf() -> Any:
+    """The package; where it is missing, other modules can import this one."""
+    return pytest.importorskip("gguf", reason="needs the extra `gguf`")
 
 
 def drawn(*shape: int) -> np.ndarray:
@@ -22,7 +27,7 @@ def drawn(*shape: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", CLASSES)
-def test_blocks_of_files(name: str) -> None:
+def test_blocks_of_files(name: str, gguf: Any) -> None:
     """All codes with scales of either sign: the numbers of gguf; and the same bytes again."""
     kind, number = CLASSES[name], getattr(gguf.GGMLQuantizationType, name)
     values, size = gguf.GGML_QUANT_SIZES[number]
@@ -45,7 +50,7 @@ def test_blocks_of_files(name: str) -> None:
 
 
 @MADE
-def test_quantization_is_that_of_gguf(kind: type[Any]) -> None:
+def test_quantization_is_that_of_gguf(kind: type[Any], gguf: Any) -> None:
     w = drawn(40, 96)
     w[3], w[4, ::2], w[5, :32] = 0, 0.5, np.arange(-16, 16) / 127  # zeros, ties
     number = gguf.GGMLQuantizationType[kind.KIND.upper()]

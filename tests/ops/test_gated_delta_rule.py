@@ -455,6 +455,24 @@ def test_any_schedule(rest: tuple[Any, ...]) -> None:
     assert [a.tobytes() for a in actual] == [a.tobytes() for a in expected]
 
 
+@both_decays
+def test_heads_apart_have_the_bits_of_all_together(channels: Any, monkeypatch: Any) -> None:
+    """Backward takes as many heads as its memory allows, here one after the other."""
+    rng = np.random.default_rng(0)
+    q, k = unit(rng.standard_normal((2, 2, 70, 3, 8)))
+    v, dout = rng.standard_normal((2, 2, 70, 6, 4))
+    decay, beta = -rng.random((2, 70, 6, *channels)), rng.random((2, 70, 6))
+    initial, dfinal = rng.standard_normal((2, 2, 6, 8, 4))
+
+    def run() -> list[bytes]:
+        arrays = dout, dfinal, q, k, v, decay, beta, initial, None
+        return [a.tobytes() for a in uc.gated_delta_rule_backward(*arrays)]
+
+    together = run()
+    monkeypatch.setattr("unsloth_cupy.ops.recurrence.gated_delta_rule.KEPT", 1)
+    assert run() == together
+
+
 class Unread(np.ndarray):
     """An array that plays one of a device, which the host must not read."""
 

@@ -1,14 +1,17 @@
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
 import unsloth_cupy as uc
+from unsloth_cupy.bench.cases import Scale, draw
+from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
 
 from ..code.variants import ROWS
 from ..golden.golden import OpCase
-from ..harness.parity import Case, KernelParity, on_schedules
+from ..harness.parity import Case, KernelParity, emulator, on_schedules, outputs_of
 from .golden_cases import agree, both_dtypes, cast, golden
 
 # The public names, as other people's programs call them.
@@ -74,7 +77,7 @@ class TestRMSNormWithoutClusters(KernelParity):
 @pytest.mark.slow
 @pytest.mark.parametrize(("rows", "hidden"), [(9, 136), (400, 136), (85, 2048), (40, 8200)])
 def test_sums_of_weights_are_equal_in_every_order_of_blocks(rows: int, hidden: int) -> None:
-    """One team of blocks that adds their sums, or several, the last of which is smaller."""
+    """Whatever block of `norm_backward` ends first."""
     rng = np.random.default_rng(0)
     x, dy = rng.standard_normal((2, rows, hidden)).astype(np.float16)
     weight, bias = np.ones((2, hidden), np.float32)
@@ -91,6 +94,24 @@ def test_sums_of_weights_are_equal_in_every_order_of_blocks(rows: int, hidden: i
     exact = uc.rms_norm_backward(*inputs)  # type: ignore[arg-type]
     np.testing.assert_allclose(first[1], exact[1], rtol=1e-5, atol=1e-4)
     np.testing.assert_allclose(first[3], exact[3], rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("machine", [nullcontext, emulator])
+@pytest.mark.parametrize("hidden", [24, 136, 8200, 16400])
+@pytest.mark.parametrize("name", ["rms_norm", "layer_norm", "gated_rms_norm"])
+def test_gradients_of_frozen_weights_are_left_out(name: str, hidden: int, machine: Any) -> None:
+    """Whatever the form of the kernel; the others have the same bits."""
+    scale = Scale(tokens=21, hidden=hidden, inner=hidden, vocab=8)
+    forward = draw(OPS[f"{name}_forward"], scale, optional=True).cast(np.float16)
+    with machine():
+        outputs = forward.run()
+        back = forward.backward(outputs, forward.seeds(outputs, every=True))
+        every = outputs_of(back)
+        for wanted in ({"x", "residual"}, {"gate"}, {"weight"}, {"x", "bias"}):
+            some = outputs_of(back._replace(options=back.options | {"wanted": wanted}))
+            assert some.keys() == {f"d{each}" for each in wanted} & every.keys()
+            for key, actual in some.items():
+                assert actual.tobytes() == every[key].tobytes(), key
 
 
 @both_dtypes

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import gguf
 import numpy as np
 import pytest
 
@@ -108,6 +107,7 @@ def as_a_file(values: Any, kind: str) -> Any:
         return FOLDERS[kind](values).dequantize("float32")
     if kind == "mxfp4":
         return uc.mxfp4_quantize(values).dequantize("float32")
+    gguf = pytest.importorskip("gguf", reason="needs the extra `gguf`")
     form, rows = gguf.GGMLQuantizationType[kind.upper()], values.reshape(-1, values.shape[-1])
     made = gguf.quants.dequantize(gguf.quants.quantize(rows, form), form)
     return made.reshape(values.shape)

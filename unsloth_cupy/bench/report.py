@@ -194,7 +194,7 @@ def write_block(page: Path, report: Report) -> None:
     for row in report["rows"]:
         if row["ran_as"].startswith("kernel"):
             rows_of.setdefault(row["op"], []).append(row)
-    kept = _confirmed(page) | {op: {"facts": facts, "rows": rows} for op, rows in rows_of.items()}
+    kept = confirmed(page) | {op: {"facts": facts, "rows": rows} for op, rows in rows_of.items()}
     with atomic_path(page.with_suffix(".json")) as partial:
         partial.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
     renew(page)
@@ -205,11 +205,12 @@ def renew(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     head, tail = text[: text.index(BEGIN)], text[text.index(END) :]
     with atomic_path(page) as partial:
-        table = _block(_confirmed(page))
+        table = _block(confirmed(page))
         partial.write_text(f"{head}{BEGIN}\n{table}\n{tail}", encoding="utf-8")
 
 
-def _confirmed(page: Path) -> dict[str, Any]:
+def confirmed(page: Path) -> dict[str, Any]:
+    """Return the facts and rows of each op that the JSON file next to a page has."""
     results = page.with_suffix(".json")
     return json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
 

@@ -24,6 +24,7 @@ KEPT = 256  # recordings per form of call; a learning rate may change with every
 # what launches choose by besides the arguments of a call, such as an AttentionConfig
 choices: ContextVar[tuple[Any, ...]] = ContextVar("choices", default=())
 FIXED = "fixed order"  # among them: the order of a row's sums depends on nothing but the row
+GRADIENTS = "of gradients too"  # with FIXED: also in backward passes
 persistent_arrays: list[Any] = []  # they outlive every call: kernels report to some of them
 ALLOWED = {"data", "ctypes", "device", "base"}  # for addresses and for limits of the device
 
@@ -43,10 +44,14 @@ def is_fixed() -> bool:
 
 
 @contextmanager
-def fixed_order(wanted: bool = True) -> Iterator[None]:
-    """Fix the order of the sums of each row inside a ``with`` block; False: leave it free."""
-    others = tuple(each for each in choices.get() if each is not FIXED)
-    token = choices.set((FIXED, *others) if wanted else others)
+def fixed_order(wanted: bool = True, *, gradients: bool = False) -> Iterator[None]:
+    """Fix the order of the sums of each row inside a ``with`` block; False: leave it free.
+
+    With ``gradients`` it is that of their backward passes, too.
+    """
+    others = tuple(each for each in choices.get() if each not in (FIXED, GRADIENTS))
+    marks = (FIXED, GRADIENTS) if gradients else (FIXED,)
+    token = choices.set((*marks, *others) if wanted else others)
     try:
         yield
     finally:

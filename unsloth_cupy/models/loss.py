@@ -1,5 +1,7 @@
 """The next-token loss: labels shifted by one, their mean loss, and its gradient on a tape."""
 
+import math
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,6 +12,7 @@ from ..core.call import is_number
 from ..core.dtypes import FLOAT32, Array
 from ..core.replay import fixed_order
 from ..errors import ConfigError, DTypeError, ShapeError, naming
+from ..ops.elements.arithmetic import reshape
 from ..ops.losses.linear_cross_entropy import linear_cross_entropy
 from ..ops.losses.linear_cross_entropy_gradients import linear_cross_entropy_gradients
 from ..ops.losses.linear_log_probs import LogProbs, linear_log_probs
@@ -18,13 +21,15 @@ from ..parallel.vocabulary import (
     vocab_parallel_linear_cross_entropy,
     vocab_parallel_linear_log_probs,
 )
-from ..placement import full_like
+from ..placement import full_like, to_device_of, to_numpy
 from ..training.tape import Tape, take_gradients
 from ..training.variable import Var
+from .adapters.many import ByRows
 from .configs.config import Config
 from .configs.heads import CAUSAL, CLASSIFIERS, require_head
 from .label_loss import mean_label_loss
 from .layers.context import Context, own_tokens, real_tokens
+from .layers.elements import taken
 from .layers.expert_ranks import balance_of
 from .layers.experts_layer import router_loss
 from .layers.head import inputs_of_losses
@@ -40,8 +45,13 @@ LOSSES = (  # functions that check labels
 )
 
 
-def next_labels(tokens: Array, labels: Array, offsets: Array | None) -> Array:
-    """Return the label that each token predicts: the next one, or IGNORE at its text's end."""
+def next_labels(
+    tokens: Array, labels: Array, offsets: Array | None, real: Array | None = None
+) -> Array:
+    """Return the label that each token predicts: the next one, or IGNORE at its text's end.
+
+    With ``real`` padding predicts nothing, as nothing comes before a text in a pack.
+    """
     arrays.framework_of(labels, "Transformer: labels")  # raises for None and for a number
     arrays.common("Transformer", ("tokens", "labels"), (tokens, labels))
     if labels.shape != tokens.shape:
@@ -55,6 +65,8 @@ def next_labels(tokens: Array, labels: Array, offsets: Array | None) -> Array:
     shifted[:, :-1] = labels[:, 1:]
     if offsets is not None and shifted.size:
         shifted[0, offsets[1:] - 1] = IGNORE
+    if real is not None:
+        shifted[real == 0] = IGNORE
     return shifted
 
 
@@ -99,35 +111,65 @@ def mean_loss(
     options: dict[str, Any] = {"mask": mask, "offsets": offsets, "routes": routes}
     options |= {"routers": routers} if model.config.balanced else {}
     x = model.hidden(parameters, tokens, context=context, **options)
-    shifted = next_labels(tokens, labels, offsets)
+    shifted = next_labels(tokens, labels, offsets, mask if model.invariant else None)
     labelled = (shifted != IGNORE).sum().clip(1)  # at least 1, without synchronising a GPU
-    balance: Any = None
-    if experts is not None and model.config.balanced:
-        seen = None if model.invariant else mask  # else the routers have seen real tokens alone
-        real = real_tokens(context, seen, like=shifted)
-        comm, whole = None if model.division is None else model.division.balanced, labelled
-        if comm is not None:
-            whole = comm.all_reduce((shifted != IGNORE).sum()).clip(1)
-        share = whole / (labelled if count is None else count)  # of a part of a batch
-        groups = [*filter(None, (comm, context and context.comm))]
-        if model.reached is None:
-            term = router_loss(experts, routers, real, groups)
-        else:
-            term = balance_of(model.reached.sums, experts.k, groups)
-        balance = term, experts.balance * share
     count = labelled if count is None else count
+    balances = list[tuple[Any, Any]]()
+    if experts is not None and model.config.balanced:
+        comm = None if model.division is None else model.division.balanced
+        groups = [*filter(None, (comm, context and context.comm))]
+        logits = [each.logits for each in routers]
+        for own, real, kept in _routed(model, logits, shifted, offsets, mask, context):
+            number = (kept != IGNORE).sum()
+            number = (number if comm is None else comm.all_reduce(number)).clip(1)
+            if model.reached is None:
+                term = router_loss(experts, own, real, groups)
+            else:
+                term = balance_of(model.reached.sums, experts.k, groups)
+            balances.append((term, experts.balance * (number / count)))  # of a part of a batch
     shifted = own_tokens(context, shifted)
     x, head = inputs_of_losses(model.config, parameters, x)
     if type(x) is Var:
-        return _on_tape(model, x, head, shifted, count, balance)
+        return _on_tape(model, x, head, shifted, count, balances)
     losses = losses_of(model.config, x, head, shifted, model.slices)
-    loss = losses.sum(dtype=np.float64) / count
-    return loss if balance is None else loss + _added(balance)
+    return _added(losses.sum(dtype=np.float64) / count, balances)
 
 
-def _added(balance: tuple[Any, Any]) -> Any:
-    """Return the router's loss times its coefficient, in float64."""
-    return value_of(balance[0]).astype(np.float64) * balance[1]
+def _routed(
+    model: Network,
+    routers: Sequence[Any],
+    shifted: Array,
+    offsets: Array | None,
+    mask: Array | None,
+    context: Context | None,
+) -> Iterator[tuple[Sequence[Any], Array | None, Array]]:
+    """Yield what routers said of tokens, which of them are real, and labels; of each adapter's.
+
+    A router's loss is one of all rows together: those of an adapter have that of a batch of them.
+    """
+    seen = None if model.invariant else mask  # else the routers have seen real tokens alone
+    real, rows = real_tokens(context, seen, like=shifted), model.adapter
+    if not isinstance(rows, ByRows):
+        yield routers, real, shifted
+        return
+    names = rows.names(offsets)
+    names = np.broadcast_to(names if offsets is not None else names[:, None], shifted.shape)
+    own = own_tokens(context, names)
+    if own.size != math.prod(routers[0].shape[:-1]):  # they have seen real tokens alone
+        own = own[to_numpy(mask) != 0]
+    for name in dict.fromkeys(rows.rows):
+        place = to_device_of(np.flatnonzero(own == name), shifted)
+        flat = (reshape(each, shape=(1, -1, each.shape[-1])) for each in routers)
+        parts = [taken(each, place, 1) for each in flat]
+        of = None if real is None else real.reshape(1, -1)[:, place]
+        yield parts, of, shifted[to_device_of(names == name, shifted)]
+
+
+def _added(loss: Any, balances: Sequence[tuple[Any, Any]]) -> Any:
+    """Return the loss and those of routers, each times its coefficient, in float64."""
+    for term, coefficient in balances:
+        loss = loss + value_of(term).astype(np.float64) * coefficient
+    return loss
 
 
 @naming("Transformer", *LOSSES)
@@ -155,13 +197,14 @@ def label_log_probs(
     context = Context.of(model.context, tokens, mask, offsets, model.context_attention)
     given = {"mask": mask, "offsets": offsets, "routes": routes}
     x = model.hidden(parameters, tokens, context=context, **given)
-    shifted = own_tokens(context, next_labels(tokens, labels, offsets))
+    shifted = next_labels(tokens, labels, offsets, mask if model.invariant else None)
+    shifted = own_tokens(context, shifted)
     x, head = inputs_of_losses(model.config, parameters, x)
     options: dict[str, Any] = {
         "ignore": IGNORE, "temperature": temperature, "softcap": model.config.logit_softcap
     }  # fmt: skip
     if model.slices is None:
-        with fixed_order(model.invariant):
+        with model.ordered():
             found = linear_log_probs(x, head, shifted, **options)
     else:
         vocab, comm = model.config.vocab, model.slices.comm
@@ -170,12 +213,17 @@ def label_log_probs(
 
 
 def _on_tape(
-    model: Network, x: Var, head: Any, shifted: Array, count: Any, balance: Any = None
+    model: Network,
+    x: Var,
+    head: Any,
+    shifted: Array,
+    count: Any,
+    balances: Sequence[tuple[Any, Any]],
 ) -> Var:
     """Return the sum of losses / count, whose gradients are computed in the same pass.
 
-    They do not depend on the losses but for a factor, which saves one matrix product.  ``balance``
-    is a router's loss and its coefficient: their product is added.
+    They do not depend on the losses but for a factor, which saves one matrix product.  Of
+    ``balances``, a router's loss and its coefficient, the products are added.
     """
     config, division, scaler = model.config, model.slices, model.step.scaler
     tape, values = x.tape, {"x": x.value, "weight": getattr(head, "value", head)}
@@ -184,11 +232,12 @@ def _on_tape(
     dloss = dloss if scaler is None else scaler.scale(dloss)
     inputs = {name: var.index for name, var in (("x", x), ("weight", head)) if type(var) is Var}
     if division is None:
-        losses, dx, dweight = tape.run(
-            linear_cross_entropy_gradients,
-            [*values.values(), shifted, dloss, None],
-            {"ignore": IGNORE, "softcap": config.logit_softcap, "wanted": frozenset(inputs)},
-        )
+        with fixed_order(model.invariant and model.adapter is not None):
+            losses, dx, dweight = tape.run(
+                linear_cross_entropy_gradients,
+                [*values.values(), shifted, dloss, None],
+                {"ignore": IGNORE, "softcap": config.logit_softcap, "wanted": frozenset(inputs)},
+            )
     else:  # no op does both passes across ranks: a separate tape does
         own = Tape()
         own_values = {n: own.watch(value) if n in inputs else value for n, value in values.items()}
@@ -200,16 +249,15 @@ def _on_tape(
             take_gradients.reset(token)
         by_name = dict(zip(inputs, own_gradients, strict=True))
         losses, dx, dweight = losses_var.value, by_name.get("x"), by_name.get("weight")
-    loss = losses.sum(dtype=np.float64) / count
+    loss = _added(losses.sum(dtype=np.float64) / count, balances)
     gradients = {"x": dx, "weight": dweight}
-    if balance is not None:
-        loss = loss + _added(balance)
     root = Var(as_array(loss.astype(losses.dtype)), tape)
     one = full_like(root.value, 1)
-    if balance is not None and type(balance[0]) is Var:
-        ranks = 1 if division is None else division.comm.size  # whose gradients are added up
-        share = as_array((one * balance[1] / ranks).astype(balance[0].dtype))
-        inputs["balance"], values["balance"] = balance[0].index, balance[0].value
-        gradients["balance"] = share if scaler is None else scaler.scale(share)
+    ranks = 1 if division is None else division.comm.size  # whose gradients are added up
+    for i, (term, coefficient) in enumerate(balances):
+        if type(term) is Var:
+            share = as_array((one * coefficient / ranks).astype(term.dtype))
+            inputs[f"balance{i}"], values[f"balance{i}"] = term.index, term.value
+            gradients[f"balance{i}"] = share if scaler is None else scaler.scale(share)
     tape.note(LossRecord(values, inputs, {"loss": root.index}, gradients, one, scaler, loss))
     return root

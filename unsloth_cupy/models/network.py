@@ -1,6 +1,7 @@
 """The network: its parameters, its rotary tables, and the forward pass from tokens to logits."""
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Self
@@ -59,7 +60,7 @@ class Network(Summary):
     invariant : bool
         Whether the bits of hidden states, logits and ``log_probs`` of a text depend on this text
         alone: not on the batch, padding, packing, or what a cache held.  False at first.  Losses
-        and gradients may differ in rounding as ever.
+        and gradients may differ in rounding as ever, but for those of adapters: see ``by_rows``.
     division : Division or None
         Which part of the model this rank holds, if ranks divide it; config and parameters are
         then this rank's, and all ranks must make the same calls.
@@ -195,7 +196,7 @@ class Network(Summary):
         if self.division is not None and self.division.stages is not None:
             cure = "models.ranks.stages.ModelStage runs them with those of other ranks"
             raise ConfigError(f"Transformer: this rank does not hold all blocks; {cure}")
-        with fixed_order(self.invariant):
+        with self.ordered():
             run = partial(self._hidden, parameters)
             if self.invariant:
                 return without_padding(run, tokens, **{"mask": None, **arguments})
@@ -324,6 +325,13 @@ class Network(Summary):
         model.invariant = invariant
         return model
 
+    def ordered(self) -> AbstractContextManager[None]:
+        """Return a context in which an invariant model fixes the order of sums.
+
+        So it does in the backward pass of an adapter, as rows of several pass the base together.
+        """
+        return fixed_order(self.invariant, gradients=self.adapter is not None)
+
     def entered(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return parameters in which those outside of the blocks are whole, and the adapter's."""
         if self.parts is not None:
@@ -394,7 +402,7 @@ class Network(Summary):
 
     def next_logits(self, parameters: Mapping[str, Any], x: Array) -> Array:
         """Return the logits of a language model from normalised hidden states."""
-        with fixed_order(self.invariant):
+        with self.ordered():
             logits: Array = logits_of(self.config, parameters, x, self.slices)
         # ranks have the same rows, whose last bits may differ by their places among others' rows
         return logits if self.expert_ranks is None else self.expert_ranks.broadcast(logits)

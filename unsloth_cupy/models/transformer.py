@@ -108,17 +108,18 @@ class Transformer(Adapted):
             raise ConfigError(f"resize({vocab!r}, multiple={multiple!r}): pass integers, 1 or more")
         self._require_whole("resize", "before the model is divided")
         size, config = -(-vocab // multiple) * multiple, self.config
-        if self.adapter is not None and self.adapter.outer:
-            problem = "the adapter has rows or tables of its own"
+        named = {f"adapter {name!r}": each for name, each in self.adapters.items()}
+        every = {"the adapter": self.adapter, **named}
+        if own := [which for which, each in every.items() if each is not None and each.outer]:
+            problem = f"{own[0]} has rows or tables of its own"
             raise ConfigError(f"resize: {problem}; call merge_adapter() first, or resize before it")
         pad = () if config.pad_token is None else (config.pad_token,)
         kept = [token for token in (*config.end_tokens, *pad) if token < config.vocab]
         if max(kept, default=0) >= size:
             problem = f"resize({vocab}): token {max(kept)} ends texts or pads them"
             raise ConfigError(f"{problem}; pass {max(kept) + 1} or more")
-        for name in (TABLE, HEAD):
-            if name in self.parameters:
-                self.parameters[name] = resized(self.parameters[name], size)
+        tables = {n: self.parameters[n] for n in (TABLE, HEAD) if n in self.parameters}
+        self.parameters = self.parameters | {n: resized(each, size) for n, each in tables.items()}
         self.config, self.grown = replace(config, vocab=size), self.grown or size != config.vocab
         self.texts = {
             **self.texts,
@@ -174,7 +175,8 @@ class Transformer(Adapted):
         options: Any = {"cache": cache, "sequences": sequences, "routes": routes}
         if config.head == SEQUENCE:
             x = self._whole_rows(parameters, tokens, mask, offsets, **options)
-            return sequence_scores(parameters, x, mask, offsets)
+            with self.ordered():
+                return sequence_scores(parameters, x, mask, offsets)
         x = self.hidden(parameters, tokens, mask=mask, offsets=offsets, **options)
         logits = self.next_logits(parameters, x)
         return logits.reshape(*tokens.shape, logits.shape[-1])

@@ -20,7 +20,7 @@ import numpy as np
 from ..core.arrays import common, framework_of
 from ..core.dtypes import DIFFERENTIABLE, Stored
 from ..core.gpu import device_of
-from ..core.replay import choices, choosing, fixed_order, is_fixed
+from ..core.replay import GRADIENTS, choices, choosing, fixed_order, is_fixed
 from ..errors import DTypeError, GradientError, ShapeError
 from ..placement import full_like
 from .variable import Var
@@ -57,7 +57,8 @@ class Entry(NamedTuple):
         if "wanted" in backward.options:
             options["wanted"] = frozenset(inputs)
         arrays = [known.get(name) for name in backward.names]
-        with fixed_order(False) if is_fixed() else nullcontext():  # that is for forward passes
+        forward_alone = is_fixed() and GRADIENTS not in choices.get()
+        with fixed_order(False) if forward_alone else nullcontext():
             result = called(backward, arrays, options)
         result = result if type(result) is tuple else (result,)
         returned = {o.name[1:]: g for o, g in zip(backward.contract.outputs, result, strict=True)}

@@ -19,6 +19,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import shutil
 import signal
 import sys
@@ -34,6 +35,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from typing import IO, Any
 
+from ...harness.tracked import tracked
 from . import kept_cases
 from .fixtures import FILE, ROOT, Fixture, digest, read, write
 from .primitives import PRIMITIVES, launch
@@ -63,7 +65,8 @@ STEPS = ("first", "tests", "host", "attention", "checks", "times")
 BENCH = (sys.executable, "-m", "unsloth_cupy", "bench")
 ATTENTION = (sys.executable, "-m", "tests.code.hardware.attention")
 CHECKS = (sys.executable, "-m", "tests.code.hardware.checks")
-FIRST = ("attention", "cross_entropy", "rms_norm", "swiglu", "rope_qk", "linear_cross_entropy")
+FIRST = ("cross_entropy", "rms_norm", "swiglu", "rope_qk", "linear_cross_entropy")
+LAST = "attention_forward"  # with a grid of shapes, for which other ops would wait a minute
 OPTIONS = ("-m", "gpu", "-o", "addopts=", "-W", "default", "-p", "no:cacheprovider")  # of pytest
 ENVIRONMENT = os.environ | {
     "PYTEST_ADDOPTS": "",  # not those of a surrounding run of pytest, whose plugins are not loaded
@@ -78,6 +81,12 @@ def state() -> str:
     """Return a hash of the kernels and the library, for which results are valid."""
     files = [*(ROOT / "kernels_cu").rglob("*.cu*"), *(ROOT / "unsloth_cupy").rglob("*.py")]
     return hashlib.sha256(b"".join(f.read_bytes() for f in sorted(files))).hexdigest()[:12]
+
+
+def marked() -> list[str]:
+    """Return the files with tests marked ``gpu``, a tenth of all tests."""
+    files = [*tracked("tests/**/test_*.py")]
+    return [str(f) for f in files if re.search(r"mark\.gpu|harness\.parity", f.read_text("utf-8"))]
 
 
 def in_order(names: Sequence[str], failed: Container[str], before: Container[str]) -> list[str]:
@@ -469,7 +478,7 @@ def first(session: Session) -> None:
 
 def tests(session: Session) -> None:
     """Run all tests but the one that must be alone; look closer at what broke its process."""
-    session.tests("tests", chosen=lambda name: not name.endswith(ALONE))
+    session.tests(*marked(), chosen=lambda name: not name.endswith(ALONE))
     session.closer()
 
 
@@ -496,24 +505,30 @@ def checks(session: Session) -> None:
 
 
 def time_ops(session: Session, lacking: dict[str, list[str]]) -> None:
-    """Time the ops, those first on which a model's time depends, beside peers or alone.
+    """Time the ops, beside peers or alone: those first that have no time yet.
 
-    Their kernels are compiled first, by several processes, as this machine may have none of them.
+    Then come those on which a model's time depends.  The kernels of either are compiled before, by
+    several processes, as this machine may have none of them.
     """
     from unsloth_cupy.bench.cases import chosen
+    from unsloth_cupy.bench.report import confirmed
     from unsloth_cupy.bench.timing import launches
 
-    if not lacking["tests"]:
-        bench = "tests/core/test_launches.py"
-        session.tests(bench, chosen=lambda name: COMPILED in name, again=True)
-    session.quiet()
+    page = session.results.folder / "performance.md"
     ops = [op.__name__ for op in (*chosen(*FIRST), *chosen()) if launches(op)]
-    options = [
-        "--write",
-        str(session.results.folder / "performance.md"),
-        *["--peers"] * (not lacking["peers"]),
-    ]
-    session.times([*dict.fromkeys(ops)], *options, process_of=lambda op: "bench")
+    known = [op for op in dict.fromkeys(ops) if op in confirmed(page) and op != LAST]
+    options = ["--write", str(page), *["--peers"] * (not lacking["peers"])]
+    new = [op for op in dict.fromkeys(ops) if op not in (*known, LAST)]
+    for batch in (new, [*known, LAST]):
+        if not lacking["tests"]:
+            compiled = {f"{COMPILED}[{op}" for op in batch}
+            session.tests(
+                "tests/core/test_launches.py",
+                chosen=lambda name: name.partition("::")[2].partition("-")[0] in compiled,  # noqa: B023
+                again=True,
+            )
+        session.quiet()
+        session.times(batch, *options, process_of=lambda op: op if op == LAST else "bench")
 
 
 RUN: dict[str, Callable[[Session], None]] = {

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from unsloth_cupy.bench.report import check_markers
+from unsloth_cupy.bench.report import check_markers, confirmed
 
 from ...core import test_launches
 from . import attention, fixtures, processes, session
@@ -159,6 +159,15 @@ def test_a_session_that_is_cut_off_goes_on_where_it_stopped(root: Path) -> None:
     done.add("test_one.py::test_ends", "passed")
     assert Results(root, "now").waiting(["test_one.py::test_ends", "x"]) == ["x"]
     assert Results(root, "later").waiting(["test_one.py::test_ends"]) != [], "things changed"
+
+
+def test_an_error_of_pytest_itself_is_told(root: Path) -> None:
+    hook = "def pytest_collection_modifyitems(): raise ValueError('of a hook')"
+    (root / "conftest.py").write_text(hook)
+    results = Results(root, "now")
+    Session(results, 300, 1, root).tests(".")
+    assert results.lines["collecting"]["outcome"] == "crashed"
+    assert "ValueError: of a hook" in results.lines["collecting"]["said"]
 
 
 def test_what_passed_runs_again_if_asked(root: Path) -> None:
@@ -353,12 +362,13 @@ def test_what_a_machine_lacks_is_said_first_and_left_out(
     assert ("check" in steps) == ("tests" in steps)
     if not lacks:
         expected = ["rates", "tests", "tests", "closer", "quiet", "tests", "quiet", "attention"]
-        assert steps == [*expected, "quiet", "check", "tests", "quiet", "times"]
+        assert steps == [*expected, "quiet", "check", *["tests", "quiet", "times"] * 2]
     if "times" in steps:
         assert ("attention", attention.names()) in done
-        ops, *options = done[-1][1:]
-        assert ops[:2] == ["attention_forward", "cross_entropy_forward"]
+        (new, *_), (ops, *options) = (given for what, *given in done if what == "times")
+        assert (ops[0], ops[-1]) == ("cross_entropy_forward", session.LAST)
         assert len(ops) == len({*ops}) > 20
+        assert {*confirmed(folder / "performance.md")}.isdisjoint(new)
         assert options[:2] == ["--write", str(folder / "performance.md")]
         assert options[2:] == ([] if lacks else ["--peers"])
         assert check_markers(folder / "performance.md") is None

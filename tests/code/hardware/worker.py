@@ -37,6 +37,9 @@ class RunByName:
         if report.failed:
             self.errors[report.nodeid] = message_of(report)
 
+    def pytest_internalerror(self, excrepr: Any) -> None:
+        print(str(excrepr).splitlines()[-1], file=sys.stderr)  # standard output goes nowhere
+
     def pytest_runtest_makereport(self, item: pytest.Item, call: Any) -> None:
         if call.excinfo is not None and (folder := os.environ.get(kept_cases.FOLDER)):
             kept_cases.keep(Path(folder), item.nodeid, call.excinfo.value)

@@ -122,9 +122,10 @@ class Adapted(Network):
             are not quantized as ``load(quantize=)`` does it.
         """
         call = f"train_through({kind!r})"
-        if self.adapter is None or self.adapter.into is not None:
-            problem = "there is no adapter"
-            if self.adapter is not None:
+        rows = isinstance(self.adapter, ByRows)
+        if self.adapter is None or rows or self.adapter.into is not None:
+            problem = "rows have adapters of their own" if rows else "there is no adapter"
+            if self.adapter is not None and not rows:
                 problem = f"the adapter is trained through {self.adapter.into.kind} already"
             raise ConfigError(f"{call}: {problem}; call add_adapter(rank, merge_into=kind)")
         self._require_whole(call, "on a model that is whole")
@@ -244,7 +245,8 @@ class Adapted(Network):
         """Return this model for batches whose rows have these adapters; None: the base alone.
 
         Of packed texts there is one name for each.  Rows of an adapter get the numbers of a batch
-        of these rows alone, up to the order of sums, and in an invariant model its bits.
+        of these rows alone, up to the order of sums, and in an invariant model its bits.  So do the
+        gradients of an adapter, for equal ``count``.
         ``trainable`` has the parameters of all that are named, ``NAME@ADAPTER``, which may be
         trained at once: the arrays are those of ``adapters``.
 

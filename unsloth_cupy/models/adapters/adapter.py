@@ -26,6 +26,7 @@ import numpy as np
 from ...core.call import check_options, is_integer, is_number
 from ...core.dtypes import FLOAT32, Array
 from ...core.gpu import device_of
+from ...core.replay import is_fixed
 from ...errors import ConfigError
 from ...machine import check_bytes
 from ...ops.elements.arithmetic import add, scale
@@ -34,6 +35,7 @@ from ...ops.linear.lora import lora_linear
 from ...ops.linear.lora_linears import LoraLayer, lora_linears
 from ...ops.linear.lora_merge import lora_merge, row_norms
 from ...ops.quantized.weight import Quantized, held_arrays
+from ...parallel.taped import taped, value_of
 from ...placement import stream, to_device_of
 from ..configs.config import Config
 from ..configs.heads import CAUSAL, NONE, SEQUENCE, TOKEN
@@ -183,6 +185,8 @@ class Adapter:
         reads x once for all adapters; with dropout each adapter has its own mask.
         """
         dropout = self.dropout if seed is not None else 0.0
+        if is_fixed():  # what these layers give to dx is added up first, as in a batch of several
+            x = taped("linears", value_of(x), lambda dx, wanted: {"x": dx}, x=x)
         if self.through:
             return [self._through(parameters, name, x, dropout, seed) for name in modules]
         adapted = {name: self._layer(parameters, name) for name in modules if name in self.scales}

@@ -9,7 +9,6 @@ of their own.
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -50,8 +49,8 @@ class ByRows(Adapter):
         self.dropout = max((each.dropout for each in self.adapters.values()), default=0.0)
         every = [name for each in self.adapters.values() for name in each.parameters]
         self.plain = not any(name.endswith((MAGNITUDE, f".{BIAS}")) for name in every)
-        self.settings, self.tokens, self.stacks, self.scales = {}, {}, {}, {}
-        self.others, self.stored, self.initial = {}, {}, MappingProxyType({})
+        self.settings, self.tokens, self.stacks, self.others, self.stored = {}, {}, {}, {}, {}
+        self.scales = {n: own for each in self.adapters.values() for n, own in each.scales.items()}
         self.parameters = {
             f"{name}{MARK}{key}": array
             for key, adapter in self.adapters.items()
@@ -67,13 +66,16 @@ class ByRows(Adapter):
             raise ShapeError(
                 f"{problem}; name one, or None, for each", expected=len(self.rows), actual=count
             )
-        lengths = None if offsets is None else np.diff(to_numpy(offsets))
-        names = np.array(self.rows, object)
-        names = names if lengths is None else np.repeat(names, lengths)
+        names = self.names(offsets)
         places = {key: np.flatnonzero(names == key) for key in dict.fromkeys(self.rows)}
         axis = 0 if offsets is None else 1
         places = {key: place for key, place in places.items() if place.size}
         return partial(self._linears, places, axis, seed, plain)
+
+    def names(self, offsets: Any) -> Array:
+        """Return the name of each row, or of each token of packed texts."""
+        names = np.array(self.rows, object)
+        return names if offsets is None else np.repeat(names, np.diff(to_numpy(offsets)))
 
     def _linears(
         self,
@@ -221,6 +223,7 @@ def mixed(adapters: Mapping[str, Adapter], weights: Mapping[str, float]) -> Adap
         "r": rank, "lora_alpha": rank, "use_rslora": False, "lora_dropout": 0.0,
         "rank_pattern": patterns, "alpha_pattern": dict(patterns), "init_lora_weights": True,
         "target_modules": sorted({name.rpartition(".")[2] for name in stored.values()}),
+        **dict.fromkeys(("layers_to_transform", "layers_pattern", "exclude_modules")),
     }  # fmt: skip
     result = Adapter(settings, parameters, stored=stored, path=CONFIG)
     result.base = first.base

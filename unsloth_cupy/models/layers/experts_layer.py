@@ -205,27 +205,27 @@ def sparse_mixer(logits: Any, jitter: float, given: Any = None) -> Routes:
 
 def router_loss(
     experts: Experts,
-    routed: Sequence[Routed],
+    logits: Sequence[Any],
     mask: Array | None,
     groups: Sequence[Communicator] = (),
 ) -> Any:
-    """Return ``balance_loss`` of all layers together, without padding: (), a Var on a tape.
+    """Return ``balance_loss`` of logits of all layers, without padding: (), a Var on a tape.
 
     With groups of ranks it is that of the rows of all of them, of which this rank has a term of
     the sum.  As in transformers, the experts that it counts are those with the largest logits, also
     where a correction has chosen others.
     """
     if groups:
-        return balance_of(router_sums(experts, routed, mask), experts.k, groups)
-    every = stacked([each.logits for each in routed])
+        return balance_of(router_sums(experts, logits, mask), experts.k, groups)
+    every = stacked(logits)
     return balance_loss(every, route(value_of(every), k=experts.k).experts, mask=mask)
 
 
 def router_sums(
-    experts: Experts, routed: Sequence[Routed], mask: Array | None, before: Any = None
+    experts: Experts, logits: Sequence[Any], mask: Array | None, before: Any = None
 ) -> Any:
     """Return what ``balance_of`` takes, of these layers and of those ``before``."""
-    if not routed:
+    if not logits:
         return before
-    every = stacked([each.logits for each in routed])
+    every = stacked(logits)
     return sums_of_balance(every, route(value_of(every), k=experts.k).experts, mask, before)

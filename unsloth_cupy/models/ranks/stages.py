@@ -141,7 +141,7 @@ class ModelStage:
         sums: tuple[Any, ...] = ()
         if experts is not None and model.config.balanced:
             real, (none,) = real_tokens(context, mask, rows), before or self.like(microbatch)[1:]
-            sums = (router_sums(experts, call.routers or (), real, none),)
+            sums = (router_sums(experts, [each.logits for each in call.routers or ()], real, none),)
         if not self.stages.ends_with(chunk):
             return y, *sums
         reached = Reached(y, routes, *sums)

@@ -270,7 +270,8 @@ def experts_mlp_backward(
         act = _activated(both, how)
         dweights[those] = (act * d).sum(axis=1)
         if down_bias is not None:
-            dweights[those] += dout.astype(wide) @ down_bias[expert].astype(wide)
+            bias = down_bias[expert].astype(wide)
+            dweights[those] += gemm(dout.astype(wide), bias[:, None])[:, 0]
         if "down" in sums:
             act *= factor
             gemm(dout.T, act, out=sums["down"][expert])

@@ -3,7 +3,7 @@
 kernels_cu/norm.cu explains the constants.
 """
 
-import math
+from collections.abc import Set
 from functools import cache
 from typing import Any
 
@@ -14,7 +14,7 @@ from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import limits
-from ..common.counters import counters
+from ..common.columns import column_sums
 from ..common.rows import spread
 from ..common.strides import row_layout
 
@@ -36,11 +36,13 @@ def constants(
     clusters: bool,
     shared: int | None = None,
     gated: bool = False,
+    weights: bool = True,
 ) -> Constants:
     """Return the constants for dtypes of x, weight and bias (None without a bias).
 
     ``centred``: whether the mean of a row is subtracted, as in layer_norm.  ``shared``: None in the
-    forward pass; in the backward pass, the bytes that a block may use for its sums of dw and dbias.
+    forward pass; in the backward pass, the bytes that a block may use for its sums of dw and dbias,
+    if it sums them: ``weights``.
 
         hidden <= 8        one thread per row; backward, 48 registers where only dw is summed and
                            no mean is subtracted
@@ -51,8 +53,8 @@ def constants(
                            backward if the sums of so many fit into its shared memory; up to 2048
                            then 6 of 128 threads, up to 1024 8 of 64: more write more partial sums
         above, sm_90       2, 4 or 8 such blocks in a cluster, then 8 of 1024 threads, up to 131,072
-        ..., backward      8 of 512 threads that hold 32 values instead; with a bias 512 threads per
-                           SM, as 64 registers are too few for both sums
+        ..., backward      8 of 512 threads that hold 32 values instead; with a bias, or a gate in
+                           float32, 512 threads per SM, as 64 registers are too few
         above, older       1024 threads, up to 16,384
         above, forward     32 values per thread, in 16 bits without a residual
         otherwise          rows are read twice, in backward also where a block's sums do not fit
@@ -66,7 +68,8 @@ def constants(
     room = 1024  # threads of an SM
     if backward and hidden <= 8 and bias is None and not (residual or gated or centred):
         room = 1280
-    if backward and cluster > 1 and (wanted > 512 * 8 or bias is not None):
+    third = gated and x.itemsize == 4
+    if backward and cluster > 1 and (wanted > 512 * 8 or bias is not None or third):
         room = 512
     if backward:
         room = min(room, {64: 512, 128: 768}.get(row_threads, room))
@@ -89,23 +92,33 @@ def constants(
         BIAS=bias is not None,
         CENTRED=centred,
         GATED=gated,
+        WEIGHTS=weights,
     )
     if shared is not None and sums(chosen) + STATIC > shared:
         chosen = Constants(**{**chosen, "KEEP": False})
     return chosen
 
 
-ONE_TEAM = 16  # most groups whose sums one block adds; more would take it longer than two turns
 STATIC = 4096  # upper limit of the bytes of shared memory for sums of rows
 
 
 def sums(chosen: Constants) -> int:
     """Return the bytes of shared memory for a block's sums of dw and dbias."""
-    if not chosen["KEEP"]:
+    if not (chosen["KEEP"] and chosen["WEIGHTS"]):
         return 0
     step = chosen["CLUSTER"] * chosen["ROW_THREADS"] * chosen["LANES"]
     depth = -(-chosen["HIDDEN"] // step)
     return 4 * (1 + chosen["BIAS"]) * depth * chosen["LANES"] * chosen["THREADS"]
+
+
+def needs_sums(wanted: Set[str] | None) -> bool:
+    """Return whether the gradient of weight or bias is wanted: sums over all rows."""
+    return wanted is None or not wanted.isdisjoint(("weight", "bias"))
+
+
+def only(wanted: Set[str] | None, **gradients: Array | None) -> tuple[Any, ...]:
+    """Return the gradients, None for those that are not wanted."""
+    return tuple(g if wanted is None or n in wanted else None for n, g in gradients.items())
 
 
 def forward(
@@ -153,10 +166,14 @@ def backward(
     *,
     offset: float = 0.0,
     gate: Array | None = None,
-) -> tuple[Array, Array, Array | None, Array | None]:
-    """Return dx, dweight, dbias and dgate."""
+    wanted: Set[str] | None = None,
+) -> tuple[Array, Array | None, Array | None, Array | None]:
+    """Return dx, dweight, dbias and dgate; None for dweight and dbias where neither is wanted."""
     hidden, rows = h.shape[-1], h.size // h.shape[-1]
-    dx, dweight = empty(h.shape, h.dtype, like=h), empty((hidden,), weight.dtype, like=h)
+    weights = needs_sums(wanted)
+    bias = bias if weights else None
+    dx = empty(h.shape, h.dtype, like=h)
+    dweight = empty((hidden,), weight.dtype, like=h) if weights else None
     dbias = None if bias is None else empty((hidden,), bias.dtype, like=h)
     dgate = None if gate is None else empty(h.shape, h.dtype, like=h)
     (own_dy, own_third, own_h), layout = row_layout(dy, dh if gate is None else gate, h)
@@ -164,7 +181,8 @@ def backward(
     width = lanes(layout.alignment(hidden), own_h, own_dy, own_third, weight)
     device, centred, gated = limits(h), mean is not None, gate is not None
     chosen = constants(
-        dtypes, hidden, width, dh is not None, centred, device.clusters, device.shared, gated
+        *(dtypes, hidden, width, dh is not None, centred, device.clusters, device.shared, gated),
+        weights,
     )
     threads, cluster, shared = chosen["THREADS"], chosen["CLUSTER"], sums(chosen)
     # as many blocks as the device holds at once, so that each sums many rows before it writes;
@@ -174,13 +192,14 @@ def backward(
     processors -= processors % 16 if cluster > 1 and processors > 16 else 0
     groups = -(-rows * chosen["ROW_THREADS"] // threads)
     groups = min(groups, max(1, processors * resident // cluster))
-    partial = empty((1 if bias is None else 2, groups, hidden), np.float32, like=h)
-    # as many groups in a team as there are teams, or a single team
-    team = max(1, groups) if groups <= ONE_TEAM else 1 + math.isqrt(groups - 1)
-    arrived = counters(cluster * (-(-groups // team) + 1), like=h)
+    partial = None
+    if dweight is not None:
+        partial = empty((1 if bias is None else 2, groups, hidden), np.float32, like=h)
     kernel = load("norm.cu", "norm_backward", h, chosen)
     kernel[groups * cluster, threads, shared](
-        *(own_dy, own_third, own_h, weight, mean, rstd, dx, dgate, partial, dweight, dbias),
-        *(arrived, rows, layout.struct(), offset, team),
+        *(own_dy, own_third, own_h, weight, mean, rstd, dx, dgate, partial),
+        *(rows, layout.struct(), offset),
     )
+    if dweight is not None and partial is not None:
+        column_sums(partial, dweight, dbias)
     return dx, dweight, dbias, dgate

@@ -5,13 +5,15 @@ y = x * rstd * weight * silu(gate)        rstd = 1 / sqrt(mean(x**2) + eps)
 Dao and Gu, Transformers are SSMs, 2024; Yang et al., Gated Delta Networks, 2025.
 """
 
+from collections.abc import Set
+
 import numpy as np
 
 from ...core.dtypes import Array
 from ...core.op import op
 from ..activations.swiglu import swiglu, swiglu_backward
-from ..common.checks import check_eps
-from ._norm import backward, forward
+from ..common.checks import check_eps, check_wanted
+from ._norm import backward, forward, needs_sums, only
 from .rms_norm import rms_norm_backward
 
 
@@ -84,17 +86,33 @@ def _launch_forward(x: Array, gate: Array, weight: Array, eps: float) -> tuple[A
 
 @gated_rms_norm_forward.gradient
 def gated_rms_norm_backward(
-    dy: Array, x: Array, gate: Array, weight: Array, rstd: Array
-) -> tuple[Array, Array, Array]:
-    """Return the gradients of x, gate and weight."""
+    dy: Array,
+    x: Array,
+    gate: Array,
+    weight: Array,
+    rstd: Array,
+    *,
+    wanted: Set[str] | None = None,
+) -> tuple[Array | None, Array | None, Array | None]:
+    """Return the gradients of x, gate and weight; None for those that are not ``wanted``."""
     dgate, dy = swiglu_backward(dy, gate, x * rstd[..., None] * weight)
-    dx, dweight, *_ = rms_norm_backward(dy, None, x, weight, None, None, rstd)
-    return dx, dgate, dweight
+    own = None if needs_sums(wanted) else {"x"}
+    dx, dweight, *_ = rms_norm_backward(dy, None, x, weight, None, None, rstd, wanted=own)
+    return only(wanted, x=dx, gate=dgate, weight=dweight)
+
+
+gated_rms_norm_backward.require(check_wanted)
 
 
 @gated_rms_norm_backward.kernel(strided=("dy", "x", "gate"))
 def _launch_backward(
-    dy: Array, x: Array, gate: Array, weight: Array, rstd: Array
-) -> tuple[Array, Array | None, Array]:
-    dx, dweight, _, dgate = backward(dy, None, x, weight, None, None, rstd, gate=gate)
-    return dx, dgate, dweight
+    dy: Array,
+    x: Array,
+    gate: Array,
+    weight: Array,
+    rstd: Array,
+    wanted: Set[str] | None,
+) -> tuple[Array | None, Array | None, Array | None]:
+    arrays = dy, None, x, weight, None, None, rstd
+    dx, dweight, _, dgate = backward(*arrays, gate=gate, wanted=wanted)
+    return only(wanted, x=dx, gate=dgate, weight=dweight)

@@ -5,12 +5,14 @@ y = (h - mean) * rstd * weight + bias      h = x + residual,  rstd = 1 / sqrt(va
 Ba, Kiros and Hinton, Layer Normalization, 2016.
 """
 
+from collections.abc import Set
+
 import numpy as np
 
 from ...core.dtypes import Array
 from ...core.op import op
-from ..common.checks import check_eps
-from ._norm import backward, forward
+from ..common.checks import check_eps, check_wanted
+from ._norm import backward, forward, needs_sums, only
 
 
 def layer_norm(
@@ -114,16 +116,19 @@ def layer_norm_backward(
     residual: Array | None,
     mean: Array,
     rstd: Array,
-) -> tuple[Array, Array, Array | None, Array | None]:
+    *,
+    wanted: Set[str] | None = None,
+) -> tuple[Array | None, Array | None, Array | None, Array | None]:
     """Return the gradients of x, weight, bias and residual; those of x and residual are one array.
 
-    dh is the gradient of h, None for 0.
+    dh is the gradient of h, None for 0.  Gradients that are not ``wanted`` are None.
     """
+    weights = needs_sums(wanted)
     rows, hidden = tuple(range(dy.ndim - 1)), max(1, h.shape[-1])
     hhat = h - mean[..., None]
     hhat *= rstd[..., None]
     dx = dy * hhat
-    dweight = dx.sum(axis=rows)
+    dweight = dx.sum(axis=rows) if weights else None
     dx *= weight
     hhat *= dx.sum(axis=-1, keepdims=True) / hidden
     np.multiply(dy, weight, out=dx)
@@ -132,12 +137,12 @@ def layer_norm_backward(
     dx *= rstd[..., None]
     if dh is not None:
         dx += dh
-    return (
-        dx,
-        dweight,
-        None if bias is None else dy.sum(axis=rows),
-        None if residual is None else dx,
-    )
+    dbias = None if bias is None or not weights else dy.sum(axis=rows)
+    own = {"bias": dbias, "residual": None if residual is None else dx}
+    return only(wanted, x=dx, weight=dweight, **own)
+
+
+layer_norm_backward.require(check_wanted)
 
 
 @layer_norm_backward.kernel(strided=("dy", "dh", "h"))
@@ -150,6 +155,8 @@ def _launch_backward(
     residual: Array | None,
     mean: Array,
     rstd: Array,
-) -> tuple[Array, Array, Array | None, Array | None]:
-    dx, dweight, dbias, _ = backward(dy, dh, h, weight, bias, mean, rstd)
-    return dx, dweight, dbias, None if residual is None else dx
+    wanted: Set[str] | None,
+) -> tuple[Array | None, Array | None, Array | None, Array | None]:
+    dx, dweight, dbias, _ = backward(dy, dh, h, weight, bias, mean, rstd, wanted=wanted)
+    own = {"bias": dbias, "residual": None if residual is None else dx}
+    return only(wanted, x=dx, weight=dweight, **own)

@@ -5,12 +5,14 @@ y = h * rstd * (weight + offset) + bias        h = x + residual,  rstd = 1 / sqr
 Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
 """
 
+from collections.abc import Set
+
 import numpy as np
 
 from ...core.dtypes import Array
 from ...core.op import op
-from ..common.checks import check_eps
-from ._norm import backward, forward
+from ..common.checks import check_eps, check_wanted
+from ._norm import backward, forward, needs_sums, only
 
 
 def rms_norm(
@@ -118,15 +120,17 @@ def rms_norm_backward(
     rstd: Array,
     *,
     offset: float = 0.0,
-) -> tuple[Array, Array, Array | None, Array | None]:
+    wanted: Set[str] | None = None,
+) -> tuple[Array | None, Array | None, Array | None, Array | None]:
     """Return the gradients of x, weight, residual and bias; those of x and residual are one array.
 
-    dh is the gradient of h, None for 0.
+    dh is the gradient of h, None for 0.  Gradients that are not ``wanted`` are None.
     """
+    weights = needs_sums(wanted)
     rows, scale = tuple(range(dy.ndim - 1)), weight + offset
     hhat = h * rstd[..., None]
     dx = dy * hhat
-    dweight = dx.sum(axis=rows)
+    dweight = dx.sum(axis=rows) if weights else None
     dx *= scale
     hhat *= dx.sum(axis=-1, keepdims=True) / max(h.shape[-1], 1)
     np.multiply(dy, scale, out=dx)
@@ -134,8 +138,12 @@ def rms_norm_backward(
     dx *= rstd[..., None]
     if dh is not None:
         dx += dh
-    dbias = None if bias is None else dy.sum(axis=rows)
-    return dx, dweight, None if residual is None else dx, dbias
+    dbias = None if bias is None or not weights else dy.sum(axis=rows)
+    own = {"weight": dweight, "residual": None if residual is None else dx, "bias": dbias}
+    return only(wanted, x=dx, **own)
+
+
+rms_norm_backward.require(check_wanted)
 
 
 @rms_norm_backward.kernel(strided=("dy", "dh", "h"))
@@ -148,6 +156,9 @@ def _launch_backward(
     bias: Array | None,
     rstd: Array,
     offset: float,
-) -> tuple[Array, Array, Array | None, Array | None]:
-    dx, dweight, dbias, _ = backward(dy, dh, h, weight, bias, None, rstd, offset=offset)
-    return dx, dweight, None if residual is None else dx, dbias
+    wanted: Set[str] | None,
+) -> tuple[Array | None, Array | None, Array | None, Array | None]:
+    arrays = dy, dh, h, weight, bias, None, rstd
+    dx, dweight, dbias, _ = backward(*arrays, offset=offset, wanted=wanted)
+    own = {"weight": dweight, "residual": None if residual is None else dx, "bias": dbias}
+    return only(wanted, x=dx, **own)

@@ -1,9 +1,10 @@
 """The gated delta rule by chunks of tokens, in NumPy; a chunk of one token is the recurrence.
 
 In a chunk that begins with state S, with g the sums of its decays so far and F[i, j] =
-exp(g[i] - g[j]) for j <= i, else 0, all of which channels may have each their own:
+exp(g[i] - g[j]) for j <= i, else 0, all of which channels may have each their own, and W the
+errors that tokens correct, of which beta is the share:
 
-    (I + A) U = B      A = beta F K K^T below its diagonal      B = beta (V - exp(g) K S)
+    C = F K K^T below its diagonal      A = C beta      (I + A) W = V - exp(g) K S      U = beta W
     out = exp(g) Q S + (F Q K^T) U              S' = exp(g[-1]) S + (exp(g[-1] - g) K)^T U
 
 The inverse of I + A is made of those of halves of its diagonal (UT transform): with T11 and T22,
@@ -16,7 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ...core.dtypes import Array
-from ._decays import OfChannels, OfTokens, from_here, turned, up_to_here
+from ._decays import (
+    OfChannels,
+    OfTokens,
+    beside,
+    from_here,
+    turned,
+    up_to_here,
+    without_diagonal,
+)
 
 
 class Layout:
@@ -78,27 +87,28 @@ class Layout:
 class Chunk(NamedTuple):
     """What a chunk needs of its own tokens, whatever its state is."""
 
-    q: Array  # (batch, heads, 1, chunk, dim), scaled
-    k: Array
+    rows: Array  # Q, scaled, and K: (batch, heads, 1, 2, chunk, dim)
     v: Array  # (batch, heads, groups, chunk, value_dim)
     beta: Array  # (batch, heads, groups, chunk, 1)
     decays: OfTokens | OfChannels
-    alike: Array  # F K K^T below its diagonal, (batch, heads, groups, chunk, chunk)
+    pairs: Array  # F Q K^T, and C: (batch, heads, groups, 2, chunk, chunk)
     inverse: Array  # of I + A
 
-    def scores(self) -> Array:
-        """Return F Q K^T."""
-        return self.decays.pairs(self.q, self.k)
+    @property
+    def k(self) -> Array:
+        """Return keys."""
+        return self.rows[..., 1, :, :]
 
-    def read(self, rows: Array, state: Array) -> Array:
-        """Return what rows of queries or keys read of the state before the chunk."""
-        product: Array = (self.decays.into * rows) @ state
-        return product
+    def errors(self, state: Array) -> Array:
+        """Return W."""
+        read = (self.decays.into * self.k) @ state
+        return self.inverse @ np.subtract(self.v, read, out=read)
 
-    def solve(self, state: Array) -> tuple[Array, Array]:
-        """Return V - exp(g) K S, and U."""
-        rest = self.v - self.read(self.k, state)
-        return rest, self.inverse @ (self.beta * rest)
+    def out(self, state: Array, u: Array) -> Array:
+        """Return what queries read of the state before the chunk and of what it writes."""
+        result: Array = self.pairs[..., 0, :, :] @ u
+        result += (self.decays.into * self.rows[..., 0, :, :]) @ state
+        return result
 
     def end(self, state: Array, u: Array) -> Array:
         """Return the state after the chunk."""
@@ -106,38 +116,35 @@ class Chunk(NamedTuple):
         after += self.decays.whole * state
         return after
 
-    def gradients(
-        self, state: Array, rest: Array, u: Array, do: Array, dend: Array
-    ) -> tuple[Array, ...]:
-        """Return those of q, scaled, k, v, decay, beta and of the state before the chunk.
-
-        ``rest`` and ``u`` are what ``solve`` returned.
-        """
-        decays, p = self.decays, self.scores()
-        du = turned(p) @ do
+    def gradients(self, state: Array, w: Array, do: Array, dend: Array) -> tuple[Array, ...]:
+        """Return those of q, scaled, k, v, decay, beta and of the state before the chunk."""
+        decays, u = self.decays, self.beta * w
+        given = np.stack([do, do], axis=3)  # to what queries and keys read of the state and of U
+        do = given[..., 0, :, :]
+        du = turned(self.pairs[..., 0, :, :]) @ do
         du += (decays.onward * self.k) @ dend
-        db = turned(self.inverse) @ du
-        dv = self.beta * db
-        da, dp = np.tril(-(db @ turned(u)), -1), np.tril(do @ turned(u))
-        dbeta = (db * rest).sum(axis=-1)
-        dbeta += (da * self.alike).sum(axis=-1)
-        from_q = decays.into * (do @ turned(state))
-        from_k = -decays.into * (dv @ turned(state))
-        from_end = decays.onward * (u @ turned(dend))
+        dv = turned(self.inverse) @ (self.beta * du)
+        np.negative(dv, out=given[..., 1, :, :])  # what keys read is subtracted
+        dpairs = (beside(given) @ turned(w)).reshape(self.pairs.shape)
+        dbeta = np.einsum("bhgiv,bhgiv->bhgi", du, w)
+        dbeta += np.einsum("bhgij,bhgij->bhgj", dpairs[..., 1, :, :], self.pairs[..., 1, :, :])
+        dpairs *= turned(self.beta)[..., None, :, :]
+        drows, dk, ddecay = decays.gradients(self.rows, dpairs, self.pairs)
+        into = decays.into[..., None, :, :]
+        from_state = (beside(given) @ turned(state)).reshape(*given.shape[:-1], -1)
+        from_state *= into
+        from_end = u @ turned(dend)
+        from_end *= decays.onward
         dstate = decays.whole * dend
-        dq, dk, ddecay = decays.gradients(self.q, self.k, dp, self.beta * da, p, self.alike)
-        dq += from_q
-        dk += from_k + from_end
         # exp(decay[t]) is a factor of all that passes from before t to t or later: no terms cancel
-        ddecay += from_here(decays.total(self.q * from_q + self.k * from_k))
-        ddecay += up_to_here(decays.total(self.k * from_end))
-        ddecay += decays.total(turned((state * dstate).sum(axis=-1, keepdims=True)))
-        dstate += turned(decays.into * self.q) @ do
-        dstate -= turned(decays.into * self.k) @ dv
-        return (
-            *(dq.sum(axis=2, keepdims=True), dk.sum(axis=2, keepdims=True)),
-            *(dv, ddecay, dbeta, dstate),
-        )
+        ddecay += from_here(decays.total(self.rows, from_state).sum(axis=3))
+        ddecay += up_to_here(decays.total(self.k, from_end))
+        ddecay += decays.total(turned(state), turned(dstate)).sum(axis=-2, keepdims=True)
+        dstate += turned(beside(into * self.rows)) @ beside(given)
+        drows += from_state.sum(axis=2, keepdims=True)
+        dk += from_end.sum(axis=2, keepdims=True)
+        dk += drows[..., 1, :, :]
+        return drows[..., 0, :, :], dk, dv, ddecay, dbeta[..., None], dstate
 
 
 class Chunks:
@@ -158,28 +165,30 @@ class Chunks:
         self.layout = Layout(batch, tokens, offsets, chunk)
         self.heads, self.scale = q.shape[2], scale
         self.arrays = [self.layout.lay(a) for a in (q, k, v, decay, beta)]
+        self.views = [self.by_head(array) for array in self.arrays]
+        self.kind: Any = OfTokens if decay.ndim == 3 else OfChannels
 
-    def take(self, number: int, array: Array) -> Array:
-        """Return one chunk of an array, (batch, heads, groups, chunk, ...)."""
-        part = array[:, slice(*self.layout.spans[number])]
-        groups = part.shape[2] // max(self.heads, 1)
-        part = part.reshape(*part.shape[:2], self.heads, groups, *part.shape[3:])
-        return np.moveaxis(part, 1, 3).copy()
+    def by_head(self, array: Array) -> Array:
+        """Return a view of an array of tokens, (batch, heads, groups, tokens, columns)."""
+        batch, tokens, heads, *columns = array.shape
+        shape = batch, tokens, self.heads, heads // max(self.heads, 1), *(columns or [1])
+        return np.moveaxis(array.reshape(shape), 1, 3)
 
-    def give(self, number: int, array: Array, part: Array) -> None:
-        """Write such a chunk, or of one group the sum of all."""
-        to = array[:, slice(*self.layout.spans[number])]
-        to[...] = np.moveaxis(part, 3, 1).reshape(to.shape)
+    def take(self, number: int, view: Array, heads: slice) -> Array:
+        """Return a view of some heads of one chunk, (batch, heads, groups, chunk, ...)."""
+        return view[:, heads, :, slice(*self.layout.spans[number])]
 
-    def at(self, number: int) -> Chunk:
-        """Return one chunk."""
-        q, k, v, decay, beta = (self.take(number, array) for array in self.arrays)
-        q *= self.scale
-        beta = beta[..., None]
-        kind: Any = OfTokens if decay.ndim == 4 else OfChannels
-        decays = kind.of(decay[..., None] if kind is OfTokens else decay, q.dtype)
-        alike = np.tril(decays.pairs(k, k), -1)
-        return Chunk(q, k, v, beta, decays, alike, inverse(beta * alike))
+    def at(self, number: int, heads: slice) -> Chunk:
+        """Return some heads of one chunk."""
+        q, k, v, decay, beta = (self.take(number, view, heads) for view in self.views)
+        decay, beta = decay.copy(), beta.copy()  # in order, as is all that is made of them
+        rows = np.stack([q, k], axis=3)
+        rows[..., 0, :, :] *= self.scale
+        decays = self.kind.of(decay, rows.dtype)
+        pairs = decays.pairs(rows)
+        without_diagonal(pairs[..., 1, :, :])
+        below = pairs[..., 1, :, :] * turned(beta)
+        return Chunk(rows, v, beta, decays, pairs, inverse(below))
 
     def begin(self, number: int, initial: Array, state: Array | None) -> Array:
         """Return the state before a chunk, from that after the one before it."""
@@ -205,7 +214,9 @@ def inverse(below: Array) -> Array:
     result = np.zeros_like(a)
     each = np.arange(whole)
     result[..., each, each] = 1
-    half = 1
+    odd = each[1::2]
+    result[..., odd, odd - 1] = -a[..., odd, odd - 1]  # blocks of 2
+    half = 2
     while half < whole:
         pairs = whole // (2 * half)
         each = np.arange(pairs)

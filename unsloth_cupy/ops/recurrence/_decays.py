@@ -29,6 +29,34 @@ def turned(array: Array) -> Array:
     return array.swapaxes(-1, -2)
 
 
+def fading(g: Array, dtype: Any) -> Array:
+    """Return exp(g[i] - g[j]) for j <= i, else 0, of sums of decays (..., chunk, 1)."""
+    row = np.arange(g.shape[-2], like=g)
+    away = (g - turned(g)).astype(dtype)  # rounded after the difference
+    away = np.where(row[:, None] >= row, away, dtype.type(-np.inf))
+    return np.exp(away, out=away)
+
+
+def crossing(squares: Array) -> Array:
+    """Return for each t the sum of all [i, j] with i >= t > j, (batch, heads, groups, chunk, 1)."""
+    row = np.arange(squares.shape[-1], like=squares)
+    here = (row[:, None] >= row).astype(squares.dtype)
+    before = squares @ (1 - here)  # sums over j < t
+    return np.einsum("bhgit,it->bhgt", before, here)[..., None]
+
+
+def beside(stack: Array) -> Array:
+    """Return matrices (..., 2, rows, columns) as one of all rows."""
+    *lead, count, rows, columns = stack.shape
+    return stack.reshape(*lead, count * rows, columns)
+
+
+def without_diagonal(squares: Array) -> None:
+    """Set the diagonals of square matrices to 0."""
+    each = np.arange(squares.shape[-1], like=squares)
+    squares[..., each, each] = 0
+
+
 def from_here(array: Array) -> Array:
     """Return for each row the sum of it and of those after it."""
     return np.cumsum(array[..., ::-1, :], axis=-2)[..., ::-1, :]
@@ -53,30 +81,27 @@ class OfTokens(NamedTuple):
     def of(cls, decay: Array, dtype: Any) -> "OfTokens":
         """Return the factors of decays."""
         g = sums(decay)
-        row = np.arange(g.shape[-2], like=g)
-        away = np.where(row[:, None] >= row, g - turned(g), -np.inf)
-        into = np.exp(g.astype(dtype))
-        onward, fade = (np.exp(each.astype(dtype)) for each in (g[..., -1:, :] - g, away))
-        return cls(into, onward, into[..., -1:, :], fade)
+        into, onward = (np.exp(each.astype(dtype)) for each in (g, g[..., -1:, :] - g))
+        return cls(into, onward, into[..., -1:, :], fading(g, dtype))
 
-    def pairs(self, left: Array, k: Array) -> Array:
-        """Return F left k^T, which has no values above its diagonal."""
-        product: Array = self.fade * (left @ turned(k))
-        return product
+    def pairs(self, rows: Array) -> Array:
+        """Return F Q K^T and F K K^T, which have no values above their diagonals."""
+        product = beside(rows) @ turned(rows[..., 1, :, :])
+        product = product.reshape(*rows.shape[:-1], rows.shape[-2])
+        return product * self.fade[..., None, :, :]
 
-    def total(self, of_channels: Array) -> Array:
-        """Return what decays of tokens get of a gradient of each channel."""
-        return of_channels.sum(axis=-1, keepdims=True)
+    def total(self, a: Array, b: Array) -> Array:
+        """Return what decays of tokens get of a gradient of each channel, a * b."""
+        axes = "bhgnic"[: a.ndim]  # CuPy has no vecdot
+        return np.einsum(f"{axes},{axes}->{axes[:-1]}", a, b)[..., None]
 
-    def gradients(
-        self, q: Array, k: Array, dp: Array, dc: Array, p: Array, c: Array
-    ) -> tuple[Array, Array, Array]:
-        """Return those of q, k and decay from dp and dc, of p = pairs(q, k) and c = pairs(k, k)."""
-        passing = np.cumsum(dp * p + dc * c, axis=-1)
-        across = np.zeros_like(self.into)
-        across[..., 1:, 0] = np.tril(passing, -1).sum(axis=-2)[..., :-1]
-        dp, dc = dp * self.fade, dc * self.fade
-        return dp @ k, turned(dp) @ q + (dc + turned(dc)) @ k, across
+    def gradients(self, rows: Array, dpairs: Array, pairs: Array) -> tuple[Array, Array, Array]:
+        """Return those of rows, of keys and of decay from dpairs, of ``pairs``."""
+        across = crossing((dpairs * pairs).sum(axis=3))
+        own = (dpairs * self.fade[..., None, :, :]).sum(axis=2, keepdims=True)
+        without_diagonal(own[..., 1, :, :])
+        drows = (beside(own) @ rows[..., 1, :, :]).reshape(rows.shape)
+        return drows, turned(beside(own)) @ beside(rows), across
 
 
 class OfChannels(NamedTuple):
@@ -94,57 +119,60 @@ class OfChannels(NamedTuple):
         into, onward = (np.exp(each.astype(dtype)) for each in (g, g[..., -1:, :] - g))
         return cls(into, onward, turned(into[..., -1:, :]), g)
 
-    def pairs(self, left: Array, k: Array) -> Array:
-        """Return the sums over channels of left[i] k[j] exp(g[i] - g[j]), for j <= i."""
+    def pairs(self, rows: Array) -> Array:
+        """Return the sums over channels of rows[i] k[j] exp(g[i] - g[j]), for j <= i."""
         size = self.g.shape[-2]
         whole = _whole(size)
-        result = np.zeros((*self.g.shape[:-2], whole, whole), k.dtype, like=k)
-        each = np.arange(size, like=k)
-        result[..., each, each] = (left * k).sum(axis=-1)
-        left, k = _padded(left, whole), _padded(k, whole)
+        k = rows[..., 1:, :, :]
+        shape = *self.g.shape[:-2], 2, whole, whole
+        result = np.zeros_like(rows, shape=shape)
+        each = np.arange(size, like=rows)
+        result[..., each, each] = (rows * k).sum(axis=-1)
+        rows, k = _padded(rows, whole), _padded(k, whole)
         for half, upper, lower in self._levels(k.dtype):
-            rows, columns = _halves(left, half)[1] * upper, _halves(k, half)[0] * lower
+            late, early = _halves(rows, half)[1] * upper, _halves(k, half)[0] * lower
             view, key = _blocks(result, half)
-            view[key] = np.moveaxis(rows @ turned(columns), -3, 0)
+            view[key] = np.moveaxis(late @ turned(early), -3, 0)
         return result[..., :size, :size]
 
-    def total(self, of_channels: Array) -> Array:
-        """Return the gradient of each channel as it is."""
-        return of_channels
+    def total(self, a: Array, b: Array) -> Array:
+        """Return the gradient of each channel, a * b, as it is."""
+        return a * b
 
-    def gradients(
-        self, q: Array, k: Array, dp: Array, dc: Array, p: Array, c: Array
-    ) -> tuple[Array, Array, Array]:
-        """Return those of q, k and decay from dp and dc, of p = pairs(q, k) and c = pairs(k, k)."""
+    def gradients(self, rows: Array, dpairs: Array, pairs: Array) -> tuple[Array, Array, Array]:
+        """Return those of rows, of keys and of decay from dpairs, of ``pairs``."""
         size = self.g.shape[-2]
         whole = _whole(size)
-        each = np.arange(size, like=k)
-        alone = dp[..., each, each][..., None]  # of a query and its own key
-        dq, dk = _padded(alone * k, whole), _padded(alone * q, whole)
-        q, k = _padded(q, whole), _padded(k, whole)
-        dp, dc = (_padded(turned(_padded(turned(each), whole)), whole) for each in (dp, dc))
-        ddecay = np.zeros_like(dq)
+        each = np.arange(size, like=rows)
+        alone = dpairs[..., 0, each, each][..., None]  # of a query and its own key
+        q, k = rows[..., 0, :, :], rows[..., 1, :, :]
+        dk = _padded(alone * q, whole)
+        ddecay = np.zeros_like(dk)
+        drows = np.zeros_like(dk, shape=(*dk.shape[:3], 2, *dk.shape[3:]))
+        drows[..., 0, :size, :] = alone * k
+        rows, k = _padded(rows, whole), _padded(k, whole)
+        dpairs = _padded(turned(_padded(turned(dpairs), whole)), whole)
         for half, upper, lower in self._levels(k.dtype):
-            (_, late_q), (early_k, late_k) = _halves(q, half), _halves(k, half)
-            own_p, own_c = _taken(dp, half), _taken(dc, half)
-            of_q, of_k = (upper * (each @ (lower * early_k)) for each in (own_p, own_c))
-            early = turned(own_p) @ (upper * late_q) + turned(own_c) @ (upper * late_k)
-            early *= lower
-            _halves(dq, half)[1][...] += of_q
-            for to, part in zip(_halves(dk, half), (early, of_k), strict=True):
-                to[...] += part
+            late, (early_k, _) = _halves(rows, half)[1], _halves(k, half)
+            own = _taken(dpairs, half)
+            of_late = upper * (own @ (lower * early_k[:, :, :, None]))
+            early = (turned(own) @ (upper * late)).sum(axis=3) * lower[:, :, :, 0]
+            _halves(drows, half)[1][...] += of_late
+            _halves(dk, half)[0][...] += early
             # decay[t] is a factor of all that passes from before t to t or later: no terms cancel
             to_early, to_late = _halves(ddecay, half)
-            to_late += from_here(late_q * of_q + late_k * of_k)
+            to_late += from_here((late * of_late).sum(axis=3))
             to_early += up_to_here(early_k * early)
-        return dq[..., :size, :], dk[..., :size, :], ddecay[..., :size, :]
+        dk, ddecay = dk[..., :size, :], ddecay[..., :size, :]
+        drows = drows[..., :size, :].sum(axis=2, keepdims=True)
+        return drows, dk.sum(axis=2, keepdims=True), ddecay
 
     def _levels(self, dtype: Any) -> Iterator[tuple[int, Array, Array]]:
         """Yield the lengths of halves, and exp(g[i] - g[m]) and exp(g[m] - g[j]) of these."""
         size = self.g.shape[-2]
         whole = _whole(size)
-        last = self.g[..., -1:, :]
-        g = np.concatenate([self.g, *[last] * (whole - size)], axis=-2)
+        g = self.g[..., None, :, :]  # of queries and keys alike
+        g = np.concatenate([g, *[g[..., -1:, :]] * (whole - size)], axis=-2)
         half = whole // 2
         while half:
             lower, upper = _halves(g, half)

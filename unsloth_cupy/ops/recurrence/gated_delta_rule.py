@@ -13,6 +13,7 @@ Transformers with the Delta Rule over Sequence Length, 2024; Kimi Team, Kimi Lin
 
 import functools
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from ._texts import check_texts, count_of, ends, offsets_of
 
 CHUNK, THREADS, COLUMNS, SLAB = 64, 256, 32, 32  # as in common/delta.cuh
 PIECES = 26368, 46848  # bytes of a chunk and value head in common/delta_mma.cuh; for backward
+KEPT = 2**25  # bytes of chunks that backward in NumPy keeps
 WIDEST = 128  # columns of q and k: a chunk of them, and of a state, is in shared memory
 
 
@@ -114,15 +116,14 @@ def gated_delta_rule(
     """
     chunks = _chunks("gated_delta_rule", q, k, v, decay, beta, offsets, chunk, scale)
     begin, layout, state = _begin(q, k, v, initial, offsets), chunks.layout, None
-    final = begin.copy()
+    final, every = begin.copy(), slice(None)
     out = np.empty_like(chunks.arrays[2])
+    to = chunks.by_head(out)
     for number in range(len(layout.spans)):
         state = chunks.begin(number, begin, state)
-        own = chunks.at(number)
-        _, u = own.solve(state)
-        part = own.scores() @ u
-        part += own.read(own.q, state)
-        chunks.give(number, out, part)
+        own = chunks.at(number, every)
+        u = own.beta * own.errors(state)
+        chunks.take(number, to, every)[...] = own.out(state, u)
         state = own.end(state, u)
         final[layout.text[number]] = state
     return layout.back(out), final.reshape(len(begin), v.shape[2], q.shape[3], v.shape[3])
@@ -185,27 +186,29 @@ def gated_delta_rule_backward(
     call = "gated_delta_rule_backward"
     chunks = _chunks(call, q, k, v, decay, beta, offsets, chunk, scale)
     begin, layout = _begin(q, k, v, initial, offsets), chunks.layout
-    kept: list[Any] = []
-    state = None
-    count = len(layout.spans)
-    for number in range(count):
-        state, own = chunks.begin(number, begin, state), chunks.at(number)
-        solved = own.solve(state)
-        kept.append((own, state, *solved))
-        state = own.end(state, solved[1])
     ends_of = np.zeros_like(begin) if dfinal is None else dfinal.reshape(begin.shape)
     dinitial = ends_of.copy()
-    douts = layout.lay(dout)
+    douts = chunks.by_head(layout.lay(dout))
     results = [np.empty_like(array) for array in chunks.arrays]
-    dstate = np.zeros_like(begin[:1])
-    for number in reversed(range(count)):
-        dstate = chosen(layout.last[number], ends_of[layout.text[number]], dstate)
-        (own, *before), do = kept.pop(), chunks.take(number, douts)
-        *gradients, dstate = own.gradients(*before, do, dstate)
-        gradients[0] *= chunks.scale
-        for array, part in zip(results, gradients, strict=True):
-            chunks.give(number, array, part)
-        dinitial[layout.text[number]] = dstate
+    views = [chunks.by_head(array) for array in results]
+    count = len(layout.spans)
+    for heads in _some_heads(q, v, chunk):
+        kept: list[Any] = []
+        state = None
+        for number in range(count):
+            state, own = chunks.begin(number, begin[:, heads], state), chunks.at(number, heads)
+            kept.append((own, state, w := own.errors(state)))
+            state = own.end(state, own.beta * w)
+        dstate = np.zeros_like(begin[:1, heads])
+        for number in reversed(range(count)):
+            text = layout.text[number]
+            dstate = chosen(layout.last[number], ends_of[text, heads], dstate)
+            (own, *before), do = kept.pop(), chunks.take(number, douts, heads)
+            *gradients, dstate = own.gradients(*before, do, dstate)
+            gradients[0] *= chunks.scale
+            for view, part in zip(views, gradients, strict=True):
+                chunks.take(number, view, heads)[...] = part
+            dinitial[text, heads] = dstate
     dq, dk, dv, ddecay, dbeta = (layout.back(array) for array in results)
     shape = len(begin), v.shape[2], q.shape[3], v.shape[3]
     return dq, dk, dv, ddecay, dbeta, None if initial is None else dinitial.reshape(shape)
@@ -333,6 +336,16 @@ def _begin(q: Array, k: Array, v: Array, initial: Array | None, offsets: Array |
     if initial is not None:
         return initial.reshape(shape)
     return np.zeros(shape, np.promote_types(q.dtype, FLOAT32), like=q)
+
+
+def _some_heads(q: Array, v: Array, chunk: int) -> Iterator[slice]:
+    """Yield the heads of keys that backward computes together: it keeps about KEPT bytes."""
+    (batch, tokens, heads, dim), (value_heads, value_dim) = q.shape, v.shape[2:]
+    of_value = value_dim * (1 + dim // chunk) + 4 * chunk  # errors, states and squares, by token
+    kept = q.itemsize * batch * tokens * (2 * dim + value_heads // max(heads, 1) * of_value)
+    step = max(1, KEPT // max(1, kept))
+    for first in range(0, heads, step):
+        yield slice(first, first + step)
 
 
 # ---- launches ------------------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from ..common.columns import column_sums
 from ..common.no_kernel import no_kernel
 from ..common.strides import with_head_strides
 from ._chunks import Layout, chosen
-from ._decays import LEAST, turned
+from ._decays import LEAST, crossing, fading, turned
 from ._texts import check_texts, count_of, ends, offsets_of
 
 CHUNK, THREADS, COLUMNS = 64, 256, 32  # as in common/delta.cuh
@@ -329,11 +329,11 @@ class _Chunk(NamedTuple):
         from_end = self.onward * (self.u @ turned(dend))
         dstate = self.whole * dend
         # exp(decay[t]) is a factor of all that passes from before t to t or later: no terms cancel
-        across = np.tril(np.cumsum(dp * p, axis=-1), -1).sum(axis=-2)
         ddecay = np.cumsum((self.c * from_c).sum(axis=-1)[..., ::-1], axis=-1)[..., ::-1]
         ddecay = ddecay + (state * dstate).sum(axis=(-1, -2))[..., None]
         before = np.cumsum((self.b * from_end).sum(axis=-1), axis=-1)
-        ddecay[..., 1:] += across[..., :-1] + before[..., :-1]
+        ddecay[..., 1:] += before[..., :-1]
+        ddecay += crossing(dp * p)[..., 0]
         dstate += turned(self.into * self.c) @ dy
         pairs = dp * self.fade
         dc, db = from_c + pairs @ self.b, from_end + turned(pairs) @ self.c
@@ -392,9 +392,7 @@ class _Chunks:
         """Return one chunk."""
         x, rate, decay, b, c = (self.take(number, array) for array in self.arrays)
         g = np.cumsum(np.maximum(decay, LEAST), axis=-1, dtype=np.float64)  # differences cancel
-        row = np.arange(g.shape[-1], like=x)
-        away = np.where(row[:, None] >= row, g[..., :, None] - g[..., None, :], -np.inf)
-        fade = np.exp(away.astype(x.dtype))
+        fade = fading(g[..., None], x.dtype)
         onward = np.exp((g[..., -1:] - g).astype(x.dtype))[..., None]
         into = np.exp(g.astype(x.dtype))[..., None]
         return _Chunk(x, rate[..., None], b, c, into, onward, into[..., -1:, :], fade)

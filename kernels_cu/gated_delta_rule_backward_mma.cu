@@ -345,12 +345,12 @@ delta_chunk_gradients_mma(const T *__restrict__ dout, const T *__restrict__ q,
         set(factors, decay, beta, first, count, value_head, s);
         copy(0);
         cp_async_commit();
-        int step = 0;
+        cp_async_wait<0>();
         float read[2];  // of dB and exp(g) K S
         {
             float of_query[COUNT][4] = {}, of_key[COUNT][4] = {};
 #pragma unroll 1
-            do {
+            for (int step = 0; step < slabs; step++) {
                 cp_async_wait<0>();
                 __syncthreads();
                 copy(step + 1);
@@ -366,7 +366,7 @@ delta_chunk_gradients_mma(const T *__restrict__ dout, const T *__restrict__ q,
                     add_parts(of_query, n, of_dout, right);
                     add_parts(of_key, n, of_b, right);
                 }
-            } while (++step < slabs);
+            }
             float by_query[2], by_key[2];
             along(by_query, of_query, queries);
             along(by_key, of_key, keys);
@@ -387,7 +387,7 @@ delta_chunk_gradients_mma(const T *__restrict__ dout, const T *__restrict__ q,
         {
             float part[COUNT][4] = {};
 #pragma unroll 1
-            do {
+            for (int step = slabs; step < 2 * slabs; step++) {
                 cp_async_wait<0>();
                 __syncthreads();
                 if (step + 1 < 2 * slabs) copy(step + 1);
@@ -439,7 +439,7 @@ delta_chunk_gradients_mma(const T *__restrict__ dout, const T *__restrict__ q,
                         passing = fmaf(high_of(a) + high_of(b), high_of(c) + high_of(d), passing);
                     }
                 }
-            } while (++step < 2 * slabs);
+            }
             float sum[2];
             along(sum, part, keys);
 #pragma unroll

@@ -361,20 +361,20 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def check_room(path: Path, needed: int, what: str) -> None:
+def check_room(call: str, path: Path, needed: int, what: str) -> None:
     """Raise unless the disk of a path has room for ``needed`` bytes.
 
     Raises
     ------
     ConfigError
-        It has less; the message says how much it has.
+        It has less; the message names the call, and how much there is.
     """
     existing = next(place for place in (path, *path.absolute().parents) if place.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise ConfigError(
-            f"{path}: {what} takes {needed / 2**20:,.0f} MiB, and its disk has {free / 2**20:,.0f}"
-            " MiB left; make room, or name a folder on another disk"
+            f"{call}: {what} takes {needed / 2**20:,.0f} MiB, and the disk of {path} has"
+            f" {free / 2**20:,.0f} MiB left; make room, or name a folder on another disk"
         )
 
 

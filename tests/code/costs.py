@@ -3,7 +3,8 @@
     python -m tests.code.costs --write "why it changed" [OP ...]    rewrites all lines, or some ops'
     python -m tests.code.costs --new    adds lines of new ops, and of new kernels to ``[kernels]``
 
-There is one line for each op with a kernel, called with bfloat16 arrays of some hundreds of rows:
+There is one line for each op that launches a kernel, called with bfloat16 arrays of hundreds of
+rows:
 
     80, 90    launches, allocations and bytes allocated, by architecture
     opcodes   Python bytecode instructions that the library runs in a replayed call: an upper bound,
@@ -48,6 +49,12 @@ SCALE = Scale(tokens=256, hidden=512, inner=1024, vocab=2048, heads=8, kv_heads=
 TINY = Scale(tokens=32, hidden=128, inner=256, vocab=512, heads=4, kv_heads=2, dim=64)
 SLACK = 0.02
 REPLAYED = 5  # the fifth call is counted; the second is recorded, later ones are replayed
+# Gradients of outputs, each optional, without which a backward op has nothing to read.
+NEEDED = {
+    "linear_log_probs_backward": ("dlog_probs",),
+    "lora_down_backward": ("dlow",),
+    "lora_group_backward": ("dy", "dy2"),
+}
 HEAD = """\
 # The costs of a call of every op: launches, allocations and bytes, by architecture; Python opcodes;
 # sectors and passes; instructions of hot loops.  Written by python -m tests.code.costs --write WHY.
@@ -56,13 +63,20 @@ Lines = dict[str, dict[str, Any]]  # op, name of the cost: numbers
 
 
 def with_kernels() -> list[str]:
-    """Return the ops that have a kernel."""
-    return sorted(name for name, op in OPS.items() if op.launch is not None)
+    """Return the ops that launch a kernel: their own, or those of LoRA beside products."""
+    return sorted(
+        name
+        for name, op in OPS.items()
+        if op.launch is not None or (op.facts.get("products") and planned(name, "90")[0])
+    )
 
 
 def drawn(name: str, scale: Scale = SCALE) -> Call:
     """Return a random call of an op in bfloat16; a cast's dy has the dtype that the op casts to."""
     call = draw(OPS[name], scale)
+    if name in NEEDED:
+        whole = draw(OPS[name], scale, optional=True).arrays
+        call = call._replace(arrays=call.arrays | {n: whole[n] for n in NEEDED[name]})
     if not name.startswith("cast_"):
         return call.cast(BFLOAT16)
     kind = DTYPES[name.removeprefix("cast_to_").removesuffix("_backward")]

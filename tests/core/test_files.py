@@ -368,9 +368,11 @@ def test_a_folder_that_cannot_be_written_says_how_its_moves_end(
 
 def test_room_is_asked_of_the_disk_that_will_hold_the_path(tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
-    files.check_room(tmp_path / "a" / "b", 1, "a run")
-    with pytest.raises(ConfigError, match=r"b: a run takes [\d,]+ MiB, and its disk has "):
-        files.check_room(tmp_path / "a" / "b", 2 * free, "a run")
+    files.check_room("merge", tmp_path / "a" / "b", 1, "a run")
+    with pytest.raises(
+        ConfigError, match=r"^merge: a run takes [\d,]+ MiB, and the disk of .*b has "
+    ):
+        files.check_room("merge", tmp_path / "a" / "b", 2 * free, "a run")
 
 
 def test_json_is_read_with_and_without_the_mark_of_utf_8(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from unsloth_cupy.core import target as core_target
 from unsloth_cupy.core.arrays import contiguous, empty
 from unsloth_cupy.core.gpu import CupyTarget
 from unsloth_cupy.core.op import OPS, Op, op
+from unsloth_cupy.core.stand_in import representative_steps
 from unsloth_cupy.ops.common import counters
 from unsloth_cupy.ops.common.strides import spanned
 from unsloth_cupy.ops.losses.cross_entropy import cross_entropy_forward
@@ -84,6 +85,8 @@ def made(monkeypatch: pytest.MonkeyPatch) -> Any:
             return NotImplemented
         if parts == 5:
             x = x * 1
+        if parts == 8:
+            shift = float(len(x))
         if parts == 6:
             shift = np.full((), len(calls))
         y = empty(x.shape, x.dtype, like=x)
@@ -190,6 +193,13 @@ def test_a_kernel_that_walks_gaps_is_recorded(made: Any) -> None:
     assert calls == [7, 7]
 
 
+def test_a_launch_may_ask_for_a_length(made: Any) -> None:
+    halved, _, calls = made
+    for length in (2, 3, 2, 3, 2, 3, 2):
+        assert halved(np.zeros(length, np.float32), parts=8).tolist() == [length] * length
+    assert calls == [8] * 4, "once to run, once to be recorded, for each length"
+
+
 @pytest.mark.parametrize(
     "asks",
     [
@@ -207,6 +217,7 @@ def test_a_kernel_that_walks_gaps_is_recorded(made: Any) -> None:
         float,
         lambda x: getattr(x, "get", None),
         lambda x: contiguous(x[::2]),
+        lambda x: representative_steps(x, range(4)),
     ],
 )
 def test_a_recorded_array_says_how_it_lies_and_no_more(asks: Callable[[Any], Any]) -> None:

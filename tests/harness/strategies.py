@@ -72,6 +72,8 @@ def _sizes(draw: Draw, op: Op) -> Sizes:
         sizes["length"] = sizes["tokens"] + draw(st.integers(0, 3))
         sizes["half"] = draw(st.integers(0, sizes["dim"] // 2))
     BETWEEN.get(op.__name__, lambda draw, sizes: None)(draw, sizes)
+    if "count" in op.options and sizes.get("rows") == 0:
+        sizes["count"] = 3  # without it, no rows have no mean
     return sizes
 
 
@@ -495,6 +497,11 @@ def _key(draw: Draw, sizes: Sizes, arrays: Any) -> Any:
     return draw(st.sampled_from([*every, -1] if arrays["x"].shape[0] else every))
 
 
+def _preference(draw: Draw, sizes: Sizes, arrays: Any) -> Any:
+    alone = ("orpo",) * (arrays["reference"] is None)
+    return draw(st.sampled_from(("sigmoid", "ipo", "simpo", "robust", "bco_pair", *alone)))
+
+
 def _first(axis: str) -> Callable[..., Any]:
     return lambda draw, sizes, arrays: draw(st.integers(0, sizes[axis]))
 
@@ -566,7 +573,7 @@ OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
         ("nf4_dequantize_.kind", "nf4_product_.kind", "nf4_quantize_forward.kind"),
         _some("nf4", "fp4"),
     ),
-    "preference_forward.kind": _some("sigmoid", "ipo", "simpo", "robust", "bco_pair", "orpo"),
+    "preference_forward.kind": _preference,
     "policy_forward.kind": _some("grpo", "dapo", "luspo", "sapo"),
     "advantages_forward.kind": _some("grpo", "gdpo", "rloo"),
     "advantages_forward.scale": _some("group", "batch", "none"),
@@ -594,6 +601,7 @@ FOLLOW = {
     "block",
     "column",
     "columns",
+    "count",
     "group",
     "row",
     "start",

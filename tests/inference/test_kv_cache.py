@@ -32,8 +32,10 @@ def test_overflow_loses_nothing():
     cache = KVCache(1, 2, 4, 3, 4, dtype="float32")
     drawn = draw(3)
     cache.append(0, *drawn)
-    with pytest.raises(RangeError, match="capacity=5"):
+    with pytest.raises(RangeError, match=r"^KVCache\.append: 2 tokens do not fit: .*capacity=5"):
         cache.append(0, *draw(2))
+    with pytest.raises(RangeError, match=r"^KVCache\.check_room: 2 tokens do not fit"):
+        cache.check_room(2)
     k, v = cache.append(0, *drawn[:, :, :1])
     np.testing.assert_array_equal(k, np.concatenate([drawn[0], drawn[0, :, :1]], axis=1))
     np.testing.assert_array_equal(v, np.concatenate([drawn[1], drawn[1, :, :1]], axis=1))

@@ -62,6 +62,9 @@ def test_gradients_are_those_of_the_backward_op(op, optional):
     for name, expected in judge.items():
         assert grads[name].dtype == expected.dtype
         np.testing.assert_allclose(grads[name], expected, rtol=1e-5, atol=1e-5)
+    if "residual" in judge:  # which shares its gradient with x
+        grad = jax.grad(lambda one: weighed(held | some | {"residual": one}))(some["residual"])
+        np.testing.assert_allclose(grad, judge["residual"], rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

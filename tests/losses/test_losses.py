@@ -207,7 +207,7 @@ class TestPreference(Parity):
                  **OF_PREFERENCE | {"divergence": name, "ld_alpha": 0.3, "count": 2.5})
             for name in preferences.DIVERGENCES
         ),
-        Case("no pairs", rows=0, tokens=5, kind="sigmoid", **OF_PREFERENCE),
+        Case("no pairs", rows=0, tokens=5, kind="sigmoid", **OF_PREFERENCE | {"count": 2.0}),
         Case("no tokens", rows=2, tokens=0, kind="ipo", **OF_PREFERENCE),
     )  # fmt: skip
 
@@ -220,7 +220,7 @@ class TestKto(Parity):
              shift=0.0, count=3.0),
         Case("unpaired", rows=4, tokens=5, kind="apo_zero_unpaired", beta=0.5, shift=0.0,
              count=None),
-        Case("none", rows=0, tokens=5, kind="kto", beta=0.5, shift=0.0, count=None),
+        Case("none", rows=0, tokens=5, kind="kto", beta=0.5, shift=0.0, count=2.0),
     )  # fmt: skip
 
 
@@ -240,7 +240,7 @@ class TestPolicy(Parity):
         *(policy_case(kind, "sequence") for kind in (*policies.CLIPPED, "sapo")),
         Case("of tokens, divergence", given=("old", "reference"), rows=4, tokens=5, kind="grpo",
              **OF_POLICY | {"beta": 0.3, "weighted_kl": True, "cap": 1.25, "count": 7.0}),
-        Case("none", rows=0, tokens=5, kind="dapo", **OF_POLICY),
+        Case("none", rows=0, tokens=5, kind="dapo", **OF_POLICY | {"count": 2.0}),
     )  # fmt: skip
 
 
@@ -257,7 +257,7 @@ class TestNll(Parity):
     cases = (
         Case("mean", rows=3, tokens=5, count=None),
         Case("count", rows=3, tokens=5, count=40.0),
-        Case("none", rows=0, tokens=5, count=None),
+        Case("none", rows=0, tokens=5, count=2.0),
     )
 
 
@@ -266,7 +266,7 @@ class TestReward(Parity):
     cases = (
         Case("pairs", rows=6, center=0.0, count=None),
         Case("margin", given=("margin",), rows=6, pairs=3, center=0.1, count=2.0),
-        Case("none", rows=0, center=0.0, count=None),
+        Case("none", rows=0, center=0.0, count=2.0),
     )
 
 
@@ -275,7 +275,7 @@ class TestContrastive(Parity):
     cases = (
         Case("as many", rows=4, candidates=4, dim=3, scale=2.0, count=None),
         Case("more", rows=4, candidates=7, dim=3, scale=2.0, count=9.0),
-        Case("none", rows=0, candidates=0, dim=3, scale=2.0, count=None),
+        Case("none", rows=0, candidates=0, dim=3, scale=2.0, count=2.0),
     )
 
 
@@ -383,6 +383,11 @@ def test_the_first_step_on_policy_is_the_gradient_of_the_policy() -> None:
     np.testing.assert_allclose(gradient, np.repeat(-gains[:, None] / 6, 3, axis=1))
 
 
+def test_certain_texts_may_be_rounded_above_0() -> None:
+    certain = np.array([[1e-4, 1e-4, 1e-4], [-1.0, -1.0, -1.0]])
+    assert losses.preference(certain, certain > -2, kind="orpo") > 0
+
+
 A = np.full((4, 3), -1.0)
 M = np.ones((4, 3), bool)
 BROKEN = A.copy()
@@ -397,6 +402,10 @@ BROKEN[1, 2] = -np.inf
         (lambda: losses.preference(A, M, alpha=0.5), "divergence=None does not use alpha; leave"),
         (lambda: losses.preference(A, M, kind="apo_zero", divergence="js"), "not use divergence"),
         (lambda: losses.preference(A, M, A, kind="orpo"), "'orpo' does not use reference"),
+        (
+            lambda: losses.preference(-A, M, kind="orpo"),
+            "of row 0 have the mean 1, above 0",
+        ),
         (lambda: losses.preference(A, M, kind="aot", weights=A[0]), "does not use weights"),
         (lambda: losses.preference(A, M, beta=0.0), "beta must be above 0"),
         (lambda: losses.preference(A, M, kind="robust", smoothing=0.5), r"in \[0, 0.5\)"),
@@ -428,6 +437,22 @@ def test_bad_options(call: Any, words: str) -> None:
         call()
 
 
+MEANS = (
+    lambda n, count: losses.nll(A[:n], M[:n], count=count),
+    lambda n, count: losses.preference(A[:n], M[:n], count=count),
+    lambda n, count: losses.policy(A[:n], M[:n], A[:n, 0], count=count),
+    lambda n, count: losses.kto(A[:n], M[:n], A[:n], M[:n, 0], count=count),
+    lambda n, count: losses.reward(A[:n, 0], count=count),
+    lambda n, count: losses.contrastive(A[:n], A, count=count),
+)
+
+
+@pytest.mark.parametrize("call", MEANS)
+def test_a_part_of_a_batch_may_have_no_rows(call: Any) -> None:
+    assert call(0, 4) == 0
+    assert call(4, 4) != 0
+
+
 @pytest.mark.parametrize(
     ("call", "words"),
     [
@@ -443,6 +468,7 @@ def test_bad_options(call: Any, words: str) -> None:
         (lambda: losses.reward(A[:, 0], margin=A[:, 0]), "margin has 4 numbers for 2 pairs"),
         (lambda: losses.contrastive(A, A[:3]), "3 documents for 4 queries; pass at least as many"),
         (lambda: losses.wpo_weights(A[:3], A[:3], M[:3]), "3 rows are not pairs"),
+        *((lambda call=call: call(0, None), "no rows have no mean; leave") for call in MEANS),
     ],
 )
 def test_shapes_that_do_not_fit(call: Any, words: str) -> None:

@@ -133,6 +133,25 @@ def test_keys(name: str, keys: dict[str, Any], tmp_path: Path) -> None:
         assert dense["blk.0.ssm_a"].shape[-2:] == (4, 1)
 
 
+def test_granite_of_attention_alone_is_plain_granite(tmp_path: Path) -> None:
+    """With keys of layers that it lacks, as llama.cpp's converter writes them."""
+    own = MIXTURES["granitehybrid that rotates"] | {"layer_types": ["full_attention"] * 3}
+    model, converted = make(tmp_path / "m", own), tmp_path / "n.gguf"
+    models.export_gguf(model, tmp_path / "m.gguf", kind="f32")
+    values, tensors, _ = read(tmp_path / "m.gguf")
+    assert values["general.architecture"] == "granite"
+    assert values["granite.ssm.state_size"] == 16
+    assert not any("shexp" in name or "ssm" in name for name in tensors)
+    copied(tmp_path / "m.gguf", converted, {"granite.expert_shared_feed_forward_length": 40})
+    loaded = models.load(converted)
+    assert loaded.config.model_type == "granite"
+    np.testing.assert_array_equal(loaded.logits(TOKENS), model.logits(TOKENS))
+    make(tmp_path / "u", own | {"position_embedding_type": "nope"})
+    models.export_gguf(tmp_path / "u", tmp_path / "u.gguf")
+    with pytest.raises(ConfigError, match=r"granite\.rope\.scaling\.finetuned is false"):
+        models.load(tmp_path / "u.gguf")
+
+
 def test_rows_of_a_half_rotated_head_are_paired_within_it(tmp_path: Path) -> None:
     """Bamba: of 8 rows of a head 4 rotate; the others stay where they are."""
     model = make(tmp_path / "m", MIXTURES["granitehybrid of bamba"])

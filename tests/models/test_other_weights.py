@@ -140,6 +140,12 @@ def group_of(**weights: Any) -> dict[str, Any]:
 
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": False,
         "damp_percent": 0.1, "true_sequential": True, "lm_head": False}  # fmt: skip
+ROUND = {"data_type": "int", "iters": 200, "lr": 0.005, "low_gpu_mem_usage": True, "act_bits": 16,
+         "autoround_version": "0.12.3", "enable_quanted_input": True, "seqlen": 2048,
+         "super_bits": None}  # fmt: skip
+AUTO = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, **ROUND,
+        "packing_format": "auto_round:auto_gptq", "block_name_to_quantize": "model.layers",
+        "extra_config": {"lm_head": {"bits": 16, "data_type": "fp"}}}  # fmt: skip
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "version": "gemm", "zero_point": True,
        "modules_to_not_convert": None}  # fmt: skip
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "fmt": "e4m3"}
@@ -154,6 +160,9 @@ CASES: dict[str, tuple[dict[str, Any], Callable[..., Made], dict[str, Any]]] = {
     "gptq one group": (GPTQ | {"group_size": -1}, gptq, {"group": -1}),
     "gptq symmetric": (GPTQ | {"sym": True}, gptq, {"sym": True}),
     "gptq by layer": (GPTQ | {"dynamic": {".*": {"bits": 8}}}, gptq, {"bits": 8}),
+    "gptq of AutoRound": (GPTQ | ROUND | {"provider": "auto-round"}, gptq, {"sym": True}),
+    "auto-round": (AUTO, gptq, {}),
+    "auto-round by layer": (AUTO | {"extra_config": {"q": {"bits": 8}}}, gptq, {"bits": 8}),
     "awq": (AWQ, awq, {}),
     "awq older keys": ({"quant_method": "awq", "w_bit": 4, "q_group_size": 32}, awq, {}),
     "fp8 blocks": (FP8 | {"weight_block_size": [32, 48]}, fp8, BLOCK),
@@ -236,7 +245,8 @@ def test_weights_are_dense_as_they_are_read(case: str, tmp_path: Path) -> None:
     for name, array in model.parameters.items():
         assert array.dtype == np.float16
         np.testing.assert_array_equal(array, dense[name], err_msg=name)
-    assert str(CASES[case][0]["quant_method"]) in str(model.origin)
+    method = str(CASES[case][0]["quant_method"]).replace("auto-round", "gptq")
+    assert method in str(model.origin)
     assert "14 " in str(model.origin)
     wide = models.load(tmp_path, dtype="float32")
     assert wide.table.dtype == np.float32
@@ -261,7 +271,7 @@ def mixture(path: Path, label: str, case: str, dense: tuple[str, ...] = (), shar
             continue
         values, state = maker(draw, *array.shape, **options)
         wide[name] = values.astype(np.float16)
-        size += sum(each.nbytes for each in state.values())
+        size += sum(each.nbytes for key, each in state.items() if key != "input_scale")
         stored |= {name.removesuffix("weight") + key: each for key, each in state.items()}
     plain = (path / "config.json").read_text()
     (path / "dense").mkdir()
@@ -443,6 +453,14 @@ def changed(path: Path, **facts: Any) -> None:
             r"down_proj.weight: its scales are 3 along 96 columns",
         ),
         ("gptq 4", {"format": "gptq_v2", "checkpoint_format": "gptq"}, r"format are two formats"),
+        (
+            "auto-round",
+            {"packing_format": "auto_round:exllamav2"},
+            r"packing_format=auto_round:exl",
+        ),
+        ("auto-round", {"packing_format": None}, r"packing_format is missing; it must be auto_r"),
+        ("auto-round", {"act_bits": 8}, r"act_bits=8 is not read; it must be 16 or 32"),
+        ("auto-round", {"super_bits": 6}, r"super_bits=6 is not read"),
         ("awq", {"group_size": 48}, r"its scales are 2 along 64 columns|3 along 96 columns"),
         ("awq", {"backend": "llm-awq"}, r"backend=llm-awq is not read"),
         ("fp8 blocks", {"weight_block_size": [32, 32]}, r"its scales are 2 along 96 columns"),
@@ -522,6 +540,23 @@ def test_a_bias_of_zeros_is_none(tmp_path: Path) -> None:
     bias["model.layers.1.mlp.up_proj.bias"][3] = 1
     write(file, stored_tensors(file) | bias)
     with pytest.raises(ConfigError, match=r"up_proj.bias' is not part of the llama that config"):
+        models.load(tmp_path)
+
+
+def test_scales_of_activations_are_not_read(tmp_path: Path) -> None:
+    """They may also lie beside a weight that is dense, as one that config_groups ignores."""
+    dense = folder(tmp_path, "int8")
+    file, module = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj."
+    stored = {n: a for n, a in stored_tensors(file).items() if not n.startswith(module)}
+    scale = np.float32(0.5).reshape(())
+    stored |= {f"{module}input_scale": scale, "model.layers.0.mlp.up_proj.input_scale": scale}
+    write(file, stored | {f"{module}weight": dense[f"{module}weight"]})
+    for name, array in models.load(tmp_path).parameters.items():
+        np.testing.assert_array_equal(array, dense[name], err_msg=name)
+    write(file, stored)
+    with pytest.raises(
+        ConfigError, match=r"tensor '.*1.mlp.up_proj.weight' is missing in model.sa"
+    ):
         models.load(tmp_path)
 
 

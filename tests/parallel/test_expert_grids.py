@@ -25,7 +25,7 @@ from unsloth_cupy.training.loss_scaler import LossScaler
 from ..models.peers import MIXTURES, SIZES
 from .models import filled, gathered
 from .ranks import close
-from .test_experts import BLOCKS, WHOLE, batch, packed, same_codes
+from .test_experts import WHOLE, batch, drawn, quantized, same_codes
 from .threads import by_threads
 
 AXES = ("tensor", "pipeline")
@@ -34,16 +34,6 @@ NAMES = [
     for name in MIXTURES
     if name not in WHOLE
 ]
-
-
-def drawn(folder: Path, out: Path) -> None:
-    """Save an adapter whose B is not 0."""
-    model = load(folder)
-    model.add_adapter(3, seed=1)
-    rng = np.random.default_rng(2)
-    for array in model.trainable.values():
-        array[...] += 0.1 * rng.standard_normal(array.shape, np.float32)
-    model.save_adapter(out)
 
 
 def same_training(whole: Any, model: Any, ranks: Ranks) -> None:
@@ -128,15 +118,7 @@ def test_grids_cover_all_once() -> None:
 )
 def test_quantized_experts_beside_tensor_ranks(kind: str, tmp_path: Path) -> None:
     """A rank's slices of its experts have the codes of whole stacks; adapters learn on them."""
-    sources: list[tuple[Path, dict[str, Any]]] = [(tmp_path / "dense", {"quantize": kind})]
-    if kind == "mxfp4":
-        packed(tmp_path / "dense")
-        sources[0] = tmp_path / "dense", {}
-    else:
-        filled(SIZES | MIXTURES["mixtral"] | BLOCKS, tmp_path / "dense")
-    if kind in ("nf4", "nf4-double"):
-        load(tmp_path / "dense", quantize=kind).save(tmp_path / "coded")
-        sources.append((tmp_path / "coded", {}))
+    sources = quantized(tmp_path, kind)
     drawn(tmp_path / "dense", tmp_path / "lora")
 
     def work(comm: Any) -> None:

@@ -72,12 +72,7 @@ def test_slices_cover_all_once(name: str) -> None:
 @pytest.mark.parametrize("kind", ["nf4", "nf4-double", "fp4", "int8"])
 def test_slices_of_quantized_experts(kind: str, tmp_path: Path) -> None:
     """They have the codes of whole stacks, read or made; adapters learn on them alike."""
-    dense = tmp_path / "dense"
-    filled(SIZES | MIXTURES["mixtral"] | BLOCKS, dense)
-    sources: list[tuple[Path, dict[str, Any]]] = [(dense, {"quantize": kind})]
-    if kind != "int8":  # files have no such stacks
-        load(dense, quantize=kind).save(tmp_path / "coded")
-        sources.append((tmp_path / "coded", {}))
+    dense, sources = tmp_path / "dense", quantized(tmp_path, kind)
 
     def work(comm: Any) -> None:
         for source, how in sources:
@@ -97,6 +92,29 @@ def packed(folder: Path) -> None:
     for name in filter(is_stack, model.parameters):
         model.parameters[name] = mxfp4_quantize(model.parameters[name])
     model.save(folder)
+
+
+def quantized(folder: Path, kind: str | None) -> list[tuple[Path, dict[str, Any]]]:
+    """Save a mixture, dense, and also quantized where files have such stacks; how to load each."""
+    dense, coded = folder / "dense", folder / "coded"
+    if kind == "mxfp4":
+        packed(dense)
+        return [(dense, {})]
+    filled(SIZES | MIXTURES["mixtral"] | BLOCKS, dense)
+    if kind in (None, "int8"):
+        return [(dense, {"quantize": kind})]
+    load(dense, quantize=kind).save(coded)
+    return [(dense, {"quantize": kind}), (coded, {})]
+
+
+def drawn(folder: Path, out: Path) -> None:
+    """Save an adapter whose B is not 0."""
+    model = load(folder)
+    model.add_adapter(3, seed=1)
+    rng = np.random.default_rng(2)
+    for array in model.trainable.values():
+        array[...] += 0.1 * rng.standard_normal(array.shape, np.float32)
+    model.save_adapter(out)
 
 
 def test_slices_of_packed_experts(tmp_path: Path) -> None:
@@ -328,21 +346,8 @@ def test_a_row_goes_once_to_a_rank(tmp_path: Path) -> None:
 @pytest.mark.parametrize("kind", [None, "nf4", "nf4-double", "int8", "mxfp4"])
 def test_adapters_of_experts(kind: str | None, tmp_path: Path) -> None:
     """On dense stacks and on quantized ones, whose codes are those of whole stacks."""
-    sources: list[tuple[Path, dict[str, Any]]] = [(tmp_path / "dense", {"quantize": kind})]
-    if kind == "mxfp4":
-        packed(tmp_path / "dense")
-        sources[0] = tmp_path / "dense", {}
-    else:
-        filled(SIZES | MIXTURES["mixtral"] | BLOCKS, tmp_path / "dense")
-    if kind in ("nf4", "nf4-double"):
-        load(tmp_path / "dense", quantize=kind).save(tmp_path / "coded")
-        sources.append((tmp_path / "coded", {}))
-    drawn = load(tmp_path / "dense")
-    drawn.add_adapter(3, seed=1)
-    rng = np.random.default_rng(2)
-    for array in drawn.trainable.values():
-        array[...] += 0.1 * rng.standard_normal(array.shape, np.float32)
-    drawn.save_adapter(tmp_path / "adapter")
+    sources = quantized(tmp_path, kind)
+    drawn(tmp_path / "dense", tmp_path / "adapter")
 
     def work(comm: Any) -> None:
         for source, how in sources:

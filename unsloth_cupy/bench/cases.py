@@ -92,6 +92,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
         "inputs": scale.hidden,
         **dict.fromkeys(("outputs", "outputs2", "outputs3"), scale.hidden),
         **dict.fromkeys(("rank", "rank2", "rank3"), 16),
+        "ranks": 32,  # of two adapters
         "few": 4,
         **{"one": 1, "state": 128, "bound": 1.0},
         "half": scale.dim // 2,

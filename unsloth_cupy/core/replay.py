@@ -69,7 +69,8 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 class Recorded(StandIn):
     """Stands for an array, and shows only its layout; isinstance finds the class of the array."""
 
-    __array__ = __array_ufunc__ = __array_function__ = __bool__ = __eq__ = _refuse
+    __array__ = __array_ufunc__ = __array_function__ = __bool__ = __eq__ = steps = _refuse
+    __setitem__ = _refuse
     __hash__ = object.__hash__
     __class__ = property(lambda self: type(self.form))
 
@@ -82,6 +83,10 @@ class Recorded(StandIn):
     def empty(self, shape: Any, dtype: Any, new: Any = None) -> Any:
         """Return a new array that ``new`` allocates, as every replay does again."""
         return self.recording.allocate(shape, dtype, new or _allocator(self))
+
+    def __len__(self) -> int:
+        """Return the length of the first axis, which is a part of the layout."""
+        return len(self.form)
 
     T = property(lambda self: self.lying(self.form.T))
     first = property(lambda self: self if self.start is None else self.start)

@@ -4,7 +4,6 @@ They have a layout and allocate further stand-ins.  ``Recorded`` stands for an a
 is recorded for replay; ``Planned`` for an array that was never allocated.
 """
 
-import itertools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +15,7 @@ class StandIn:
     planned = False  # True: there are no elements to compute with
     empty: Callable[..., Any]  # (shape, dtype, new) -> a stand-in; ``new``, if passed, allocates
     spanned: Callable[[int], Any]  # (n): a view of the first n elements, as one axis
+    steps: Callable[[Iterable[Any]], Iterable[Any]]  # those of a loop that are run on it
 
     shape = property(lambda self: self.form.shape)
     dtype = property(lambda self: self.form.dtype)
@@ -33,5 +33,9 @@ def is_planned(array: Any) -> bool:
 
 
 def representative_steps(like: Any, steps: Iterable[Any]) -> Iterable[Any]:
-    """Return the steps of a loop; for a planned array only the first, as all use equal memory."""
-    return itertools.islice(steps, 1) if is_planned(like) else steps
+    """Return the steps of a loop that frees memory in each, as many as a stand-in needs.
+
+    For a planned array that is the first, as all use equal memory; a recorded one refuses, as a
+    replay would hold the memory of all.
+    """
+    return like.steps(steps) if isinstance(like, StandIn) else steps

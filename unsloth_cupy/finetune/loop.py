@@ -167,7 +167,7 @@ class Loop:
         copies = 2 if self.plan.keeps_best else 1
         averages += weights if isinstance(self.optimizer, ScheduleFreeAdamW) else 0  # and points
         needed = parts * ((2 - bool(self.step)) * (weights + averages) + copies * weights)
-        check_room(self.run.folder, needed, "the run, with two checkpoints,")
+        check_room("finetune", self.run.folder, needed, "the run, with two checkpoints,")
         arrays: tuple[Any, ...] = (self.model.parameters, learned, states)
         arrays += tuple(getattr(each, "parameters", {}) for each in self.method.others)
         if self.model.adapter is not None:

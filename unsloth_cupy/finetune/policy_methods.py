@@ -387,14 +387,14 @@ class Policy(Method):
             return loss_of_none(model, batch)
         texts = {name: batch.get(name) for name in ("tokens", "labels", "offsets", "routes")}
         options: dict[str, Any] = {"temperature": self.temperature, "invariant": self.invariant}
-        found = model.log_probs(**texts, **options)
-        rows, mask = gathered(found.log_probs, batch["places"]), batch["said"]
+        fields = model.log_probs(**texts, **options)
+        rows, mask = gathered(fields.log_probs, batch["places"]), batch["said"]
         old, reference, gains = batch["old"], batch.get("reference"), batch["gains"]
         loss = policy(
             rows, mask, gains, old=old, reference=reference, count=batch["count"], **self.loss
         )
         if (sink := batch.get("sink")) is not None:
-            entropy = value_of(found.entropy).sum()
+            entropy = value_of(fields.entropy).sum()
             sink.append(self._sums(value_of(rows), mask, old, reference, gains, entropy))
         return loss
 

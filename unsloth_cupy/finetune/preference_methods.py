@@ -72,12 +72,12 @@ class Preference(Method):
         """Return the loss of pairs."""
         if not batch["places"].size:  # a rank without texts
             return loss_of_none(model, batch)
-        found = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
-        rows, mask, likely = gathered(found.log_probs, batch["places"]), batch["said"], None
+        fields = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
+        rows, mask, likely = gathered(fields.log_probs, batch["places"]), batch["said"], None
         loss = preference(rows, mask, batch.get("reference"), count=batch["count"], **self.given)
         if self.nll:
             count = batch.get("likely_count", 1)
-            likely = nll(found.log_probs, batch["likely"], count=count)
+            likely = nll(fields.log_probs, batch["likely"], count=count)
             loss = loss + likely * self.nll
         if (sink := batch.get("sink")) is not None:
             sink.append(self._sums(value_of(rows), batch, value_of(likely)))
@@ -153,13 +153,13 @@ class Kto(Method):
         """Return the loss of answers."""
         if not batch["places"].size:  # a rank without texts
             return loss_of_none(model, batch)
-        found = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
-        rows, good = gathered(found.log_probs, batch["places"]), batch["desirable"]
-        given = {n: v for n, v in self.given.items() if n in ("kind", "beta")}
-        given |= {"k": batch.get("k", 0.0)} if self.group == 2 else {}
-        given |= {"weights": self._weights(good, rows), "count": batch["count"]}
+        fields = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
+        rows, good = gathered(fields.log_probs, batch["places"]), batch["desirable"]
+        options = {n: v for n, v in self.given.items() if n in ("kind", "beta")}
+        options |= {"k": batch.get("k", 0.0)} if self.group == 2 else {}
+        options |= {"weights": self._weights(good, rows), "count": batch["count"]}
         texts = batch["said"], batch["reference"]
-        loss = kto(rows, *texts, good, **given)
+        loss = kto(rows, *texts, good, **options)
         if (sink := batch.get("sink")) is not None:
             beta = self.given.get("beta", BETA)
             rewards = implicit_rewards(value_of(rows), *texts, beta=beta)

@@ -112,7 +112,7 @@ def teach(
         every: Any = whole(records)
         examples = from_records(every, tokenizer, config, shape, 0, chat).examples[0]
         most, count = min(top_k, config.vocab), len(examples.labels())
-        check_room(folder, count * most * 8, "the predictions")
+        check_room("teach", folder, count * most * 8, "the predictions")
         masses, starts, row = [np.zeros(0)], dict[bytes, int](), 0
         with atomic_path(folder, "teach") as partial, blas_threads(config.hidden):
             partial.mkdir()

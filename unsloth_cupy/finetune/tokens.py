@@ -139,9 +139,8 @@ def _fill(file: BinaryIO, text: Text, tokenizer: Any, kind: np.dtype[Any], diges
     for part in tokenised(tokenizer, pieces()):
         if not checked:
             needed = SPARE * len(part) * kind.itemsize * text.cut / PIECE
-            check_room(
-                Path(file.name), int(needed), f"the file of {named('text')}'s tokens ({CACHE})"
-            )
+            what = f"the file of {named('text')}'s tokens ({CACHE})"
+            check_room("finetune", Path(file.name), int(needed), what)
             checked = True
         data = part.astype(kind).tobytes()
         digest.update(data)

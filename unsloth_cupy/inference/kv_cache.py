@@ -8,7 +8,7 @@ sinks + window if that is less; for int8, dim + 4 instead of dim * itemsize.  Fo
 whose values are the first numbers of the keys: layers * batch * slots * dim * itemsize.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -160,13 +160,14 @@ class KVCache:
             self._check_layer("check_room", layer)
         if not is_integer(new):
             raise RangeError(f"KVCache.check_room: new={new!r}; pass a number of tokens")
-        layers = range(len(self.keys)) if layer is None else [layer]
+        self._check_room("check_room", new, range(len(self.keys)) if layer is None else [layer])
+
+    def _check_room(self, call: str, new: int, layers: Iterable[int]) -> None:
         held = max((self.filled[i] for i in layers if self.windows[i] is None), default=None)
         if held is not None and held + new > self.capacity:
-            raise RangeError(
-                f"KVCache: {new} tokens do not fit: {held} of capacity={self.capacity} are in use;"
-                f" make the cache with capacity={held + new} or call reset()"
-            )
+            problem = f"{new} tokens do not fit: {held} of capacity={self.capacity} are in use"
+            cure = f"make the cache with capacity={held + new} or call reset()"
+            raise RangeError(f"KVCache.{call}: {problem}; {cure}")
 
     @property
     def stored(self) -> list[Array]:
@@ -527,7 +528,7 @@ class KVCache:
         self._check_layer(call, layer)
         kept = self.keys[layer], self.latent
         check_new(f"KVCache.{call}", "batch", self.shape[0], k, v, *kept)
-        self.check_room(k.shape[1], layer)
+        self._check_room(call, k.shape[1], [layer])
 
     def _check_layer(self, call: str, layer: Any) -> None:
         if not is_integer(layer) or layer >= len(self.keys):

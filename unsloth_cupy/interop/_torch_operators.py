@@ -285,7 +285,7 @@ def _by_slice(call: Callable[..., Any]) -> Callable[..., Any]:
         rows = []
         for i in range(info.batch_size):
             slices = [
-                each if dim is None else each.select(dim, i)
+                each.select(dim, i) if isinstance(each, torch.Tensor) and dim is not None else each
                 for each, dim in zip(arguments, dims, strict=True)
             ]
             rows.append(_packed(call(*slices)))

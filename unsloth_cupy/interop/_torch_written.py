@@ -13,7 +13,15 @@ from ..core.dtypes import DIFFERENTIABLE
 from ..core.op import Op
 from ..core.signature import Operand
 from ._torch_operators import Operator
-from ._wiring import SEED, gradient_names, is_gradient, is_weight, may_be_number, needed
+from ._wiring import (
+    SEED,
+    gradient_names,
+    is_gradient,
+    is_weight,
+    may_be_number,
+    needed,
+    operands_of,
+)
 
 COMPUTE = """
 def computed({parameters}):
@@ -257,7 +265,9 @@ def _is_absent(op: Op[..., Any], output: Operand) -> str:
     """Return the condition that an output is None; an empty text for never."""
     conditions = [f"{name} is None" for name in needed(op, output)]
     if "wanted" in op.options and is_gradient(op, output):
-        conditions.append(f"(wanted is not None and {output.name[1:]!r} not in wanted)")
+        names = operands_of(op, output)
+        unwanted = " and ".join(["wanted is not None", *(f"{n!r} not in wanted" for n in names)])
+        conditions.append(f"({unwanted})")
     return " or ".join(conditions)
 
 

@@ -139,6 +139,12 @@ def is_gradient(op: Op[..., Any], output: Operand) -> bool:
     return output.name[0] == "d" and (output.name[1:] in op.names or "wanted" in op.options)
 
 
+def operands_of(op: Op[..., Any], output: Operand) -> list[str]:
+    """Return the operands whose gradient an output is, or shares its array with: x and residual."""
+    sharing = [o.name for o in op.contract.outputs if output.name in o.terms]
+    return [name[1:] for name in (output.name, *sharing)]
+
+
 def shared_outputs(op: Op[..., Any], operands: Container[str]) -> dict[str, str]:
     """Return the outputs that are the same array as an operand or another output, and its name.
 
@@ -173,7 +179,8 @@ def forms(
         # "is None", never "None in (...)": NumPy says that dtype float64 == None
         absent = dtype is None or name in elsewhere
         absent = absent or any(operand not in operands for operand in needed(op, output))
-        absent = absent or (wanted is not None and is_gradient(op, output) and of not in wanted)
+        if wanted is not None and is_gradient(op, output):
+            absent = absent or wanted.isdisjoint(operands_of(op, output))
         like = is_gradient(op, output) and of in operands
         shape: Any = tuple(operands[of].shape) if like else shape_of(output, sizes)
         result[name] = None if absent or shape is None else Form(shape, dtype)

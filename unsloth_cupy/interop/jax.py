@@ -239,8 +239,9 @@ def _outputs(
     )
     results = dict(zip(outputs, called(*arrays.values()), strict=True))
     results = memory.alike(arrays | results, only=results)
-    results |= {name: (operands | results)[of] for name, of in shared_outputs(op, operands).items()}
-    return dict.fromkeys(output_forms) | results
+    results = dict.fromkeys(output_forms) | results
+    shared = shared_outputs(op, operands)
+    return results | {name: (operands | results)[of] for name, of in shared.items()}
 
 
 def _form(fixed: Any) -> Any:

@@ -45,6 +45,13 @@ def check_pairs(call: str, rows: int) -> None:
         )
 
 
+def check_some(call: str, rows: int, count: float | None) -> None:
+    """Raise ShapeError for a mean over no rows; with a count, no rows are a part of a batch."""
+    if not rows and count is None:
+        cure = "leave that batch out, or pass count for a part of one"
+        raise ShapeError(f"{call}: no rows have no mean; {cure}", expected="a row", actual=0)
+
+
 def check_positive(call: str, **options: float) -> None:
     """Raise ConfigError for an option that is not above 0."""
     for name, value in options.items():

@@ -10,7 +10,16 @@ import numpy as np
 from ..core.dtypes import Array
 from ..core.op import op
 from ..errors import ConfigError, ShapeError
-from ._rows import as_mask, check_finite, check_pairs, check_positive, log_sigmoid, masked, sigmoid
+from ._rows import (
+    as_mask,
+    check_finite,
+    check_pairs,
+    check_positive,
+    check_some,
+    log_sigmoid,
+    masked,
+    sigmoid,
+)
 
 
 def nll(log_probs: Array, mask: Array, *, count: float | None = None) -> Array:
@@ -35,7 +44,7 @@ def nll(log_probs: Array, mask: Array, *, count: float | None = None) -> Array:
         count is not above 0; a log-probability that counts is not finite (on a GPU the loss is
         then NaN).
     ShapeError, DTypeError
-        The arrays do not fit each other.
+        The arrays do not fit each other; there are no rows, and no count.
     """
     return nll_forward(log_probs, as_mask("nll", mask), count=count)
 
@@ -58,12 +67,17 @@ def nll_backward(
 
 
 @nll_forward.require
-def _check_count(call: str, count: float | None) -> None:
+def _check_nll(call: str, log_probs: Array, count: float | None) -> None:
+    _check_count(call, len(log_probs), count)
+
+
+nll_backward.require(_check_nll)
+
+
+def _check_count(call: str, rows: int, count: float | None) -> None:
+    check_some(call, rows, count)
     if count is not None:
         check_positive(call, count=count)
-
-
-nll_backward.require(_check_count)
 
 
 def reward(
@@ -94,7 +108,7 @@ def reward(
     ConfigError
         An option is out of its range.
     ShapeError, DTypeError
-        The arrays do not fit each other; the number of rows is odd.
+        The arrays do not fit each other; the number of rows is odd, or 0 without a count.
     """
     return reward_forward(rewards, margin=margin, center=center, count=count)
 
@@ -125,7 +139,7 @@ def _check_reward(
     call: str, rewards: Array, margin: Array | None, center: float, count: float | None
 ) -> None:
     check_pairs(call, len(rewards))
-    _check_count(call, count)
+    _check_count(call, len(rewards), count)
     if center < 0:
         raise ConfigError(f"{call}(center={center}): center must be 0 or more")
     if margin is not None and len(margin) != len(rewards) // 2:
@@ -144,7 +158,7 @@ def _reward(
     half = len(rewards) // 2
     won, lost = rewards[:half], rewards[half:]
     z = won - lost if margin is None else won - lost - margin.astype(rewards.dtype)
-    divisor = max(half, 1) if count is None else count
+    divisor = half if count is None else count
     losses, total = center * (won + lost) ** 2 - log_sigmoid(z), 2 * center * (won + lost)
     slopes = np.concatenate([total - sigmoid(-z), total + sigmoid(-z)]) / divisor
     return np.asarray(losses.sum() / divisor, like=rewards), slopes
@@ -178,7 +192,8 @@ def contrastive(
     ConfigError
         An option is out of its range.
     ShapeError, DTypeError
-        The arrays do not fit each other; there are fewer documents than queries.
+        The arrays do not fit each other; there are fewer documents than queries, or no queries
+        and no count.
     """
     return contrastive_forward(queries, documents, scale=scale, count=count)
 
@@ -215,7 +230,7 @@ def _check_contrastive(
     call: str, queries: Array, documents: Array, scale: float, count: float | None
 ) -> None:
     check_positive(call, scale=scale)
-    _check_count(call, count)
+    _check_count(call, len(queries), count)
     if len(documents) < len(queries):
         problem = (
             f"{call}: {len(documents)} documents for {len(queries)} queries; pass at least as many"
@@ -236,4 +251,4 @@ def _log_softmax(
     if z.size:
         z -= z.max(axis=1, keepdims=True)
         z -= np.log(np.exp(z).sum(axis=1, keepdims=True))
-    return z, max(len(queries), 1) if count is None else count
+    return z, len(queries) if count is None else count

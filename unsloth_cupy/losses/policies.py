@@ -18,6 +18,7 @@ from ._rows import (
     as_mask,
     check_finite,
     check_positive,
+    check_some,
     exp,
     lengths,
     masked,
@@ -115,7 +116,7 @@ def policy(
         An option is out of its range, or the kind does not use it; a log-probability that counts
         is not finite (on a GPU the loss is then NaN).
     ShapeError, DTypeError
-        The arrays do not fit each other.
+        The arrays do not fit each other; there are no rows, and no count.
     """
     call, choice = "policy", f"kind={kind!r}"
     check_choice(call, "kind", kind, KINDS)
@@ -256,6 +257,7 @@ def _check(
 ) -> None:  # fmt: skip
     check_choice(call, "kind", kind, KINDS)
     check_choice(call, "level", level, LEVELS)
+    check_some(call, len(advantages), count)
     for name, value in (("clip[0]", low), ("clip[1]", high), ("beta", beta)):
         if value < 0:
             raise ConfigError(f"{call}({name}={value}): {name} must be 0 or more")

@@ -21,6 +21,7 @@ from ._rows import (
     check_pairs,
     check_positive,
     check_share,
+    check_some,
     exp,
     lengths,
     log_sigmoid,
@@ -32,6 +33,7 @@ from ._rows import (
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 MARGINS = ("sigmoid", "hinge", "ipo", "sigmoid_norm", "simpo", "exo_pair", "robust", "discopop")
 RAW = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")
+ROUNDED = 1e-3  # of a log-probability of 0: logits of hundreds in float32 miss it by less
 SORTED = ("aot", "aot_unpaired")
 KINDS = (*MARGINS, *RAW, *SORTED, "orpo")
 SMOOTHED = {"sigmoid": 0.0, "simpo": 0.0, "exo_pair": 1e-3, "robust": 0.0} | dict.fromkeys(
@@ -119,9 +121,10 @@ def preference(
     ------
     ConfigError
         An option is out of its range, or the kind does not use it; a log-probability that counts
-        is not finite (on a GPU the loss is then NaN).
+        is not finite (on a GPU the loss is then NaN), or the mean of a text is above 0 (orpo; on a
+        GPU it counts as 0).
     ShapeError, DTypeError
-        The arrays do not fit each other; the number of rows is odd.
+        The arrays do not fit each other; the number of rows is odd, or 0 without a count.
     """
     call = "preference"
     check_choice(call, "kind", kind, KINDS)
@@ -226,6 +229,7 @@ def _check(
         raise ConfigError(f"{call}(ld_alpha={ld_alpha}): ld_alpha must be in [0, 1]")
     rows = log_probs.shape[0]
     check_pairs(call, rows)
+    check_some(call, rows, count)
     if weights is not None and len(weights) != rows // 2:
         problem = f"{call}: weights has {len(weights)} numbers for {rows // 2} pairs"
         raise ShapeError(problem, expected=(rows // 2,), actual=weights.shape)
@@ -264,7 +268,7 @@ def _loss_and_slopes(
         slopes = np.concatenate([won, -lost])
     else:
         losses, slopes = _of_pairs(texts - known, n, options)
-    count = max(pairs, 1) if options.count is None else options.count
+    count = pairs if options.count is None else options.count
     factors = np.ones_like(n, shape=(pairs,)) / count
     if weights is not None:
         check_finite("preference", weights=weights)
@@ -280,6 +284,12 @@ def _of_pairs(r: Array, n: Array, options: Options) -> tuple[Array, Array]:
     half = len(r) // 2
     if kind == "orpo":
         m, largest = r / n, -np.finfo(FLOAT32).eps
+        if type(m) is np.ndarray and (m > ROUNDED).any():
+            row = int(np.argmax(m > ROUNDED))
+            raise ConfigError(
+                f"preference(kind='orpo'): log_probs of row {row} have the mean {m[row]:.3g},"
+                " above 0: no log-probabilities; pass those of model.log_probs"
+            )
         certain = m > largest  # the odds of a probability of 1 are infinite: take float32's largest
         m = np.where(certain, largest, m)
         # log(1 - exp(m)), by the branch that keeps digits

@@ -16,7 +16,15 @@ from ..core.dtypes import Array
 from ..core.op import op
 from ..errors import ConfigError
 from ..ops.common.checks import check_choice
-from ._rows import as_mask, check_finite, check_positive, masked, refuse_unused, sigmoid
+from ._rows import (
+    as_mask,
+    check_finite,
+    check_positive,
+    check_some,
+    masked,
+    refuse_unused,
+    sigmoid,
+)
 
 KINDS = ("kto", "apo_zero_unpaired")
 
@@ -72,7 +80,7 @@ def kto(
         An option is out of its range, or the kind does not use it; a log-probability that counts
         is not finite (on a GPU the loss is then NaN).
     ShapeError, DTypeError
-        The arrays do not fit each other.
+        The arrays do not fit each other; there are no rows, and no count.
     """
     check_choice("kto", "kind", kind, KINDS)
     refuse_unused("kto", f"kind={kind!r}", k=k is not None and kind != "kto")
@@ -136,8 +144,9 @@ def kto_backward(
 
 
 @kto_forward.require
-def _check(call: str, kind: str, beta: float, count: float | None) -> None:
+def _check(call: str, log_probs: Array, kind: str, beta: float, count: float | None) -> None:
     check_choice(call, "kind", kind, KINDS)
+    check_some(call, len(log_probs), count)
     check_positive(call, beta=beta, **({} if count is None else {"count": count}))
 
 
@@ -165,7 +174,7 @@ def _loss_and_slopes(
     z = np.where(desirable, beta * r, -beta * r)
     losses, slopes = sigmoid(-z), -sigmoid(z) * sigmoid(-z)
     slopes = np.where(desirable, beta * slopes, -beta * slopes)
-    factors = np.ones_like(r) / (max(len(r), 1) if count is None else count)
+    factors = np.ones_like(r) / (len(r) if count is None else count)
     if weights is not None:
         factors = factors * weights
     loss = np.asarray((losses * factors).sum(), like=counted)

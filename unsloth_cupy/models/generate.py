@@ -240,8 +240,8 @@ def _steps(
         allowed = step >= options.min_new_tokens
         chosen = most_likely(past, seen, step + 1 == most) if allowed else None
         if chosen is None:
-            found = next_logits(past, seen)
-            logits = capped(config, found) if model.invariant else found
+            computed = next_logits(past, seen)
+            logits = capped(config, computed) if model.invariant else computed
             if options.repetition_penalty is not None or not allowed:
                 logits = to_numpy(logits)  # what changes them is on the host
             with device_of(logits):
@@ -251,7 +251,7 @@ def _steps(
                 if not allowed:
                     logits[:, ends] = -np.inf
                 drawn = _choose(logits, options, draws)
-                note(found, drawn)
+                note(computed, drawn)
             chosen = to_numpy(drawn)
         if (chosen < 0).any():
             raise NonFiniteError(

@@ -195,8 +195,8 @@ def label_log_probs(
         return LogProbs(*pipeline_results(model, function, batch, forms))
     parameters = model.entered(model.parameters)
     context = Context.of(model.context, tokens, mask, offsets, model.context_attention)
-    given = {"mask": mask, "offsets": offsets, "routes": routes}
-    x = model.hidden(parameters, tokens, context=context, **given)
+    inputs = {"mask": mask, "offsets": offsets, "routes": routes}
+    x = model.hidden(parameters, tokens, context=context, **inputs)
     shifted = next_labels(tokens, labels, offsets, mask if model.invariant else None)
     shifted = own_tokens(context, shifted)
     x, head = inputs_of_losses(model.config, parameters, x)
@@ -205,11 +205,11 @@ def label_log_probs(
     }  # fmt: skip
     if model.slices is None:
         with model.ordered():
-            found = linear_log_probs(x, head, shifted, **options)
+            fields = linear_log_probs(x, head, shifted, **options)
     else:
         vocab, comm = model.config.vocab, model.slices.comm
-        found = vocab_parallel_linear_log_probs(x, head, shifted, vocab, comm=comm, **options)
-    return found if context is None else LogProbs(*(context.whole(each) for each in found))
+        fields = vocab_parallel_linear_log_probs(x, head, shifted, vocab, comm=comm, **options)
+    return fields if context is None else LogProbs(*(context.whole(each) for each in fields))
 
 
 def _on_tape(

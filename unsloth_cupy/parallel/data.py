@@ -126,8 +126,8 @@ class DataParallel:
             by_array |= dict.fromkeys(every[-1].names, every[-1])
 
         def sums() -> dict[str, Any]:
-            found = {name: each for buckets in every for name, each in buckets.sums().items()}
-            return {name: found[name] for name in parameters}
+            summed = {name: each for buckets in every for name, each in buckets.sums().items()}
+            return {name: summed[name] for name in parameters}
 
         return lambda array, gradient: by_array[id(array)].take(array, gradient), sums
 

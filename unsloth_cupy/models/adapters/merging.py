@@ -214,7 +214,7 @@ def _copy(model: StoredModel, partial: Path, target: Path) -> int:
     """Copy the config and the weights of a model; return the size of the weights."""
     files = {file for home in model.homes.values() for file in home.files}
     size = sum((model.folder / file).stat().st_size for file in files)
-    check_room(target, size, "the model")
+    check_room("merge", target, size, "the model")
     for name in ("config.json", GENERATION, INDEX, *sorted(files)):
         if (model.folder / name).is_file():
             shutil.copyfile(model.folder / name, partial / name)
@@ -253,7 +253,7 @@ def _write(
             parts = experts[name].items()
             layout[file] |= {n: _part(stacks[name], name, whole, place) for n, place in parts}
     size = sum(tensor.bytes for tensors in layout.values() for tensor in tensors.values())
-    check_room(target, size, "the model")
+    check_room("merge", target, size, "the model")
     config = saved_config(model.texts["config.json"], {}, main)
     config |= {} if {"dtype", "torch_dtype"} & config.keys() else {"dtype": main}
     texts: dict[str, Mapping[str, Any]] = {**model.texts, "config.json": config}
@@ -295,7 +295,7 @@ def _write_file_weights(
         file = first if Path(home.file).is_absolute() else home.file
         layout.setdefault(file, []).append(name)
     size = sum(each.nbytes for each in parameters.values())
-    check_room(target, size, "the model")
+    check_room("merge", target, size, "the model")
     whole = Transformer(model.config, parameters, model.texts, layout)
     whole.plain = plain_names(model.homes)
     whole.save(partial)

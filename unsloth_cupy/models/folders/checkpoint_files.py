@@ -34,7 +34,7 @@ from ..gguf.reading import opened_gguf
 from .expert_files import Place, in_file
 from .expert_homes import DTYPES, ExpertHomes
 from .lazy_parameter import LazyParameter, StoredTensor
-from .other_weights import KEYS, Found, Part, part_in, stored_weight
+from .other_weights import Found, Part, is_of_activations, method_of, part_in, stored_weight
 from .quantized_weights import KEY, inverse_scales, part_of, tensors_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -100,7 +100,7 @@ def find_tensors(
     homes: dict[str, StoredTensor] = {}
     files, shapes = _weight_files(folder), config.shapes()
     facts = text_config(read_json(folder / "config.json")).get(KEY) or {}
-    method = facts.get("quant_method") if facts.get("quant_method") in KEYS else None
+    method = method_of(facts)
     quantized = {} if method else _find_quantized(folder, files, shapes)
     others: Found = {}
     experts = ExpertHomes(config)
@@ -182,11 +182,15 @@ def _find(
             if name is None or name in choice.unread or re.match(config.left_out or "$", name):
                 continue
             ours = method is None and part_of(name, shapes) is not None
-            if ours or (
-                name not in shapes
-                and (
-                    name in choice.optional
-                    or (method == "gptq" and _is_no_bias(tensors, stored, name, matrices))
+            if (
+                ours
+                or is_of_activations(method, name, matrices)
+                or (
+                    name not in shapes
+                    and (
+                        name in choice.optional
+                        or (method == "gptq" and _is_no_bias(tensors, stored, name, matrices))
+                    )
                 )
             ):
                 continue

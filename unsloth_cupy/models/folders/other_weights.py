@@ -7,7 +7,8 @@
                           weight_scale, weight_zero_point, weight_g_idx, weight_shape
 
 All are w = (code - zero) scale, with one scale for a group of columns, a row, a block or a tensor.
-Codes are packed without gaps, the first in the lowest bits of an int32.  What these formats say of
+Codes are packed without gaps, the first in the lowest bits of an int32.  AutoRound writes GPTQ's
+files, as gptq or under its own name.  What these formats say of
 activations is not read: activations keep the dtype of the model.
 """
 
@@ -63,6 +64,19 @@ HOW = {  # keys that say how GPTQ and AWQ found the codes, or which kernels read
     **dict.fromkeys(("disable_exllama", "hyb_act", "offload_to_disk", "device"), ANY),
     "pack_dtype": ("int32",),
 }
+AUTO_ROUND = {  # keys of AutoRound: how it found the codes, settings of single layers
+    **dict.fromkeys(("autoround_version", "provider", "model_free", "supported_types"), ANY),
+    **dict.fromkeys(("iters", "lr", "minmax_lr", "seqlen", "nsamples", "train_bs", "amp"), ANY),
+    **dict.fromkeys(("gradient_accumulate_steps", "low_gpu_mem_usage", "scale_dtype"), ANY),
+    **dict.fromkeys(("enable_quanted_input", "enable_minmax_tuning"), ANY),
+    **dict.fromkeys(("enable_norm_bias_tuning", "to_quant_block_names", "quant_block_list"), ANY),
+    **dict.fromkeys(("act_group_size", "act_sym", "act_dynamic", "act_data_type"), ANY),
+    **dict.fromkeys(("extra_config", "regex_config"), ANY),
+    "act_bits": (16, 32),
+    "data_type": ("int",),
+}
+OF_GPTQ = {**HOW, **AUTO_ROUND, "bits": (2, 3, 4, 8)}
+PACKINGS = ("auto_round:auto_gptq", "auto_round:gptq")  # of AutoRound: GPTQ's, v1
 BACKENDS = (  # of AWQ: kernels for this format; that of llm-awq has its own
     *("auto", "autoawq", "auto_trainable", "machete", "marlin", "exllama_v1", "exllama_v2", "gemm"),
     *("gemm_triton", "torch_awq", "torch_fused_awq"),
@@ -70,12 +84,12 @@ BACKENDS = (  # of AWQ: kernels for this format; that of llm-awq has its own
 # Values of the keys of quantization_config that are understood; ... stands for any.
 KEYS: Mapping[str, Mapping[str, Any]] = {
     "gptq": {
-        **HOW,
-        "bits": (2, 3, 4, 8),
+        **OF_GPTQ,
         "checkpoint_format": LINKED,
         "format": LINKED,
         "is_marlin_format": (False,),
     },
+    "auto-round": {**OF_GPTQ, "packing_format": PACKINGS},
     "awq": {
         **HOW,
         **dict.fromkeys(("bits", "w_bit"), (4,)),
@@ -131,12 +145,21 @@ Found = dict[str, dict[str, Part]]  # parameter -> name after the layer's name -
 
 
 # ---- config.json --------------------------------------------------------------------------------
+def method_of(facts: Mapping[str, Any]) -> str | None:
+    """Return the format of the weights that another program quantized, as its quant_method."""
+    method = facts.get("quant_method")
+    return "gptq" if method == "auto-round" else method if method in KEYS else None
+
+
 def check_quantization(facts: Mapping[str, Any]) -> None:
     """Raise a ConfigError for a key or a value of quantization_config that is not understood."""
     method = facts["quant_method"]
     if method not in KEYS:
         return
     _check(f"{KEY} of {method}", facts, {**KEYS[method], "quant_method": (method,)})
+    if method == "auto-round" and facts.get("packing_format") not in PACKINGS:
+        problem = f"packing_format is missing; it must be {' or '.join(PACKINGS)}"
+        raise ConfigError(f"config: {KEY} of {method}: {problem}; load the plain weights instead")
     if len({facts.get(key) for key in ("checkpoint_format", "format")} - {None}) == 2:
         problem = "checkpoint_format and format are two formats"
         raise ConfigError(f"config: {KEY} of {method}: {problem}; remove the one that is wrong")
@@ -166,6 +189,12 @@ def _check(where: str, values: Mapping[str, Any], known: Mapping[str, Any]) -> N
 
 
 # ---- tensors ------------------------------------------------------------------------------------
+def is_of_activations(method: Any, name: str, shapes: Mapping[str, Any]) -> bool:
+    """Return whether a tensor says how a layer's activations are quantized, which is not read."""
+    module, _, key = name.rpartition(".")
+    return method in PARTS and key in OF_ACTIVATIONS and f"{module}.weight" in shapes
+
+
 def part_in(method: Any, name: str, code: str, shapes: Mapping[str, Any]) -> tuple[str, str] | None:
     """Return which parameter a tensor is a part of, and the part's name; None: of no such one."""
     module, _, key = name.rpartition(".")
@@ -173,7 +202,7 @@ def part_in(method: Any, name: str, code: str, shapes: Mapping[str, Any]) -> tup
     if method not in PARTS or parameter not in shapes:
         return None
     codes = key == "weight" and code in CODES
-    return (parameter, key) if codes or key in (*PARTS[method], *OF_ACTIVATIONS) else None
+    return (parameter, key) if codes or key in PARTS[method] else None
 
 
 def stored_weight(
@@ -186,17 +215,16 @@ def stored_weight(
     ConfigError
         A tensor is missing, or its shape or dtype is not that of such a weight.
     """
-    method = str(facts["quant_method"])
-    read = {key: part for key, part in parts.items() if key not in OF_ACTIVATIONS}
-    main = next((key for key in ("qweight", "weight_packed", "weight") if key in read), "weight")
-    scale = "weight_scale_inv" if "weight_scale_inv" in read else "weight_scale"
+    method = method_of(facts)
+    main = next((key for key in ("qweight", "weight_packed", "weight") if key in parts), "weight")
+    scale = "weight_scale_inv" if "weight_scale_inv" in parts else "weight_scale"
     needed = (main, *(("qzeros", "scales") if method in ("gptq", "awq") else (scale,)))
-    if missing := [key for key in needed if key not in read]:
+    if missing := [key for key in needed if key not in parts]:
         problem = f"{name.removesuffix('weight')}{missing[0]} is missing, a part of its {method}"
         raise ConfigError(f"{problem}; copy the checkpoint again")
-    make = _Weight(facts, name, shape, read).reader(main)
-    first = read[main]
-    others = {key: (part.file, part.stored) for key, part in read.items() if key != main}
+    make = _Weight(facts, name, shape, parts).reader(main)
+    first = parts[main]
+    others = {key: (part.file, part.stored) for key, part in parts.items() if key != main}
     kind = f"{method} {make.keywords['label']}"
     size = sum(part.bytes for part in parts.values())
     return StoredTensor(
@@ -215,7 +243,7 @@ class _Weight(NamedTuple):
     def reader(self, main: str) -> "partial[Array]":
         """Return the function from a weight's tensors to the weight."""
         outputs, inputs = self.shape
-        method = self.facts["quant_method"]
+        method = method_of(self.facts)
         of_layer = partial(_ordered, self.name)
         self.check_dtypes()
         if main == "qweight":
@@ -263,8 +291,11 @@ class _Weight(NamedTuple):
 
     def known(self, *keys: str, default: int) -> list[int]:
         """Return all values of a setting: those of the folder, of groups and of single layers."""
-        dynamic, groups = self.facts.get("dynamic"), self.facts.get("config_groups")
-        more = [*dynamic.values()] if isinstance(dynamic, Mapping) else []
+        groups = self.facts.get("config_groups")
+        own_settings = map(self.facts.get, ("dynamic", "extra_config", "regex_config"))
+        more = [
+            each for some in own_settings if isinstance(some, Mapping) for each in some.values()
+        ]
         if isinstance(groups, Mapping):
             sources = [group["weights"] for group in groups.values()]
         else:

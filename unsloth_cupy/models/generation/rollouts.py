@@ -99,9 +99,9 @@ def planned_rollouts(model: Network, prompts: int, samples: int, asked: int, new
     logits = CachedLogits(model, like, rows, asked + new, samples=samples, notes=True)
     held = planned_draw(logits(tokens, tokens == 0))
     if new > 1:
-        found = logits.of_last()
+        last = logits.of_last()
         del held  # what the step before has left
-        planned_draw(found)
+        planned_draw(last)
 
 
 def prompts_of(model: Network, prompts: Any) -> list[Array]:

@@ -119,7 +119,7 @@ ARCHITECTURES = {
     "olmo3": Architecture("olmo2", any_head=False, output="own", windows=True, fourth=True),
     "olmo": Architecture("olmo", interleaved=True, any_head=False),
     "smollm3": Architecture("smollm3", interleaved=True, rotates="fourth"),
-    "granite": Architecture("granite", **OF_GRANITE),
+    "granite": Architecture("granite", **OF_GRANITE, rotates="either"),
     "cohere": Architecture(
         "command-r",
         interleaved=True,
@@ -316,7 +316,14 @@ def known_as(call: str, config: Config) -> Architecture:
         raise ConfigError(
             f"{call}: GGUF has no names for a {config.model_type}; the families are {names}"
         )
+    if own.name == "granitehybrid" and own.scales and config.experts is None and _is_plain(config):
+        return ARCHITECTURES["granite"]  # as which llama.cpp's converter writes it
     return own if config.experts is None else MIXED.get(config.model_type, own)
+
+
+def _is_plain(config: Config) -> bool:
+    """Return whether all layers have attention."""
+    return all(map(config.attends, range(config.layers)))
 
 
 def architecture(call: str, config: Config) -> Architecture:
@@ -415,9 +422,9 @@ def _problems_of_states(config: Config, known: Architecture) -> Iterator[str]:
     space = config.space
     if known.name == "kimi-linear" and config.delta and config.delta.value_heads != config.heads:
         yield f"has {config.heads} heads in all layers, not {config.delta.value_heads}"
-    if known.listed and all(map(config.attends, range(config.layers))):
+    if known.listed and _is_plain(config):
         yield "has layers with a recurrence in place of attention"
-    if space is None:
+    if space is None or known.name == "granite":
         return
     if known.doubled and space.inner != 2 * config.hidden:
         yield f"has {2 * config.hidden} channels in its layers, not {space.inner} (expand)"

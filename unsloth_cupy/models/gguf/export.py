@@ -438,7 +438,7 @@ def _write(
 
     total = sum(size_of(tensor.shape, tensor.type) for tensor in tensors)
     key_bytes = sum(len(str(value)) for value in values.values())
-    check_room(path, total + key_bytes + KEYS, "the GGUF file")
+    check_room(call, path, total + key_bytes + KEYS, "the GGUF file")
     errors: dict[str, float] = {}
     with atomic_path(path, call) as partial:
         with contextlib.closing(gguf.GGUFWriter(partial, name)) as out:

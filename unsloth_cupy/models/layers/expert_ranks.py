@@ -43,19 +43,19 @@ def at_their_ranks(
     pairs, places, once = pairs_of(owners * count + sorted_rows.order // experts.k, comm, count)
     arrived, came = all_to_all_rows(spread(rows, pairs % count, comm.size), once, comm)
     starts = to_device_of(np.cumsum([0, *once[:-1]]), chosen)
-    given = np.stack([chosen.reshape(-1)[sorted_rows.order], places - starts[owners]], axis=1)
-    given, from_ranks = comm.all_to_all_rows(given.astype(np.int32), counts)
+    assignments = np.stack([chosen.reshape(-1)[sorted_rows.order], places - starts[owners]], axis=1)
+    assignments, from_ranks = comm.all_to_all_rows(assignments.astype(np.int32), counts)
     before = to_device_of(np.repeat(np.cumsum([0, *came[:-1]]), from_ranks), chosen)
-    own = spread(arrived, given[:, 1] + before, experts.k)
-    ones = np.ones_like(value_of(own), shape=(len(given), 1))
-    numbers = given[:, :1] - part(experts.count, comm).start
+    own = spread(arrived, assignments[:, 1] + before, experts.k)
+    ones = np.ones_like(value_of(own), shape=(len(assignments), 1))
+    numbers = assignments[:, :1] - part(experts.count, comm).start
     made = computed(own, Routes(numbers, ones))
     results, _ = comm.all_to_all_rows(value_of(made), from_ranks)
 
     def returned(dy: Array, factors: Array) -> tuple[Array, Array]:
         factors, _ = comm.all_to_all_rows(factors, counts)
         dy, _ = comm.all_to_all_rows(dy[pairs % count], once)
-        return dy[given[:, 1] + before], factors
+        return dy[assignments[:, 1] + before], factors
 
     weights = routes.weights.reshape(-1, experts.k)
     return sorted_rows.summed(made, weights, (results, returned)).reshape(*x.shape)

@@ -175,10 +175,10 @@ def pipeline_results(
     ``forms`` are the shape and the dtype of each, which only the last stage computes.
     """
     stage = ModelStage(model, {}, model.step, function)
-    found = stage.passed(batch)
+    results = stage.passed(batch)
     if not stage.stages.last:
-        found = [np.empty_like(model.table, dtype, shape=shape) for shape, dtype in forms]
-    return [stage.stages.shared(each) for each in found]
+        results = [np.empty_like(model.table, dtype, shape=shape) for shape, dtype in forms]
+    return [stage.stages.shared(each) for each in results]
 
 
 def pipeline_logits(model: "Network", stages: Stages, tokens: Array, **options: Any) -> Array:

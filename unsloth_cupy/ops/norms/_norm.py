@@ -117,8 +117,11 @@ def needs_sums(wanted: Set[str] | None) -> bool:
 
 
 def only(wanted: Set[str] | None, **gradients: Array | None) -> tuple[Any, ...]:
-    """Return the gradients, None for those that are not wanted."""
-    return tuple(g if wanted is None or n in wanted else None for n, g in gradients.items())
+    """Return the gradients, None for those that are not wanted: that of a residual is that of x."""
+    if wanted is None:
+        return tuple(gradients.values())
+    kept = wanted | {"x"} if "residual" in wanted else wanted
+    return tuple(each if name in kept else None for name, each in gradients.items())
 
 
 def forward(

@@ -223,6 +223,7 @@ FIXED = {  # switches that never change, and why
     ("attention_dq_sm90.cu", "T"): "tensor cores multiply no float32",
     ("attention_forward_sm90.cu", "DROPOUT"): "random words would spill its sums",
     ("attention_forward_sm90.cu", "T"): "tensor cores multiply no float32",
+    ("gated_delta_rule_backward.cu", "T"): "the shape of float16 has tensor cores",
     ("gated_delta_rule_backward_mma.cu", "CHANNELS"): "one decay for each head",
     ("gated_delta_rule_backward_mma.cu", "T"): "tensor cores multiply no float32",
     ("gated_delta_rule_channels.cu", "CHANNELS"): "each column of keys has a decay of its own",

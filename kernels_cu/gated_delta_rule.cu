@@ -1,5 +1,4 @@
-// The gated delta rule by chunks of tokens; forward in 16 bits, many shapes have
-// gated_delta_rule_mma.cu.
+// The gated delta rule by chunks of tokens; in 16 bits, many shapes have gated_delta_rule_mma.cu.
 //
 //   S = exp(decay) S;  S = S + beta k (v - S^T k)^T;  out = scale S^T q       token by token
 //

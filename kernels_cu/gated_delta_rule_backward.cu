@@ -1,4 +1,5 @@
-// Gradients of the gated delta rule: of the states along a text, then of what is in the chunks.
+// Gradients of the gated delta rule: of the states along a text, then of what is in the chunks; in
+// 16 bits, many shapes have gated_delta_rule_backward_mma.cu.
 //
 //   in the notation of gated_delta_rule.cu, with P = scale F Q K^T, T = (I + A)^-1, dS' the gradient
 //   of the state after a chunk, and B = beta (V - exp(g) K S), so that U = T B:

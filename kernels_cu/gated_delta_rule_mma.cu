@@ -1,17 +1,21 @@
-// The gated delta rule forward by chunks on tensor cores, with inputs of 16 bits.
+// The gated delta rule by chunks on tensor cores, with inputs of 16 bits.
 //
 //   in the notation of gated_delta_rule.cu, with P = scale F Q K^T, T = (I + A)^-1:
 //   B = beta (V - exp(g) K S)    U = T B    out = scale exp(g) Q S + P U
 //   S' = exp(g[63]) S + K^T (exp(g[63] - g) U)
 //
-//   traffic     delta_chunks_mma    q and k; 26 KB for each chunk and value head, written
+//   traffic     delta_chunks_mma    q and k; 26 KB for each chunk and value head, written; with
+//                                   BACKWARD 47 KB
 //               delta_states_mma    those, q and k, for each tile of 32 values, or of 64 with DIM 64;
-//                                   v and out once
+//                                   v and out once; with BACKWARD k alone and 16 KB, and U and
+//                                   states, written
 //   products    of a chunk and 16 values, in m16n8k16, with DIM 128: K S and K^T U 192 each, Q S 128,
 //               T B 120, P U 60; in float16 320, 320, 192, 120, 60
 //   constants   T            dtype of q, k and v: of 16 bits
 //               DIM          columns of q and k: 64 or 128; columns of v are a multiple of 64
 //               INITIAL      there are states before the texts
+//               BACKWARD     for backward: P^T and T^T are written, not P; U and the states before
+//                            chunks, not out
 //               and those of common/delta_chunk.cuh; CHANNELS is off
 //
 //   The trick: a warp owns 16 columns and 64 rows of a state, transposed, in registers, for a whole
@@ -20,61 +24,8 @@
 //   float32: a float32 is the sum of three bfloat16, and products of such parts are exact.  Three
 //   are multiplied with k (two parts if it is float16), six pairs with T; parts below the last bit
 //   are left out, and those of out are two.  T and P are stored as the operands of lanes.
-#include <common/chunk_mma.cuh>
+#include <common/delta_mma.cuh>
 #include <common/delta_step.cuh>
-#include <common/vector.cuh>
-
-constexpr int WARPS = 4, THREADS = 32 * WARPS;
-constexpr int HALVES = DIM / 64;           // warps with the same columns of values
-constexpr int WIDE = 16 * WARPS / HALVES;  // columns of values of a block
-constexpr int OWN = STRIPES / HALVES;      // stripes of U and of out that a warp computes
-using Values = Tile<T, WIDE>;              // v, then out
-static_assert(sizeof(T) == 2 && WARPS == STRIPES);
-
-// What delta_chunks_mma computes of a chunk and a value head.
-struct Pieces {
-    uint4 solve[EXACT * PLANE];            // T
-    uint4 scores[SHORT * PLANE];           // P
-    float into[CHUNK], onward[CHUNK], beta[CHUNK];
-};
-
-DEVICE float4 four_of(const float (&d)[4]) { return make_float4(d[0], d[1], d[2], d[3]); }
-DEVICE void add_four(float (&d)[4], const float4 &x) {
-    d[0] += x.x, d[1] += x.y, d[2] += x.z, d[3] += x.w;
-}
-
-// The stripes of a warp; both halves have five blocks of a triangle.
-DEVICE int stripe_of(int half, int m) { return HALVES == 1 ? m : m == 0 ? half : 3 - half; }
-
-// d += x @ triangle^T: stripes of a warp, where results x have 64 columns, and the triangle is in
-// PARTS planes.
-template <int PARTS>
-DEVICE void add_triangle(float (&d)[OWN * 2][4], const float (&x)[STRIPES * 2][4],
-                         const uint4 *triangle, int half) {
-    const int lane = threadIdx.x % 32;
-#pragma unroll
-    for (int j = 0; j < STRIPES; j++) {
-        uint32_t left[PARTS][4];
-        split(left, x[j * 2], x[j * 2 + 1]);
-#pragma unroll
-        for (int plane = PARTS - 1; plane >= 0; plane--) {
-            uint32_t right[OWN][4];
-#pragma unroll
-            for (int m = 0; m < OWN; m++) {
-                const int i = stripe_of(half, m);
-                if (j > i) continue;
-                const uint4 own = triangle[plane * PLANE + block_of(i, j) * 32 + lane];
-                right[m][0] = own.x, right[m][1] = own.y;
-                right[m][2] = own.z, right[m][3] = own.w;
-            }
-#pragma unroll
-            for (int part = PARTS - 1 - plane; part >= 0; part--)
-#pragma unroll
-                for (int m = 0; m < OWN; m++)
-                    if (j <= stripe_of(half, m)) add_two(d, m * 2, left[part], right[m]);
-        }
-    }
-}
 
 // ---- chunks -------------------------------------------------------------------------------------
 constexpr int PITCH = CHUNK + 8;
@@ -148,6 +99,27 @@ DEVICE void invert(const Square &a, const Square &t) {
     __syncthreads();
 }
 
+// Write the parts of a block of a triangle.
+template <int PARTS>
+DEVICE void put_operand(uint4 *to, int row, int column, const uint32_t (&x)[PARTS][4]) {
+#pragma unroll
+    for (int part = 0; part < PARTS; part++)
+        to[part * PLANE + block_of(row, column) * 32 + threadIdx.x % 32] =
+            make_uint4(x[part][0], x[part][1], x[part][2], x[part][3]);
+}
+// The same, turned.
+DEVICE void put_turned(uint4 *to, int row, int column, const Square &from) {
+    const int lane = threadIdx.x % 32;
+    uint32_t x[EXACT][4];
+#pragma unroll
+    for (int i = 0; i < 4; i++) {
+        const float *const own = from.at(row * 16 + lane % 4 * 2 + i % 2 * 8,
+                                         column * 16 + lane / 4 + i / 2 * 8);
+        split(x, i, own[0], own[PITCH]);
+    }
+    put_operand<EXACT>(to, row, column, x);
+}
+
 KERNEL(THREADS, 3)
 delta_chunks_mma(const T *__restrict__ q, const T *__restrict__ k, const D *__restrict__ decay,
                  const E *__restrict__ beta, const I *__restrict__ offsets,
@@ -197,15 +169,16 @@ delta_chunks_mma(const T *__restrict__ q, const T *__restrict__ k, const D *__re
                     *a.at(row, column + e) = factors.beta[row] * key;
                     both[e] = fade * by_query[0][n][i / 2 * 2 + e] * s.scale;
                 }
-                split(own_scores, i, both[0], both[1]);
+                if constexpr (!BACKWARD) split(own_scores, i, both[0], both[1]);
+                else *t.at(row, column) = both[0], *t.at(row, column + 1) = both[1];
             }
-#pragma unroll
-            for (int part = 0; part < SHORT; part++)
-                to.scores[part * PLANE + block_of(warp, j) * 32 + lane] =
-                    make_uint4(own_scores[part][0], own_scores[part][1], own_scores[part][2],
-                               own_scores[part][3]);
+            if constexpr (!BACKWARD) put_operand<SHORT>(to.scores, warp, j, own_scores);
         }
         __syncwarp();
+        if constexpr (BACKWARD) {
+            for (int j = 0; j <= warp; j++) put_turned(to.scores, warp, j, t);
+            __syncwarp();
+        }
         invert(a, t);
         for (int block = warp; block < BLOCKS; block += WARPS) {
             const int row = block < 1 ? 0 : block < 3 ? 1 : block < 6 ? 2 : 3;
@@ -217,11 +190,8 @@ delta_chunks_mma(const T *__restrict__ q, const T *__restrict__ k, const D *__re
                                                column * 16 + lane % 4 * 2 + i % 2 * 8);
                 split(own_solve, i, from[0], from[1]);
             }
-#pragma unroll
-            for (int part = 0; part < EXACT; part++)
-                to.solve[part * PLANE + block * 32 + lane] =
-                    make_uint4(own_solve[part][0], own_solve[part][1], own_solve[part][2],
-                               own_solve[part][3]);
+            put_operand<EXACT>(to.solve, row, column, own_solve);
+            if constexpr (BACKWARD) put_turned(to.scores + EXACT * PLANE, row, column, t);
         }
         const int token = threadIdx.x;
         if (token < CHUNK) {
@@ -234,17 +204,20 @@ delta_chunks_mma(const T *__restrict__ q, const T *__restrict__ k, const D *__re
 
 // ---- along a text -------------------------------------------------------------------------------
 struct Memory {  // shared, of delta_states_mma
-    T queries[CHUNK * Rows::PITCH], keys[2][CHUNK * Rows::PITCH], values[CHUNK * Values::PITCH];
-    Pieces pieces;
+    T queries[BACKWARD ? 8 : CHUNK * Rows::PITCH];
+    T keys[2][CHUNK * Rows::PITCH], values[CHUNK * Values::PITCH];
     float4 sums[HALVES == 2 ? WARPS * 8 * 32 : 1];  // 8 of each lane
+    Pieces pieces;  // with BACKWARD, up to scores
 };
-static_assert(sizeof(OneToken) <= sizeof(Memory));
+static_assert(BACKWARD || sizeof(OneToken) <= sizeof(Memory));
 
+// out and the last states; with BACKWARD, U and the state before each chunk instead.
 KERNEL(THREADS, 1)
 delta_states_mma(const T *__restrict__ q, const T *__restrict__ k, const T *__restrict__ v,
                  const D *__restrict__ decay, const E *__restrict__ beta,
                  const float *__restrict__ initial, const I *__restrict__ offsets,
                  const float *__restrict__ pieces, T *__restrict__ out, float *__restrict__ final,
+                 unsigned *__restrict__ solved, unsigned *__restrict__ states,
                  const __grid_constant__ Sizes s) {
     DYNAMIC_SHARED(char, start);
     Memory &memory = *reinterpret_cast<Memory *>(start);
@@ -252,7 +225,7 @@ delta_states_mma(const T *__restrict__ q, const T *__restrict__ k, const T *__re
     const int number = blockIdx.x / (s.tiles * heads), head = value_head / s.groups;
     const int from = blockIdx.x % s.tiles * WIDE;
     const Text text(offsets, number, s);
-    if (text.stop - text.start == 1) {
+    if (!BACKWARD && text.stop - text.start == 1) {
         for (int part = 0; part < WIDE; part += OneToken::WIDE) {
             __syncthreads();
             reinterpret_cast<OneToken *>(start)->run<THREADS>(
@@ -286,6 +259,7 @@ delta_states_mma(const T *__restrict__ q, const T *__restrict__ k, const T *__re
             if (i + THREADS * 16 <= stop || i + threadIdx.x * 16 < stop) cp_async_16(to + i, own + i);
     };
     constexpr int SOLVE = sizeof(Pieces::solve);
+    constexpr int ALL = BACKWARD ? SOLVE + 3 * CHUNK * sizeof(float) : sizeof(Pieces);
 
     // part of the state, transposed: its columns lane / 4, and 8 further on
     const long long first_state =
@@ -304,7 +278,7 @@ delta_states_mma(const T *__restrict__ q, const T *__restrict__ k, const T *__re
     };
 
     copy_rows(keys_of(0), k, 0);
-    copy_rows(queries, q, 0);
+    if constexpr (!BACKWARD) copy_rows(queries, q, 0);
     cp_async_commit();
     copy_pieces(0, 0, SOLVE);
     cp_async_commit();
@@ -313,11 +287,18 @@ delta_states_mma(const T *__restrict__ q, const T *__restrict__ k, const T *__re
         cp_async_wait<1>();
         __syncthreads();  // q and k have arrived, and all warps are done with the previous chunk
         values.copy<CHUNK, WIDE, THREADS>(v + first_value, chunk * CHUNK, tokens, down);
-        copy_pieces(chunk, SOLVE, sizeof(Pieces));
+        copy_pieces(chunk, SOLVE, ALL);
         cp_async_commit();
         copy_rows(keys_of(chunk + 1), k, chunk + 1);
         cp_async_commit();
 
+        const long long matrix = (text.slot + chunk) * heads + value_head;
+        const long long slab = matrix * (s.values / 16) + (from + right) / 16;
+        if constexpr (BACKWARD) {
+            const Slab<DIM> to{states + slab * Slab<DIM>::WORDS};
+#pragma unroll
+            for (int n = 0; n < 8; n++) to.put(half * 8 + n, state[n]);
+        }
         float b[CHUNK / 8][4] = {};
         add_rows<EXACT>(b, state, keys, half);
         if constexpr (HALVES == 2) {
@@ -351,7 +332,7 @@ delta_states_mma(const T *__restrict__ q, const T *__restrict__ k, const T *__re
         }
         float u[CHUNK / 8][4], o[OWN * 2][4], part[OWN * 2][4] = {}, read[CHUNK / 8][4] = {};
         add_triangle<EXACT>(part, b, own.solve, half);
-        add_rows<SHORT>(read, state, queries, half);
+        if constexpr (!BACKWARD) add_rows<SHORT>(read, state, queries, half);
         // of out, each half has read a part of all stripes; it keeps its own
 #pragma unroll
         for (int n = 0; n < OWN * 2; n++) {
@@ -364,47 +345,32 @@ delta_states_mma(const T *__restrict__ q, const T *__restrict__ k, const T *__re
 #pragma unroll
                 for (int i = 0; i < 4; i++) other[i] = half ? read[outer][i] : read[inner][i];
                 sum_of(warp ^ 1, n) = four_of(part[n]);  // only this warp has read them
-                sum_of(warp ^ 1, 4 + n) = four_of(other);
+                if constexpr (!BACKWARD) sum_of(warp ^ 1, 4 + n) = four_of(other);
             }
         }
         __syncthreads();  // all warps are done with q and T, and sums have arrived
-        copy_rows(queries, q, chunk + 1);
+        if constexpr (!BACKWARD) copy_rows(queries, q, chunk + 1);
         cp_async_commit();
         copy_pieces(chunk + 1, 0, SOLVE);
         cp_async_commit();
+        gather(u, part, half, [&](int owner, int number) {
+            return sum_of(warp - half + (owner ^ 1), number);
+        });
+        if constexpr (BACKWARD) {
+            const Slab<CHUNK> to{solved + slab * Slab<CHUNK>::WORDS};
 #pragma unroll
-        for (int n = 0; n < CHUNK / 8; n++) {
-            const int m = n / 4, owner = (n + 2) / 4 % 2;  // stripes 1 and 2 are of the second half
+            for (int n = 0; n < OWN * 2; n++)
+                to.put(stripe_of(half, n / 2) * 2 + n % 2, part[n]);
+        } else {
 #pragma unroll
-            for (int i = 0; i < 4; i++) u[n][i] = HALVES == 1 ? part[n % (OWN * 2)][i] : 0.0f;
-            if constexpr (HALVES == 2)
-                add_four(u[n], sum_of(warp - half + (owner ^ 1), m * 2 + n % 2));
+            for (int n = 0; n < OWN * 2; n++) {
+                if constexpr (HALVES == 2) add_four(o[n], sum_of(warp, 4 + n));
+                scale_by(o[n], two_of(own.into, stripe_of(half, n / 2) * 2 + n % 2), s.scale);
+            }
+            add_triangle<SHORT>(o, u, own.scores, half);
+            put_stripes(out, first_value + right, values, o, right, half, chunk * CHUNK, tokens, down);
         }
-        auto line_of = values.lane(lane % 4 * 2, right / 8);
-        line_of.offset += lane / 4 * sizeof(T);
-#pragma unroll
-        for (int n = 0; n < OWN * 2; n++) {
-            if constexpr (HALVES == 2) add_four(o[n], sum_of(warp, 4 + n));
-            scale_by(o[n], two_of(own.into, stripe_of(half, n / 2) * 2 + n % 2), s.scale);
-        }
-        add_triangle<SHORT>(o, u, own.scores, half);
-#pragma unroll
-        for (int m = 0; m < OWN; m++) {
-            const int stripe = stripe_of(half, m), row = stripe * 16 + lane / 2;
-#pragma unroll
-            for (int n = 0; n < 2; n++)
-#pragma unroll
-                for (int i = 0; i < 4; i++)
-                    *reinterpret_cast<T *>(line_of.at(n * 8 + i % 2, i / 2) +
-                                           stripe * 16 * Values::PITCH_BYTES) =
-                        (T)o[m * 2 + n][i];
-            __syncwarp();
-            Vector<T, 8> line;  // half of a warp's columns
-            fetch(line, values.at(row, right / 8 + lane % 2));
-            const int token = chunk * CHUNK + row;
-            const long long to = first_value + (long long)token * down + right + lane % 2 * 8;
-            if (token < tokens) put(out, to, line);
-        }
+        if (BACKWARD && (chunk + 1) * CHUNK >= tokens) break;
         const auto turned = keys.lane(lane % 16, half * 8 + lane / 16);
         const float whole = own.into[CHUNK - 1];
         float sum[8][4] = {};  // tensor cores cut what they add; a state is rounded, once
@@ -427,5 +393,6 @@ delta_states_mma(const T *__restrict__ q, const T *__restrict__ k, const T *__re
 #pragma unroll
     for (int n = 0; n < 8; n++)
 #pragma unroll
-        for (int i = 0; i < 4; i++) final[state_at(n, i)] = state[n][i];
+        for (int i = 0; i < 4; i++)
+            if constexpr (!BACKWARD) final[state_at(n, i)] = state[n][i];
 }

@@ -95,8 +95,10 @@ OTHERS = {
     "delta_chunks": (READ,),  # a warp writes neighbouring values of its results
     "delta_states": (READ,),
     "delta_chunks_mma": (COPY, PRODUCT, WRITE),
-    "delta_states_mma": (COPY, PRODUCT, WRITE),
+    "delta_states_mma": (COPY, PRODUCT),  # of out, and of U: lanes write neighbouring pairs
     "delta_state_gradients": (READ,),
+    "delta_state_gradients_mma": (COPY, PRODUCT, WRITE),
+    "delta_chunk_gradients_mma": (COPY, PRODUCT, WRITE),
     "ssd_rates": (),  # two numbers for each token and head
     "ssd_chunks": (READ,),
     "ssd_states": (READ,),

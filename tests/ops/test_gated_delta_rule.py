@@ -111,10 +111,9 @@ class TestGatedDeltaRuleOfChannels(KernelParity):
 
 
 class TestGatedDeltaRuleOnTensorCores(KernelParity):
-    """In 16 bits, keys of 64 or 128 columns and values of 64s have other kernels forward."""
+    """In 16 bits, keys of 64 or 128 columns and values of 64s have other kernels."""
 
     op = "gated_delta_rule"
-    sides = ("forward",)
     cases = (
         case("texts", 1, 2, 128, 64, 67, 0, 1, 2, given=["initial"], kind=np.int32),
         case("texts without states", 1, 1, 64, 64, 64, 2),
@@ -143,9 +142,27 @@ class TestGatedDeltaRuleOnTensorCores(KernelParity):
         own = case("", 1, 2, dim, value_dim, 70)
         with gpu("80") as machine:
             call = own.draw(OPS[self.op], dtype)
-            call.mapped(lambda a: a if a is None else machine.place(a)).run()
+            call = call.mapped(lambda a: a if a is None else machine.place(a))
+            results = call.run()
+            call.backward(results, {"dout": results["out"]}).run()
             names = [launch.kernel for launch in machine.launches]
-        assert names == [f"delta_chunks{suffix}", f"delta_states{suffix}"]
+        forward = [f"delta_chunks{suffix}", f"delta_states{suffix}"]
+        gradients = [f"delta_{part}_gradients{suffix}" for part in ("state", "chunk")]
+        assert names == [*forward, *forward, *gradients]
+
+    def test_float32_beside_16_bits(self) -> None:
+        """Gradients of decays and shares of float32 are sums of products in two parts."""
+        call = case("", 1, 2, 64, 64, 66).draw(OPS[self.op], BFLOAT16)
+        names = "decay", "beta"
+        call.arrays.update({n: call.arrays[n].astype(np.float32) for n in names})
+        call = call.backward(results := call.run(), call.seeds(results, every=True))
+        exact = call.cast(np.float64).run()
+        with emulator():
+            kernel = call.run()
+        for name in ("ddecay", "dbeta"):
+            assert kernel[name].dtype == np.float32
+            size = np.abs(exact[name]).max()
+            np.testing.assert_allclose(kernel[name], exact[name], rtol=0, atol=3e-5 * size)
 
 
 class TestGatedDeltaRuleStrongDecay(KernelParity):
@@ -357,18 +374,22 @@ def test_a_decay_that_empties_the_state(channels: tuple[int, ...]) -> None:
 
 
 def drawn(
-    lengths: tuple[int, ...], dtype: Any, channels: tuple[int, ...] = (), dim: int = 8
+    lengths: tuple[int, ...],
+    dtype: Any,
+    channels: tuple[int, ...] = (),
+    dim: int = 8,
+    values: int = 4,
 ) -> dict[str, np.ndarray]:
     """Return the arrays of packed texts, their states and the gradients of both results."""
     rng = np.random.default_rng(0)
     tokens = sum(lengths)
     q, k = unit(rng.standard_normal((2, 1, tokens, 1, dim)))
-    v, dout = rng.standard_normal((2, 1, tokens, 2, 4))
+    v, dout = rng.standard_normal((2, 1, tokens, 2, values))
     decay, beta = -rng.random((1, tokens, 2, *channels)), rng.random((1, tokens, 2))
     arrays = {"q": q, "k": k, "v": v, "decay": decay, "beta": beta, "dout": dout}
     arrays = {name: array.astype(dtype) for name, array in arrays.items()}
     states = np.promote_types(dtype, np.float32)
-    initial, dfinal = rng.standard_normal((2, len(lengths), 2, dim, 4)).astype(states)
+    initial, dfinal = rng.standard_normal((2, len(lengths), 2, dim, values)).astype(states)
     return arrays | {"initial": initial, "dfinal": dfinal}
 
 
@@ -382,9 +403,9 @@ def both_ways(arrays: dict[str, np.ndarray], offsets: Any) -> list[Any]:
     return [out, *gradients, final, dinitial]
 
 
-def packed_and_alone(lengths: tuple[int, ...], dtype: Any, channels: tuple[int, ...]) -> None:
+def packed_and_alone(lengths: tuple[int, ...], *rest: Any) -> None:
     """Raise unless packed texts have the bits of each text alone, in all results."""
-    arrays, offsets = drawn(lengths, dtype, channels), np.cumsum([0, *lengths])
+    arrays, offsets = drawn(lengths, *rest), np.cumsum([0, *lengths])
     packed = both_ways(arrays, offsets)
     for text, (start, stop) in enumerate(itertools.pairwise(offsets)):
         state = {n: arrays[n][text : text + 1] for n in ("initial", "dfinal")}
@@ -413,28 +434,20 @@ def test_kernels_of_packed_texts_have_the_bits_of_each_alone(channels: tuple[int
 @pytest.mark.slow
 @pytest.mark.parametrize("dim", [64, 128])
 def test_tensor_cores_of_packed_texts_have_the_bits_of_each_alone(dim: int) -> None:
-    """On another schedule too; one token alone has a kernel of its own."""
-    lengths = 5, 0, 1, 66, 2
-    rng, offsets = np.random.default_rng(0), np.cumsum([0, *lengths])
-    arrays = drawn(lengths, KERNEL_DTYPES[1], dim=dim)
-    arrays["v"] = rng.standard_normal((1, offsets[-1], 2, 64)).astype(KERNEL_DTYPES[1])
-    inputs = [arrays[name] for name in NAMES]
-    initial = rng.standard_normal((len(lengths), 2, dim, 64)).astype(np.float32)
-    with emulator(seed=3):
-        out, final = uc.gated_delta_rule(*inputs, initial=initial, offsets=offsets)
-    for text, (start, stop) in enumerate(itertools.pairwise(offsets)):
-        with emulator():
-            own = [a[:, start:stop] for a in inputs]
-            alone, last = uc.gated_delta_rule(*own, initial=initial[text : text + 1])
-        assert out[:, start:stop].tobytes() == alone.tobytes()
-        assert final[text : text + 1].tobytes() == last.tobytes()
+    """One token alone has a kernel of its own."""
+    with emulator():
+        packed_and_alone((5, 0, 1, 66, 2), BFLOAT16, (), dim, 64)
 
 
 @pytest.mark.slow
-@both_decays
-def test_any_schedule(channels: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(
+    "rest",
+    [(np.float32,), (np.float32, (8,)), (BFLOAT16, (), 64, 64), (BFLOAT16, (), 128, 64)],
+    ids=["of tokens", "of channels", "tensor cores", "two warps"],
+)
+def test_any_schedule(rest: tuple[Any, ...]) -> None:
     """Any order of threads and blocks gives equal bits."""
-    arrays = drawn((3, 4), np.float32, channels)
+    arrays = drawn((3, 4), *rest)
     with emulator():
         expected = both_ways(arrays, np.array([0, 3, 7]))
     with emulator(seed=3):

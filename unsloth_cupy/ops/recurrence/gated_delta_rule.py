@@ -29,7 +29,7 @@ from ._chunks import Chunks, chosen
 from ._texts import check_texts, count_of, ends, offsets_of
 
 CHUNK, THREADS, COLUMNS, SLAB = 64, 256, 32, 32  # as in common/delta.cuh
-PIECES = 26368  # bytes of a chunk and value head in gated_delta_rule_mma.cu
+PIECES = 26368, 46848  # bytes of a chunk and value head in common/delta_mma.cuh; for backward
 KEPT = 2**25  # bytes of chunks that backward in NumPy keeps
 WIDEST = 128  # columns of q and k: a chunk of them, and of a state, is in shared memory
 
@@ -155,17 +155,8 @@ def _launch(
         kernel[blocks, THREADS](q, k, v, decay, beta, initial, out, final, sizes)
         return out, final
     if _has_products(q, k, v, decay):
-        file, own = "gated_delta_rule_mma.cu", _without(chosen, "LANES", "BACKWARD")
-        sizes["tiles"] = value_dim * dim // 4096  # 64 columns of values, or 32 where dim is 128
-        blocks = texts * value_heads * sizes["tiles"]
-        slots = _slots(q, offsets)
-        pieces = empty((slots, value_heads, PIECES // 4), FLOAT32, like=q)
-        kernel = load(file, "delta_chunks_mma", q, own)
-        kernel[slots * q.shape[2], 128](q, k, decay, beta, offsets, pieces, sizes)
-        kernel = load(file, "delta_states_mma", q, own)
-        kernel[blocks, 128, _shared_of_products(dim)](
-            q, k, v, decay, beta, initial, offsets, pieces, out, final, sizes
-        )
+        given, results = (q, k, v, decay, beta, initial, offsets), (out, final, None, None)
+        _states_of_products(*given, chosen, sizes, results)
         return out, final
     scores, solve, _, *factors = _of_chunks(q, k, decay, beta, offsets, chosen, sizes)
     kernel = load("gated_delta_rule.cu", "delta_states", q, chosen)
@@ -245,7 +236,27 @@ def _launch_backward(
     sizes = _sizes(q, v, offsets, scale)
     forward = constants(INITIAL=initial is not None, BACKWARD=True)
     backward = constants(FINAL=dfinal is not None)
-    slots, blocks = _slots(q, offsets), texts * value_heads * sizes["tiles"]
+    slots = _slots(q, offsets)
+    dinitial = None if initial is None else empty(initial.shape, FLOAT32, like=q)
+    gradients = dq, dk, dv, ddecay, dbeta = [empty(a.shape, a.dtype, like=q) for a in given]
+    if _has_products(q, k, v, decay, dout):
+        columns = CHUNK, CHUNK, dim, dim  # of U, dB, S and dS', in two parts of 16 bits
+        u, db, states, dstates = (
+            empty((slots, value_heads, n, value_dim), np.dtype("uint32"), like=q) for n in columns
+        )
+        results = None, None, u, states
+        pieces = _states_of_products(*given, initial, offsets, forward, sizes, results)
+        file, own = "gated_delta_rule_backward_mma.cu", _without(backward, "LANES")
+        kernel = load(file, "delta_state_gradients_mma", q, own)
+        kernel[texts * value_heads * sizes["tiles"], 128, _shared_of_products(dim, "gradients")](
+            dout, dfinal, q, k, offsets, pieces, db, dstates, dv, dinitial, sizes
+        )
+        kernel = load(file, "delta_chunk_gradients_mma", q, own)
+        kernel[slots * q.shape[2], THREADS, _shared_of_products(dim, "chunks")](
+            *(dout, *given, offsets, u, db, states, dstates, dq, dk, ddecay, dbeta, sizes)
+        )
+        return *gradients, dinitial
+    blocks = texts * value_heads * sizes["tiles"]
     scores, solve, alike, *factors = _of_chunks(q, k, decay, beta, offsets, forward, sizes)
     shape = slots, value_heads, CHUNK, value_dim
     u, db = (empty(shape, FLOAT32, like=q) for _ in range(2))
@@ -256,14 +267,12 @@ def _launch_backward(
     kernel[blocks, THREADS, _shared(dim, 1)](
         *(*given, initial, offsets, scores, solve, *factors, None, None, u, states, rest, sizes)
     )
-    dinitial = None if initial is None else empty(initial.shape, FLOAT32, like=q)
     file = "gated_delta_rule_backward.cu"
     kernel = load(file, "delta_state_gradients", q, backward)
     kernel[blocks, THREADS, _shared(dim, 2)](
         *(dout, dfinal, q, k, decay, beta, offsets, scores, solve, *factors, db, dstates),
         *(dinitial, sizes),
     )
-    gradients = dq, dk, dv, ddecay, dbeta = [empty(a.shape, a.dtype, like=q) for a in given]
     if rest is None:
         kernel = load(file, "delta_chunk_gradients", q, backward)
         kernel[slots * q.shape[2], THREADS, _shared_of_chunks(dim)](
@@ -366,10 +375,10 @@ def _of_channels(chosen: Constants) -> Constants:
     return _without(chosen, "LANES", "INITIAL")
 
 
-def _has_products(q: Array, k: Array, v: Array, decay: Array) -> bool:
+def _has_products(q: Array, k: Array, v: Array, decay: Array, *dout: Array) -> bool:
     """Return whether tensor cores compute a call: 16 bits, whole tiles, aligned rows."""
-    whole = q.shape[3] in (64, 128) and v.shape[3] % 64 == 0
-    return whole and q.dtype.itemsize == 2 and decay.ndim == 3 and lanes(64, q, k, v) == 8
+    whole = q.shape[3] in (64, 128) and v.shape[3] % 64 == 0 < v.shape[3]
+    return whole and q.dtype.itemsize == 2 and decay.ndim == 3 and lanes(64, q, k, v, *dout) == 8
 
 
 def _constants_of(decay: Array, beta: Array, offsets: Array | None, *rows: Array) -> Any:
@@ -400,6 +409,36 @@ def _slots(q: Array, offsets: Array | None) -> int:
     """Return the number of places for chunks: at most one for each text stays empty."""
     batch, tokens = q.shape[:2]
     return batch * tokens // CHUNK + count_of(batch, offsets)
+
+
+def _states_of_products(
+    q: Array,
+    k: Array,
+    v: Array,
+    decay: Array,
+    beta: Array,
+    initial: Array | None,
+    offsets: Array | None,
+    chosen: Constants,
+    sizes: dict[str, Any],
+    results: tuple[Array | None, ...],
+) -> Array:
+    """Run texts on tensor cores and return what does not depend on states.
+
+    Results are out and final or, for backward, U and the states before chunks.
+    """
+    (value_heads, value_dim), dim, slots = v.shape[2:], q.shape[3], _slots(q, offsets)
+    file, own, backward = "gated_delta_rule_mma.cu", _without(chosen, "LANES"), chosen["BACKWARD"]
+    sizes["tiles"] = value_dim * dim // 4096  # 64 columns of values, or 32 where dim is 128
+    pieces = empty((slots, value_heads, PIECES[backward] // 4), FLOAT32, like=q)
+    kernel = load(file, "delta_chunks_mma", q, own)
+    kernel[slots * q.shape[2], 128](q, k, decay, beta, offsets, pieces, sizes)
+    kernel = load(file, "delta_states_mma", q, own)
+    blocks = sizes["texts"] * value_heads * sizes["tiles"]
+    kernel[blocks, 128, _shared_of_products(dim, "backward" if backward else "states")](
+        *(q, k, v, decay, beta, initial, offsets, pieces, *results, sizes)
+    )
+    return pieces
 
 
 def _of_chunks(
@@ -448,10 +487,16 @@ def _shared(dim: int, values: int) -> int:
     return 4 * (keys + square + depth * COLUMNS + values * CHUNK * COLUMNS)
 
 
-def _shared_of_products(dim: int) -> int:
-    """Return the bytes of shared memory of delta_states_mma: q, k twice, v, the rest."""
+def _shared_of_products(dim: int, kernel: str) -> int:
+    """Return the bytes of shared memory of a kernel of tensor cores: of its struct."""
     of_values, exchanged = (5120, 16384) if dim == 128 else (8192, 16)
-    return 3 * 2 * CHUNK * dim + of_values + PIECES + exchanged
+    rows, solve, factors, stage = 2 * CHUNK * dim, 15360, 768, 14336 + 128 * dim
+    return {
+        "states": 3 * rows + of_values + exchanged + PIECES[0],
+        "backward": 2 * rows + 16 + of_values + exchanged + solve + factors,
+        "gradients": 3 * rows + of_values + PIECES[1] - solve,
+        "chunks": 2 * rows + max(2 * stage, 51200),  # then what pairs of tokens have
+    }[kernel]
 
 
 def _shared_of_chunks(dim: int) -> int:

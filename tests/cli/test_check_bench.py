@@ -342,6 +342,15 @@ def test_bench_keeps_what_it_has_after_each_op(
     assert "| `scale` | 32 x 64 | float32 | " in page.read_text()
 
 
+def test_a_teacher_is_timed_in_the_dtype_of_its_student(no_gpu: None) -> None:
+    op, clock = OPS["linear_divergence_forward"], stopwatch.HostClock()
+    rows = [
+        row for row, _ in timing.timed(op, clock, None, peers=False) if row["op"] == op.__name__
+    ]
+    sizes = {row["dtype"]: row["bytes"] for row in rows}
+    assert sizes["bfloat16"] < 0.6 * sizes["float32"]
+
+
 def test_bytes_of_what_is_not_every_array_once() -> None:
     def moved(name: str) -> tuple[dict[str, int], int]:
         call = draw(OPS[name], SMALL)

@@ -474,7 +474,7 @@ def asked_by_bench(name: str, dtype: Any, capability: str) -> list[Launch]:
     """Return the launches of ``bench`` for an op and its backward op, each kernel once."""
     distinct: dict[tuple[str, str], Launch] = {}
     for scale in timing.DEVICE_SCALES:
-        drawn = draw(OPS[name], scale, random=False).cast(dtype)
+        drawn = draw(OPS[name], scale, random=False).cast(dtype, constants=True)
         with gpu(capability) as machine:
             call = drawn.mapped(lambda a, there=machine: there.array(a.shape, a.dtype))
             outputs = call.run()

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.dtypes import DIFFERENTIABLE, allowed
+from ..core.dtypes import DIFFERENTIABLE, FLOAT32, allowed
 from ..core.op import OPS, Op
 from ..core.signature import Operand, shape_of
 from ..errors import ConfigError
@@ -257,11 +257,16 @@ class Call(NamedTuple):
         moved = {name: None if a is None else place(a) for name, a in self.arrays.items()}
         return self._replace(arrays=moved)
 
-    def cast(self, dtype: Any) -> "Call":
-        """Return the same call with every float array in a dtype, or in the one that suits it."""
+    def cast(self, dtype: Any, *, constants: bool = False) -> "Call":
+        """Return the same call with every float array in a dtype, or in the one that suits it.
+
+        ``constants``: also those without a gradient, such as what a teacher says.
+        """
         kinds = {o.name: o.kind for o in self.op.contract.inputs}
 
         def converted(name: str, array: Any) -> Any:
+            if constants and kinds[name] == "constant" and getattr(array, "dtype", None) == FLOAT32:
+                return array.astype(dtype)
             if array is None or kinds[name] not in (*DIFFERENTIABLE, "table"):
                 return array
             return array.astype(allowed(kinds[name], np.dtype(dtype))[0])

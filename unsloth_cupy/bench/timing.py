@@ -56,7 +56,7 @@ def timed(
     for scale in HOST_SCALES if gpu is None else DEVICE_SCALES:
         drawn = draw(op, scale, numbers=rng)
         for dtype in KERNEL_DTYPES:
-            forward = drawn.cast(dtype).mapped(place)
+            forward = drawn.cast(dtype, constants=True).mapped(place)
             if gpu is None or op.launch is not None:
                 yield _row(forward, forward, None, dtype, clock, gpu, peers)
             backward = op.backward

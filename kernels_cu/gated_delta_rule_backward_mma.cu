@@ -1,7 +1,9 @@
 // Gradients of the gated delta rule on tensor cores, with inputs of 16 bits: of the states along a
 // text, then of what is in the chunks.
 //
-//   in the notation of gated_delta_rule_backward.cu, where the formulas are
+//   in the notation of gated_delta_rule_backward.cu, where the others are too:
+//   dU = P^T dout + exp(g[63] - g) K dS'          dB = T^T dU          dv = beta dB
+//   dS = scale (exp(g) Q)^T dout - (beta exp(g) K)^T dB + exp(g[63]) dS'
 //
 //   traffic     delta_state_gradients_mma    q, k and 31 KB for each chunk and value head, for each tile
 //                                            of 32 values, or of 64 with DIM 64; dout and dv once; dB

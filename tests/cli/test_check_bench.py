@@ -414,7 +414,7 @@ def test_write_renews_the_block_between_the_markers(
     assert "old" not in text
     assert "| `scale` | 32 x 64 | float32 | 1.00 ms |" in text
     assert re.search(r"^Run 1: Fake 9, 2\S+, commit abc123: a copy moves", text, re.M)
-    assert "| `swiglu` | not yet confirmed on a GPU |" in text
+    assert "| `swiglu` | not yet timed on a GPU |" in text
     assert text.count("a copy moves") == 1
     other = json.loads(page.with_suffix(".json").read_text())
     other["swiglu"] = {**other["scale"], "facts": {**other["scale"]["facts"], "commit": "def456"}}

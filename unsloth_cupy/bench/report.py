@@ -225,7 +225,7 @@ def _block(confirmed: dict[str, Any]) -> str:
     runs: dict[str, int] = {}
     for op in sorted(name for name, op in OPS.items() if op.launch is not None):
         if op not in confirmed:
-            lines.append(f"| `{op}` | not yet confirmed on a GPU | - | - | - | - | - | - |")
+            lines.append(f"| `{op}` | not yet timed on a GPU | - | - | - | - | - | - |")
             continue
         facts = confirmed[op]["facts"]
         run = runs.setdefault(f"{_where(facts)}: {_about(facts)}", len(runs) + 1)

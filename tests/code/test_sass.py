@@ -106,7 +106,7 @@ OTHERS = {
     "ssd_state_gradients_mma": (COPY, PRODUCT, WRITE),
     "ssd_step": (),
     "ssd_state_gradients": (READ,),
-    "ssd_chunk_gradients": (READ,),
+    "ssd_chunk_gradients": (),  # a thread reads one value, its neighbour the next
     "ssd_rate_gradients": (),  # one number for each token and head
     "delta_chunk_gradients": (),  # a warp reads and writes neighbouring values
     "delta_step": (),

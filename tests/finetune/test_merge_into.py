@@ -79,7 +79,8 @@ def test_the_reported_loss_is_that_of_the_file(
     assert held_out(run, models.load(run.files.model, dtype="float32")) == losses[-1]
     steps = [line for line in run.files.lines() if "peak_bytes" in line]
     for line in steps:
-        assert line["planned_bytes"] == pytest.approx(line["peak_bytes"], rel=0.02)  # a plan's
+        own = line["peak_bytes"] - line["planned_bytes"]  # Python's own objects
+        assert 0 <= own < 12_000
     assert steps
 
 
@@ -111,7 +112,6 @@ def test_so_it_is_of_experts_in_mxfp4(packed: bool, base: Path, text: Path, tmp_
             for each in (weight, expected[name])
         )
         np.testing.assert_array_equal(actual, used, err_msg=name)
-    print("DIFF", held_out(run, model), (reported(run)))
     assert held_out(run, model) == pytest.approx(reported(run)[-1], rel=1e-6)
 
 

@@ -131,7 +131,7 @@ class Chunk(NamedTuple):
         dpairs *= turned(self.beta)[..., None, :, :]
         drows, dk, ddecay = decays.gradients(self.rows, dpairs, self.pairs)
         into = decays.into[..., None, :, :]
-        from_state = (beside(given) @ turned(state)).reshape(*given.shape[:-1], -1)
+        from_state = (beside(given) @ turned(state)).reshape(*given.shape[:-1], state.shape[-2])
         from_state *= into
         from_end = u @ turned(dend)
         from_end *= decays.onward

@@ -461,6 +461,7 @@ class _Launches:
         dy: Array | None = None,
     ) -> None:
         (batch, tokens, heads, dim), (groups, state) = x.shape, b.shape[2:]
+        self.state = state
         (self.x, of_x), (self.b, of_b), (self.c, of_c) = map(_by_token, (x, b, c))
         self.dy: Array | None = None
         of_dy = 0
@@ -505,7 +506,7 @@ class _Launches:
         float16 with states of 128 rows would spill registers.
         """
         rows = 64 if self.x.dtype == np.float16 else 128
-        whole = self.b.shape[3] in (64, rows) and self.sizes["values"] % 64 == 0
+        whole = self.state in (64, rows) and self.sizes["values"] % 64 == 0
         return whole and self.x.dtype.itemsize == 2 and self.vector == 8
 
     def products(self, name: str, *arguments: Any, **flags: bool) -> None:
@@ -513,7 +514,7 @@ class _Launches:
         backward = name == "ssd_state_gradients_mma"
         file, more = ("ssd_backward_mma.cu", MORE) if backward else ("ssd_mma.cu", 0)
         kernel = load(file, name, self.x, self.constants(**flags))
-        kernel[self.walks // 2, 128, 2 * CHUNK * (3 * self.b.shape[3] + 128) + SCORES + more](
+        kernel[self.walks // 2, 128, 2 * CHUNK * (3 * self.state + 128) + SCORES + more](
             *arguments, self.sizes | {"tiles": self.sizes["tiles"] // 2}, self.strides, *self.bounds
         )
 

@@ -227,14 +227,15 @@ struct Stage {  // 16 columns of values
     uint32_t db[Slab<CHUNK>::WORDS], u[Slab<CHUNK>::WORDS];
     uint32_t state[Slab<DIM>::WORDS], dstate[Slab<DIM>::WORDS];
 };
+struct Squares {
+    Part x[SHORT][CHUNK * Pairs::PITCH], y[SHORT][CHUNK * Pairs::PITCH];  // X and Y
+    float pairs[CHUNK * PITCH];  // dP P + dA A, then sums along rows
+};
 struct Room {
     T queries[CHUNK * Rows::PITCH], keys[CHUNK * Rows::PITCH];  // then dq and dk
     union {
         Stage stages[2];
-        struct {
-            Part x[SHORT][CHUNK * Pairs::PITCH], y[SHORT][CHUNK * Pairs::PITCH];  // X and Y
-            float pairs[CHUNK * PITCH];  // dP P + dA A, then sums along rows
-        };
+        Squares squares;
     };
 };
 struct Sums { float after[2][CHUNK], before[2][CHUNK], dbeta[2][CHUNK]; };  // of halves of columns
@@ -491,7 +492,7 @@ delta_chunk_gradients_mma(const T *__restrict__ dout, const T *__restrict__ q,
                             earlier ? own * score + error * factors.beta[row] * alike : 0.0f;
                         sum[below] = fmaf(error, alike, sum[below]);
                     }
-                    *reinterpret_cast<float2 *>(room.pairs + row * PITCH + column) =
+                    *reinterpret_cast<float2 *>(room.squares.pairs + row * PITCH + column) =
                         make_float2(both[0], both[1]);
                     uint32_t parts[SHORT][4];
                     split(parts, 0, x[0], x[1]);
@@ -499,9 +500,9 @@ delta_chunk_gradients_mma(const T *__restrict__ dout, const T *__restrict__ q,
 #pragma unroll
                     for (int part = 0; part < SHORT; part++) {
                         const int chunk = column / 8, e = column % 8;
-                        *reinterpret_cast<uint32_t *>(Pairs{room.x[part]}.at(row, chunk) + e) =
+                        *reinterpret_cast<uint32_t *>(Pairs{room.squares.x[part]}.at(row, chunk) + e) =
                             parts[part][0];
-                        *reinterpret_cast<uint32_t *>(Pairs{room.y[part]}.at(row, chunk) + e) =
+                        *reinterpret_cast<uint32_t *>(Pairs{room.squares.y[part]}.at(row, chunk) + e) =
                             parts[part][1];
                     }
                 }
@@ -522,8 +523,8 @@ delta_chunk_gradients_mma(const T *__restrict__ dout, const T *__restrict__ q,
 #pragma unroll
                 for (int part = 0; part < SHORT; part++) {
                     const int row = stripe * 16 + lane % 16, chunk = step * 2 + lane / 16;
-                    ldmatrix_x4(of_x[part], Pairs{room.x[part]}.at(row, chunk));
-                    ldmatrix_x4(of_y[part], Pairs{room.y[part]}.at(row, chunk));
+                    ldmatrix_x4(of_x[part], Pairs{room.squares.x[part]}.at(row, chunk));
+                    ldmatrix_x4(of_y[part], Pairs{room.squares.y[part]}.at(row, chunk));
                 }
                 add(sum_q, of_x, of_keys);
                 add(sum_k, of_y, of_keys);
@@ -538,8 +539,8 @@ delta_chunk_gradients_mma(const T *__restrict__ dout, const T *__restrict__ q,
                 for (int part = 0; part < SHORT; part++) {
                     const int row = step * 16 + lane % 8 + lane / 16 * 8;
                     const int chunk = stripe * 2 + lane / 8 % 2;
-                    ldmatrix_x4_trans(of_x[part], Pairs{room.x[part]}.at(row, chunk));
-                    ldmatrix_x4_trans(of_y[part], Pairs{room.y[part]}.at(row, chunk));
+                    ldmatrix_x4_trans(of_x[part], Pairs{room.squares.x[part]}.at(row, chunk));
+                    ldmatrix_x4_trans(of_y[part], Pairs{room.squares.y[part]}.at(row, chunk));
                 }
                 add(sum_k, of_x, of_queries);
                 add(sum_k, of_y, of_keys);
@@ -548,7 +549,7 @@ delta_chunk_gradients_mma(const T *__restrict__ dout, const T *__restrict__ q,
         passing = factors.whole * row_sum<TALL>(passing, exchange);
         const int t = threadIdx.x / 4, quarter = threadIdx.x % 4;
         Vector<float, 16> row;
-        float *const own_pairs = room.pairs + t * PITCH + quarter * 16;
+        float *const own_pairs = room.squares.pairs + t * PITCH + quarter * 16;
         fetch(row, own_pairs);
         float sum = 0, before = 0;
 #pragma unroll
@@ -567,7 +568,7 @@ delta_chunk_gradients_mma(const T *__restrict__ dout, const T *__restrict__ q,
         for (int row = quarter; row < CHUNK; row += 4) {
             if (row < t) sum += rows.before[0][row] + rows.before[1][row];
             else sum += rows.after[0][row] + rows.after[1][row];
-            if (row >= t && t) sum += room.pairs[row * PITCH + t - 1];
+            if (row >= t && t) sum += room.squares.pairs[row * PITCH + t - 1];
         }
         sum = group_sum<4>(sum) + passing;
         if (quarter == 0 && t < count) {

@@ -1,6 +1,26 @@
-"""Rooms stay within their limits, which count lines of code."""
+"""What must not grow: folders, functions with many branches, what all blocks of a call share."""
 
-from .sizes import lines_of_code, too_large
+import ast
+from collections import Counter
+from pathlib import PurePosixPath
+
+from unsloth_cupy.models.layers.call import Call
+
+from .sizes import lines_of_code, modules
+
+FOLDER = 30  # modules of a folder
+FULL = {"finetune": 60}  # folders that have more; this list may only shrink
+BRANCHES = 30  # of a function
+TANGLED = {  # functions with more; this list may only shrink
+    "models/parse.py:parse_as": 46,
+    "ops/attention/_backward.py:launch_backward": 32,
+    "models/adapters/adapted.py:add_adapter": 31,
+}
+SHARED = 20  # fields of what all blocks of a call share: it may only shrink
+DECISIONS = (
+    *(ast.If, ast.For, ast.While, ast.IfExp, ast.BoolOp),
+    *(ast.comprehension, ast.Try, ast.With, ast.match_case),
+)
 
 SOURCE = '''"""A module."""
 
@@ -40,5 +60,22 @@ def test_lines_of_bodies_count() -> None:
     assert lines_of_code(SOURCE) == len(["AREA", "if", *["return"] * 4, *["return"] * 2])
 
 
-def test_rooms_keep_their_limits() -> None:
-    assert too_large() == []
+def test_folders_can_be_read_at_a_glance() -> None:
+    counts = Counter(str(PurePosixPath(name).parent) for name in modules())
+    assert {n: c for n, c in counts.items() if c > FULL.get(n, FOLDER)} == {}
+
+
+def test_functions_do_not_tangle_further() -> None:
+    tangled = {}
+    for name, source in modules().items():
+        for node in ast.walk(ast.parse(source)):
+            if isinstance(node, ast.FunctionDef):
+                count = sum(isinstance(each, DECISIONS) for each in ast.walk(node))
+                place = f"{name}:{node.name}"
+                if count > TANGLED.get(place, BRANCHES):
+                    tangled[place] = count
+    assert tangled == {}
+
+
+def test_what_blocks_share_does_not_grow() -> None:
+    assert len(Call._fields) <= SHARED

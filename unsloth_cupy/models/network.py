@@ -30,7 +30,7 @@ from .graphs import Graphs
 from .invariant import check_invariant, without_padding
 from .layers.attending import absorbs, attend_of, latents_of, project_of, whole_of
 from .layers.block import blocks, embedded, rope_rows
-from .layers.call import Call, Gather, unkept
+from .layers.call import Attention, Call, Gather, Mixtures, Recurrence, unkept
 from .layers.context import Context, own_tokens
 from .layers.head import logits_of
 from .layers.mlp_branch import check_chunked
@@ -258,23 +258,24 @@ class Network(Summary):
             self._check_recurrent(rows, context)
         where = where if context is None else context.places(where)
         used = self.used(parameters, seed)
-        attend = attend_of(rows, where.mask, where.offsets, context)
+        attention = Attention(
+            attend_of(rows, where.mask, where.offsets, context), where.tables, where.positions,
+            latents=latents_of(rows), whole=whole_of(self.adapter),
+        )  # fmt: skip
+        stacks = {} if self.adapter is None else self.adapter.used_stacks()
         project = project_of(self.config, self.adapter, seed, self.division, tokens, offsets)
         return Call(
-            self.config, used, where.tables, attend, project, where.positions, self.chunked_mlp,
-            self.slices, gather=self.gather, routers=routers, routes=routes,
-            expert_ranks=self.expert_ranks,
-            mask=mask, offsets=where.offsets, context=context,
-            states=getattr(rows, "recurrent", unkept),
-            stacks={} if self.adapter is None else self.adapter.used_stacks(),
-            latents=latents_of(rows), whole=whole_of(self.adapter),
+            self.config, used, project, attention,
+            Mixtures(stacks, routers, routes, self.expert_ranks),
+            Recurrence(getattr(rows, "recurrent", unkept), mask, where.offsets),
+            self.chunked_mlp, self.slices, self.gather, context,
         )  # fmt: skip
 
     def tell(self, call: Call, before: int = 0) -> None:
         """Tell ``seen`` what the routers of a call said, after those of ``before`` blocks."""
-        if self.seen is None or not call.routers:
+        if self.seen is None or not call.experts.routers:
             return
-        routed, context = call.routers, call.context
+        routed, context = call.experts.routers, call.context
         if context is not None:  # without the tokens that fill up rows
             kept = to_device_of(context.order < context.length, routed[0].experts)
             routed = [each._replace(experts=each.experts[:, kept]) for each in routed]

@@ -30,7 +30,7 @@ from ..adapters.adapter import DOWN, UP
 from ..adapters.joined import join_downs
 from ..layers.attending import project_of, whole_of
 from ..layers.block import blocks, embedded
-from ..layers.call import Call, Latents
+from ..layers.call import Attention, Call, Latents, Mixtures
 from ..layers.norms import join
 from ..network import Network
 
@@ -129,20 +129,17 @@ class Step:
                 slot = np.where(self.starts < slots, self.starts, wrapped)
                 self.seen[slots] |= numbers == slot[:, None]
         routers = list[Any]() if self.notes else None
+        stacks = {} if model.adapter is None else model.adapter.stacks
         call = Call(
             model.config,
             self.of_blocks,
-            self.tables,
-            self.attend,
             project_of(model.config, model.adapter, None, model.division, self.tokens),
-            self.positions,
+            Attention(
+                *(self.attend, self.tables, self.positions, self.turn, self.latents),
+                whole=lambda _, name: self.whole[name],
+            ),
+            Mixtures(stacks, routers, ranks=model.expert_ranks),
             division=model.slices,
-            expert_ranks=model.expert_ranks,
-            turn=self.turn,
-            stacks={} if model.adapter is None else model.adapter.stacks,
-            routers=routers,
-            latents=self.latents,
-            whole=lambda _, name: self.whole[name],
         )
         branch, stream = blocks(call, branch, None)
         if routers is not None:

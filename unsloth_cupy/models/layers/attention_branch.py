@@ -66,7 +66,7 @@ def _attended(call: Call, layer: int, module: str, q: Any, k: Any, v: Any, gate:
     options = call.options(layer)
     if config.sinks:
         options["sinks"] = call.parameters[module + "sinks"]
-    out = call.attend(layer, q, k, v, **options)
+    out = call.attention.attend(layer, q, k, v, **options)
     return _output(call, module, out if gate is None else gated(out, gate))
 
 
@@ -83,7 +83,7 @@ def _output(call: Call, module: str, out: Any) -> Any:
 
 def _placed(call: Call, layer: int, module: str, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     """Return q and k by heads, normalised and rotated; None for a k that is stored already."""
-    config, tables, positions = call.config, call.tables, call.positions
+    config, (_, tables, positions, turn, *_) = call.config, call.attention
     cos, sin, *of_queries = tables[config.layer_types[layer]]
     names, rotates = config.names, config.rotates(layer)
     by_head = config.query_key_norm not in (None, "projection")
@@ -111,8 +111,8 @@ def _placed(call: Call, layer: int, module: str, q: Any, k: Any, v: Any) -> tupl
     if rotates and of_queries:
         q_cos, q_sin = of_queries
         q, k = rope(q, q_cos, q_sin, positions), rope(k, cos, sin, positions)
-    elif rotates and call.turn is not None and not (config.interleaved or config.rotated_first):
-        q, k = call.turn(layer, q, k, v, cos, sin, positions)
+    elif rotates and turn is not None and not (config.interleaved or config.rotated_first):
+        q, k = turn(layer, q, k, v, cos, sin, positions)
     elif rotates:
         q, k = rope_qk(q, k, cos, sin, positions, interleaved=config.interleaved)
     return normalised(q, k) if config.rotated_first else (q, k)

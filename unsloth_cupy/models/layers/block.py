@@ -95,11 +95,11 @@ def blocks(
         group = range(first, min(first + size, layers.stop))
         prefixes = tuple(f"{a}model.layers.{n}." for n in group for a in ("", PREFIX))
         needed = {n: value for n, value in call.parameters.items() if n.startswith(prefixes)}
-        routers = None if call.routers is None else list[Any]()
-        part = call._replace(parameters=needed, routers=routers)
-        branch, stream, found = run(part, group, branch, stream)
-        if call.routers is not None:
-            call.routers.extend(found)
+        routers = None if call.experts.routers is None else list[Any]()
+        part = call._replace(parameters=needed, experts=call.experts._replace(routers=routers))
+        branch, stream, routed = run(part, group, branch, stream)
+        if call.experts.routers is not None:
+            call.experts.routers.extend(routed)
     return branch, stream
 
 
@@ -112,7 +112,7 @@ def _part(call: Call, layers: range, branch: Any, stream: Any) -> tuple[Any, Any
         call = call._replace(parameters=call.gather(call.parameters))
     for layer in layers:
         branch, stream = block(call, layer, branch, stream)
-    return branch, stream, call.routers
+    return branch, stream, call.experts.routers
 
 
 def block(call: Call, layer: int, branch: Any, stream: Any) -> tuple[Any, Any]:

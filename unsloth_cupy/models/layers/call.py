@@ -30,32 +30,50 @@ def unkept(*_: Any) -> tuple[None, None]:
     return None, None
 
 
-class Call(NamedTuple):
-    """The inputs that all blocks of one call share.
+class Attention(NamedTuple):
+    """What branches with attention take.
 
     ``tables`` are cos and sin by layer type, and those of queries where they differ.
     """
 
-    config: Config
-    parameters: Mapping[str, Any]  # also those of an adapter
+    attend: Attend  # of these tokens: to each other, or to a cache as well
     tables: Mapping[str, tuple[Any, ...]]
-    attend: Attend  # the attention of these tokens: to each other, or to a cache as well
-    project: Project  # the outputs of linear layers: plain, adapted or rounded
     positions: Any = None  # (batch, tokens); None: the rows of the tables, in order
-    chunked_mlp: bool = False
-    division: Division | None = None  # among ranks; config and parameters are this rank's part
     turn: Turn | None = None  # rotates q and k, in place of rope_qk; returns None for a stored k
-    gather: Gather | None = None  # gathers the parameters of a block from the parts of all ranks
-    stacks: Mapping[str, Adapted] = {}  # those of experts that have an adapter
-    mask: Any = None  # of tokens that are not padding
-    offsets: Any = None  # of packed texts
-    context: Context | None = None  # of ranks that divide the tokens
-    states: Any = unkept  # of layers without attention: (layer) -> two, (layer, tokens, *two)
+    latents: Latents | None = None  # the cache, if it holds latent rows
+    whole: Whole = lambda parameters, name: parameters[name]
+
+
+class Mixtures(NamedTuple):
+    """What layers with experts take."""
+
+    stacks: Mapping[str, Adapted] = {}  # those that have an adapter
     routers: list[Any] | None = None  # takes what every router says; None: nobody reads it
     routes: Any = None  # (batch, tokens, layers with experts, k): experts that were chosen before
-    latents: Latents | None = None  # the cache, if it holds latent rows
-    expert_ranks: Communicator | None = None  # that hold different experts
-    whole: Whole = lambda parameters, name: parameters[name]
+    ranks: Communicator | None = None  # that hold different experts
+
+
+class Recurrence(NamedTuple):
+    """What layers with states take."""
+
+    states: Any = unkept  # (layer) -> two, (layer, tokens, *two)
+    mask: Any = None  # of tokens that are not padding
+    offsets: Any = None  # of packed texts
+
+
+class Call(NamedTuple):
+    """The inputs that all blocks of one call share, and those of each kind of branch."""
+
+    config: Config
+    parameters: Mapping[str, Any]  # also those of an adapter
+    project: Project  # the outputs of linear layers: plain, adapted or rounded
+    attention: Attention
+    experts: Mixtures = Mixtures()
+    recurrence: Recurrence = Recurrence()
+    chunked_mlp: bool = False
+    division: Division | None = None  # among ranks; config and parameters are this rank's part
+    gather: Gather | None = None  # gathers the parameters of a block from the parts of all ranks
+    context: Context | None = None  # of ranks that divide the tokens
 
     def options(self, layer: int) -> dict[str, Any]:
         """Return the options of the attention of a layer."""

@@ -39,24 +39,25 @@ def delta_layer(call: Any, rule: Delta, layer: int, module: str, x: Any) -> Any:
     """Return the branch of normalised x."""
     config: Config = call.config
     parameters, (batch, tokens, _) = call.parameters, x.shape
-    x = x if call.mask is None else without_padding(x, call.mask)
+    states, mask, offsets = call.recurrence
+    x = x if mask is None else without_padding(x, mask)
     mixed, z, beta, decay = _projected(call, rule, module, x)
     taps = parameters[f"{module}conv1d.weight"]
     taps = taps.reshape(taps.shape[0], taps.shape[2])
     decay = _decays(rule, decay, parameters, module)
-    beta, offsets, own = _shares(beta, rule.most), call.offsets, rule
+    beta, own = _shares(beta, rule.most), rule
     if call.context is not None:
         own, offsets = _of_rank(rule, call.context), call.context.offsets
         offsets = None if offsets is None else to_device_of(offsets, value_of(x))
         mixed, taps, beta, decay = _by_heads(call.context, rule, mixed, taps, beta, decay)
-    inputs, state = call.states(layer)
+    inputs, state = states(layer)
     mixed, inputs = causal_conv(mixed, taps, initial=inputs, offsets=offsets)
     keys, every = own.key_heads * own.key_dim, mixed.shape[:2]
     *both, v = split(mixed, (keys, keys, own.value_heads * own.value_dim))
     q, k = (_of_length_1(part.reshape(*every, own.key_heads, own.key_dim)) for part in both)
     v = v.reshape(*every, own.value_heads, own.value_dim)
     y, state = gated_delta_rule(q, k, v, decay, beta, initial=state, offsets=offsets)
-    call.states(layer, tokens, inputs, state)
+    states(layer, tokens, inputs, state)
     y = y if call.context is None else call.context.by_tokens(y)
     z = z.reshape(batch, tokens, rule.value_heads, rule.value_dim)
     norm, output = rule.after

@@ -43,15 +43,15 @@ class Routed(NamedTuple):
 
 def experts_of_tokens(call: Call, layer: int, module: str, x: Any) -> Any:
     """Return the weighted sum of what the chosen experts make of each token of normalised x."""
-    parameters, stacks = call.parameters, call.stacks
+    parameters, (stacks, routers, chosen, ranks) = call.parameters, call.experts
     experts: Any = call.config.experts
-    logits, given = router_logits(call, module, x), None
-    if call.routes is not None:
-        given = call.routes[..., sum(experts.sparse[:layer]), :]
+    logits = router_logits(call, module, x)
+    if chosen is not None:
+        chosen = chosen[..., sum(experts.sparse[:layer]), :]
     correction = parameters.get(f"{module}{experts.correction_in}{CORRECTION}")
-    routes = routes_of(experts, logits, correction, given)
-    if call.routers is not None:
-        call.routers.append(Routed(logits, value_of(routes.experts)))
+    routes = routes_of(experts, logits, correction, chosen)
+    if routers is not None:
+        routers.append(Routed(logits, value_of(routes.experts)))
     gate_up, down = (f"{module}experts.{name}" for name in experts.names)
     into, back = (f"{module}{name}" for name in LATENT)
     if experts.latent is not None:
@@ -71,10 +71,10 @@ def experts_of_tokens(call: Call, layer: int, module: str, x: Any) -> Any:
             **experts.clamps,
         )
 
-    if call.expert_ranks is None:
+    if ranks is None:
         y = computed(x, routes)
     else:
-        y = at_their_ranks(call.expert_ranks, experts, x, routes, computed)
+        y = at_their_ranks(ranks, experts, x, routes, computed)
     if experts.latent is not None:
         (y,) = call.project(parameters, [back], y)
     return y

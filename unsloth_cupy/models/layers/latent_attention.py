@@ -31,8 +31,8 @@ EPS = 1e-6  # of the norms of the short vectors, whatever that of the others is
 def latent_attention_heads(call: Any, latent: Latent, layer: int, module: str, x: Any) -> Any:
     """Return the attention of heads for normalised x: (batch, tokens, heads, value)."""
     config: Config = call.config
-    parameters = call.parameters
-    batch, tokens, _ = x.shape
+    parameters, (batch, tokens, _) = call.parameters, x.shape
+    attend, tables, positions, _, latents, _ = call.attention
     ranks = call.division  # they divide heads: each has whole short vectors, and enters after them
     names = [f"{module}kv_a_proj_with_mqa"]
     if latent.queries is not None:
@@ -53,22 +53,22 @@ def latent_attention_heads(call: Any, latent: Latent, layer: int, module: str, x
     rotated = rotated.reshape(batch, tokens, 1, latent.rotated)
     turned = q[..., latent.plain :]
     if config.rotates(layer):
-        cos, sin, *_ = call.tables[config.layer_types[layer]]
+        cos, sin, *_ = tables[config.layer_types[layer]]
         turned, rotated = rope_qk(
-            turned, rotated, cos, sin, call.positions, interleaved=config.interleaved
+            turned, rotated, cos, sin, positions, interleaved=config.interleaved
         )
     options = call.options(layer)
-    if call.latents is not None:
+    if latents is not None:
         check_library("KVCache.append: k", short)  # a cache has no gradient
         row = np.concatenate([short[:, :, None], rotated], axis=-1)
-        if not call.latents.begins(layer):
+        if not latents.begins(layer):
             return _absorbed(call, latent, layer, module, q, turned, row, options)
-        call.latents.append(layer, row, None)
+        latents.append(layer, row, None)
     (kv,) = call.project(parameters, [f"{module}kv_b_proj"], short)
     kv = kv.reshape(batch, tokens, config.heads, latent.plain + latent.value)
     k, v = _expanded(kv, rotated, latent, config.dim)
     q = _padded(q, turned, latent, config.dim)
-    return call.attend(layer, q, k, v, **options)[..., : latent.value]
+    return attend(layer, q, k, v, **options)[..., : latent.value]
 
 
 def _absorbed(
@@ -84,12 +84,12 @@ def _absorbed(
     """Return attention over the rows of a cache, to which the new ones are appended."""
     batch, tokens, heads, _ = q.shape
     rank, plain = latent.rank, latent.plain
-    weight = call.whole(call.parameters, f"{module}kv_b_proj.weight")
+    weight = call.attention.whole(call.parameters, f"{module}kv_b_proj.weight")
     weight = weight.reshape(heads, plain + latent.value, rank)
     query = empty((batch, tokens, heads, rank + latent.rotated), q.dtype, like=q)
     query[..., rank:] = turned
     gemm(_by_head(q)[..., :plain], weight[:, :plain], out=_by_head(query)[..., :rank])
-    sums = call.latents.attend(layer, query, row, None, **options)
+    sums = call.attention.latents.attend(layer, query, row, None, **options)
     out = empty((batch, tokens, heads, latent.value), q.dtype, like=q)
     gemm(_by_head(sums), weight[:, plain:].swapaxes(1, 2), out=_by_head(out))
     return out

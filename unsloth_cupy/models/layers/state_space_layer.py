@@ -33,11 +33,12 @@ def state_space_layer(call: Any, space: StateSpace, layer: int, module: str, x: 
     gate, mixed, dt = split(projected, (space.inner, sum(space.sizes[1:4]), space.heads))
     taps = parameters[f"{module}conv1d.weight"]
     taps = taps.reshape(taps.shape[0], taps.shape[2])
-    inputs, state = call.states(layer)
-    mixed = mixed if call.mask is None else without_padding(mixed, call.mask)
+    states, mask, offsets = call.recurrence
+    inputs, state = states(layer)
+    mixed = mixed if mask is None else without_padding(mixed, mask)
     bias = parameters.get(f"{module}conv1d.bias")
-    mixed, inputs = causal_conv(mixed, taps, bias, initial=inputs, offsets=call.offsets)
-    mixed = mixed if call.mask is None else without_padding(mixed, call.mask)
+    mixed, inputs = causal_conv(mixed, taps, bias, initial=inputs, offsets=offsets)
+    mixed = mixed if mask is None else without_padding(mixed, mask)
     x, b, c = split(mixed, space.sizes[1:4])
     b, c = (each.reshape(batch, tokens, space.groups, space.state) for each in (b, c))
     y, state = ssd(
@@ -45,11 +46,11 @@ def state_space_layer(call: Any, space: StateSpace, layer: int, module: str, x: 
         *(dt, parameters[f"{module}A_log"], b, c),
         *(parameters[f"{module}D"], parameters[f"{module}dt_bias"]),
         initial=state,
-        offsets=call.offsets,
+        offsets=offsets,
         dt_min=space.least,
         dt_max=space.most,
     )
-    call.states(layer, 0 if space.beside else tokens, inputs, state)
+    states(layer, 0 if space.beside else tokens, inputs, state)
     y = _gated(call, space, module, y.reshape(batch, tokens, space.inner), gate)
     (y,) = call.project(parameters, [f"{module}out_proj"], y)
     return y if space.out_scale == 1 else scale(y, factor=space.out_scale)

@@ -141,7 +141,11 @@ class ModelStage:
         sums: tuple[Any, ...] = ()
         if experts is not None and model.config.balanced:
             real, (none,) = real_tokens(context, mask, rows), before or self.like(microbatch)[1:]
-            sums = (router_sums(experts, [each.logits for each in call.routers or ()], real, none),)
+            sums = (
+                router_sums(
+                    experts, [each.logits for each in call.experts.routers or ()], real, none
+                ),
+            )
         if not self.stages.ends_with(chunk):
             return y, *sums
         reached = Reached(y, routes, *sums)
@@ -195,8 +199,8 @@ def pipeline_logits(model: "Network", stages: Stages, tokens: Array, **options: 
     result = through(stages, lambda: stages.like(model.table, rows), run)
     if not stages.last:
         result = stages.like(model.table, (len(tokens), model.config.vocab))
-    if call.routers is not None:
-        call.routers[:] = routed_by_all(model, stages, call.routers, tokens.shape)
+    if call.experts.routers is not None:
+        call.experts.routers[:] = routed_by_all(model, stages, call.experts.routers, tokens.shape)
     return stages.shared(result)
 
 

@@ -42,7 +42,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if (encoding := locale.getpreferredencoding(False).lower()) not in ("utf-8", "utf8"):
         cure = "set PYTHONUTF8=1"
         raise pytest.UsageError(f"tests read and write UTF-8, not {encoding}; {cure}")
-    from unsloth_cupy.compiled.cache import prepare  # it imports NumPy
+    from unsloth_cupy.kernel_cache import prepare  # it imports NumPy
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a home that cannot be written

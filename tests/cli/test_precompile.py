@@ -16,7 +16,7 @@ import pytest
 
 from unsloth_cupy import AdamW, files
 from unsloth_cupy.cli.commands import group
-from unsloth_cupy.compiled import cache
+from unsloth_cupy import kernel_cache as cache
 from unsloth_cupy.core.gpu import compiler_options
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models.generation.next_logits import CachedLogits
@@ -134,7 +134,7 @@ def test_what_a_writer_left_unfinished_is_not_found(
 WRITE_AND_READ = """
 import sys
 from pathlib import Path
-from unsloth_cupy.compiled import cache
+from unsloth_cupy import kernel_cache as cache
 root, key = Path(sys.argv[1]), sys.argv[2]
 for n in range(50):
     cache.keep(root, key, bytes([n]) * 10_000)

@@ -31,7 +31,7 @@ from typing import Any, NamedTuple, NoReturn
 import numpy as np
 import scipy.special
 
-from unsloth_cupy.compiled import cache
+from unsloth_cupy import kernel_cache as cache
 from unsloth_cupy.core import gpu as core_gpu
 from unsloth_cupy.core import kernel as core_kernel
 from unsloth_cupy.core.dtypes import BFLOAT16

@@ -6,7 +6,7 @@ import click
 
 from .. import machine
 from .._version import __version__
-from ..compiled.cache import kernel_cache
+from ..kernel_cache import kernel_cache
 from ..core import source
 from ..core.op import OPS
 from ..machine import format_bytes, machine_memory

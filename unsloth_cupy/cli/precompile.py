@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from ..compiled import cache
+from .. import kernel_cache as cache
 from ..core.gpu import count, cupy, limits_of
 from ..errors import ConfigError
 from ..files import read_json

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..compiled.cache import prepare, unit
+from ..kernel_cache import prepare, unit
 from ..errors import KernelError
 from . import target
 from .source import source_root

@@ -5,7 +5,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..compiled.cache import OLDEST
+from ..kernel_cache import OLDEST
 from ..core import gpu
 from ..core.call import is_number
 from ..core.target import Limits

@@ -7,7 +7,7 @@ A profile stores the form of each call that ran as kernels.  The launches are th
 import math
 from typing import Any, NamedTuple
 
-from ..compiled.cache import unit
+from ..kernel_cache import unit
 from ..core import gpu
 from ..core.op import OPS
 from ..machine import format_bytes

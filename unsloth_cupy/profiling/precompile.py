@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..compiled import cache
+from .. import kernel_cache as cache
 from ..core import gpu
 from ..core.dtypes import KERNEL_DTYPES, float_dtype
 from ..core.target import Run

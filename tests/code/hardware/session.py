@@ -431,7 +431,7 @@ def everything(folder: Path, minutes: float, steps: Sequence[str] = STEPS) -> No
     runtime, cores = cupy.cuda.runtime, len(os.sched_getaffinity(0))
     about, version = runtime.getDeviceProperties(0), cupy.cuda.nvrtc.getVersion()
     if not lacking["tests"]:
-        from unsloth_cupy.compiled.cache import refusal
+        from unsloth_cupy.kernel_cache import refusal
 
         if refused := refusal(10 * about["major"] + about["minor"], cupy.cuda.nvrtc):
             sys.exit(refused)

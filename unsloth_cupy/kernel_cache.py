@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError, KernelError
-from ..files import CACHE, cache_folder, doubt, own_folder, say_once
+from .errors import ConfigError, KernelError
+from .files import CACHE, cache_folder, doubt, own_folder, say_once
 
 CUPYS = "CUPY_CACHE_DIR"
 OLDEST = 80  # the architecture that the kernels need

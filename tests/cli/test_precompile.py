@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import AdamW, files
-from unsloth_cupy.cli.commands import group
 from unsloth_cupy import kernel_cache as cache
+from unsloth_cupy.cli.commands import group
 from unsloth_cupy.core.gpu import compiler_options
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models.generation.next_logits import CachedLogits

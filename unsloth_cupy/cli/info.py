@@ -6,9 +6,9 @@ import click
 
 from .. import machine
 from .._version import __version__
-from ..kernel_cache import kernel_cache
 from ..core import source
 from ..core.op import OPS
+from ..kernel_cache import kernel_cache
 from ..machine import format_bytes, machine_memory
 from .options import json_option
 

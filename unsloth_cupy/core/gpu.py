@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from ..kernel_cache import prepare, unit
 from ..errors import KernelError
+from ..kernel_cache import prepare, unit
 from . import target
 from .source import source_root
 from .target import Limits

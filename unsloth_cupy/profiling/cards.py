@@ -5,11 +5,11 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from ..kernel_cache import OLDEST
 from ..core import gpu
 from ..core.call import is_number
 from ..core.target import Limits
 from ..errors import ConfigError
+from ..kernel_cache import OLDEST
 
 
 class Card(NamedTuple):

@@ -7,9 +7,9 @@ A profile stores the form of each call that ran as kernels.  The launches are th
 import math
 from typing import Any, NamedTuple
 
-from ..kernel_cache import unit
 from ..core import gpu
 from ..core.op import OPS
+from ..kernel_cache import unit
 from ..machine import format_bytes
 from ..memory.planned import Planned, recording_in
 from ..ops.common.tensor_map import available

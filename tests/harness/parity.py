@@ -42,6 +42,9 @@ EPS = {
     "float32": 2.0**-23,
     "float64": 2.0**-52,
 }
+SIGNS = {"class_weights": 1} | dict.fromkeys(
+    ("log_probs", "old", "sampler", "reference", "log_sum_squares"), -1
+)  # of operands that have one
 EPS |= {"int8": 0.0, "uint8": 0.0, "int32": 0.0}  # codes and numbers must equal the definition's
 Arrays = dict[str, np.ndarray | None]
 
@@ -96,7 +99,9 @@ class Case:
             return rng.integers(-127, 128, shape, np.int8)
         if operand.kind == "int":
             return rng.integers(0, self.both[operand.below or ""], shape)
-        return rng.standard_normal(shape)
+        values = rng.standard_normal(shape)
+        sign = SIGNS.get(operand.name)
+        return values if sign is None else sign * np.abs(values)
 
 
 class Parity:

@@ -44,14 +44,16 @@ constexpr bool REST = HELD * STEP < WIDTH;                 // registers do not h
 
 static_assert(!(SMOOTHING && WEIGHTED), "the definition sums w * z over the classes");
 
-// The factor of a row's loss; 1 for a label that is no column.
-DEVICE float weight_of(const W *class_weights, long long label) {
-    if constexpr (WEIGHTED)
-        return label < 0 || label >= COLUMNS ? 1.0f : (float)class_weights[label];
-    else return 1.0f;
-}
-
 DEVICE float not_a_number() { return __int_as_float(0x7fffffff); }
+
+// The factor of a row's loss; 1 for a label that is no column, NaN in place of a negative weight.
+DEVICE float weight_of(const W *class_weights, long long label) {
+    if constexpr (WEIGHTED) {
+        const float weight = label < 0 || label >= COLUMNS ? 1.0f : (float)class_weights[label];
+        return weight >= 0 ? weight : not_a_number();
+    }
+    return 1.0f;
+}
 
 // ---- losses -----------------------------------------------------------------------------------
 // Sums of a row: `top` is its maximum z, `sum` that of exp(z - top), `total` that of z.

@@ -9,7 +9,8 @@
 //   2     beta sum(t log(t / m))                            (1 - beta) s * (f - sum(s f)),
 //         + (1 - beta) sum(s log(s / m))                    f = log(s / m)
 //   3     sum(abs(s - t)) / 2                               s * (f - sum(s f)) / 2, f = sign(s - t)
-//   4     1 - a b, a = z / |z|, b that of the teacher       (a b * a - b) / |z|
+//   4     1 - a b, a = z / max(|z|, 1e-8), b that of the    (a b * a - b) / |z|, or
+//         teacher                                           -b / 1e-8 if |z| is less
 //
 //   a token that a distribution excludes adds nothing to the sum over that distribution
 //
@@ -37,7 +38,9 @@ constexpr int WARPS = THREADS / 32;
 constexpr int BLOCKS = ROW_THREADS <= 32 ? 1 : THREADS < 96 ? 16 : 1536 / THREADS;
 constexpr bool FORWARD = KIND == 0, REVERSE = KIND == 1, BETWEEN = KIND == 2, TVD = KIND == 3;
 constexpr bool COSINE = KIND == 4;
-constexpr float TINY = 1.175494351e-38f;  // least length of a row
+constexpr float LEAST = 1e-8f;     // length of a row by which it is divided, as torch divides
+constexpr float UNIT = 0x1p-27f;   // the power of two below that
+constexpr float MOST = 0x1p126f;   // its reciprocal is the smallest that is not flushed to 0
 
 struct Options {
     float inner, outer, teacher_inner, teacher_outer;
@@ -140,24 +143,63 @@ DEVICE float factor_of(const Token &of, const Options &o) {
     }
 }
 
-// |z|, |z of the teacher|, and the cosine.
-struct Angle { float length, other, cosine; };
+// The length of a row as a multiple of `unit`, a power of two near its largest value, so that no
+// square overflows.
+struct Scaled {
+    float unit, length;
+
+    DEVICE bool is_short() const { return length * unit < LEAST; }
+    DEVICE float divisor() const { return is_short() ? LEAST / unit : length; }
+};
+
+// Both rows of an access in growing units, and the sums of z^2, of the teacher's and of products.
+struct Squares {
+    float units[2] = {UNIT, UNIT}, sums[3] = {};
+
+    // Go over to larger units.
+    DEVICE void grow(float unit, float other) {
+        const float a = units[0] / unit, b = units[1] / other;
+        sums[0] *= a * a;
+        sums[1] *= b * b;
+        sums[2] *= a * b;
+        units[0] = unit;
+        units[1] = other;
+    }
+};
+
+// The power of two below the largest of some values, between `unit` and MOST.
+DEVICE float unit_of(const float (&v)[LANES], float unit) {
+#pragma unroll
+    for (int j = 0; j < LANES; j++) unit = fmaxf(unit, fabsf(v[j]));
+    return fminf(__int_as_float(__float_as_int(unit) & 0x7f800000), MOST);
+}
+
+// Both rows, and the cosine.
+struct Angle { Scaled z, teacher; float cosine; };
 
 DEVICE Angle angle_of(bool any, const Sides &of, const Options &o) {
+    __shared__ Exchange<WARPS> greatest, other_greatest;
     __shared__ Exchange<3 * WARPS> exchange;
-    float sums[3] = {};
+    Squares s;
     if (any)
         over_row(of, o, [&](int, const float (&z)[LANES], const float (&teacher)[LANES]) {
+            const float unit = unit_of(z, s.units[0]), other = unit_of(teacher, s.units[1]);
+            if (unit > s.units[0] || other > s.units[1]) s.grow(unit, other);
+            const float a = 1 / unit, b = 1 / other;
 #pragma unroll
             for (int j = 0; j < LANES; j++) {
-                sums[0] += z[j] * z[j];
-                sums[1] += teacher[j] * teacher[j];
-                sums[2] += z[j] * teacher[j];
+                const float x = z[j] * a, y = teacher[j] * b;
+                s.sums[0] += x * x;
+                s.sums[1] += y * y;
+                s.sums[2] += x * y;
             }
         });
-    row_sums<ROW_THREADS>(sums, exchange);
-    const float length = fmaxf(sqrtf(sums[0]), TINY), other = fmaxf(sqrtf(sums[1]), TINY);
-    return {length, other, sums[2] / length / other};
+    s.grow(row_greatest<ROW_THREADS>(s.units[0], greatest),
+           row_greatest<ROW_THREADS>(s.units[1], other_greatest));
+    row_sums<ROW_THREADS>(s.sums, exchange);
+    const Scaled z = {s.units[0], sqrtf(s.sums[0])}, teacher = {s.units[1], sqrtf(s.sums[1])};
+    const float cosine = s.sums[2] / z.divisor() / teacher.divisor();
+    return {z, teacher, cosine > 1 ? 1 : cosine < -1 ? -1 : cosine};
 }
 
 KERNEL(THREADS, BLOCKS)
@@ -194,11 +236,13 @@ divergence_backward(const T *logits, const U *__restrict__ teacher, const B *__r
     if constexpr (COSINE) {
         const Angle angle = angle_of(row < rows, of, o);
         if (row >= rows) return;
-        const float by = dloss[row], a = 1 / angle.length, b = 1 / angle.other;
+        const float unit = 1 / angle.z.unit, other = 1 / angle.teacher.unit, by = dloss[row];
+        const float a = 1 / angle.z.divisor(), b = 1 / angle.teacher.divisor();
+        const float turn = angle.z.is_short() ? 0 : angle.cosine * a;
         over_row(of, o, [&](int column, float (&z)[LANES], const float (&teacher)[LANES]) {
 #pragma unroll
             for (int j = 0; j < LANES; j++) {
-                const float d = (angle.cosine * (z[j] * a) - teacher[j] * b) * a;
+                const float d = (turn * (z[j] * unit) - b * (teacher[j] * other)) * a * unit;
                 z[j] = d * by * slope_of(z[j], o.inner, o.outer);
             }
             store_row(dlogits, of.start, column, z);

@@ -271,7 +271,7 @@ latent_attention(const T *__restrict__ q, const T *__restrict__ latents,
             float p[WIDE];
 #pragma unroll
             for (int j = 0; j < WIDE; j++) {
-                p[j] = exp2f(fmaf(s[i + j], call.unit, -shift));
+                p[j] = exp_of(s[i + j], call.unit, shift);
                 total += p[j];
             }
             store(chances.at(own_row, at / ChanceTile::CHUNK) + at % ChanceTile::CHUNK, p);

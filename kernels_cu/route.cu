@@ -4,8 +4,8 @@
 //                 SOFTMAX_OF_K   l + bias                SQRT_SOFTPLUS    sqrt(log(1 + exp(l)))
 //   choice        the TOP largest of scores + bias, of equal ones those with the lowest index, in
 //                 the GROUPS_KEPT groups whose two largest have the largest sum; SOFTMAX: whose
-//                 largest is the largest
-//   weights       scale * s of the chosen, NORMALIZE: divided by their sum; SOFTMAX_OF_K: scale *
+//                 largest is the largest; a NaN is the last
+//   weights       NaN in a row with a NaN; scale * s of the chosen, NORMALIZE: divided by their sum; SOFTMAX_OF_K: scale *
 //                 softmax of their l + bias, which is SOFTMAX with NORMALIZE if there is no bias
 //
 //   du = scale * dw, NORMALIZE: scale / sum(s) * (dw - sum(dw * s) / sum(s));     dl = du * s'
@@ -76,11 +76,12 @@ DEVICE void measure(const float (&x)[HELD], int lane, float &top, float &sum) {
 #pragma unroll
     for (int i = 0; i < HELD; i++)
         if (i * ROW_THREADS + lane < EXPERTS) sum += exp_below(x[i] - top);
-    sum = fmaxf(group_sum<ROW_THREADS>(sum), TINY);
+    sum = group_sum<ROW_THREADS>(sum);
+    sum = sum < TINY ? TINY : sum;  // NaN stays NaN
 }
 
-// A number that is larger the larger the score is, and for equal ones the lower the expert; a NaN
-// is below all others.
+// A number that is larger the larger the score is, and for equal ones the lower the expert; that of
+// NaN, which stands for an expert of no kept group, is the smallest.
 DEVICE unsigned long long key_of(float score, int expert) {
     if (score == 0) score = 0;  // -0 is no less
     const unsigned bits = (unsigned)__float_as_int(score);
@@ -103,7 +104,7 @@ route_forward(const T *__restrict__ logits, const B *__restrict__ bias, int *__r
     __shared__ float shared[GROUPS > 1 ? ROWS : 1][GROUPS > 1 ? EXPERTS + GROUPS : 1];
     const Row row = row_of_thread(rows);
     const int lane = row.lane;
-    float x[HELD], choice[HELD], top = 0, sum = 1;
+    float x[HELD], choice[HELD], top = 0, sum = 1, broken = 0;
     read(x, logits + row.number * EXPERTS, lane);
     if constexpr (WHOLE) measure(x, lane, top, sum);
 #pragma unroll
@@ -113,7 +114,12 @@ route_forward(const T *__restrict__ logits, const B *__restrict__ bias, int *__r
         if constexpr (!RAW) choice[i] = WHOLE ? exp_below(x[i] - top) / sum : score_of(x[i]);
         if constexpr (BIAS)
             if (expert < EXPERTS) choice[i] += (float)bias[expert];
+        if (choice[i] != choice[i]) {
+            broken = expert < EXPERTS ? 1 : broken;
+            choice[i] = minus_infinity();
+        }
     }
+    broken = group_max<ROW_THREADS>(broken);
     if constexpr (GROUPS > 1) {
         constexpr int SIZE = EXPERTS / GROUPS;
         float *const own = shared[threadIdx.x / ROW_THREADS], *const sums = own + EXPERTS;
@@ -182,6 +188,7 @@ route_forward(const T *__restrict__ logits, const B *__restrict__ bias, int *__r
         }
         total = NORMALIZE ? total + LEAST : 1;
     }
+    if (broken > 0) total = __int_as_float(0x7fffffff);
     if (!row.real) return;
 #pragma unroll
     for (int k = 0; k < TOP; k++)

@@ -20,7 +20,8 @@
 //   The trick: z of a kept token moves to a workspace, and a mark takes the place of its logit. So
 //   the row is read without asking of each column whether it was kept, and sums of all others are
 //   exact, not a difference. The logits are lost: they are a chunk that nobody else reads.
-//   A token that is not a column, or that stands twice in its row, gives NaN and a report.
+//   A token that is not a column, or that stands twice in its row, gives NaN and a report; so does,
+//   without a report, a share above MOST.
 #include <common/faults.cuh>
 #include <common/math.cuh>
 #include <common/logits.cuh>
@@ -30,6 +31,7 @@ constexpr int ROWS = THREADS / ROW_THREADS;
 constexpr int STEP = ROW_THREADS * LANES;  // columns between two vectors of a thread
 constexpr int WARPS = THREADS / 32;
 constexpr int BLOCKS = 1024 / THREADS;  // that an SM must hold: 64 registers a thread
+constexpr float MOST = 1.03125f;  // share: bfloat16 rounds log_t by 2^-9 of it, see the definition
 constexpr int MARK = 0x7fe;  // the first 12 bits of a NaN that no arithmetic returns
 
 static_assert(sizeof(T) == sizeof(float), "a mark is a float");
@@ -118,7 +120,7 @@ DEVICE Sums sums_of(bool any, const Row &row, const B *bias, const Options &o, l
     if constexpr (ROW_THREADS <= 32) row_sync();  // all marks are read; else it has waited
 
     Sums s = {fmaxf(top, rest_top), 0, rest_top, rest, sums[0], 0, sums[1]};
-    if (sums[2] > 0) s.share = __int_as_float(0x7fffffff);
+    if (sums[2] > 0 || s.share > MOST) s.share = __int_as_float(0x7fffffff);
     s.sum = sum * exp_below(top - s.top) + rest * exp_below(rest_top - s.top);
     if constexpr (TAIL)
         if (rest != 0 && !(s.share >= 1)) s.left = 1 - s.share;  // NaN stays NaN

@@ -3,8 +3,13 @@
 //
 // Scores are a product in the layout of tile.cuh: four neighbouring lanes share the upper row (half
 // 0) and the lower row (half 1) of each part.  Exponents have base 2: exp(x) is exp2(unit * x).
+//
+// In float32 the largest score is subtracted before the product with `unit`: its exp is exactly 1,
+// and a row that sees one key gets exactly its values.  In 16 bits that is so after rounding, and
+// one fma computes an exponent.
 #pragma once
 
+constexpr bool EXACT = sizeof(T) == sizeof(float);
 constexpr float LOG2E = 1.4426950408889634f, LN2 = 0.6931471805599453f;
 #define NO_SCORE __int_as_float(0xff800000)  // -inf
 
@@ -29,12 +34,17 @@ DEVICE float row_max(float top, const float (&s)[N][4], int half) {
 // The number subtracted from exponents; it is 0 for a row that has seen no key, so that the row
 // gives exp2(-inf - 0) = 0, not NaN.
 DEVICE float shift_of(float top, float unit) {
-    return top == NO_SCORE ? 0.0f : __fmul_rn(top, unit);
+    return top == NO_SCORE ? 0.0f : EXACT ? top : __fmul_rn(top, unit);
+}
+
+// exp of a score less the largest, with the shift of that.
+DEVICE float exp_of(float score, float unit, float shift) {
+    return exp2f(EXACT ? (score - shift) * unit : fmaf(score, unit, -shift));
 }
 
 // The factor of earlier sums and values when the largest score of a row has grown.
 DEVICE float rescale_of(float before, float unit, float shift) {
-    return exp2f(__fmul_rn(before, unit) - shift);
+    return exp2f(EXACT ? (before - shift) * unit : __fmul_rn(before, unit) - shift);
 }
 
 // Turn the scores of a row into exp(score - top); return the sum over this lane's columns.
@@ -46,7 +56,7 @@ DEVICE float exponentiate(float (&s)[N][4], int half, float unit, float shift) {
 #pragma unroll
         for (int e = 0; e < 2; e++) {
             float &x = s[n][half * 2 + e];
-            x = exp2f(fmaf(x, unit, -shift));
+            x = exp_of(x, unit, shift);
             sum += x;
         }
     return sum;

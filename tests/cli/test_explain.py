@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -157,13 +158,18 @@ SPELLINGS = {
     "rtx 4070 ti super": ("rtx4070tisuper", "4070 Ti Super", "NVIDIA GeForce RTX 4070 Ti SUPER"),
     "rtx 3090 ti": ("rtx3090ti", "RTX 3090Ti 24GB"),
     "rtx a6000": ("A6000", "rtxa6000", "NVIDIA RTX A6000"),
+    "rtx 4090 d": ("4090D", "RTX 4090D", "NVIDIA GeForce RTX 4090 D"),
+    "rtx 4000 sff ada": ("NVIDIA RTX 4000 SFF Ada Generation",),
     "rtx 6000 ada": ("rtx6000ada", "NVIDIA RTX 6000 Ada Generation"),
     "rtx pro 6000": ("rtxpro6000", "NVIDIA RTX PRO 6000 Blackwell Workstation Edition"),
+    "rtx pro 6000 max-q": ("NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition",),
+    "rtx pro 6000 server": ("NVIDIA RTX PRO 6000 Blackwell Server Edition",),
     "a100": ("A100-SXM4-80GB", "A100 80 GB"),
     "a100 40gb": ("NVIDIA A100-PCIE-40GB", "a10040gb"),
     "h100": ("NVIDIA H100 80GB HBM3", "h100-sxm5"),
     "h100 pcie": ("NVIDIA H100 PCIe",),
     "gh200": ("NVIDIA GH200 480GB",),
+    "gh200 144gb": ("NVIDIA GH200 144G HBM3e",),
     "dgx spark": ("DGX Spark", "NVIDIA GB10"),
 }
 
@@ -172,6 +178,18 @@ SPELLINGS = {
 def test_a_card_is_known_in_any_spelling(name: str) -> None:
     spelt = (name, name.upper(), name.replace(" ", "-"), name.replace(" ", ""), *SPELLINGS[name])
     assert {each: card_of(each) for each in spelt} == dict.fromkeys(spelt, CARDS[name])
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_a_card_is_known_with_its_maker_and_an_edition(name: str) -> None:
+    """An edition of other rates is another card, or is refused: none is taken for the plain one."""
+    own = CARDS[name]
+    for maker in ("", "NVIDIA ", "NVIDIA GeForce ", "nvidia-"):
+        for edition in ("", " Founders Edition", " Generation", " Workstation Edition", " GPU"):
+            assert card_of(f"{maker}{own.name}{edition}") == own
+    for edition in (" Laptop GPU", " Max-Q", " Server Edition", " D v2", " MIG 1g.10gb", " Ultra"):
+        with suppress(ConfigError):
+            assert card_of(own.name + edition) != own or edition.split()[0] in own.name
 
 
 @pytest.mark.parametrize("name", ["sm_103", "SM103", "10.3", "compute_103", "sm_103a"])

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 
-from unsloth_cupy.bench.cases import Call, forward_ops
+from unsloth_cupy.bench.cases import Call, Scale, draw, forward_ops
 from unsloth_cupy.core.dtypes import FLOATS, KERNEL_DTYPES
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.signature import check, parts, shape_of
@@ -142,6 +142,9 @@ def test_gradients(name: str) -> None:
     many(calls(OPS[name], FLOATS[3:]), judge)
 
 
+SMALL = Scale(tokens=64, hidden=64, inner=96, vocab=80, heads=4, kv_heads=2, dim=32)
+
+
 # ---- errors -------------------------------------------------------------------------------------
 def attempted(call: Call) -> None:
     """Run a call that may be wrong; errors that are not the library's propagate."""
@@ -155,6 +158,22 @@ def attempted(call: Call) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_errors_are_the_librarys(name: str) -> None:
     many(broken(OPS[name]), attempted)
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES for op in (OPS[n], OPS[n].backward) if op and "wanted" in op.options]
+)
+def test_wanted_names_inputs_alone(name: str) -> None:
+    """Anything else would be a gradient that nobody gets, in silence."""
+    op, call = OPS[name], draw(OPS[name], SMALL)
+    if "wanted" not in op.options:
+        outputs = call.mapped(_copied).run()
+        call = call.backward(outputs, call.seeds(outputs, every=True))
+    known = call._replace(options=call.options | {"wanted": {op.names[0]}})
+    assert known() is not None
+    for wanted in ({"no_operand"}, {op.names[0], "dy"}, op.names[0], [op.names[0]], -1, {1}):
+        with pytest.raises(ConfigError, match=r"wanted=.*; pass "):
+            known._replace(options=known.options | {"wanted": wanted})()
 
 
 # ---- kernels ------------------------------------------------------------------------------------

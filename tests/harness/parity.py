@@ -10,7 +10,9 @@ agree with the definition:
 
     |kernel - exact| <= 2 * max|plain - exact| + 4 * eps(dtype) * max|exact|
 
-where exact is the definition in float64 and plain the definition in the dtype of the case.
+where exact is the definition in float64 and plain the definition in the dtype of the case.  A few
+numbers that many are summed to may be right by luck: of these in float32 plain is the worst of some
+runs on inputs that differ by one rounding, so that the rule is that of the sizes summed.
 """
 
 import functools
@@ -42,6 +44,10 @@ EPS = {
     "float32": 2.0**-23,
     "float64": 2.0**-52,
 }
+FEW, NEARBY = 32, 4  # numbers that may be right by luck; runs on inputs one rounding away
+SIGNS = {"class_weights": 1} | dict.fromkeys(
+    ("log_probs", "old", "sampler", "reference", "log_sum_squares"), -1
+)  # of operands that have one
 EPS |= {"int8": 0.0, "uint8": 0.0, "int32": 0.0}  # codes and numbers must equal the definition's
 Arrays = dict[str, np.ndarray | None]
 
@@ -96,7 +102,9 @@ class Case:
             return rng.integers(-127, 128, shape, np.int8)
         if operand.kind == "int":
             return rng.integers(0, self.both[operand.below or ""], shape)
-        return rng.standard_normal(shape)
+        values = rng.standard_normal(shape)
+        sign = SIGNS.get(operand.name)
+        return values if sign is None else sign * np.abs(values)
 
 
 class Parity:
@@ -344,10 +352,11 @@ def judge_kernels(
 ) -> None:
     """Raise if kernels of a call or its backward op are inaccurate or differ between two runs."""
     op, wide, there = call.op, call.cast(np.float64), call.mapped(place)
-    exact, plain = outputs_of(wide), outputs_of(call)
+    exact = outputs_of(wide)
+    plain = outputs_of(call)
     if "forward" in sides:
         first, second = (run(lambda: outputs_of(there)) for _ in range(2))
-        within_rule(plain, exact, first)
+        within_rule(worst_nearby(call, exact), exact, first)
         _equal_bits(first, second)
     if "backward" not in sides or op.backward is None or op.backward.launch is None:
         return
@@ -359,10 +368,30 @@ def judge_kernels(
         call.backward(plain, seeds),
         there.backward(*({n: place(a) for n, a in each.items()} for each in (plain, seeds_there))),
     )
-    exact, plain = outputs_of(wide), outputs_of(call)
+    exact = outputs_of(wide)
     first, second = (run(lambda: outputs_of(there)) for _ in range(2))
-    within_rule(plain, exact, first)
+    within_rule(worst_nearby(call, exact), exact, first)
     _equal_bits(first, second)
+
+
+def worst_nearby(call: Call, exact: Arrays) -> Arrays:
+    """Return results of a call: of few float32 numbers, the worst of inputs one rounding away."""
+    plain = outputs_of(call)
+    few = [n for n, a in plain.items() if 0 < a.size <= FEW and a.dtype == np.float32]
+    for number in range(NEARBY * bool(few)):
+        rng = np.random.default_rng(number)
+        other = outputs_of(call.mapped(functools.partial(_one_rounding_away, rng)))
+        for name in few:
+            plain[name] = max(plain[name], other[name], key=lambda a: _error(a, exact[name]))
+    return plain
+
+
+def _one_rounding_away(rng: np.random.Generator, array: Any) -> Any:
+    """Return float32 numbers, each moved up or down by one rounding; other arrays as they are."""
+    if not isinstance(array, np.ndarray) or array.dtype != np.float32:
+        return array
+    toward = np.where(rng.random(array.shape) < 0.5, -np.inf, np.inf).astype(np.float32)
+    return np.where(np.isfinite(array) & (array != 0), np.nextafter(array, toward), array)
 
 
 def within_rule(plain: Arrays, exact: Arrays, kernel: Arrays) -> None:

@@ -174,6 +174,7 @@ def _slots(draw: Draw, sizes: Sizes) -> None:
 
 def _one_function(draw: Draw, sizes: Sizes) -> None:
     sizes["functions"] = 1  # the axis may be absent, and weights are as long
+    sizes["rows"] = 2 * draw(st.integers(0, 2))  # whole groups
 
 
 def _of_a_sampler(draw: Draw, sizes: Sizes) -> None:
@@ -368,7 +369,8 @@ VALUES: Mapping[str, Callable[..., Any]] = {  # by operand, or by op and operand
     "ternary_scores_forward.q": _codes,
     "ternary_scores_forward.k": _codes,
     "absmax": _absmax,
-    **dict.fromkeys(("scales", "square", "norm"), _positive),
+    **dict.fromkeys(("scales", "square", "norm", "class_weights"), _positive),
+    **dict.fromkeys(("old", "sampler", "reference", "log_sum_squares"), _negative),
     "log_probs": _negative,
     "linear_top_k_divergence_forward.log_probs": lambda rng, shape, sizes: np.log(
         rng.uniform(0.1, 0.9, shape) / max(shape[-1], 1)
@@ -577,7 +579,7 @@ OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
     "policy_forward.kind": _some("grpo", "dapo", "luspo", "sapo"),
     "advantages_forward.kind": _some("grpo", "gdpo", "rloo"),
     "advantages_forward.scale": _some("group", "batch", "none"),
-    "advantages_forward.group": _some(1),
+    "advantages_forward.group": _some(2),
     "sampler_ratio_forward.kind": _some("sequence_mask", "token_truncate"),
     "contrastive_forward.scale": _some(1.0, 20.0),
     "divergence_forward.kind": _some("jsd", "tvd", "cosine"),

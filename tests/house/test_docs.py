@@ -7,6 +7,7 @@ import html
 import importlib
 import importlib.util
 import inspect
+import itertools
 import json
 import os
 import re
@@ -27,6 +28,8 @@ from unsloth_cupy.cli.commands import group
 from unsloth_cupy.core.op import OPS
 
 from ..code.compilers import NEWEST, OLDEST
+from ..conftest import FOLDER
+from ..golden.golden import op_cases
 from ..harness.tracked import ROOT, tracked
 from ..machines.cuda_on_cpu import missing
 from ..parallel.ranks import MPIEXEC, THREADS, needs_mpi
@@ -289,6 +292,55 @@ def test_performance_lists_every_kernel() -> None:
     confirmed = json.loads(kept.read_text()) if kept.exists() else {}
     said = {name for name, where in listed if where != "not yet timed on a GPU"}
     assert said == confirmed.keys(), cure
+
+
+def test_no_entry_of_the_changelog_stands_twice() -> None:
+    """An entry that another one extends is deleted: most of its words are in both."""
+    page = (DOCS / "changelog.md").read_text(encoding="utf-8")
+    section = page.partition("## Unreleased")[2].partition("\n## ")[0]
+    entries = [{*re.findall(r"\w+", entry)} for entry in re.split(r"\n- ", section)[1:]]
+    pairs = itertools.combinations(entries, 2)
+    twice = [
+        sorted(one & other) for one, other in pairs if len(one & other) > 0.6 * len(one | other)
+    ]
+    assert twice == []
+
+
+@pytest.mark.parametrize(
+    ("said", "parts"),
+    [
+        ("117 cases that TRL", {"losses": ("preference", "policy")}),
+        ("26 cases that transformers", {
+            "ops_next": ("router", "experts", "router_loss", "lora_experts")}),
+        ("23 cases of transformers", {"ops_next": ("conv", "delta", "gated_norm")}),
+        ("20 cases of transformers", {"losses": ("heads",)}),
+    ],
+)  # fmt: skip
+def test_the_changelog_counts_stored_cases(said: str, parts: dict[str, tuple[str, ...]]) -> None:
+    assert said in (DOCS / "changelog.md").read_text(encoding="utf-8")
+    names = [
+        case.name
+        for folder, groups in parts.items()
+        for group in groups
+        for case in op_cases(FOLDER / folder, group)
+    ]
+    assert len(names) - names.count("sparsemixer") == int(said.split(maxsplit=1)[0])
+
+
+def test_docstrings_say_which_arrays_are_float64_for_float64() -> None:
+    """Statistics, of the kind `stat`, are float32, but for float64 arrays."""
+    wrong = []
+    for name, op in OPS.items():
+        public = name.removesuffix("_forward")
+        spaces = unsloth_cupy, unsloth_cupy.losses
+        text = next(
+            (getattr(space, public).__doc__ for space in spaces if hasattr(space, public)), ""
+        )
+        stats = {o.name for o in (*op.contract.inputs, *op.contract.outputs) if o.kind == "stat"}
+        for names, said in re.findall(r"^ {4}(\w[\w, ]*) : (.*float32.*)$", text or "", re.M):
+            if stats & {*names.split(", ")} and "float64" not in said:
+                wrong.append(f"{public}: {names} : {said}")
+    assert wrong == []
 
 
 def lost(folder: Path) -> list[str]:

@@ -55,6 +55,19 @@ def test_errors_are_below_those_of_llama_cpp(kind: str, draw: str) -> None:
     assert 0.3 * expected < actual < expected
 
 
+@pytest.mark.parametrize(
+    ("kind", "apart"),
+    [*((kind, 1.0) for kind in TYPES), *(("Q2_K", apart) for apart in (0.0, 0.5, 1.5, 2.5, 3.0))],
+)
+def test_products_are_within_the_bounds_of_llama_cpp(kind: str, apart: float) -> None:
+    """Those of its test-quantize-fns.cpp, for its waves, which are so many radians apart."""
+    steps, bound = np.arange(4096), 0.04 if kind == "Q2_K" else 0.02
+    for first in (0.0, 1.0, 4.0):
+        x, y = (0.1 + 2 * np.cos(steps + first + more) for more in (0.0, apart))
+        actual = read_back(x[None].astype(np.float32), kind)[0].astype(np.float64) @ y
+        assert abs(actual - x @ y) / 4096 < bound
+
+
 @pytest.mark.parametrize("kind", TYPES)
 def test_blocks_are_independent(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many are quantized at a time, and in whatever order threads finish."""

@@ -1,3 +1,4 @@
+import re
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,46 @@ def test_equals_torch(options: dict[str, Any], weighted: bool) -> None:
     dlogits, _ = uc.cross_entropy_backward(np.ones_like(loss), None, logits, labels, lse, **options)
     agree(loss, expected.detach().numpy())
     agree(dlogits, torch.autograd.grad(expected.sum(), x)[0].numpy())
+
+
+WEIGHTED_LOSSES: tuple[tuple[str, Any], ...] = (
+    ("cross_entropy", lambda x, y, w, **o: uc.cross_entropy(x, y, class_weights=w, **o)),
+    ("cross_entropy_", lambda x, y, w, **o: uc.cross_entropy_(x.copy(), y, class_weights=w, **o)),
+    (
+        "linear_cross_entropy",
+        lambda x, y, w, **o: uc.linear_cross_entropy(
+            x, np.eye(len(w), dtype=x.dtype), y, class_weights=w, **o
+        ),
+    ),
+    (
+        "linear_cross_entropy_gradients",
+        lambda x, y, w, **o: uc.linear_cross_entropy_gradients(
+            x, np.eye(len(w), dtype=x.dtype), y, class_weights=w, **o
+        )[0],
+    ),
+    (
+        "cross_entropy_backward",
+        lambda x, y, w, **o: uc.cross_entropy_backward(
+            np.ones(len(y), "f"), None, x, y, np.zeros(len(y), "f"), class_weights=w, **o
+        )[0].sum(axis=1),
+    ),
+)
+
+
+@pytest.mark.parametrize("wrong", [-1.0, -1e-30, np.nan, np.inf])
+@pytest.mark.parametrize(("name", "call"), WEIGHTED_LOSSES, ids=[n for n, _ in WEIGHTED_LOSSES])
+def test_weights_of_classes_are_finite_and_not_negative(name: str, call: Any, wrong: float) -> None:
+    """By a kernel, which the host does not wait for, the rows of such a class are not finite."""
+    x = np.random.default_rng(0).standard_normal((3, 5), np.float32)
+    labels, weights = np.array([0, 3, 4]), np.array([1, 2, 0, 0, 1.5], np.float32)
+    assert np.isfinite(call(x, labels, weights)).all()
+    weights[3] = wrong
+    for smoothing in (0.0, 0.1):
+        words = rf"{name}: class_weights holds {weights[3]} for class 3"
+        with pytest.raises(ConfigError, match=re.escape(words)):
+            call(x, labels, weights, smoothing=smoothing)
+    with emulator(), np.errstate(all="ignore"):
+        assert np.isfinite(call(x, labels, weights)).tolist() == [True, False, True]
 
 
 def test_ignored_rows_may_hold_anything() -> None:

@@ -138,6 +138,35 @@ def test_excluded_tokens(options: Any, kernel: bool) -> None:
         assert np.isfinite(gradient).all() == (beta != 1)
 
 
+SIZES = (0.0, 1e-40, 1e-30, 1e-20, 1e-12, 3e-9, 3e-8, 1e-3, 1.0, 1e12, 1e19, 1e30, 3e37)
+
+
+@pytest.mark.parametrize("vocab", [5, 40, 1031])
+@pytest.mark.parametrize("kernel", [False, True])
+def test_a_cosine_is_right_for_rows_of_any_size(vocab: int, kernel: bool) -> None:
+    """Within 0 .. 2, with finite gradients: those of rows divided by max(length, 1e-8)."""
+    rng = np.random.default_rng(vocab)
+    rows = 2 * rng.random((2, 3, vocab)) - 1
+    rows[1, 1:] = rows[0, 1:] * np.array([[1.0], [-1.0]])
+    sides = [each.ravel() for each in np.meshgrid(SIZES, SIZES)]
+    z, t = (np.concatenate([rows[i] * size for size in sides[i]]).astype("f") for i in (0, 1))
+    ones = np.ones(len(z), "f")
+    with emulator() if kernel else np.errstate():
+        loss = uc.divergence_forward(z, t, kind="cosine")
+        gradient, _ = uc.divergence_backward(ones, z, t, kind="cosine")
+    assert ((loss >= 0) & (loss <= 2)).all()
+    flushed = [np.where(np.abs(a) < np.finfo("f").tiny, 0, a).astype(float) for a in (z, t)]
+    lengths = [np.linalg.norm(a, axis=1, keepdims=True) for a in flushed]
+    one, two = (a / np.maximum(n, 1e-8) for a, n in zip(flushed, lengths, strict=True))
+    cosine = (one * two).sum(axis=1, keepdims=True)
+    expected = np.where(lengths[0] > 1e-8, cosine * one, 0) - two
+    limit = 64 * np.finfo("f").eps  # sums of a thousand products, and what is made of them
+    np.testing.assert_allclose(loss, 1 - cosine[:, 0], rtol=0, atol=limit)
+    scaled = gradient.astype(float) * np.maximum(lengths[0], 1e-8)
+    tiny = np.finfo("f").tiny * np.maximum(lengths[0], 1)  # of what is flushed to 0
+    assert (np.abs(scaled - expected) <= limit + tiny).all()
+
+
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_a_row_has_the_same_bits_beside_others(options: Any) -> None:
     """In a fixed order, also where rows begin between the boundaries of two accesses."""

@@ -1,13 +1,15 @@
 """Divergences from the tokens that were kept of a teacher: bits, exclusions, what is refused."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
 import pytest
 
 import unsloth_cupy as uc
+from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.core.replay import fixed_order
-from unsloth_cupy.errors import RangeError
+from unsloth_cupy.errors import ConfigError, RangeError
 
 from ..code.variants import ROWS
 from ..harness.parity import Case, KernelAlone, KernelParity, emulator
@@ -103,6 +105,39 @@ def test_a_nan_of_the_teacher_stays_one(kernel: bool) -> None:
         with emulator() if kernel else np.errstate():
             loss = uc.linear_top_k_divergence(x, weight, np.array([[0, 1]]), logs, tail=tail)
         assert np.isnan(loss).all()
+
+
+@pytest.mark.parametrize("tail", [True, False])
+@pytest.mark.parametrize("share", [0.9, 1.0, 1.02, 1.1, 2.0, np.inf])
+def test_probabilities_of_a_teacher_sum_to_1_but_for_rounding(share: float, tail: bool) -> None:
+    """The definition refuses more, a kernel returns NaN; rows that are hidden may hold anything."""
+    x, weight, ones = np.ones((3, 2), "f"), np.eye(4, 2, dtype="f"), np.ones(3, "f")
+    tokens, logs = np.tile([2, 0], (3, 1)), np.log(np.full((3, 2), 0.25, "f"))
+    logs[1:] = np.log(np.float32([0.6, 0.4]) * np.float32(share))
+    mask = np.array([True, True, False])
+    arrays = x, weight, tokens, logs, None, mask
+    with emulator():
+        loss = uc.linear_top_k_divergence_forward(*arrays[:5], mask=mask, tail=tail)
+        dx, *_ = uc.linear_top_k_divergence_backward(ones, *arrays, tail=tail)
+    refused = share > 1.05
+    for result in (loss, dx.sum(axis=1)):
+        assert np.isnan(result).tolist() == [False, refused, False]
+    for call in (
+        lambda: uc.linear_top_k_divergence(*arrays[:5], mask=mask, tail=tail),
+        lambda: uc.linear_top_k_divergence_backward(ones, *arrays, tail=tail),
+    ):
+        with pytest.raises(ConfigError, match="sum to") if refused else nullcontext():
+            call()
+
+
+@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16], ids=str)
+@pytest.mark.parametrize("spread", [0.0, 1.0, 8.0])
+def test_a_whole_softmax_in_16_bits_is_no_fault(dtype: Any, spread: float) -> None:
+    logits = spread * np.random.default_rng(0).standard_normal((8, 4096))
+    logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    x, weight = np.ones((8, 1), "f"), np.ones((4096, 1), "f")
+    tokens = np.tile(np.arange(4096), (8, 1))
+    assert np.isfinite(uc.linear_top_k_divergence(x, weight, tokens, logs.astype(dtype))).all()
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.ops.experts.route import weights_of
 
 from ..conftest import FOLDER
 from ..golden.golden import OpCase, op_cases
@@ -106,14 +107,40 @@ def test_ties_take_the_lowest_index() -> None:
             assert grouped.experts.tolist() == [[0, 1]]
 
 
-def test_experts_of_a_row_without_numbers_exist_and_differ() -> None:
-    """A NaN is the last choice, and all weights of its row are NaN where it is chosen."""
-    logits = np.array([[np.nan, 1, np.nan, 0], [np.nan] * 4], np.float32)
+@pytest.mark.parametrize("scores", ["softmax", "softmax_of_k", "sigmoid", "sqrt_softplus"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"normalize": False}, {"bias": True}, {"groups": 2, "top_groups": 1}],
+    ids=str,
+)
+def test_a_nan_is_the_last_choice_and_makes_all_weights_of_its_row_nan(
+    scores: str, options: dict[str, Any]
+) -> None:
+    """Also one that is not chosen; experts exist and differ, other rows are as without it."""
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((5, 8)).astype(np.float32)
+    bias = rng.standard_normal(8).astype(np.float32) if "bias" in options else None
+    options = {name: value for name, value in options.items() if name != "bias"}
+    plain = uc.route(logits, k=2, scores=scores, bias=bias, **options)
+    logits[1, logits[1].argmin()] = np.nan
+    logits[2] = np.nan
+    logits[3, :4] = np.nan
+    broken = np.array([False, True, True, True, False])
+    rows = []
     for context in (None, emulator()):
         with context or np.errstate():
-            experts, weights = uc.route(logits, k=3)
-        assert experts.tolist() == [[1, 3, 0], [0, 1, 2]]
-        assert np.isnan(weights).all()
+            experts, weights = uc.route(logits, k=2, scores=scores, bias=bias, **options)
+        np.testing.assert_array_equal(np.isnan(weights).all(axis=1), broken)
+        np.testing.assert_array_equal(np.isnan(weights).any(axis=1), broken)
+        np.testing.assert_array_equal(experts[~broken], plain.experts[~broken])
+        assert ((experts >= 0) & (experts < 8)).all()
+        assert (experts[:, 0] != experts[:, 1]).all()
+        rows.append(experts)
+    np.testing.assert_array_equal(*rows)
+    again = weights_of(logits, bias, rows[0], scores=scores, normalize=True, scale=1.0)
+    np.testing.assert_array_equal(np.isnan(again).all(axis=1), broken)
+    without_bias = uc.route(logits[:1], k=2, scores=scores, bias=np.full(8, np.nan, np.float32))
+    assert np.isnan(without_bias.weights).all()
 
 
 def test_bias_and_groups_choose_but_do_not_weigh() -> None:

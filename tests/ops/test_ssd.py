@@ -7,10 +7,19 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
+from unsloth_cupy.bench.cases import Call
 from unsloth_cupy.core.dtypes import KERNEL_DTYPES
+from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, RangeError, ShapeError
 
-from ..harness.parity import Case, KernelParity, emulator
+from ..harness.parity import (
+    Case,
+    KernelParity,
+    emulator,
+    outputs_of,
+    within_rule,
+    worst_nearby,
+)
 
 # The public names, as other people's programs call them.
 PUBLIC = (
@@ -107,6 +116,30 @@ class TestSsdBackwardOnTensorCores(KernelParity):
     test_gradient_matches_finite_differences = None
     test_rounds_once = None
     test_any_strides = None
+
+
+@pytest.mark.parametrize("seed", [0, 1, 65, 93, 100, 106])
+def test_any_order_of_sums_is_within_the_rule_of_kernels(seed: int) -> None:
+    """The gradient of a_log is one sum for a head: right by luck in one order, in others not."""
+    rng, tokens, dim, state = np.random.default_rng(seed), 70, 4, 8
+    shapes = {"x": (1, tokens, 1, dim), "dt": (1, tokens, 1), "a_log": (1,)} | dict.fromkeys(
+        "bc", (1, tokens, 1, state)
+    )
+    shapes |= {"dy": (1, tokens, 1, dim), "dfinal": (1, 1, state, dim)}
+    arrays: dict[str, Any] = {
+        n: rng.standard_normal(shape).astype(np.float16).astype(np.float32)
+        for n, shape in shapes.items()
+    }
+    op: Any = OPS["ssd"].backward
+    call = Call(op, dict.fromkeys(op.names) | arrays, {})
+    rows, columns = rng.permutation(state), rng.permutation(dim)
+    moved = {n: arrays[n][..., columns].copy() for n in ("x", "dy")}
+    moved |= {n: arrays[n][..., rows].copy() for n in "bc"}
+    moved["dfinal"] = arrays["dfinal"][:, :, rows][..., columns].copy()
+    other = outputs_of(call._replace(arrays=call.arrays | moved))
+    exact = outputs_of(call.cast(np.float64))
+    only = {"da_log": other["da_log"]}
+    within_rule(worst_nearby(call, exact), exact, only)
 
 
 def drawn(

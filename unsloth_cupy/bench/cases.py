@@ -203,6 +203,12 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
             lambda: rng.random(scale.hidden**2 // 64) + 1,
         ),
         "square": lambda: rng.random((tokens, scale.hidden)),  # a mean of squares
+        # a log-probability is not above 0, the weight of a class not below
+        **dict.fromkeys(
+            ("log_probs", "old", "sampler", "reference", "log_sum_squares"),
+            lambda: -rng.random((tokens, tokens)),
+        ),
+        "class_weights": lambda: rng.random(scale.vocab),
         # positive: no logarithm of a negative number, no sum or quotient as small as its rounding
         **dict.fromkeys(
             ("log.x", "divide.b", "sum.x", "mean.x"),

@@ -18,12 +18,12 @@ results are rounded once, to the dtypes that the signature names, after it retur
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import numpy as np
 
-from ..errors import DTypeError, RangeError
+from ..errors import ConfigError, DTypeError, RangeError
 from . import gpu, target
 from .arrays import between_elements, common, contiguous, native, rounded
 from .call import bind, compile_call
@@ -134,6 +134,8 @@ class Op(Generic[P, R]):
         except TypeError as error:
             raise TypeError(f"{definition.__name__}: {self.__name__} has {error}") from error
         self.backward = Op(str(contract), definition, widen)
+        if "wanted" in own:
+            self.backward.require(_check_of_wanted(self.names))
         return self.backward
 
     def library_of(self, arrays: Sequence[Any]) -> str:
@@ -250,6 +252,18 @@ class Op(Generic[P, R]):
             problem = f"{name} holds {bad}; it must be in 0 .. {limit - 1}, the {below} axis"
             problem = explain(self.called, problem, self.contract.inputs, arrays)
             raise RangeError(problem, expected=range(limit), actual=int(bad))
+
+
+def _check_of_wanted(names: Sequence[str]) -> Callable[..., None]:
+    """Return the check of an option ``wanted``: None, or a set of names of inputs."""
+    known = frozenset(names)
+
+    def check_wanted(call: str, wanted: Any) -> None:
+        if wanted is not None and not (isinstance(wanted, Set) and wanted <= known):
+            cure = f"pass a set of names among {', '.join(names)}, or None for all gradients"
+            raise ConfigError(f"{call}: wanted={wanted!r}; {cure}")
+
+    return check_wanted
 
 
 def op_named(name: str) -> Op[..., Any]:

@@ -8,6 +8,9 @@ from ..core.dtypes import Array
 from ..errors import ConfigError, NotFiniteError, ShapeError
 
 LARGEST = 80.0  # of an exponent: exp of it is finite in float32
+# Of a log-probability above 0: float32 rounds a logit of up to 2**12 and its lse, whose difference
+# it is, by less, and a sum of them to a mean too.
+ROUNDED = 1e-3
 
 
 def as_mask(call: str, mask: Any) -> Any:
@@ -66,7 +69,7 @@ def check_share(call: str, below: float, **options: float) -> None:
             raise ConfigError(f"{call}({name}={value}): {name} must be in [0, {below:g})")
 
 
-def masked(call: str, array: Array, mask: Array, name: str = "log_probs") -> Array:
+def masked(call: str, array: Array, mask: Array, name: str) -> Array:
     """Return numbers of tokens, with 0 where the mask hides what they are.
 
     Raises
@@ -80,6 +83,30 @@ def masked(call: str, array: Array, mask: Array, name: str = "log_probs") -> Arr
         raise NotFiniteError(
             f"{call}: {name} holds {counted[row, token]} at row {row}, token {token}, which mask"
             " counts; mask tokens that cannot be predicted, and look for what broke the model"
+        )
+    return counted
+
+
+def log_probabilities(call: str, array: Array, mask: Array, name: str = "log_probs") -> Array:
+    """Return log-probabilities of tokens, with 0 where the mask hides what they are.
+
+    Raises
+    ------
+    NotFiniteError
+        As ``masked``.
+    ConfigError
+        One that counts is above 0, by more than rounding; arrays of a GPU are not read, and hold
+        NaN there.
+    """
+    counted: Any = masked(call, array, mask, name)
+    above = counted > ROUNDED
+    if type(counted) is not np.ndarray:
+        return np.where(above, counted.dtype.type(np.nan), counted)
+    if above.any():
+        row, token = np.argwhere(above)[0]
+        raise ConfigError(
+            f"{call}: {name} holds {counted[row, token]:.3g} at row {row}, token {token}, above 0:"
+            " it is no log-probability; pass those of model.log_probs"
         )
     return counted
 

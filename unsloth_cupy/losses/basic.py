@@ -16,8 +16,8 @@ from ._rows import (
     check_pairs,
     check_positive,
     check_some,
+    log_probabilities,
     log_sigmoid,
-    masked,
     sigmoid,
 )
 
@@ -41,8 +41,8 @@ def nll(log_probs: Array, mask: Array, *, count: float | None = None) -> Array:
     Raises
     ------
     ConfigError
-        count is not above 0; a log-probability that counts is not finite (on a GPU the loss is
-        then NaN).
+        count is not above 0; a log-probability that counts is not finite, or above 0 by more than
+        rounding (on a GPU the loss is then NaN).
     ShapeError, DTypeError
         The arrays do not fit each other; there are no rows, and no count.
     """
@@ -52,7 +52,7 @@ def nll(log_probs: Array, mask: Array, *, count: float | None = None) -> Array:
 @op("log_probs(rows, tokens), mask(rows, tokens): bool -> loss(): stat")
 def nll_forward(log_probs: Array, mask: Array, *, count: float | None = None) -> Array:
     """Return the loss of ``nll``."""
-    counted = masked("nll", log_probs, mask)
+    counted = log_probabilities("nll", log_probs, mask)
     divisor = np.maximum(mask.sum(), 1) if count is None else count
     return np.asarray((-counted.sum() / divisor).astype(counted.dtype), like=counted)
 

@@ -11,7 +11,15 @@ from ..core.dtypes import Array
 from ..core.op import op
 from ..errors import ConfigError, ShapeError
 from ..ops.common.checks import check_choice
-from ._rows import as_mask, check_finite, check_pairs, lengths, masked, refuse_unused
+from ._rows import (
+    as_mask,
+    check_finite,
+    check_pairs,
+    lengths,
+    log_probabilities,
+    masked,
+    refuse_unused,
+)
 
 KINDS = ("grpo", "gdpo", "rloo")
 SCALES = {"grpo": ("group", "batch", "none"), "gdpo": (), "rloo": ("none", "batch")}
@@ -43,7 +51,7 @@ def advantages(
     rewards : (rows,) or (rows, functions) float
         NaN where a function gave none; such entries count in no mean.
     group : int
-        Consecutive rows that answer one prompt.
+        Consecutive rows that answer one prompt, 2 or more.
     kind : str
     scale : str, optional
         Of grpo: group (default), batch or none; of rloo: none (default) or batch.
@@ -82,7 +90,7 @@ def advantages_forward(
     rewards: Array,
     *,
     weights: Array | None = None,
-    group: int = 1,
+    group: int = 2,
     kind: str = "grpo",
     scale: str = "group",
 ) -> Array:
@@ -126,8 +134,9 @@ def _check(
     call: str, rewards: Array, weights: Array | None, group: int, kind: str, scale: str
 ) -> None:
     check_choice(call, "kind", kind, KINDS)
-    if group < 1:
-        raise ConfigError(f"{call}(group={group}): group must be 1 or more")
+    if group < 2:
+        cure = "it must be 2 or more: the advantage of a text alone is 0, whatever its reward"
+        raise ConfigError(f"{call}(group={group}): {cure}")
     rows = rewards.shape[0]
     if rows % group:
         problem = f"{call}: {rows} rows are not whole groups of {group}"
@@ -189,7 +198,8 @@ def sampler_ratio(
     Raises
     ------
     ConfigError
-        An option is out of its range.
+        An option is out of its range; a log-probability that counts is above 0 by more than
+        rounding (on a GPU the ratio is then NaN).
     NotFiniteError
         A log-probability that counts is infinite, or one of ``old`` is NaN.
     ShapeError, DTypeError
@@ -229,9 +239,9 @@ def sampler_ratio_forward(
     most: float | None = 3.0,
 ) -> Array:
     """Return the ratio, with limits as two options."""
-    known = masked("sampler_ratio", old, mask, "old")
+    known = log_probabilities("sampler_ratio", old, mask, "old")
     given = np.where(np.isnan(sampler), known, sampler.astype(old.dtype))
-    difference = known - masked("sampler_ratio", given, mask, "sampler")
+    difference = known - log_probabilities("sampler_ratio", given, mask, "sampler")
     if kind.startswith("sequence"):
         difference = difference.sum(axis=1, keepdims=True)
     with np.errstate(over="ignore"):
@@ -312,7 +322,8 @@ def implicit_rewards(
     Raises
     ------
     ConfigError
-        A log-probability that counts is not finite (on a GPU the reward is then).
+        A log-probability that counts is not finite, or above 0 by more than rounding (on a GPU
+        the reward is then NaN).
     ShapeError, DTypeError
         The arrays do not fit each other.
     """
@@ -329,9 +340,9 @@ def implicit_rewards_forward(
     log_probs: Array, mask: Array, reference: Array | None = None, *, beta: float = 0.1
 ) -> Array:
     """Return the rewards."""
-    counted = masked("implicit_rewards", log_probs, mask)
+    counted = log_probabilities("implicit_rewards", log_probs, mask)
     if reference is not None:
-        counted = counted - masked("implicit_rewards", reference, mask, "reference")
+        counted = counted - log_probabilities("implicit_rewards", reference, mask, "reference")
     return (beta * counted.sum(axis=1)).astype(counted.dtype)
 
 
@@ -363,6 +374,9 @@ def wpo_weights(log_probs: Array, log_sum_squares: Array, mask: Array) -> Array:
 
     Raises
     ------
+    ConfigError
+        A logarithm that counts is not finite, or above 0 by more than rounding (on a GPU the
+        weight is then NaN).
     ShapeError, DTypeError
         The arrays do not fit each other; the number of rows is odd.
     """
@@ -382,8 +396,8 @@ def _pairs(own: Any) -> dict[str, Any]:
 )
 def wpo_weights_forward(log_probs: Array, log_sum_squares: Array, mask: Array) -> Array:
     """Return the weights."""
-    squares = masked("wpo_weights", log_sum_squares, mask, "log_sum_squares")
-    sums = (masked("wpo_weights", log_probs, mask) - squares).sum(axis=1)
+    squares = log_probabilities("wpo_weights", log_sum_squares, mask, "log_sum_squares")
+    sums = (log_probabilities("wpo_weights", log_probs, mask) - squares).sum(axis=1)
     means = sums / lengths(mask, sums.dtype)
     half = len(means) // 2
     return np.exp(means[:half] + means[half:])

@@ -21,6 +21,7 @@ from ._rows import (
     check_some,
     exp,
     lengths,
+    log_probabilities,
     masked,
     refuse_unused,
     sigmoid,
@@ -114,7 +115,7 @@ def policy(
     ------
     ConfigError
         An option is out of its range, or the kind does not use it; a log-probability that counts
-        is not finite (on a GPU the loss is then NaN).
+        is not finite, or above 0 by more than rounding (on a GPU the loss is then NaN).
     ShapeError, DTypeError
         The arrays do not fit each other; there are no rows, and no count.
     """
@@ -287,15 +288,15 @@ def _loss_and_slopes(
     options: Options,
 ) -> tuple[Array, Array]:
     """Return the loss, and its derivatives by log_probs."""
-    counted = masked("policy", log_probs, mask)
+    counted = log_probabilities("policy", log_probs, mask)
     gain = advantages.astype(counted.dtype)
     if gain.ndim == 1:
         check_finite("policy", advantages=gain)
     gain = gain[:, None] if gain.ndim == 1 else masked("policy", gain, mask, "advantages")
-    d = counted - (counted if old is None else masked("policy", old, mask, "old"))
+    d = counted - (counted if old is None else log_probabilities("policy", old, mask, "old"))
     kl = by_kl = np.zeros_like(counted)  # beta times the divergence, and its derivative
     if reference is not None:
-        q = masked("policy", reference, mask, "reference") - counted
+        q = log_probabilities("policy", reference, mask, "reference") - counted
         kl, by_kl = options.beta * (exp(q) - q - 1), options.beta * (1 - exp(q))
     factors: Any = 1
     if weights is not None and weights.shape == mask.shape:

@@ -24,8 +24,8 @@ from ._rows import (
     check_some,
     exp,
     lengths,
+    log_probabilities,
     log_sigmoid,
-    masked,
     refuse_unused,
     sigmoid,
 )
@@ -33,7 +33,6 @@ from ._rows import (
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
 MARGINS = ("sigmoid", "hinge", "ipo", "sigmoid_norm", "simpo", "exo_pair", "robust", "discopop")
 RAW = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")
-ROUNDED = 1e-3  # of a log-probability of 0: logits of hundreds in float32 miss it by less
 SORTED = ("aot", "aot_unpaired")
 KINDS = (*MARGINS, *RAW, *SORTED, "orpo")
 SMOOTHED = {"sigmoid": 0.0, "simpo": 0.0, "exo_pair": 1e-3, "robust": 0.0} | dict.fromkeys(
@@ -121,8 +120,7 @@ def preference(
     ------
     ConfigError
         An option is out of its range, or the kind does not use it; a log-probability that counts
-        is not finite (on a GPU the loss is then NaN), or the mean of a text is above 0 (orpo; on a
-        GPU it counts as 0).
+        is not finite, or above 0 by more than rounding (on a GPU the loss is then NaN).
     ShapeError, DTypeError
         The arrays do not fit each other; the number of rows is odd, or 0 without a count.
     """
@@ -243,7 +241,7 @@ def _loss_and_slopes(
 ) -> tuple[Array, Array]:
     """Return the loss, and its derivatives by log_probs."""
     kind, ld_alpha = options.kind, options.ld_alpha
-    counted = masked("preference", log_probs, mask)
+    counted = log_probabilities("preference", log_probs, mask)
     pairs = len(counted) // 2
     n = lengths(mask, counted.dtype)
     share = mask.astype(counted.dtype)  # of each token in r
@@ -255,7 +253,7 @@ def _loss_and_slopes(
     texts = (share * counted).sum(axis=1)
     known = 0 * texts
     if reference is not None:
-        known = (share * masked("preference", reference, mask, "reference")).sum(axis=1)
+        known = (share * log_probabilities("preference", reference, mask, "reference")).sum(axis=1)
     if kind == "aot":
         losses, slopes = _sorted(
             texts[:pairs] - texts[pairs:], known[:pairs] - known[pairs:], options
@@ -284,12 +282,6 @@ def _of_pairs(r: Array, n: Array, options: Options) -> tuple[Array, Array]:
     half = len(r) // 2
     if kind == "orpo":
         m, largest = r / n, -np.finfo(FLOAT32).eps
-        if type(m) is np.ndarray and (m > ROUNDED).any():
-            row = int(np.argmax(m > ROUNDED))
-            raise ConfigError(
-                f"preference(kind='orpo'): log_probs of row {row} have the mean {m[row]:.3g},"
-                " above 0: no log-probabilities; pass those of model.log_probs"
-            )
         certain = m > largest  # the odds of a probability of 1 are infinite: take float32's largest
         m = np.where(certain, largest, m)
         # log(1 - exp(m)), by the branch that keeps digits

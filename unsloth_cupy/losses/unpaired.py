@@ -21,7 +21,7 @@ from ._rows import (
     check_finite,
     check_positive,
     check_some,
-    masked,
+    log_probabilities,
     refuse_unused,
     sigmoid,
 )
@@ -78,7 +78,7 @@ def kto(
     ------
     ConfigError
         An option is out of its range, or the kind does not use it; a log-probability that counts
-        is not finite (on a GPU the loss is then NaN).
+        is not finite, or above 0 by more than rounding (on a GPU the loss is then NaN).
     ShapeError, DTypeError
         The arrays do not fit each other; there are no rows, and no count.
     """
@@ -166,8 +166,8 @@ def _loss_and_slopes(
     count: float | None,
 ) -> tuple[Array, Array]:
     """Return the loss, and its derivatives by log_probs."""
-    counted = masked("kto", log_probs, mask)
-    r = (counted - masked("kto", reference, mask, "reference")).sum(axis=1)
+    counted = log_probabilities("kto", log_probs, mask)
+    r = (counted - log_probabilities("kto", reference, mask, "reference")).sum(axis=1)
     check_finite("kto", k=k, weights=weights)
     if kind == "kto":
         r = r - np.maximum(shift if k is None else k, 0).astype(r.dtype)

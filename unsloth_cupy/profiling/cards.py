@@ -61,6 +61,7 @@ SERVERS = {
     "h200": Card("H200", 90, 132, 4800, 989.5, 67),
     "h200 nvl": Card("H200 NVL", 90, 132, 4800, 835.5, 60),
     "gh200": Card("GH200", 90, 132, 4000, 989.5, 67),
+    "gh200 144gb": Card("GH200 144GB", 90, 132, 4900, 989.5, 67),
     "b200": Card("B200", 100, 148, 8000, 2250, 75),
     "b300": Card("B300", 103, 148, 8000, 2250, 75),
     "gb10": (spark := Card("GB10", 121, 48, 273)),  # no rate of 16-bit products is stated
@@ -72,8 +73,14 @@ WORKSTATIONS = {
     "rtx a4000": ("RTX A4000", 86, 48, 448, 19.2),
     "rtx a5000": ("RTX A5000", 86, 64, 768, 27.8),
     "rtx a6000": ("RTX A6000", 86, 84, 768, 38.7),
+    "rtx 4000 ada": ("RTX 4000 Ada", 89, 48, 360, 26.7),
+    "rtx 4000 sff ada": ("RTX 4000 SFF Ada", 89, 48, 280, 19.2),
+    "rtx 4500 ada": ("RTX 4500 Ada", 89, 60, 432, 39.6),
+    "rtx 5000 ada": ("RTX 5000 Ada", 89, 100, 576, 65.3),
     "rtx 6000 ada": ("RTX 6000 Ada", 89, 142, 960, 91.1),
     "rtx pro 6000": ("RTX PRO 6000", 120, 188, 1792, 125),
+    "rtx pro 6000 max-q": ("RTX PRO 6000 Max-Q", 120, 188, 1792, 110),
+    "rtx pro 6000 server": ("RTX PRO 6000 Server", 120, 188, 1597, 120),
 }
 # GeForce: the appendices of the whitepapers of Ampere GA102, Ada and RTX Blackwell, and NVIDIA's
 # pages of the later cards.  16-bit products with float32 sums run at twice the rate of float32.
@@ -118,10 +125,11 @@ OLDER = {
 }
 NAMES = (*CARDS, *(f"sm_{each}" for each in SHARED))
 EXAMPLE = 'a mapping such as {"architecture": 90, "bandwidth": 4800, "products": 989.5}'
-# Parts of a name that tell no GPU from another: makers, memory and sockets.
+# Parts of a name that tell no GPU from another: makers, editions, memory and sockets.
 TOKENS = r"\d{3}(?=\d{2}gb)|\d+gb|(?:sxm|hbm)\d*e?|[a-z]+|\d+"
 MAKERS = (
-    "nvidia|tesla|geforce|rtx|jetson|blackwell|gpu|tensor|core|generation|workstation|edition|ac"
+    "nvidia|tesla|geforce|rtx|jetson|blackwell|gpu|tensor|core|generation|founders|workstation"
+    "|edition|ac"
 )
 SILENT = rf"{MAKERS}|\d+gb|(?:sxm|hbm)\d*e?|pcie"
 
@@ -167,7 +175,7 @@ def _matching(name: str) -> str | None:
 
 
 def _words(name: str) -> set[str]:
-    return {*re.findall(TOKENS, re.sub(r"(\d) *gb\b", r"\1gb", name.lower()))}
+    return {*re.findall(TOKENS, re.sub(r"(\d) *gb\b|(?<=\d{3})g\b", r"\1gb", name.lower()))}
 
 
 def card_here(number: int) -> Card:

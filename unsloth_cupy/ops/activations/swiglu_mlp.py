@@ -18,7 +18,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ...core.stand_in import representative_steps
 from ...errors import ConfigError
-from ..common.checks import check_wanted, requested_gradients
+from ..common.checks import requested_gradients
 from ..common.elementwise import launch_rows
 from ..common.gemm import gemm
 from ..linear.linear import flat
@@ -230,7 +230,6 @@ def _check(call: str, chunk: int | None) -> None:
 
 swiglu_mlp.require(_check)
 swiglu_mlp_backward.require(_check)
-swiglu_mlp_backward.require(check_wanted)
 
 
 swiglu_mlp_backward.facts["operations"] = lambda a: (  # recompute gate and up, then the gradients

@@ -24,8 +24,6 @@ from ._options import ROUNDED, Options, Window, check_options
 from ._products import for_keys, operations, stacked, unstacked
 from ._scores import Scores
 
-LOW, HIGH = -30, 60  # if a row's largest score is between these, exp needs no shift in float32
-
 OPERANDS = (
     "mask?(batch|1, heads|1, queries|1, keys|1): bool,"
     " bias?(batch|1, heads|1, queries|1, keys|1): param, alibi?(batch?, heads): param,"
@@ -182,8 +180,6 @@ def attend(scores: Scores) -> tuple[Array, Array]:
     q, v, group, sinks = scores.q, scores.v, scores.group, scores.sinks
     out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype, like=q)
     lse = np.full_like(q, -math.inf, shape=(scores.batch, scores.heads, scores.queries))
-    alone = scores.keys == 1 and not scores.fixed
-    low = HIGH if alone else LOW  # the probability of one key is exp(0): exactly 1
     if sinks is not None:
         sinks = sinks.astype(q.dtype)
         lse[:] = sinks[:, None]
@@ -197,9 +193,8 @@ def attend(scores: Scores) -> tuple[Array, Array]:
         if sinks is not None:
             sink = sinks[block.heads].reshape(-1, group, 1, 1)
             top = np.maximum(top, sink)
-        top[(top == -math.inf) | ((top > low) & (top < HIGH))] = 0
-        if not scores.on_host or top.any():  # reading top would stall a device
-            by_head -= top
+        top[top == -math.inf] = 0
+        by_head -= top  # the largest is exactly 1: a row that sees one key gets its values
         np.exp(p, out=p)
         total = scores.row_sums(p, block)
         if sinks is not None:

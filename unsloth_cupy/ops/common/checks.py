@@ -25,13 +25,6 @@ def check_eps(call: str, eps: float) -> None:
         raise ConfigError(f"{call}(eps={eps}): eps must be 0 or more")
 
 
-def check_wanted(call: str, wanted: Any) -> None:
-    """Raise ConfigError unless wanted is None or a set of names."""
-    if wanted is not None and not isinstance(wanted, Set):
-        cure = "pass a set of names of inputs, or None for all gradients"
-        raise ConfigError(f"{call}: wanted={wanted!r}; {cure}")
-
-
 def requested_gradients(call: str, wanted: Set[str] | None, **operands: Any) -> set[str]:
     """Return the names of the operands whose gradients a call is to compute.
 

@@ -26,7 +26,7 @@ from ..activations.geglu import geglu, geglu_backward
 from ..activations.relu2 import relu2, relu2_backward
 from ..activations.swiglu import sigmoid, swiglu, swiglu_backward
 from ..common import faults
-from ..common.checks import check_choice, check_wanted, requested_gradients
+from ..common.checks import check_choice, requested_gradients
 from ..common.gemm import gemm
 from ..common.grouped import FORWARD, ROWS, WEIGHTS, add_rows, groups_of, multiply
 from ..common.no_kernel import no_kernel
@@ -400,7 +400,6 @@ def _check(
 
 experts_mlp_forward.require(_check)
 experts_mlp_backward.require(_check)
-experts_mlp_backward.require(check_wanted)
 experts_mlp_backward.facts["traffic"] = lambda a: traffic(a, a["experts"].size)
 experts_mlp_backward.facts["operations"] = lambda a: _operations(
     a, 1 + sum(a.get(n) is not None for n in ("dx", "dgate_up")), 1 + (a.get("ddown") is not None)

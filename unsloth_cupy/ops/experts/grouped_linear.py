@@ -13,7 +13,7 @@ from ...core.dtypes import Array, Stored
 from ...core.op import op
 from ...core.stand_in import is_planned
 from ...errors import RangeError
-from ..common.checks import check_wanted, requested_gradients
+from ..common.checks import requested_gradients
 from ..common.gemm import gemm
 from ..common.grouped import FORWARD, MOST, ROWS, WEIGHTS, add_rows, groups_of, multiply
 from ..common.no_kernel import no_kernel
@@ -193,7 +193,6 @@ def parts(
         start = end
 
 
-grouped_linear_backward.require(check_wanted)
 grouped_linear_backward.facts["traffic"] = lambda a: traffic(a, len(a["x"]))
 grouped_linear_backward.facts["operations"] = lambda a: (
     2 * a["x"].size * a["weight"].shape[1] * sum(a.get(n) is not None for n in ("dx", "dweight"))

@@ -19,7 +19,7 @@ from ...core.source import Constants
 from ...errors import ConfigError
 from ..activations.softmax import finite
 from ..activations.swiglu import sigmoid
-from ..common.checks import check_choice, check_wanted
+from ..common.checks import check_choice
 from ..common.columns import row_sum
 from ..common.no_kernel import no_kernel
 
@@ -66,7 +66,8 @@ def route(
     - "sqrt_softplus": ``sqrt(log(1 + exp(logits)))``
 
     All is computed in float32 (float64 for float64 arrays).  A gradient reaches the logits through
-    the weights, their normalization included; the choice has none.
+    the weights, their normalization included; the choice has none.  An expert whose ``s + bias`` is
+    NaN is the last choice, and all weights of its row are NaN, whether it is chosen or not.
 
     Parameters
     ----------
@@ -150,12 +151,14 @@ def route_forward(
     if scores != "softmax_of_k" and (bias is not None or grouped):
         choice = _softmax(logits) if scores == "softmax" else _score(logits, scores)
     choice = choice if bias is None else choice + bias
-    choice = np.where(np.isnan(choice), -np.inf, choice)
+    unknown = np.isnan(choice)
+    choice = np.where(unknown, -np.inf, choice)
     if grouped:
         choice = _of_best_groups(choice, groups, top_groups, 1 if scores == "softmax" else 2)
     order = np.argsort(-choice, axis=-1, kind="stable")[..., :k]
     weights, total = _weights(logits, bias, order, scores, normalize)
-    return weights * (scale / total), order.astype(np.int32)
+    weights = _broken(unknown, weights * (scale / total))
+    return weights, order.astype(np.int32)
 
 
 @route_forward.kernel
@@ -310,7 +313,6 @@ def _check(
 
 route_forward.require(_check)
 route_backward.require(_check)
-route_backward.require(check_wanted)
 
 
 def weights_of(
@@ -326,7 +328,7 @@ def weights_of(
     """Return the weights that ``route`` gives to experts that were chosen before, (*rows, k)."""
     wide = logits.astype(np.promote_types(logits.dtype, FLOAT32), copy=False)
     weights, total = _weights(wide, bias, experts, scores, normalize)
-    return rounded(weights * (scale / total), logits.dtype)
+    return rounded(_broken(np.isnan(wide), weights * (scale / total)), logits.dtype)
 
 
 # ---- scores -------------------------------------------------------------------------------------
@@ -338,7 +340,10 @@ def _softmax(x: Array) -> Array:
 
 def _score(x: Array, scores: str) -> Array:
     """Return the scores, which are not a softmax, in a new array."""
-    return sigmoid(x) if scores == "sigmoid" else np.sqrt(np.logaddexp(x.dtype.type(0), x))
+    if scores == "sigmoid":
+        return sigmoid(x)
+    with np.errstate(invalid="ignore"):  # a NaN
+        return np.sqrt(np.logaddexp(x.dtype.type(0), x))
 
 
 def _slope(x: Array, scores: str) -> Array:
@@ -363,6 +368,11 @@ def _of_best_groups(choice: Array, groups: Any, top_groups: Any, counted: int) -
     kept = np.zeros_like(sums, bool)
     np.put_along_axis(kept, best, True, axis=-1)
     return np.where(kept[..., None], parts, -np.inf).reshape(choice.shape)
+
+
+def _broken(unknown: Array, weights: Array) -> Array:
+    """Return weights, NaN in a row of which something is unknown, whether it was chosen or not."""
+    return np.where(unknown.any(axis=-1, keepdims=True), weights.dtype.type(np.nan), weights)
 
 
 def _weights(

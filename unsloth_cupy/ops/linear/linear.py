@@ -11,7 +11,7 @@ import numpy as np
 from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
-from ..common.checks import check_wanted, requested_gradients
+from ..common.checks import requested_gradients
 from ..common.columns import row_sum
 from ..common.gemm import gemm
 from .changed_matrix import weight_gradient
@@ -87,7 +87,6 @@ def flat(x: Array) -> Array:
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 
-linear_backward.require(check_wanted)
 linear_backward.facts["products"] = True
 linear_backward.facts["operations"] = lambda a: (
     2 * a["x"].size * a["weight"].shape[0] * sum(a.get(n) is not None for n in ("dx", "dweight"))

@@ -15,7 +15,7 @@ from ...core.dtypes import Array
 from ...core.op import op
 from ...errors import naming
 from ..common import philox
-from ..common.checks import check_wanted, requested_gradients
+from ..common.checks import requested_gradients
 from ..common.columns import row_sum
 from ..common.gemm import gemm
 from ..elements.cast import in_dtype
@@ -254,7 +254,6 @@ def adapted_gradients(
 
 
 lora_linear_backward.require(_check_draw)
-lora_linear_backward.require(check_wanted)
 lora_linear_forward.facts["products"] = lora_linear_backward.facts["products"] = True
 lora_linear_backward.facts["operations"] = lambda a: (  # without those of the low rank
     2 * a["dy"].size * a["weight"].shape[1] * (a.get("dx") is not None)

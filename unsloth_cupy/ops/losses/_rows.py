@@ -45,11 +45,26 @@ def check_options(
         raise ConfigError(f"{call}(softcap={softcap}): softcap must be positive; None for no cap")
 
 
-def check_labels(call: str, labels: Array, ignore: int, vocab: int) -> None:
-    """Raise RangeError for a label outside the vocabulary, in NumPy arrays only.
+def check_labels(
+    call: str, labels: Array, ignore: int, vocab: int, class_weights: Any = None
+) -> None:
+    """Raise for a label outside the vocabulary or a wrong weight, in NumPy arrays only.
 
-    Reading labels of a GPU would make it wait; its kernels report such labels instead.
+    Reading arrays of a GPU would make it wait: its kernels report such labels, and the loss of a
+    label whose weight is NaN or negative is NaN.
+
+    Raises
+    ------
+    RangeError
+        A label is neither a class nor ``ignore``.
+    ConfigError
+        The weight of a class is NaN, infinite or negative.
     """
+    if isinstance(class_weights, np.ndarray):
+        wrong = np.flatnonzero(~((class_weights >= 0) & np.isfinite(class_weights)))
+        if wrong.size:
+            problem = f"class_weights holds {class_weights[wrong[0]]} for class {wrong[0]}"
+            raise ConfigError(f"{call}: {problem}; a weight must be finite, and 0 or more")
     if isinstance(labels, np.ndarray):
         wrong = labels[(labels != ignore) & ((labels < 0) | (labels >= vocab))]
         if wrong.size:
@@ -106,6 +121,11 @@ def _capped(logits: Array, softcap: float | None) -> tuple[Array, Array | None]:
     return softcap * tanh, tanh
 
 
+def _not_negative(weights: Array, dtype: Any) -> Array:
+    """Return weights of classes in a dtype; NaN in place of negative ones."""
+    return np.where(weights >= 0, weights, np.nan).astype(dtype)
+
+
 def _losses(logits: Array, labels: Array, options: Options) -> tuple[Array, Array]:
     """Return the loss and lse of some rows."""
     ignore, smoothing, z_loss, softcap, weights = options
@@ -121,7 +141,7 @@ def _losses(logits: Array, labels: Array, options: Options) -> tuple[Array, Arra
     top = finite(z.max(axis=-1))
     below, share = top - target, np.ones_like(top)  # lse - target loses digits if both are large
     if weights is not None:
-        weights = weights.astype(z.dtype)
+        weights = _not_negative(weights, z.dtype)
         of_label = (1 - smoothing) * weights[targets]
         below, share = of_label * below, of_label
         if smoothing:
@@ -157,7 +177,8 @@ def _logit_gradients(
     targets, share = np.where(labelled, labels, 0), np.ones_like(dloss)
     of_all = of_label = share[:1]
     if weights is not None:
-        of_all, of_label = weights.astype(z.dtype), weights.astype(z.dtype)[targets]
+        of_all = _not_negative(weights, z.dtype)
+        of_label = of_all[targets]
         share = (1 - smoothing) * of_label + smoothing * of_all.mean()
     weight = dloss * (share + 2 * z_loss * lse)
     weight = weight if dlse is None else weight + dlse

@@ -50,7 +50,7 @@ def cross_entropy(
     softcap : float, optional
         Bound of the absolute values of z; None for no bound.
     class_weights : (vocab,) dtype of logits or float32, optional
-        Factor of the loss of each class, as ``weight`` of torch; the mean of torch is
+        Factor of the loss of each class, 0 or more, as ``weight`` of torch; the mean of torch is
         ``loss.sum() / class_weights[labels].sum()`` over the rows that count.  A constant.
 
     Returns
@@ -64,7 +64,8 @@ def cross_entropy(
         A label is neither in the vocabulary nor equal to ignore.  On a GPU the host does not read
         the labels: the loss of that row is NaN, and the next ``check_errors()`` raises.
     ConfigError
-        An option is out of its range.
+        An option is out of its range; a class weight is NaN, infinite or negative (on a GPU the
+        loss of its rows is then NaN).
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
 
@@ -107,7 +108,7 @@ def cross_entropy_forward(
 ) -> tuple[Array, Array]:
     """Return the loss of cross_entropy, and lse, which the backward op needs."""
     options = Options(ignore, smoothing, z_loss, softcap, class_weights)
-    check_labels("cross_entropy", labels, ignore, logits.shape[-1])
+    check_labels("cross_entropy", labels, ignore, logits.shape[-1], class_weights)
     return losses(logits, labels, options)
 
 
@@ -137,7 +138,9 @@ def cross_entropy_backward(
 ) -> tuple[Array, None]:
     """Return the gradient of the logits, from the gradients of the loss and of lse."""
     chosen = Options(**options)
-    check_labels("cross_entropy_backward", labels, chosen.ignore, logits.shape[-1])
+    check_labels(
+        "cross_entropy_backward", labels, chosen.ignore, logits.shape[-1], chosen.class_weights
+    )
     out = np.empty_like(logits, order="C")
     return logit_gradients(logits, labels, lse, dloss, dlse, chosen, out), None
 

@@ -97,7 +97,7 @@ def cross_entropy_over_(
 ) -> Array:
     """Return the loss, and write the gradient over the logits."""
     options = Options(ignore, smoothing, z_loss, softcap, class_weights)
-    check_labels("cross_entropy_", labels, ignore, logits.shape[-1])
+    check_labels("cross_entropy_", labels, ignore, logits.shape[-1], class_weights)
     wide = logits.astype(np.promote_types(logits.dtype, FLOAT32), copy=False)
     loss, lse = losses(wide, labels, options)
     dloss = np.full_like(loss, scale) if dloss is None else scale * dloss

@@ -21,6 +21,7 @@ from ._launch import Access, access_of, row_threads
 from .linear_log_probs import logits_to_z
 
 KINDS = ("jsd", "tvd", "cosine")
+LEAST = 1e-8  # length by which a row is divided, as torch's cosine_similarity divides
 
 
 class Options(NamedTuple):
@@ -59,7 +60,8 @@ def divergence(
     jsd    beta 0 (default): KL(p_t, p_s), forward; 1: KL(p_s, p_t), reverse; between:
            beta KL(p_t, m) + (1 - beta) KL(p_s, m), m = (1 - beta) p_s + beta p_t
     tvd    sum(abs(p_s - p_t)) / 2
-    cosine 1 - cosine of the two rows of logits
+    cosine 1 - sum(a b), each of the two rows of logits divided by max(its length, 1e-8): 1 for
+           rows of zeros
     ====== =======================================================================================
 
     There is no factor temperature**2.
@@ -227,13 +229,21 @@ def _kl(p: Array, log_p: Array, log_q: Array) -> tuple[Array, Array]:
 
 def _cosine(z: Array, teacher: Array) -> tuple[Array, Array]:
     """Return 1 - cosine of each row, and its derivatives by z."""
-    tiny = np.finfo(z.dtype).tiny
-    length, other = (
-        np.maximum(np.sqrt((a * a).sum(axis=-1, keepdims=True)), tiny) for a in (z, teacher)
-    )
-    one, two = z / length, teacher / other
-    cosine = (one * two).sum(axis=-1, keepdims=True)
-    return 1 - cosine[..., 0], (cosine * one - two) / length
+    if not z.size:
+        return np.ones_like(z, shape=z.shape[:-1]), z
+    (one, length), (two, _) = _divided(z), _divided(teacher)
+    cosine = np.clip((one * two).sum(axis=-1, keepdims=True), -1, 1)
+    turned = np.where(length > LEAST, cosine * one, 0)
+    return 1 - cosine[..., 0], (turned - two) / length
+
+
+def _divided(z: Array) -> tuple[Array, Array]:
+    """Return rows divided by their lengths, at least LEAST each, and these."""
+    unit = np.maximum(np.abs(z).max(axis=-1, keepdims=True), LEAST)
+    rows = z / unit  # no square overflows
+    length = np.maximum(np.sqrt((rows * rows).sum(axis=-1, keepdims=True)), LEAST / unit)
+    with np.errstate(over="ignore"):  # a length that the dtype does not hold
+        return rows / length, length * unit
 
 
 # ---- launches -----------------------------------------------------------------------------------

@@ -13,7 +13,6 @@ import numpy as np
 from ...core.arrays import contiguous, empty
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
-from ..common.checks import check_wanted
 from ._head import check_max_bytes, chunks, gradients
 from ._launch import launch_gradients, launch_losses, refused
 from ._rows import Options, check_labels, check_options, logit_gradients, losses
@@ -115,7 +114,7 @@ def linear_cross_entropy_forward(
 ) -> tuple[Array, Array]:
     """Return the loss of linear_cross_entropy, and lse, which the backward op needs."""
     options = Options(ignore, smoothing, z_loss, softcap, class_weights)
-    check_labels("linear_cross_entropy", labels, ignore, len(weight))
+    check_labels("linear_cross_entropy", labels, ignore, len(weight), class_weights)
     flat, wide = labels.reshape(-1), np.promote_types(x.dtype, FLOAT32)
     loss, lse = (np.empty_like(x, wide, shape=flat.shape) for _ in range(2))
     for part, logits in chunks(x, weight, max_bytes):
@@ -157,7 +156,9 @@ def linear_cross_entropy_backward(
 ) -> tuple[Array | None, Array | None, None]:
     """Return the gradients of x and weight; None for one that is not ``wanted``."""
     chosen = Options(**options)
-    check_labels("linear_cross_entropy_backward", labels, chosen.ignore, len(weight))
+    check_labels(
+        "linear_cross_entropy_backward", labels, chosen.ignore, len(weight), chosen.class_weights
+    )
     labels, lse, dloss = (array.reshape(-1) for array in (labels, lse, dloss))
     dlse = None if dlse is None else dlse.reshape(-1)
 
@@ -199,7 +200,6 @@ linear_cross_entropy_forward.require(check_options)
 linear_cross_entropy_backward.require(check_options)
 linear_cross_entropy_forward.require(check_max_bytes)
 linear_cross_entropy_backward.require(check_max_bytes)
-linear_cross_entropy_backward.require(check_wanted)
 
 
 linear_cross_entropy_backward.facts["operations"] = lambda a: (

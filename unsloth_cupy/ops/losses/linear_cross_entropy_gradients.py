@@ -80,7 +80,7 @@ def linear_cross_entropy_gradients(
         As ``linear_cross_entropy``.
     """
     options = Options(ignore, smoothing, z_loss, softcap, class_weights)
-    check_labels("linear_cross_entropy_gradients", labels, ignore, len(weight))
+    check_labels("linear_cross_entropy_gradients", labels, ignore, len(weight), class_weights)
     flat, wide = labels.reshape(-1), np.promote_types(x.dtype, FLOAT32)
     loss = np.empty_like(x, wide, shape=flat.shape)
     scaled = np.full_like(loss, scale) if dloss is None else scale * dloss.reshape(-1)

@@ -13,7 +13,6 @@ from ...core.arrays import contiguous, zeroed
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ...errors import ConfigError
-from ..common.checks import check_wanted
 from ..common.gemm import gemm
 from ..linear.linear import flat
 from ._head import check_max_bytes, chunks, gradients
@@ -254,7 +253,6 @@ def check_head(call: str, temperature: float, scale: float, softcap: float | Non
 for each in (linear_divergence_forward, linear_divergence_backward):
     each.require(_check)
     each.require(check_max_bytes)
-linear_divergence_backward.require(check_wanted)
 
 
 # ---- chunks -------------------------------------------------------------------------------------

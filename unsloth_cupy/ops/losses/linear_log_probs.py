@@ -19,7 +19,7 @@ from ...core.target import target_of
 from ...errors import ConfigError
 from ..activations.softmax import finite
 from ..common import faults
-from ..common.checks import check_wanted, refuse_number
+from ..common.checks import refuse_number
 from ..linear.linear import flat
 from ._head import check_max_bytes, chunks, gradients
 from ._launch import Access, access_of, row_threads
@@ -413,7 +413,6 @@ def _check(
 for each in (linear_log_probs_forward, linear_log_probs_backward):
     each.require(_check)
     each.require(check_max_bytes)
-linear_log_probs_backward.require(check_wanted)
 linear_log_probs_backward.facts["operations"] = lambda a: (
     2
     * a["x"].size

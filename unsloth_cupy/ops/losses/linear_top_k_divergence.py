@@ -15,10 +15,9 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
-from ...errors import RangeError
+from ...errors import ConfigError, RangeError
 from ..activations.softmax import finite
 from ..common import faults
-from ..common.checks import check_wanted
 from ..linear.linear import flat
 from ._head import check_max_bytes
 from ._launch import Access, access_of, row_threads
@@ -26,6 +25,9 @@ from .divergence import Head, log_softmax, numbers_of, of_kernels
 from .linear_divergence import Student, by_parts, check_head, gradients_of, loss_of, rows_of
 from .linear_log_probs import LEAST
 
+# Of probabilities of a row.  bfloat16 rounds each log_t by 2**-9 of it, and their sum by 2**-9 of
+# the entropy, which is below 16 nats.
+MOST = 1 + 2**-5
 REPORTER = faults.reporter(
     "linear_top_k_divergence", "tokens", "vocab", ", and stand once in its row"
 )
@@ -56,7 +58,8 @@ def linear_top_k_divergence(
     tokens : (*rows, k) int32 or int64
         The tokens that were kept, each once in a row.
     log_probs : (*rows, k) float
-        Their log-probabilities by the teacher, at the same temperature.
+        Their log-probabilities by the teacher, at the same temperature: probabilities of a row sum
+        to 1 at most, but for rounding.
     bias : (vocab,) float, optional
     mask : (*rows) bool, optional
         As in ``linear_divergence``.
@@ -77,7 +80,8 @@ def linear_top_k_divergence(
         A token of a row that is not hidden is outside the vocabulary, or stands twice in its row.
         On a GPU that row is NaN, and the next ``check_errors()`` raises.
     ConfigError
-        An option is out of its range.
+        An option is out of its range; the probabilities of a row that is not hidden sum to more
+        than 1 (on a GPU that row is NaN).
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
 
@@ -131,7 +135,7 @@ def linear_top_k_divergence_forward(
     max_bytes: int | None = None,
 ) -> Array:
     """Return the loss of ``linear_top_k_divergence``."""
-    _check_tokens("linear_top_k_divergence", tokens, mask, len(weight))
+    _check_teacher("linear_top_k_divergence", tokens, log_probs, mask, len(weight))
     options = tail, temperature, scale, softcap
     student = _student(False, weight, tokens, log_probs, bias, mask, *options)
     return loss_of(x, mask, max_bytes, student)
@@ -158,7 +162,7 @@ def linear_top_k_divergence_backward(
     **options: Any,
 ) -> tuple[Array | None, Array | None, None, None, Array | None]:
     """Return the gradients of x, weight and bias; None for one that is not ``wanted``."""
-    _check_tokens("linear_top_k_divergence_backward", tokens, mask, len(weight))
+    _check_teacher("linear_top_k_divergence_backward", tokens, log_probs, mask, len(weight))
     student = _student(False, weight, tokens, log_probs, bias, mask, **options)
     dx, dweight, dbias = gradients_of(dloss, x, mask, max_bytes, wanted, student)
     return dx, dweight, None, None, dbias
@@ -182,7 +186,6 @@ def _launch_backward(
 for each in (linear_top_k_divergence_forward, linear_top_k_divergence_backward):
     each.require(check_head)
     each.require(check_max_bytes)
-linear_top_k_divergence_backward.require(check_wanted)
 
 
 def _student(
@@ -207,10 +210,17 @@ def _student(
     return Student(head, False, partial(by_parts, head, partial(_measured, chosen, logs, tail)))
 
 
-def _check_tokens(call: str, tokens: Any, mask: Array | None, vocab: int) -> None:
-    """Raise RangeError for tokens outside of the vocabulary or twice in a row, of NumPy alone.
+def _check_teacher(call: str, tokens: Any, log_probs: Any, mask: Array | None, vocab: int) -> None:
+    """Raise for what no teacher gives, in NumPy arrays alone.
 
-    Reading tokens of a GPU would make it wait; its kernels report such tokens instead.
+    Reading arrays of a GPU would make it wait; its kernels return NaN, and report such tokens.
+
+    Raises
+    ------
+    RangeError
+        A token is outside of the vocabulary, or twice in a row.
+    ConfigError
+        The probabilities of a row sum to more than 1.
     """
     if not isinstance(tokens, np.ndarray) or not tokens.size:
         return
@@ -223,6 +233,14 @@ def _check_tokens(call: str, tokens: Any, mask: Array | None, vocab: int) -> Non
     if twice.size:
         problem = f"{twice[0]} twice in a row; keep each token once"
         raise RangeError(f"{call}: tokens holds {problem}")
+    if isinstance(log_probs, np.ndarray):
+        with np.errstate(over="ignore"):
+            shares = np.exp(rows_of(log_probs, mask, False).astype(np.float64)).sum(axis=-1)
+        if (shares > MOST).any():
+            problem = f"log_probs of a row are of probabilities that sum to {shares.max():.4g}"
+            raise ConfigError(
+                f"{call}: {problem}; pass the logarithms of the softmax of all tokens"
+            )
 
 
 def _measured(
@@ -235,6 +253,7 @@ def _measured(
     log_s, t = log_softmax(z), np.exp(log_t)
     p, own = np.exp(log_s), np.take_along_axis(log_s, chosen, axis=-1)
     share = t.sum(axis=-1, keepdims=True)
+    share = np.where(share > MOST, share.dtype.type(np.nan), share)
     loss = np.where(t != 0, t * (np.maximum(log_t, LEAST) - own), 0).sum(axis=-1)
     rows, slopes = np.arange(len(z), like=chosen)[:, None], share * p
     if tail:

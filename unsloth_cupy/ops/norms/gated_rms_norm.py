@@ -12,7 +12,7 @@ import numpy as np
 from ...core.dtypes import Array
 from ...core.op import op
 from ..activations.swiglu import swiglu, swiglu_backward
-from ..common.checks import check_eps, check_wanted
+from ..common.checks import check_eps
 from ._norm import backward, forward, needs_sums, only
 from .rms_norm import rms_norm_backward
 
@@ -99,9 +99,6 @@ def gated_rms_norm_backward(
     own = None if needs_sums(wanted) else {"x"}
     dx, dweight, *_ = rms_norm_backward(dy, None, x, weight, None, None, rstd, wanted=own)
     return only(wanted, x=dx, gate=dgate, weight=dweight)
-
-
-gated_rms_norm_backward.require(check_wanted)
 
 
 @gated_rms_norm_backward.kernel(strided=("dy", "x", "gate"))

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...core.dtypes import Array
 from ...core.op import op
-from ..common.checks import check_eps, check_wanted
+from ..common.checks import check_eps
 from ._norm import backward, forward, needs_sums, only
 
 
@@ -140,9 +140,6 @@ def layer_norm_backward(
     dbias = None if bias is None or not weights else dy.sum(axis=rows)
     own = {"bias": dbias, "residual": None if residual is None else dx}
     return only(wanted, x=dx, weight=dweight, **own)
-
-
-layer_norm_backward.require(check_wanted)
 
 
 @layer_norm_backward.kernel(strided=("dy", "dh", "h"))

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...core.dtypes import Array
 from ...core.op import op
-from ..common.checks import check_eps, check_wanted
+from ..common.checks import check_eps
 from ._norm import backward, forward, needs_sums, only
 
 
@@ -141,9 +141,6 @@ def rms_norm_backward(
     dbias = None if bias is None or not weights else dy.sum(axis=rows)
     own = {"weight": dweight, "residual": None if residual is None else dx, "bias": dbias}
     return only(wanted, x=dx, **own)
-
-
-rms_norm_backward.require(check_wanted)
 
 
 @rms_norm_backward.kernel(strided=("dy", "dh", "h"))

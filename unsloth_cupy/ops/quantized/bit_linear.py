@@ -18,7 +18,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.stand_in import representative_steps
-from ..common.checks import check_wanted, requested_gradients
+from ..common.checks import requested_gradients
 from ..common.columns import row_sum
 from ..common.counters import counters
 from ..common.elementwise import THREADS, Walk, constants, walk
@@ -173,7 +173,6 @@ def bit_linear_backward(
     return dx, dweight, dbias
 
 
-bit_linear_backward.require(check_wanted)
 bit_linear_backward.facts["operations"] = lambda a: (
     2 * a["x"].size * a["weight"].shape[0] * sum(a.get(n) is not None for n in ("dx", "dweight"))
 )

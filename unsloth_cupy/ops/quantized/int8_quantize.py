@@ -23,7 +23,7 @@ def int8_quantize(x: Array) -> tuple[Array, Array]:
     -------
     codes : (*rows, columns) int8
         x / scale, rounded to the nearest integer, ties to even.
-    scales : (*rows,) float32
+    scales : (*rows,) float32, or float64 for float64 x
         The largest absolute value of each row, divided by 127.  A row whose largest value is below
         1.5e-36 has a scale of 0 and codes of 0.  A row that holds NaN or infinity has a scale of
         NaN, so that the error stays visible, and codes of 0.

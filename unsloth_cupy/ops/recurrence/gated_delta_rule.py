@@ -71,7 +71,7 @@ def gated_delta_rule(
         -inf empties it.
     beta : (batch, tokens, value_heads) dtype of q or float32
         The share of the error that a token corrects, from 0 to 1, or to 2.
-    initial : (batch or texts, value_heads, dim, value_dim) float32, optional
+    initial : (batch or texts, value_heads, dim, value_dim) dtype of final, optional
         The state before each text: ``final`` of what came before.  0 by default.
     offsets : (texts + 1,) int, optional
         Texts are packed in one row, batch 1: the index of the first token of each, then the number
@@ -85,7 +85,7 @@ def gated_delta_rule(
     Returns
     -------
     out : (batch, tokens, value_heads, value_dim) float
-    final : (batch or texts, value_heads, dim, value_dim) float32
+    final : (batch or texts, value_heads, dim, value_dim) float32, or float64 for float64 arrays
         The state after each text.
 
     Raises

@@ -77,7 +77,7 @@ def ssd(
     d : (heads,) dtype of x or float32, optional
         The share of x that passes by the state.
     dt_bias : (heads,) dtype of x or float32, optional
-    initial : (batch or texts, heads, state, dim) float32, optional
+    initial : (batch or texts, heads, state, dim) dtype of final, optional
         The state before each text: ``final`` of what came before.  0 by default.
     offsets : (texts + 1,) int, optional
         Texts are packed in one row, batch 1: the index of the first token of each, then the number
@@ -91,7 +91,7 @@ def ssd(
     Returns
     -------
     y : (batch, tokens, heads, dim) float
-    final : (batch or texts, heads, state, dim) float32
+    final : (batch or texts, heads, state, dim) float32, or float64 for float64 arrays
         The state after each text.
 
     Raises

@@ -96,6 +96,8 @@ class Loop:
         own: Any = self.method
         model.texts = {**model.texts, "config.json": own.settled(model.texts["config.json"])}
         self.masters = dict(model.trainable)
+        # what has no gradients, as the corrections of routers, which a saved model has too
+        self.frozen = {n: a for n, a in model.parameters.items() if n not in self.masters}
         self.undecayed = [] if plan.decay_all else undecayed(model)
         optimizer = optimizer_of(
             plan.kind, model, lr=plan.lr, weight_decay=plan.weight_decay,
@@ -575,8 +577,10 @@ class Loop:
     def _save_model(self, folder: Path | None, dtype: str) -> None:
         model, optimizer = self.model, self.optimizer
         written = optimizer.masters() if isinstance(optimizer, Zero1) else self.masters
+        written = written if model.adapter is not None else self.frozen | written
         if dtype != "float32":
-            written = {name: array.astype(DTYPES[dtype]) for name, array in written.items()}
+            kinds = {name: model.config.dtype_of(name, DTYPES[dtype]) for name in written}
+            written = {name: array.astype(kinds[name]) for name, array in written.items()}
             broken = [name for name, array in written.items() if not fine(name, array)]
             if broken:
                 cure = f"give another {named('save_dtype')}"

@@ -117,10 +117,11 @@ def planned_training(
     def created(
         shapes: Mapping[str, Any], *, narrow: bool, all_axes: bool = False
     ) -> dict[str, Any]:
-        return {
-            name: arrays.of(shape, kind if narrow and (all_axes or len(shape) > 1) else FLOAT32)
+        kinds = {
+            name: config.dtype_of(name, kind) if narrow and (all_axes or len(shape) > 1) else FLOAT32
             for name, shape in shapes.items()
         }
+        return {name: arrays.of(shape, kinds[name]) for name, shape in shapes.items()}
 
     trains_all = adapter is None and optimizer != "none"
     all_shapes = config.shapes() if shapes is None else shapes
@@ -143,7 +144,7 @@ def planned_training(
     ledger.enter(OPTIMIZER, steps.state())
     if trains_all:
         copies = (
-            compute_copies(parameters, kind.name)
+            compute_copies(model.narrowed(kind), kind.name)
             if parts is None
             else parts.compute_copies(kind.name)
         )

@@ -243,8 +243,8 @@ def _write(
             problem = f"merge: {name} is ternary, and its layer rounds what it reads, too"
             raise ConfigError(f"{problem}: it has no dense form; leave dtype out")
         dtype = chosen or home.dtype or np.dtype(main)
-        if home.wide and home.dtype is not None and home.dtype != dtype:
-            dtype = np.promote_types(np.promote_types(FLOAT32, dtype), home.dtype)
+        if dtype in home.wide and home.dtype != dtype:
+            dtype = FLOAT32
         read = _rounded(model, name, dtype, kept)
         file = first if Path(home.file).is_absolute() else home.file  # a table of the adapter's
         layout.setdefault(file, {})[name] = Unwritten(dtype, home.shape, read)

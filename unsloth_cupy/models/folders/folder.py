@@ -89,7 +89,8 @@ def load(
         Q8_0, Q4_0 and MXFP4, which stay packed, or are quantized anew.
     lora : path, optional
         A folder of peft: adapter_config.json and adapter_model.safetensors (LoRA, rsLoRA, DoRA,
-        tokens, whole modules); tables of the base in it take the place of the folder's.
+        tokens, whole modules); tables of the base in it take the place of the folder's.  Or one
+        of mlx-lm: adapter_config.json and adapters.safetensors (LoRA, DoRA).
         Tensors whose dtype cannot be combined with the model's are read as float32.  None loads
         the adapter of ``folder``, if it is an adapter folder.
     communicator : Communicator, optional
@@ -341,12 +342,10 @@ def create(
         check_bytes("create: the parameters of this config: it", size, place(np.empty(0)))
         parameters: dict[str, Array] = {}
         joined = Joined(parsed, division)
-        wide = () if parsed.experts is None else parsed.experts.wide_names
         for index, (name, shape) in enumerate(parsed.shapes().items()):
             if division is not None and not division.holds(name):
                 continue
-            own_kind = np.promote_types(kind, FLOAT32) if name.endswith(wide) else kind
-            array = _drawn(parsed, name, shape, own_kind, [seed, index])
+            array = _drawn(parsed, name, shape, parsed.dtype_of(name, kind), [seed, index])
             own = place(array if division is None else division.own(name, array))
             own = joined(name, own) if rank_parts is None else rank_parts.keep(name, own)
             parameters[name] = own

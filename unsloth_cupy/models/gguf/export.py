@@ -257,7 +257,8 @@ def export_adapter_gguf(
         problem = f"an adapter of experts, as {min(adapter.stacks)}, is not written alone"
         raise ConfigError(f"{call}: {problem}; export_gguf merges it into the weights")
     parts = {PARTS_ELSEWHERE.get(name.rpartition(".lora_")[2]) for name in adapter.parameters}
-    parts |= {f"{module_of(name)} outside of the blocks" for name in adapter.outer}
+    where = {name: " as a whole" * (".layers." in name) for name in adapter.outer}
+    parts |= {module_of(n) + (each or " outside of the blocks") for n, each in where.items()}
     if parts := {each for each in parts if each}:
         cure = "export_gguf merges it into the weights"
         raise ConfigError(f"{call}: llama.cpp does not add {min(parts)}; {cure}")

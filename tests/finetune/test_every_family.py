@@ -1,5 +1,6 @@
 """A step of training with every family of models: what a run saves is the model that it trained."""
 
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,7 @@ def test_a_saved_model_computes_what_was_trained(
         np.testing.assert_array_equal(models.load(saved).logits(TOKENS), expected)
 
 
+SHORT = ("--steps", 1, "--batch", 2, "--tokens", 16)
 GRIDS = (
     "--data-parallel 2 --zero 1",
     "--data-parallel 2 --zero 3",
@@ -72,12 +74,13 @@ def test_ranks_save_what_has_no_gradients(
     """A model that ranks gather has all parameters, equal to those of one process."""
     base = folder(tmp_path / "base", label, words)
     grids = [grid for grid in GRIDS if "expert" not in grid or label != "apertus"]
-    command = ("finetune", base, "--text", words[0], *"--steps 1 --batch 2 --tokens 16".split())
+    command = ("finetune", base, "--text", words[0], *SHORT)
     asked = [
         [*map(str, command), "--out", str(tmp_path / str(number)), *grid.split(), "--"]
         for number, grid in enumerate(grids)
     ]
-    ended = by_sockets(2, "tests.parallel.commands", *sum(asked, [])[:-1], limit=300)
+    words_of_all = [*chain.from_iterable(asked)][:-1]
+    ended = by_sockets(2, "tests.parallel.commands", *words_of_all, limit=300)
     assert [each.code for each in ended] == [0, 0], ended[0].said
     whole = models.load(base)
     frozen = whole.parameters.keys() - whole.trainable.keys()

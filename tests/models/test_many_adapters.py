@@ -27,6 +27,10 @@ def made(kind: str = "dense", dtype: str = "float32") -> Transformer:
     model = create(SIZES | {"model_type": "llama"}, seed=0, dtype=dtype)
     if kind != "dense":
         quantize(model, kind)
+    return adapted(model)
+
+
+def adapted(model: Transformer) -> Transformer:
     for number, (name, options) in enumerate(
         [
             ("chat", {"rank": 4}),
@@ -105,6 +109,33 @@ def test_rows_of_an_invariant_model_have_the_bits_of_their_own_batch(
         likely = model.log_probs(text[None], text[None]).log_probs[0]
         np.testing.assert_array_equal(together[row, 7 - lengths[row] :], likely)
         model.set_adapter(None)
+
+
+@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_samples_of_a_prompt_have_its_adapter(samples: int, invariant: bool, pages: bool) -> None:
+    """A name of each prompt; the numbers are those of rollouts with that adapter alone."""
+    model, names = made(), ["chat", None, "code"]
+    model.invariant = invariant
+    prompts = [TOKENS[0, :4], TOKENS[1, :6], TOKENS[2, :4]]
+
+    def drawn(one: Transformer, rows: list[Any], first: int) -> Any:
+        pool = PagedKVCache(3, 60, 4, 2, 8, dtype="float32") if pages else None
+        options = {"seed": 3, "max_new_tokens": 5, "cache": pool, "first": first}
+        return one.rollouts(rows, samples=samples, **options)
+
+    actual = drawn(model.by_rows(names), prompts, 0)
+    for place, name in enumerate(names):
+        model.set_adapter(name)
+        expected = drawn(model, [prompts[place]], place * samples)
+        rows, width = slice(place * samples, (place + 1) * samples), expected.tokens.shape[1]
+        assert actual.completions()[rows] == expected.completions()
+        own = actual.log_probs[rows, -width:]
+        np.testing.assert_allclose(own, expected.log_probs, atol=0 if invariant else 1e-5)
+        model.set_adapter(None)
+    with pytest.raises(ShapeError, match="2 adapters are named for 3 rows; name one, or None"):
+        drawn(model.by_rows(names[:2]), prompts, 0)
 
 
 @pytest.mark.parametrize("kind", ["dense", "nf4", "int8"])
@@ -430,8 +461,7 @@ def test_a_merge_ends_the_use_of_other_adapters(
 ) -> None:
     """They belong to the weights from before, for which they can be saved."""
     made(kind).save(tmp_path / "base")
-    model = made(kind)
-    model.folder = tmp_path / "base"
+    model = adapted(load(tmp_path / "base"))
     before = model.by_rows(["code"] * 5)
     model.set_adapter("code")
     expected = model.logits(TOKENS)
@@ -444,7 +474,7 @@ def test_a_merge_ends_the_use_of_other_adapters(
     for name, use in USES.items():
         with pytest.raises(ConfigError, match=f"^{name}: 'code' belongs to the weights from befo"):
             use(model)
-    with pytest.raises(ConfigError, match="load_adapter: .*code belongs to the weights of"):
+    with pytest.raises(ConfigError, match=r"load_adapter: .*code belongs to the weights of"):
         model.load_adapter(tmp_path / "code", "again")
     np.testing.assert_array_equal(before.logits(TOKENS), expected)
     model.adapters["code"].save(tmp_path / "kept")

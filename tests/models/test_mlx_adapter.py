@@ -1,4 +1,4 @@
-"""Adapters that mlx-lm wrote: y = x W + scale (x a) b, with a (inputs, rank) and b (rank, outputs)."""
+"""Adapters of mlx-lm: y = x W + scale (x a) b, a (inputs, rank), b (rank, outputs)."""
 
 import json
 from pathlib import Path
@@ -30,9 +30,7 @@ def written(
     for name in names:
         weight = model.parameters[f"{name}.weight"]
         rows, columns = weight.shape[::-1] if name in LAYERS else weight.shape
-        a, b = (
-            rng.standard_normal(shape, np.float32) / 4 for shape in ((rows, 3), (3, columns))
-        )
+        a, b = (rng.standard_normal(shape, np.float32) / 4 for shape in ((rows, 3), (3, columns)))
         tensors |= {f"{name}.lora_a": a, f"{name}.lora_b": b}
         change = np.float32(1.7) * (a @ b)
         total = weight + (change.T if name in LAYERS else change)

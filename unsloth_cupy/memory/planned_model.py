@@ -117,11 +117,11 @@ def planned_training(
     def created(
         shapes: Mapping[str, Any], *, narrow: bool, all_axes: bool = False
     ) -> dict[str, Any]:
-        kinds = {
-            name: config.dtype_of(name, kind) if narrow and (all_axes or len(shape) > 1) else FLOAT32
-            for name, shape in shapes.items()
-        }
-        return {name: arrays.of(shape, kinds[name]) for name, shape in shapes.items()}
+        def of(name: str, shape: Any) -> Any:
+            narrows = narrow and (all_axes or len(shape) > 1)
+            return arrays.of(shape, config.dtype_of(name, kind) if narrows else FLOAT32)
+
+        return {name: of(name, shape) for name, shape in shapes.items()}
 
     trains_all = adapter is None and optimizer != "none"
     all_shapes = config.shapes() if shapes is None else shapes

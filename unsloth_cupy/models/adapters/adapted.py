@@ -299,6 +299,7 @@ class Adapted(Network):
         Of packed texts there is one name for each.  Rows of an adapter get the numbers of a batch
         of these rows alone, up to the order of sums, and in an invariant model its bits.  So do the
         gradients of an adapter, for equal ``count``.
+        ``rollouts`` takes a name for each prompt, which all of its samples have.
         ``trainable`` has the parameters of all that are named, ``NAME@ADAPTER``, which may be
         trained at once: the arrays are those of ``adapters``.
 

@@ -34,7 +34,7 @@ from ..parse import parse
 from ..quantizer import Quantizer, check_stacks, maker_of
 from ..ranks.division import Division, divided_adapter
 from ..ranks.pipeline_stages import EMBEDDING, Stages
-from ..text.tokenizer import FILE as TOKENIZER
+from ..text.tokenizer import has_tokenizer
 from ..transformer import Transformer
 from .checkpoint_files import find_tensors, opened, read_tensors
 from .expert_homes import plain_names
@@ -190,7 +190,7 @@ def load(
             model.folder, model.division, model.parts = path, division, rank_parts
             model.stored = partial(stored_model, folder=path)
             model.plain, model.origin = plain_names(stored_in), _origin(stored_in, path, config)
-            own = (each for each in (lora, path) if each and Path(each, TOKENIZER).is_file())
+            own = (each for each in (lora, path) if each and has_tokenizer(Path(each)))
             model.words = next(map(Path, own), None)
             if lora is not None:
                 whole = division is None and rank_parts is None

@@ -89,7 +89,8 @@ def frozen_model(ledger: "Ledger", config: "Config", *, arrays: Any, kind: Any) 
     """Return a model that is not trained, whose weights are counted."""
     from ..models.transformer import Transformer
 
-    parameters = {name: arrays.of(shape, kind) for name, shape in config.shapes().items()}
+    shapes = config.shapes().items()
+    parameters = {name: arrays.of(shape, config.dtype_of(name, kind)) for name, shape in shapes}
     ledger.enter(WEIGHTS, parameters)
     return Transformer(config, parameters, {})
 

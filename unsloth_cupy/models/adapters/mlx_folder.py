@@ -50,9 +50,9 @@ def read_mlx(
     if kind not in ("lora", "dora"):
         problem = f"{path}: fine_tune_type of mlx-lm is {kind!r}; it must be lora or dora"
         raise ConfigError(f"{problem}: {FUSE}")
-    given = settings.get(PARAMETERS)
-    given = given if isinstance(given, Mapping) else {}
-    rank, scale, dropout = (given.get(name) for name in ("rank", "scale", "dropout"))
+    values = settings.get(PARAMETERS)
+    values = values if isinstance(values, Mapping) else {}
+    rank, scale, dropout = (values.get(name) for name in ("rank", "scale", "dropout"))
     if not is_integer(rank, 1) or not is_number(scale) or not math.isfinite(scale):
         problem = f"{path}: {PARAMETERS} of mlx-lm has rank={rank!r} and scale={scale!r}"
         raise ConfigError(f"{problem}; they must be an integer, 1 or more, and a number")

@@ -159,11 +159,11 @@ def _converted(folder: Path, form: tuple[str, ...], states: Any) -> str:
     except BaseException as error:
         if not of_library(error):
             raise
-        said = str(error).strip().partition("\n")[0][:200]
+        reason = str(error).strip().partition("\n")[0][:200]
         install = "pip install transformers sentencepiece protobuf tiktoken"
         call = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
         cure = f"{install}, and call {call}, or copy {FILE} from the model's page"
-        raise ConfigError(f"{problem} ({said}); {cure}") from None
+        raise ConfigError(f"{problem} ({reason}); {cure}") from None
 
 
 class Guarded:

@@ -151,6 +151,11 @@ class ByRows(Adapter):
 
     merged = save = check_merges = merge
 
+    @property
+    def outer(self) -> list[str]:
+        """No tensors: adapters that have such are refused."""
+        return []
+
     def outside(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return parameters as they are: no adapter changes what is outside of the blocks."""
         return parameters

@@ -50,13 +50,13 @@ def read_mlx(
     if kind not in ("lora", "dora"):
         problem = f"{path}: fine_tune_type of mlx-lm is {kind!r}; it must be lora or dora"
         raise ConfigError(f"{problem}: {FUSE}")
-    values = settings.get(PARAMETERS)
+    values: Any = settings.get(PARAMETERS)
     values = values if isinstance(values, Mapping) else {}
     rank, scale, dropout = (values.get(name) for name in ("rank", "scale", "dropout"))
     if not is_integer(rank, 1) or not is_number(scale) or not math.isfinite(scale):
         problem = f"{path}: {PARAMETERS} of mlx-lm has rank={rank!r} and scale={scale!r}"
         raise ConfigError(f"{problem}; they must be an integer, 1 or more, and a number")
-    layers = settings.get("num_layers")
+    layers: Any = settings.get("num_layers")
     if is_integer(layers) and layers > config.layers:
         problem = f"{path}: num_layers of mlx-lm is {layers}, and the model has {config.layers}"
         raise ConfigError(f"{problem}; pass the model that the adapter is for")

@@ -96,7 +96,6 @@ def test_weights_are_those_of_the_method(tmp_path: Path) -> None:
 def test_a_run_stands_for_its_model(finished: bool, tmp_path: Path) -> None:
     """As in the commands: for its result, or else for its newest checkpoint."""
     adapted(tmp_path)
-    write_tokenizer(tmp_path / "base", {}, **WORDS)
     run = tmp_path / "run"
     shutil.copytree(tmp_path / "base", run / "checkpoint-00000002")
     shutil.copytree(tmp_path / "base", run / "checkpoint-00000003.partial")

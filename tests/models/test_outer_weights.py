@@ -140,7 +140,7 @@ def test_any_module_that_peft_saves_whole(
     base, tokens = LOSSES / "tokens" / "untied", torch.from_numpy(TOKENS)
     whole = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     if quantized:  # what is left of the base is in nf4 here, and what it stands for there
-        load(base, quantize="nf4").save(tmp_path / "nf4")
+        load(base, quantize="nf4", dtype="float32").save(tmp_path / "nf4")
         base = tmp_path / "nf4"
         dense = {n: weight_of(each) for n, each in load(base).parameters.items()}
         whole.load_state_dict({n: torch.from_numpy(each) for n, each in dense.items()})
@@ -151,7 +151,7 @@ def test_any_module_that_peft_saves_whole(
     output = peer(tokens, labels=tokens)
     output.loss.backward()
     expected = output.logits.detach().numpy()
-    model = load(base, lora=tmp_path / "adapter")
+    model = load(base, dtype="float32", lora=tmp_path / "adapter")
     np.testing.assert_allclose(model.logits(TOKENS), expected, atol=2e-4)
     _, gradients = model.loss_and_gradients(TOKENS, TOKENS)
     grads = {
@@ -165,9 +165,10 @@ def test_any_module_that_peft_saves_whole(
         assert error <= 1e-4 * np.linalg.norm(gradient), name
     greedy = model.generate(TOKENS, max_new_tokens=3, stop=())
     model.save_adapter(tmp_path / "again")
-    merge(tmp_path / "again", tmp_path / "merged", base=base)
+    merge(tmp_path / "again", tmp_path / "merged", base=base, dtype="float32")
     model.merge_adapter()
-    for each in (model, load(tmp_path / "merged"), load(base, lora=tmp_path / "again")):
+    again = load(base, dtype="float32", lora=tmp_path / "again")
+    for each in (model, load(tmp_path / "merged"), again):
         np.testing.assert_allclose(each.logits(TOKENS), expected, atol=2e-4)
     np.testing.assert_array_equal(greedy, model.generate(TOKENS, max_new_tokens=3, stop=()))
 

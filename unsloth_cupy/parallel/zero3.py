@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from ..ops.optimizers.gradients import GradientMeasure
 from ..ops.quantized.weight import Quantized
 from ..training.checkpoint import CheckpointConfig
-from ..training.precision import DTYPES, compute_copies
+from ..training.precision import DTYPES, MixedPrecisionConfig, compute_copies
 from ..training.variable import Var
 from ._prefetch import Prefetch
 from ._shards import ZERO, Cut, Entered, gathered, measured_parts
@@ -272,7 +272,8 @@ class Zero3:
 
     def compute_copies(self, dtype: Any) -> dict[str, Any]:
         """Return ``compute_copies`` of this rank's parts of matrices."""
-        parts = self.model.narrowed(DTYPES[dtype]).items()
+        kind = DTYPES[MixedPrecisionConfig(dtype).compute_dtype]
+        parts = self.model.narrowed(kind).items()
         cuts = self.cuts
         rows = {n: own[None] for n, own in parts if n in cuts and len(cuts[n].shape) > 1}
         return {name: copy[0] for name, copy in compute_copies(rows, dtype).items()}

@@ -86,6 +86,15 @@ def test_what_does_not_fit_a_head_is_one_error(home: Path, tmp_path: Path) -> No
     assert not (tmp_path / "run").exists()
 
 
+def test_a_label_that_is_too_large_is_at_fault_not_the_model(home: Path, tmp_path: Path) -> None:
+    rows = [{"text": f"w{n}", "label": 1e30 * n} for n in range(40)]
+    data = write(tmp_path / "large.jsonl", rows)
+    settings = Settings(method="classify", steps=1, out=tmp_path / "run", tokens=20)
+    with np.errstate(all="ignore"), pytest.raises(ConfigError) as raised:
+        Trainer(home / "model", data, settings).train()
+    assert "write smaller numbers in the data, or copy the model again" in str(raised.value)
+
+
 def test_a_run_says_how_its_head_is_used(home: Path, tmp_path: Path) -> None:
     words = ("finetune", home / "model", "--data", home / "pairs.jsonl", "--tokens", 20)
     done = run(*words, "--method", "reward", "--steps", 2, "--lora", 2, "--out", tmp_path / "run")

@@ -35,6 +35,7 @@ def few(completions): return [1]
 def none(completions): return None
 def text(completions): return [each for each in completions]
 def nan(completions): return [float("nan")] * len(completions)
+def huge(completions): return [-1e308] * len(completions)
 def together(completions): return [1 / (len(completions) == 1)] * len(completions)
 def gold(completions, gold=None, *, answer): return [1.0] * len(completions)
 def exits(completions): sys.exit(3)
@@ -87,6 +88,7 @@ OF_B = "for the answer 'b' to 'q' (row 1)"
         ("none", "the reward none returned None for 3 answers"),
         ("text", "gave 'a', not a number, for the answer 'a' to 'p' (row 0); mend {path}"),
         ("nan", "the reward nan gave nan for the answer 'a' to 'p' (row 0); mend {path}"),
+        ("huge", "the reward huge gave -1e+308, more than 1e+15, for the answer 'a' to 'p' (row 0"),
         ("together", "raised ZeroDivisionError: division by zero, for no answer alone; mend"),
         ("exits", "the reward exits raised SystemExit: 3 for the answer 'a' to 'p' (row 0)"),
         ("crash", "the reward crash ended its process by SIGABRT for the answer 'c' to 'r' (row 2"),

@@ -334,6 +334,14 @@ def test_problem_type_decides() -> None:
         ),
         (lambda f: classifier().generate(TOKENS, max_new_tokens=1), "generate: the head of this"),
         (lambda f: classifier().log_probs(TOKENS, TOKENS), "log_probs: the head of this model is"),
+        (
+            lambda f: classifier().rollouts([[3, 4]], max_new_tokens=1, seed=0),
+            r"rollouts: .*; pass the language model; labels come from logits\(tokens\), or predict",
+        ),
+        (
+            lambda f: classifier().add_adapter(2, merge_into="q8_0"),
+            r"language model, and the head is 'sequence_class.*; choose a kind of a folder, as nf4",
+        ),
         (lambda f: classifier().logits(TOKENS, mask=MASK * 0), "row 0 has no real token"),
         (lambda f: classifier().embeddings(TOKENS, mask=MASK * 0), "row 0 has no real token"),
         (lambda f: classifier().embeddings(TOKENS, pooling="cls"), "pass 'mean' or 'last'"),

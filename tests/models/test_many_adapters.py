@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,10 @@ def made(kind: str = "dense", dtype: str = "float32") -> Transformer:
     model = create(SIZES | {"model_type": "llama"}, seed=0, dtype=dtype)
     if kind != "dense":
         quantize(model, kind)
+    return adapted(model)
+
+
+def adapted(model: Transformer) -> Transformer:
     for number, (name, options) in enumerate(
         [
             ("chat", {"rank": 4}),
@@ -104,6 +109,33 @@ def test_rows_of_an_invariant_model_have_the_bits_of_their_own_batch(
         likely = model.log_probs(text[None], text[None]).log_probs[0]
         np.testing.assert_array_equal(together[row, 7 - lengths[row] :], likely)
         model.set_adapter(None)
+
+
+@pytest.mark.parametrize("pages", [False, True])
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("samples", [1, 2, 3])
+def test_samples_of_a_prompt_have_its_adapter(samples: int, invariant: bool, pages: bool) -> None:
+    """A name of each prompt; the numbers are those of rollouts with that adapter alone."""
+    model, names = made(), ["chat", None, "code"]
+    model.invariant = invariant
+    prompts = [TOKENS[0, :4], TOKENS[1, :6], TOKENS[2, :4]]
+
+    def drawn(one: Transformer, rows: list[Any], first: int) -> Any:
+        pool = PagedKVCache(3, 60, 4, 2, 8, dtype="float32") if pages else None
+        options = {"seed": 3, "max_new_tokens": 5, "cache": pool, "first": first}
+        return one.rollouts(rows, samples=samples, **options)
+
+    actual = drawn(model.by_rows(names), prompts, 0)
+    for place, name in enumerate(names):
+        model.set_adapter(name)
+        expected = drawn(model, [prompts[place]], place * samples)
+        rows, width = slice(place * samples, (place + 1) * samples), expected.tokens.shape[1]
+        assert actual.completions()[rows] == expected.completions()
+        own = actual.log_probs[rows, -width:]
+        np.testing.assert_allclose(own, expected.log_probs, atol=0 if invariant else 1e-5)
+        model.set_adapter(None)
+    with pytest.raises(ShapeError, match="2 adapters are named for 3 rows; name one, or None"):
+        drawn(model.by_rows(names[:2]), prompts, 0)
 
 
 @pytest.mark.parametrize("kind", ["dense", "nf4", "int8"])
@@ -413,6 +445,81 @@ def test_a_copy_is_a_model_of_its_own() -> None:
     np.testing.assert_array_equal(pickle.loads(pickle.dumps(rows)).logits(TOKENS), expected)
     model.base.resize(110)
     assert rows.logits(TOKENS).shape == expected.shape
+
+
+USES: dict[str, Any] = {
+    "set_adapter": lambda model: model.set_adapter("code"),
+    "mix_adapters": lambda model: model.mix_adapters({"code": 1.0}, "sum"),
+    "by_rows": lambda model: model.by_rows([None, "code"]),
+}
+
+
+@pytest.mark.parametrize("requantize", [False, True])
+@pytest.mark.parametrize("kind", ["dense", "nf4"])
+def test_a_merge_ends_the_use_of_other_adapters(
+    kind: str, requantize: bool, tmp_path: Path
+) -> None:
+    """They belong to the weights from before, for which they can be saved."""
+    made(kind).save(tmp_path / "base")
+    model = adapted(load(tmp_path / "base"))
+    before = model.by_rows(["code"] * 5)
+    model.set_adapter("code")
+    expected = model.logits(TOKENS)
+    model.save_adapter(tmp_path / "code")
+    model.set_adapter("chat")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of what rounding leaves
+        model.merge_adapter(requantize=requantize)
+    assert [*model.adapters] == ["code", "dora"]
+    for name, use in USES.items():
+        with pytest.raises(ConfigError, match=f"^{name}: 'code' belongs to the weights from befo"):
+            use(model)
+    with pytest.raises(ConfigError, match=r"load_adapter: .*code belongs to the weights of"):
+        model.load_adapter(tmp_path / "code", "again")
+    np.testing.assert_array_equal(before.logits(TOKENS), expected)
+    model.adapters["code"].save(tmp_path / "kept")
+    again = load(tmp_path / "base", lora=tmp_path / "kept")
+    np.testing.assert_array_equal(again.logits(TOKENS), expected)
+    model.delete_adapter("code")
+    assert [*model.adapters] == ["dora"]
+
+
+def test_an_adapter_of_merged_weights_names_no_other_base(tmp_path: Path) -> None:
+    """The folder that the model was read from has the weights of before."""
+    made().save(tmp_path / "base")
+    config = json.loads((tmp_path / "base" / "config.json").read_text())
+    config["_name_or_path"] = "owner/name"
+    (tmp_path / "base" / "config.json").write_text(json.dumps(config))
+    model = load(tmp_path / "base")
+    for name in ("one", "two"):
+        model.add_adapter(4, name=name)
+        for array in model.adapter.parameters.values():
+            array[...] = np.random.default_rng(0).standard_normal(array.shape) / 8
+        model.save_adapter(tmp_path / name)
+        settings = json.loads((tmp_path / name / "adapter_config.json").read_text())
+        assert settings["base_model_name_or_path"] == ("owner/name" if name == "one" else None)
+        expected = model.logits(TOKENS)
+        if name == "one":
+            model.merge_adapter()
+            model.save(tmp_path / "merged")
+    with pytest.raises(ConfigError, match="name the folder of the adapter's base"):
+        load(tmp_path / "two")
+    actual = load(tmp_path / "merged", lora=tmp_path / "two").logits(TOKENS)
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_only_calls_change_the_adapters_by_name() -> None:
+    model = made()
+    with pytest.raises(TypeError):
+        model.adapters["chat"] = model.adapters["code"]  # type: ignore[index]
+    with pytest.raises(TypeError):
+        del model.adapters["chat"]  # type: ignore[attr-defined]
+    model.set_adapter("chat")
+    model.delete_adapter("chat")
+    assert model.adapter is None
+    assert [*model.adapters] == ["code", "dora"]
+    with pytest.raises(ConfigError, match="delete_adapter: no adapter is named 'chat'"):
+        model.delete_adapter("chat")
 
 
 def test_every_row_needs_a_name() -> None:

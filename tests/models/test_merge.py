@@ -92,6 +92,30 @@ def test_weights_are_those_of_the_method(tmp_path: Path) -> None:
     assert str(report).endswith(line)
 
 
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_run_stands_for_its_model(finished: bool, tmp_path: Path) -> None:
+    """As in the commands: for its result, or else for its newest checkpoint."""
+    adapted(tmp_path)
+    run = tmp_path / "run"
+    shutil.copytree(tmp_path / "base", run / "checkpoint-00000002")
+    shutil.copytree(tmp_path / "base", run / "checkpoint-00000003.partial")
+    inside = run / ("model" if finished else "checkpoint-00000004")
+    shutil.copytree(tmp_path / "adapter", inside)
+    (run / "settings.json").write_text("{}")
+    models.merge(inside, tmp_path / "expected")
+    models.merge(run, tmp_path / "actual")
+    expected, actual = (models.load(tmp_path / each) for each in ("expected", "actual"))
+    np.testing.assert_array_equal(actual.logits(TOKENS), expected.logits(TOKENS))
+    pytest.importorskip("gguf", reason="which writes the file")
+    for source, file in ((inside, "expected.gguf"), (run, "actual.gguf")):
+        models.export_gguf(source, tmp_path / file, kind="f32")
+    read = (models.load(tmp_path / f"{each}.gguf") for each in ("expected", "actual"))
+    np.testing.assert_array_equal(*(each.logits(TOKENS) for each in read))
+    (tmp_path / "none").mkdir()
+    with pytest.raises(ConfigError, match=r"config.json.* is missing|holds no"):
+        models.merge(tmp_path / "none", tmp_path / "out")
+
+
 def test_in_another_dtype_it_is_rounded_once(tmp_path: Path) -> None:
     adapted(tmp_path, dtype="bfloat16")
     models.merge(tmp_path / "adapter", tmp_path / "out", dtype="float32")

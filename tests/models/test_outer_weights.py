@@ -14,6 +14,7 @@ from unsloth_cupy import AdamW, CheckpointConfig, losses
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import Transformer, create, load, merge
 from unsloth_cupy.models.layers.head import head_weight
+from unsloth_cupy.ops.quantized.weight import Quantized
 from unsloth_cupy.parallel import SingleCommunicator, Zero3
 
 from ..conftest import FOLDER
@@ -110,6 +111,72 @@ def test_peft_reads_what_is_saved(base: str, options: Any, tmp_path: Path) -> No
     np.testing.assert_allclose(model.logits(TOKENS), expected, atol=1e-4)
 
 
+def randomly(peer: Any) -> None:
+    """Move the trained weights of a model of peft."""
+    import torch
+
+    with torch.no_grad():
+        for name, weight in peer.named_parameters():
+            if weight.requires_grad:
+                draw = torch.Generator().manual_seed(len(name))
+                weight[...] = weight + 0.3 * torch.randn(weight.shape, generator=draw)
+
+
+@quiet
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize(
+    "modules",
+    [["model.norm"], ["norm", "embed_tokens"], ["up_proj"], ["layers.1.mlp", "lm_head"]],
+    ids=str,
+)
+def test_any_module_that_peft_saves_whole(
+    modules: list[str], quantized: bool, tmp_path: Path
+) -> None:
+    """Its values, gradients and merges are those of peft, whatever the base has in its place."""
+    peft = pytest.importorskip("peft", reason="whose files these are")
+    transformers = pytest.importorskip("transformers", reason="whose model this is")
+    import torch
+
+    base, tokens = LOSSES / "tokens" / "untied", torch.from_numpy(TOKENS)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    if quantized:  # what is left of the base is in nf4 here, and what it stands for there
+        load(base, quantize="nf4", dtype="float32").save(tmp_path / "nf4")
+        base = tmp_path / "nf4"
+        dense = {n: weight_of(each) for n, each in load(base).parameters.items()}
+        whole.load_state_dict({n: torch.from_numpy(each) for n, each in dense.items()})
+    options = {"target_modules": ["q_proj"], "modules_to_save": modules, "r": 2}
+    peer = peft.get_peft_model(whole, peft.LoraConfig(**options)).eval()
+    randomly(peer)
+    peer.save_pretrained(tmp_path / "adapter")
+    output = peer(tokens, labels=tokens)
+    output.loss.backward()
+    expected = output.logits.detach().numpy()
+    model = load(base, dtype="float32", lora=tmp_path / "adapter")
+    np.testing.assert_allclose(model.logits(TOKENS), expected, atol=2e-4)
+    _, gradients = model.loss_and_gradients(TOKENS, TOKENS)
+    grads = {
+        n.replace("modules_to_save.default.", "").replace("default.", ""): each.grad.numpy()
+        for n, each in peer.named_parameters()
+        if each.grad is not None
+    }
+    assert gradients.keys() == grads.keys()
+    for name, gradient in grads.items():
+        error = np.linalg.norm(gradients[name] - gradient)
+        assert error <= 1e-4 * np.linalg.norm(gradient), name
+    greedy = model.generate(TOKENS, max_new_tokens=3, stop=())
+    model.save_adapter(tmp_path / "again")
+    merge(tmp_path / "again", tmp_path / "merged", base=base, dtype="float32")
+    model.merge_adapter()
+    again = load(base, dtype="float32", lora=tmp_path / "again")
+    for each in (model, load(tmp_path / "merged"), again):
+        np.testing.assert_allclose(each.logits(TOKENS), expected, atol=2e-4)
+    np.testing.assert_array_equal(greedy, model.generate(TOKENS, max_new_tokens=3, stop=()))
+
+
+def weight_of(value: Any) -> Any:
+    return value.dequantize() if isinstance(value, Quantized) else value
+
+
 @quiet
 @pytest.mark.parametrize(
     "options",
@@ -132,12 +199,8 @@ def test_a_head_that_peft_trained_apart_is_no_longer_tied(options: Any, tmp_path
     whole = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     settings = {"target_modules": ["q_proj"], "lora_alpha": 3} | options
     peer = peft.get_peft_model(whole, peft.LoraConfig(r=2, **settings))
+    randomly(peer)
     with torch.no_grad():
-        for name, weight in peer.named_parameters():
-            if weight.requires_grad:
-                weight[...] = weight + 0.3 * torch.randn(
-                    weight.shape, generator=torch.Generator().manual_seed(len(name))
-                )
         expected = peer(tokens).logits.numpy()
     peer.save_pretrained(tmp_path / "adapter")
     model = load(base, dtype="float32", lora=tmp_path / "adapter")
@@ -334,7 +397,8 @@ HEAD = f"{PREFIX}lm_head.weight"
     [
         ("untied", "rows_untied", {}, {ROWS: lambda rows: None}, "tokens_delta is missing"),
         ("untied", "rows_untied", {}, {ROWS: lambda rows: rows[:3]}, r"it must be floats, \(4"),
-        ("untied", "rows_untied", {"modules_to_save": ["norm"]}, {}, "'norm' is not a module"),
+        ("untied", "rows_untied", {"modules_to_save": ["norm"]}, {}, "norm.weight is missing"),
+        ("untied", "rows_untied", {"modules_to_save": ["pooler"]}, {}, "no module of this model"),
         ("untied", "rows_untied", {"modules_to_save": ["embed_tokens"]}, {}, "some of its rows"),
         ("untied", "rows_untied", {"peft_type": "VERA"}, {}, "'VERA'; it must be LORA: merge the"),
         ("tied", "tied_table_tied", {}, {HEAD: lambda rows: rows * 2}, "lm_head is not equal to"),

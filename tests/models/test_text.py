@@ -3,6 +3,7 @@
 import copy
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from unsloth_cupy import models
 from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune import Settings, Trainer
 from unsloth_cupy.finetune.tokenizer import train_tokenizer
 from unsloth_cupy.models.generation.streaming import TextStream
 from unsloth_cupy.models.text.chat import CHATML, CHATML_TOKENS
@@ -73,6 +75,57 @@ def test_many_tokens_are_added_by_default(folder: Path) -> None:
     model = models.load(folder)
     room = model.config.positions - len(model.tokenizer.encode("The"))
     assert model.generate_text("The") == model.generate_text("The", max_new_tokens=room)
+
+
+@pytest.fixture
+def older(folder: Path, tmp_path: Path) -> Path:
+    """Return a folder whose tokenizer is in vocab.json and merges.txt, as of Qwen2."""
+    shutil.copytree(folder, tmp_path / "older", ignore=shutil.ignore_patterns("tokenizer.json"))
+    values = json.loads((folder / "tokenizer.json").read_text())
+    vocab = values["model"]["vocab"] | {t["content"]: t["id"] for t in values["added_tokens"]}
+    (tmp_path / "older" / "vocab.json").write_text(json.dumps(vocab))
+    merges = "".join(" ".join(pair) + "\n" for pair in values["model"]["merges"])
+    (tmp_path / "older" / "merges.txt").write_text("#version: 0.2\n" + merges)
+    settings = json.dumps({"tokenizer_class": "Qwen2Tokenizer", "eos_token": "<|endoftext|>"})
+    (tmp_path / "older" / "tokenizer_config.json").write_text(settings)
+    return tmp_path / "older"
+
+
+def test_a_tokenizer_without_a_file_of_its_own_is_converted(older: Path, tmp_path: Path) -> None:
+    """By transformers, whose class says how it splits texts; a run then has the whole file."""
+    transformers = pytest.importorskip("transformers", reason="which converts it")
+    expected = transformers.AutoTokenizer.from_pretrained(older)
+    text = "The dog's 123 cats\n\n see <|im_start|>the dog."
+    tokens = expected(text)["input_ids"]
+    assert models.load(older).tokenizer.encode(text).tolist() == tokens
+    data = tmp_path / "data.txt"
+    data.write_text("The dog sees the cat. " * 40)
+    settings = Settings(steps=1, batch=2, tokens=16, out=tmp_path / "run")
+    run = Trainer(older, data, settings).train()
+    again = models.Tokenizer(run.files.model)
+    assert again.encode(text).tolist() == expected(text)["input_ids"]
+    models.merge(older, tmp_path / "merged")
+    assert (
+        models.load(tmp_path / "merged").tokenizer.encode(text).tolist() == expected(text).input_ids
+    )
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("files", [("tokenizer.model",), ("vocab.json", "merges.txt")])
+def test_what_is_not_converted_has_the_call_in_its_error(
+    files: tuple[str, ...], known: bool, folder: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    if known:
+        pytest.importorskip("transformers", reason="which finds them broken")
+    else:
+        monkeypatch.setitem(sys.modules, "transformers", None)
+    other = tmp_path / "other"
+    shutil.copytree(folder, other, ignore=shutil.ignore_patterns("tokenizer.json"))
+    for name in files:
+        (other / name).write_bytes(b"\n\x0e\n\x05<unk>")
+    said = rf"makes none of {' and '.join(files)} .*AutoTokenizer.from_pretrained\('{other}'\)"
+    with pytest.raises(ConfigError, match=said):
+        models.Tokenizer(other)
 
 
 def test_a_model_has_the_tokenizer_of_its_folder(folder: Path, tmp_path: Path) -> None:

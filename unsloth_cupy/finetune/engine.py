@@ -90,7 +90,7 @@ class Engine:
             self.stages.dtype = DTYPES[dtype]
         if self.parts is not None:
             return self.parts.compute_copies(dtype)
-        return compute_copies(self.model.parameters, dtype)
+        return compute_copies(self.model.narrowed(DTYPES[dtype]), dtype)
 
     def optimizer(self, optimizer: Optimizer | Joined) -> Optimizer | Joined | Zero1:
         """Return the optimizer; a Zero1 of it if ZeRO divides its states but no trained arrays."""

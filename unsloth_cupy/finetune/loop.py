@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from .chat import Chat
 
 ANSWERS = "answers.safetensors"  # in a checkpoint: those from which later steps learn too
+LARGEST = 1e15  # of a label: the sum of many squares is in the range of float32
 SAMPLE_TOKENS = 60  # that continue a prompt of the settings
 SCALER = ("value", "good", "skipped")  # attributes that are the state of a LossScaler
 
@@ -96,6 +97,8 @@ class Loop:
         own: Any = self.method
         model.texts = {**model.texts, "config.json": own.settled(model.texts["config.json"])}
         self.masters = dict(model.trainable)
+        # what has no gradients, as the corrections of routers, which a saved model has too
+        self.frozen = {n: a for n, a in model.parameters.items() if n not in self.masters}
         self.undecayed = [] if plan.decay_all else undecayed(model)
         optimizer = optimizer_of(
             plan.kind, model, lr=plan.lr, weight_decay=plan.weight_decay,
@@ -489,13 +492,25 @@ class Loop:
         good = [path for path in self.run.checkpoints() if path.name != self.unproven]
         kept = f"; the last good state is {good[-1]}" if good else ""
         cure = f"try a smaller {named('lr')} than {self.plan.lr:g}"
-        if self.step == 0:  # no step has changed a weight: the model itself is at fault
+        if self.step == 0:  # no step has changed a weight: the model or the data are at fault
             other = f", or try {named(dtype='bfloat16')}"
-            cure = "copy the model again" + other * self.scaler.dynamic
+            cure = self._smaller() + "copy the model again" + other * self.scaler.dynamic
         more = (
             "" if self.plan.find_nan else f"; {named('find_nan')} names the layer where it begins"
         )
         raise ConfigError(f"{when}: {problem}; {cure}{more}{kept}")
+
+    def _smaller(self) -> str:
+        """Return what to change, before the model, if numbers of the data are very large."""
+        held = held_arrays(self.model.parameters | self.model.trainable)
+        if not all(fine(name, array) for name, array in held):
+            return ""
+        if self.method.draws:
+            return "let rewards be smaller, or "
+        batches = map(self.training_data.batches.at, range(self.plan.accumulate))
+        values = (np.abs(each.beside.get("value", np.zeros(1))) for each in batches)
+        large = any((each > LARGEST).any() for each in values)
+        return "write smaller numbers in the data, or " if large else ""
 
     def save(self) -> Path:
         """Write a checkpoint of this step; the previous one is kept until the next step."""
@@ -575,8 +590,10 @@ class Loop:
     def _save_model(self, folder: Path | None, dtype: str) -> None:
         model, optimizer = self.model, self.optimizer
         written = optimizer.masters() if isinstance(optimizer, Zero1) else self.masters
+        written = written if model.adapter is not None else self.frozen | written
         if dtype != "float32":
-            written = {name: array.astype(DTYPES[dtype]) for name, array in written.items()}
+            kinds = {name: model.config.dtype_of(name, DTYPES[dtype]) for name in written}
+            written = {name: array.astype(kinds[name]) for name, array in written.items()}
             broken = [name for name, array in written.items() if not fine(name, array)]
             if broken:
                 cure = f"give another {named('save_dtype')}"

@@ -317,7 +317,7 @@ def in_place(model: models.Transformer, folder: Path | None) -> models.Transform
         base = None if model.adapter is None else model.adapter.base
         own = partial(to_device_of, like=model.table)
         model.adapter = read_adapter(folder, model.config, FLOAT32, own)
-        model.adapter.base = base or model.folder
+        model.adapter.base = base or model.home
     elif folder is not None:
         model.parameters = models.load(folder, device=device_name(model)).parameters
     values: dict[str, Any] = model.parameters

@@ -31,6 +31,7 @@ from .reward_models import RewardModel
 from .reward_pool import SECONDS, EndedError, LateError, Worker, fingerprint, workers
 
 GIVEN = ("prompts", "completions", "completion_ids")  # what a function may take beside columns
+LARGEST = 1e15  # of a reward: the sum of many squares of gradients is in the range of float32
 ENOUGH = 3  # answers that are all too late end the run
 
 
@@ -131,7 +132,10 @@ class _Call:
         if "wrong" in reply:
             number, problem = reply["wrong"]
             self._wrong(None if number is None else part[number], problem)
-        result[[*part]] = [math.nan if value is None else value for value in reply["values"]]
+        for number, value in zip(part, reply["values"], strict=True):
+            if value is not None and abs(value) > LARGEST:
+                self._wrong(number, f"gave {value:g}, more than {LARGEST:g},")
+            result[number] = math.nan if value is None else value
 
     def _late(self, part: Sequence[int]) -> list[int]:
         """Return the answers for which the function does not end even if it judges them alone."""

@@ -31,8 +31,9 @@ from ..core.dtypes import FLOAT32
 from ..errors import ConfigError
 from ..files import PARTIAL, atomic_path, folder_lock, missing_folder_advice, regular, remove
 from ..models.adapters.adapter_base import ADAPTER, base_of, cached
+from ..models.folders.stored import model_of_run
 from ..models.gguf.opening import folder_of
-from ..models.text.tokenizer import FILE as TOKENIZER
+from ..models.text.tokenizer import has_tokenizer
 from .listener import reading
 from .methods import METHODS
 from .naming import named
@@ -259,8 +260,7 @@ def model_without_weights(
 
 def words_folder(folder: Path, base: Any = None) -> Path:
     """Return the folder of a model's tokenizer: an adapter's own, or that of its base."""
-    own = (folder / TOKENIZER).is_file()
-    return folder if own else base_of(folder, base) or folder
+    return folder if has_tokenizer(folder) else base_of(folder, base) or folder
 
 
 def config_file(path: Path) -> Path:
@@ -284,11 +284,8 @@ def model_folder(path: Path) -> Path:
     path = folder_of(path)
     if not path.is_dir():
         raise ConfigError(f"{path} is a file; name the folder that holds config.json")
-    if (path / "config.json").exists() or (path / ADAPTER).exists():
-        return path
-    run = RunFolder(path)
-    inside = run.model if run.finished else run.newest_checkpoint()
-    if inside is None:
+    inside = model_of_run(path)
+    if inside == path and not any((path / name).exists() for name in ("config.json", ADAPTER)):
         raise ConfigError(f"{path} holds no config.json; name a Hugging Face model folder")
     return inside
 

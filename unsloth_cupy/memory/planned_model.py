@@ -89,7 +89,8 @@ def frozen_model(ledger: "Ledger", config: "Config", *, arrays: Any, kind: Any) 
     """Return a model that is not trained, whose weights are counted."""
     from ..models.transformer import Transformer
 
-    parameters = {name: arrays.of(shape, kind) for name, shape in config.shapes().items()}
+    shapes = config.shapes().items()
+    parameters = {name: arrays.of(shape, config.dtype_of(name, kind)) for name, shape in shapes}
     ledger.enter(WEIGHTS, parameters)
     return Transformer(config, parameters, {})
 
@@ -117,10 +118,11 @@ def planned_training(
     def created(
         shapes: Mapping[str, Any], *, narrow: bool, all_axes: bool = False
     ) -> dict[str, Any]:
-        return {
-            name: arrays.of(shape, kind if narrow and (all_axes or len(shape) > 1) else FLOAT32)
-            for name, shape in shapes.items()
-        }
+        def of(name: str, shape: Any) -> Any:
+            narrows = narrow and (all_axes or len(shape) > 1)
+            return arrays.of(shape, config.dtype_of(name, kind) if narrows else FLOAT32)
+
+        return {name: of(name, shape) for name, shape in shapes.items()}
 
     trains_all = adapter is None and optimizer != "none"
     all_shapes = config.shapes() if shapes is None else shapes
@@ -143,7 +145,7 @@ def planned_training(
     ledger.enter(OPTIMIZER, steps.state())
     if trains_all:
         copies = (
-            compute_copies(parameters, kind.name)
+            compute_copies(model.narrowed(kind), kind.name)
             if parts is None
             else parts.compute_copies(kind.name)
         )

@@ -133,6 +133,11 @@ class Network(Summary):
         stages = None if self.division is None else self.division.stages
         return self.table.dtype if stages is None else stages.dtype
 
+    def narrowed(self, dtype: Any) -> dict[str, Any]:
+        """Return the parameters that have another dtype in a computation in ``dtype``."""
+        widened = self.config.widened
+        return {n: each for n, each in self.parameters.items() if dtype not in widened(n)}
+
     @property
     def slices(self) -> Division | None:
         """The division, if ranks hold slices of the same weights."""

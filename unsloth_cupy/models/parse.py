@@ -162,6 +162,8 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         space=state_space_of(read),
         single=family.single,
         gated=family.gated,
+        wide=family.wide,
+        wide_in_float16=family.wide_in_float16,
         **multipliers_of(read),
         gate=family.gate,
         head=head,

@@ -99,8 +99,7 @@ def _checked(
             )
         arrays[name] = array
     dtype = arrays[TABLE].dtype
-    wide = () if config.experts is None else config.experts.wide_names
-    arrays_of_layers = [a for n, a in arrays.items() if not n.endswith(wide)]
+    arrays_of_layers = [a for n, a in arrays.items() if dtype not in config.widened(n)]
     kinds = sorted({str(a.dtype) for a in arrays_of_layers if not isinstance(a, Stored)})
     if len(kinds) > 1 or dtype not in FLOATS:
         cure = "convert them to one of float32, bfloat16 and float16: model.to(dtype)"

@@ -64,7 +64,7 @@ class Transformer(Adapted):
     origin : str or None
         The formats of the file or folder that it was read from, if they are dense here; of a
         mixture in a GGUF file also that it has no coefficient of the router's loss.
-    adapters : dict of str to Adapter
+    adapters : mapping of str to Adapter, read-only
         Those that are kept by name: see ``load_adapter``.
     grown : bool
         Whether its tables differ from the folder's, as of new tokens: an adapter's file has them.
@@ -81,7 +81,7 @@ class Transformer(Adapted):
     ) -> None:
         super().__init__(config, parameters)
         self.texts, self.layout = texts, layout
-        self.adapters: dict[str, Adapter] = {}
+        self._adapters: dict[str, Adapter] = {}
 
     @naming("resize")
     def resize(self, vocab: int, *, multiple: int = 1) -> None:

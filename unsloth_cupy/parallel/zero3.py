@@ -20,7 +20,7 @@ from ..errors import ConfigError
 from ..ops.optimizers.gradients import GradientMeasure
 from ..ops.quantized.weight import Quantized
 from ..training.checkpoint import CheckpointConfig
-from ..training.precision import compute_copies
+from ..training.precision import DTYPES, MixedPrecisionConfig, compute_copies
 from ..training.variable import Var
 from ._prefetch import Prefetch
 from ._shards import ZERO, Cut, Entered, gathered, measured_parts
@@ -173,6 +173,10 @@ class Zero3:
         if model.division is not None and model.division.experts is not None:
             problem = "ranks hold different experts of the model, which the sums of a Zero3 mix"
             raise ConfigError(f"Zero3: {problem}; pass it to DataParallel, or load it without them")
+        inner = () if model.adapter is None else model.adapter.outer
+        if whole := next((name for name in inner if ".layers." in name), None):
+            problem = f"the adapter has {whole} whole, of which ranks would keep parts"
+            raise ConfigError(f"Zero3: {problem}; merge it first, or pass it to DataParallel")
         self.model, self.comm = model, comm
         keeps, model.parts = model.parts, None
         self.cuts: dict[str, Cut] = {} if keeps is None else keeps.cuts
@@ -268,8 +272,10 @@ class Zero3:
 
     def compute_copies(self, dtype: Any) -> dict[str, Any]:
         """Return ``compute_copies`` of this rank's parts of matrices."""
-        parts = self.model.parameters
-        rows = {n: parts[n][None] for n, cut in self.cuts.items() if len(cut.shape) > 1}
+        kind = DTYPES[MixedPrecisionConfig(dtype).compute_dtype]
+        parts = self.model.narrowed(kind).items()
+        cuts = self.cuts
+        rows = {n: own[None] for n, own in parts if n in cuts and len(cuts[n].shape) > 1}
         return {name: copy[0] for name, copy in compute_copies(rows, dtype).items()}
 
     def gathered(self, arrays: Mapping[str, Any]) -> dict[str, Any]:

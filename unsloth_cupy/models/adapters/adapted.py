@@ -4,6 +4,8 @@ import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from functools import partial
 from os import PathLike
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Self
 
 from ...core.call import is_number
@@ -20,7 +22,7 @@ from ..quantizer import OF_FILES, Quantizer
 from ..ranks.division import divided_adapter
 from ..ranks.gather import whole_parameters
 from .adapter import TABLES, Adapter, create_adapter
-from .adapter_base import base_name
+from .adapter_base import base_name, base_of
 from .adapter_folder import read_adapter
 from .into import Into, check_base, kind_of, sum_of_base, train_through
 from .kept import Kept
@@ -33,15 +35,31 @@ class Adapted(Network):
 
     Attributes
     ----------
-    adapters : dict of str to Adapter
+    adapters : mapping of str to Adapter, read-only
         Those that are kept by name: see ``load_adapter``.
+    outdated : frozenset of str
+        The names of those that belong to the weights from before a merge: they are not used.
+    merged : bool
+        Whether an adapter was merged: the weights are no longer those of the folder.
     grown : bool
         Whether its tables differ from the folder's, as of new tokens: an adapter's file has them.
     """
 
-    adapters: dict[str, Adapter]
+    _adapters: dict[str, Adapter]
+    outdated: frozenset[str] = frozenset()
+    merged: bool = False
     plain: Collection[str] = ()  # stacks of experts that the folder has under their own names
     grown: bool = False
+
+    @property
+    def adapters(self) -> Mapping[str, Adapter]:
+        """The adapters that are kept by name."""
+        return MappingProxyType(self._adapters)
+
+    @property
+    def home(self) -> Path | None:
+        """The folder that has its weights, as the base of adapters; None after a merge."""
+        return None if self.merged else self.folder
 
     def add_adapter(self, rank: int, *, name: str | None = None, **options: Any) -> None:
         """Freeze the parameters and add a new adapter: see ``models.create_adapter``.
@@ -94,9 +112,10 @@ class Adapted(Network):
         whole = self.config if self.division is None else self.division.whole
         known = options.get("base") is not None
         if not known:
-            options["base"] = base_name(self.texts.get("config.json", {}), self.folder)
+            known_as = {} if self.merged else self.texts.get("config.json", {})
+            options["base"] = base_name(known_as, self.home)
         adapter = create_adapter(whole, weights, rank=rank, **options)
-        adapter.base = None if known else self.folder
+        adapter.base = None if known else self.home
         if options.get("init") == "loftq" and self.stored is not None:
             read = self.stored("add_adapter").read
             loftq("add_adapter", adapter.parameters, adapter.scales, self.parameters, read)
@@ -107,7 +126,7 @@ class Adapted(Network):
             except ConfigError:
                 self.adapter = before
                 raise
-        self.adapters |= {} if name is None else {name: self.adapter}
+        self._adapters |= {} if name is None else {name: self.adapter}
 
     def train_through(self, kind: str) -> None:
         """Train the adapter through the quantizer of the file that it will be merged into.
@@ -170,6 +189,7 @@ class Adapted(Network):
             whose vocabulary has grown or whose head is no longer tied.
         """
         self._check_new("load_adapter", name)
+        self._check_base("load_adapter", folder)
         path, config = path_of("load_adapter", folder), self.config
         whole = config if self.division is None else self.division.whole
         if path.is_dir() and base_for(path, whole, {"config.json": {}}, {}) != whole:
@@ -179,7 +199,7 @@ class Adapted(Network):
         weights = self.parameters.__getitem__ if complete else None
         place = partial(to_device_of, like=self.table)
         adapter = read_adapter(path, whole, self.dtype, place, weights)
-        adapter.base = self.folder
+        adapter.base = self.home
         if (
             adapter.into is not None
             and self._base_facts("load_adapter")[0] != adapter.into.quantize
@@ -188,22 +208,39 @@ class Adapted(Network):
             problem = f"{path} was trained beside {beside} weights of its base"
             raise ConfigError(f"load_adapter: {problem}; use load(base, lora={str(path)!r})")
         check_base("load_adapter", adapter, self.folder, self.parameters, weights)
-        self.adapters[name] = divided_adapter(adapter, self.division)
+        self._adapters[name] = divided_adapter(adapter, self.division)
 
     def _check_new(self, call: str, name: Any) -> None:
         """Raise a ConfigError unless this is a name that no adapter has."""
         if not isinstance(name, str) or not name:
             raise ConfigError(f"{call}(name={name!r}): pass a name, as 'chat'")
         if name in self.adapters:
-            cure = "choose another, or remove that: del model.adapters[name]"
+            cure = "choose another, or remove that by delete_adapter(name)"
             raise ConfigError(f"{call}(name={name!r}): an adapter has this name; {cure}")
 
+    def _check_base(self, call: str, folder: str | PathLike[str]) -> None:
+        """Raise a ConfigError for the folder of an adapter of the weights from before a merge."""
+        if not self.merged or self.folder is None:
+            return
+        path = path_of(call, folder)
+        try:
+            base = base_of(path)
+        except ConfigError:  # it is not here
+            return
+        if base is not None and base.resolve() == self.folder.resolve():
+            problem = f"{path} belongs to the weights of {self.folder}, into which one was merged"
+            raise ConfigError(f"{call}: {problem} since; load the model again for it")
+
     def _check_known(self, call: str, names: Iterable[Any]) -> None:
-        """Raise a ConfigError for a name that no adapter has."""
+        """Raise a ConfigError for a name that no adapter has, or one of the weights before."""
         for name in names:
             if name not in self.adapters:
                 known = ", ".join(map(repr, self.adapters)) or "none: load_adapter(folder, name)"
                 raise ConfigError(f"{call}: no adapter is named {name!r}; there is {known}")
+            if name in self.outdated:
+                problem = f"{name!r} belongs to the weights from before merge_adapter()"
+                cure = f"adapters[{name!r}].save(folder) writes it, and load(base, lora=folder)"
+                raise ConfigError(f"{call}: {problem}; {cure} reads it beside these")
 
     def set_adapter(self, name: str | None) -> None:
         """Use an adapter by its name, or with None the base alone.
@@ -216,9 +253,24 @@ class Adapted(Network):
         self._check_known("set_adapter", [] if name is None else [name])
         if self.adapter is not None and self.adapter not in self.adapters.values():
             problem = "the model's adapter has no name and would be lost"
-            cure = "name it first, model.adapters['name'] = model.adapter, or set adapter = None"
+            cure = "name it first, by save_adapter(folder) and load_adapter(folder, name) into a"
+            cure += " model without it, or set adapter = None"
             raise ConfigError(f"set_adapter({name!r}): {problem}; {cure}")
-        self.adapter = None if name is None else self.adapters[name]
+        self.adapter = None if name is None else self._adapters[name]
+
+    def delete_adapter(self, name: str) -> None:
+        """Remove an adapter; if it is in use, the model is then the base alone.
+
+        Raises
+        ------
+        ConfigError
+            No adapter has this name.
+        """
+        if name not in self.outdated:
+            self._check_known("delete_adapter", [name])
+        if self._adapters.pop(name) is self.adapter:
+            self.adapter = None
+        self.outdated -= {name}
 
     def mix_adapters(self, weights: Mapping[str, float], name: str) -> None:
         """Keep the weighted sum of adapters as a new one, with the sum of their ranks.
@@ -239,7 +291,7 @@ class Adapted(Network):
                 f"mix_adapters({weights!r}): pass numbers by name, as {{'chat': 0.5}}"
             )
         self._require_whole("mix_adapters", "before the model is divided")
-        self.adapters[name] = mixed(self.adapters, weights)
+        self._adapters[name] = mixed(self._adapters, weights)
 
     def by_rows(self, names: Sequence[str | None]) -> Self:
         """Return this model for batches whose rows have these adapters; None: the base alone.
@@ -247,6 +299,7 @@ class Adapted(Network):
         Of packed texts there is one name for each.  Rows of an adapter get the numbers of a batch
         of these rows alone, up to the order of sums, and in an invariant model its bits.  So do the
         gradients of an adapter, for equal ``count``.
+        ``rollouts`` takes a name for each prompt, which all of its samples have.
         ``trainable`` has the parameters of all that are named, ``NAME@ADAPTER``, which may be
         trained at once: the arrays are those of ``adapters``.
 
@@ -279,7 +332,7 @@ class Adapted(Network):
         self._check_known("by_rows", (name for name in names if name is not None))
         self._require_whole("by_rows", "before the model is divided")
         model = copy.copy(self)
-        model.adapter = ByRows(self.adapters, names)
+        model.adapter = ByRows(self._adapters, names)
         return model
 
     def _require_whole(self, call: str, when: str) -> None:
@@ -291,6 +344,10 @@ class Adapted(Network):
     @naming("merge_adapter", "merge")
     def merge_adapter(self, *, requantize: bool = False) -> Kept:
         """Merge the adapter into the weights, which become new arrays, and remove it.
+
+        Other adapters that are kept by name belong to the weights from before: ``outdated`` has
+        their names, and only ``adapters[name].save(folder)`` uses them.  An adapter that is added
+        from then on names no base: ``save`` writes it, and ``load(folder, lora=)`` takes both.
 
         All quantized weights become dense; ``requantize`` quantizes them again, with new errors,
         and a light change is then rounded away.  Below 90 % of the change a warning says so.
@@ -317,8 +374,9 @@ class Adapted(Network):
         if not kinds:
             kinds, cure = {self.table.dtype.name}, "load(folder, dtype='float32') keeps it"
         kept.warn("merge_adapter", " and ".join(sorted(kinds)), cure)
-        self.adapters = {n: each for n, each in self.adapters.items() if each is not self.adapter}
-        self.adapter = None
+        self._adapters = {n: each for n, each in self._adapters.items() if each is not self.adapter}
+        self.outdated, self.merged = frozenset(self._adapters), True
+        self.adapter = self.stored = None
         return kept
 
     @property

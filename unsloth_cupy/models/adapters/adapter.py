@@ -78,9 +78,8 @@ PREFIX = ADAPTED
 DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
 EMBEDDING_DOWN, EMBEDDING_UP = "lora_embedding_A", "lora_embedding_B"  # A^T B^T are added
 BIAS = "lora_B.bias"  # (outputs,), of files of peft; its scale is that of B
-PARTS = (  # after the name of a module
-    *(BIAS, DOWN, UP, MAGNITUDE, EMBEDDING_DOWN, EMBEDDING_UP, ROWS, "weight", "bias"),
-)
+ADDED = (BIAS, DOWN, UP, MAGNITUDE)  # to what a linear layer has
+PARTS = (*ADDED, EMBEDDING_DOWN, EMBEDDING_UP, ROWS, "weight", "bias")  # after a module's name
 TABLES = ("embed_tokens", "lm_head")
 TASKS = {CAUSAL: "CAUSAL_LM", SEQUENCE: "SEQ_CLS", TOKEN: "TOKEN_CLS", NONE: "FEATURE_EXTRACTION"}
 
@@ -295,11 +294,11 @@ class Adapter:
 
     @property
     def outer(self) -> list[str]:
-        """The names of the tensors that are outside of the blocks."""
-        return [name for name in self.parameters if ".layers." not in name]
+        """The names of the tensors that are of tables and heads, or of a whole module."""
+        return [n for n in self.parameters if ".layers." not in n or not n.endswith(ADDED)]
 
     def outside(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return parameters with the tables, rows and heads of the adapter in their places."""
+        """Return parameters with tables, rows and whole modules of the adapter in their places."""
         if not self.outer:
             return parameters
         return replaced(parameters, self.parameters, self.tokens, self.scales, self._places)

@@ -43,7 +43,8 @@ def base_of(folder: Path, base: str | os.PathLike[str] | None = None) -> Path | 
             raise ConfigError(f"{problem}; leave it out")
         return None
     settings = read_json(folder / ADAPTER) if base is None else {}
-    name = settings.get(BASE) if base is None else os.fspath(base)
+    known = settings.get(BASE, settings.get("model"))  # the second is of mlx-lm
+    name = known if base is None else os.fspath(base)
     named = isinstance(name, str) and name.strip(" ./")
     places = _places(folder, str(name), settings.get("revision")) if named else []
     found = next((place for place in places if _is_model(place)), None)

@@ -36,6 +36,7 @@ from .adapter_experts import of_stacks
 from .adapter_patterns import by_pattern, targeted
 from .adapter_stacks import Stack, listed_stacks, named_alone, pattern_name
 from .into import MERGE_INTO, through_listed
+from .mlx_folder import is_of_mlx, read_mlx
 from .outer_folder import outer_tensors, tables_of
 
 # Settings of adapter features that are not supported: each must be absent or have no effect.
@@ -92,7 +93,7 @@ def read_adapter(
     if not path.is_dir():
         cure = missing_folder_advice(path, f"pass one that holds {CONFIG}")
         raise ConfigError(f"load(lora={str(path)!r}) is not a folder; {cure}")
-    settings, tensors = of_one_save(path, CONFIG, lambda: _read(path))
+    settings, tensors = of_one_save(path, CONFIG, lambda: _read(path, config))
     settings, tensors = of_stacks(path / CONFIG, config, settings, tensors)
     initial = settings.get("init_lora_weights")
     known = linear_layers(config, routers=True)
@@ -204,9 +205,13 @@ def _fitting(array: Array, dtype: np.dtype[Any]) -> Array:
     return array.astype(array.dtype if array.dtype in allowed("param", dtype) else FLOAT32)
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Array]]:
+def _read(path: Path, config: Config) -> tuple[dict[str, Any], dict[str, Array]]:
     """Return the settings and the tensors of an adapter's folder."""
     settings = read_json(path / CONFIG)
+    if is_of_mlx(path, settings):
+        settings, tensors = read_mlx(path, config, settings)
+        _check(path / CONFIG, settings)
+        return settings, tensors
     if str(settings.get("init_lora_weights")).lower() == "olora":  # in any case, as in peft
         settings["init_lora_weights"] = "olora"
     _check(path / CONFIG, settings)

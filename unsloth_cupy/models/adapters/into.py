@@ -33,6 +33,7 @@ from ...ops.quantized.summed_weight import SUMMED, Reader, SummedWeight, can_sum
 from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
 from ..configs.config import Config
+from ..configs.heads import CAUSAL
 from ..configs.names import HEAD, TABLE, is_stack
 from ..folders.expert_files import file_tensors, kinds_of_experts
 from ..gguf import TYPES
@@ -100,6 +101,10 @@ class Into:
                 if self.kind == OF_STACKS and is_stack(name) and shape[-1] % BLOCK:
                     problem = f"rows of {name} have {shape[-1]} values, not whole blocks of {BLOCK}"
                     raise ConfigError(f"{call}: {problem}; leave merge_into out")
+        elif config.head != CAUSAL:
+            problem = f"a GGUF file is of a language model, and the head is {config.head!r}"
+            cure = "choose a kind of a folder, as nf4, or leave merge_into out"
+            raise ConfigError(f"{call}: {problem}; {cure}")
         else:
             self._types = types_of(call, config, self.kind)
 

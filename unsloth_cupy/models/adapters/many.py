@@ -59,18 +59,23 @@ class ByRows(Adapter):
 
     def project(self, tokens: Any, offsets: Any, seed: int | None, plain: Project) -> Project:
         """Return the linear layers of a call on rows of tokens, or on packed texts."""
-        count = len(tokens) if offsets is None else len(offsets) - 1
-        if count != len(self.rows):
-            what = "rows" if offsets is None else "packed texts"
-            problem = f"by_rows: {len(self.rows)} adapters are named for {count} {what}"
-            raise ShapeError(
-                f"{problem}; name one, or None, for each", expected=len(self.rows), actual=count
-            )
+        if offsets is None:
+            self.check(len(tokens))
+        else:
+            self.check(len(offsets) - 1, "packed texts")
         names = self.names(offsets)
         places = {key: np.flatnonzero(names == key) for key in dict.fromkeys(self.rows)}
         axis = 0 if offsets is None else 1
         places = {key: place for key, place in places.items() if place.size}
         return partial(self._linears, places, axis, seed, plain)
+
+    def check(self, count: int, what: str = "rows") -> None:
+        """Raise a ShapeError unless there are as many names as rows, or packed texts."""
+        if count != len(self.rows):
+            problem = f"by_rows: {len(self.rows)} adapters are named for {count} {what}"
+            raise ShapeError(
+                f"{problem}; name one, or None, for each", expected=len(self.rows), actual=count
+            )
 
     def names(self, offsets: Any) -> Array:
         """Return the name of each row, or of each token of packed texts."""
@@ -145,6 +150,11 @@ class ByRows(Adapter):
         )
 
     merged = save = check_merges = merge
+
+    @property
+    def outer(self) -> list[str]:
+        """No tensors: adapters that have such are refused."""
+        return []
 
     def outside(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
         """Return parameters as they are: no adapter changes what is outside of the blocks."""

@@ -22,6 +22,7 @@ from ...machine import format_bytes
 from ...ops.quantized.ternary import Ternary
 from ...ops.quantized.weight import Quantized
 from ..configs.config_files import GENERATION
+from ..configs.heads import LABELS
 from ..configs.names import TABLE
 from ..folders.checkpoint_files import INDEX, SINGLE
 from ..folders.expert_files import Place, file_tensors
@@ -30,6 +31,7 @@ from ..folders.lazy_parameter import formats_of
 from ..folders.quantized_weights import saved_config, stored_kind
 from ..folders.stored import StoredModel, stored_model
 from ..gguf.opening import source_of
+from ..text.tokenizer import has_tokenizer
 from ..transformer import Transformer
 from .kept import ENOUGH, Kept
 from .probe import check_same, explained, own_tokens, probed
@@ -112,7 +114,8 @@ def merge(
     Parameters
     ----------
     folder : path
-        The folder of an adapter of peft.  A model without an adapter is copied, which a note says.
+        The folder of an adapter of peft, or of a run.  A model without an adapter is copied, which
+        a note says.
     out : path
         A folder that does not exist yet, or is empty.
     dtype : dtype or its name, optional
@@ -147,7 +150,7 @@ def merge(
         tokenizer_files = {each.name: each for each in _tokenizer_files(model)}
         for name, source in tokenizer_files.items():
             shutil.copyfile(source, partial / name)
-        if "tokenizer.json" not in tokenizer_files:
+        if not has_tokenizer(partial):
             notes.append(f"{model.folder} holds no tokenizer.json: copy one into {target}")
         others = any(home.computed for home in model.homes.values())
         into = None if model.adapter is None else model.adapter.into
@@ -188,8 +191,9 @@ def _notes(model: StoredModel) -> list[str]:
         notes.append(f"{source_of(model.path)} holds no adapter: this is a copy of the model")
     notes += [f"dense here, of {formats}"] if formats else []
     own, whole = model.texts["config.json"], read_json(model.folder / "config.json")
-    tables = ("vocab_size", "tie_word_embeddings")  # an adapter's file may hold others
-    if any(own.get(n) != whole.get(n) for n in own.keys() | whole.keys() if n not in tables):
+    # an adapter's file may hold other tables, or another head
+    others = ("vocab_size", "tie_word_embeddings", "architectures", *LABELS)
+    if any(own.get(n) != whole.get(n) for n in own.keys() | whole.keys() if n not in others):
         notes.append("the part that reads images is left out: this is the language model")
     return notes
 
@@ -243,8 +247,8 @@ def _write(
             problem = f"merge: {name} is ternary, and its layer rounds what it reads, too"
             raise ConfigError(f"{problem}: it has no dense form; leave dtype out")
         dtype = chosen or home.dtype or np.dtype(main)
-        if home.wide and home.dtype is not None and home.dtype != dtype:
-            dtype = np.promote_types(np.promote_types(FLOAT32, dtype), home.dtype)
+        if dtype in home.wide and home.dtype != dtype:
+            dtype = FLOAT32
         read = _rounded(model, name, dtype, kept)
         file = first if Path(home.file).is_absolute() else home.file  # a table of the adapter's
         layout.setdefault(file, {})[name] = Unwritten(dtype, home.shape, read)

@@ -24,6 +24,7 @@ from .outer_weights import (
     TIED,
     TOKENS,
     check_outer,
+    inner_modules,
     listed_modules,
     listed_tokens,
     low_rank,
@@ -148,7 +149,7 @@ def base_tables(names: Iterable[str], trained: Collection[str]) -> dict[str, str
 def outer_tensors(
     path: Path, settings: Mapping[str, Any], tensors: dict[str, Array], config: Config
 ) -> dict[str, tuple[str, Array]]:
-    """Take the tensors outside of the blocks from an adapter's; return them with their own names.
+    """Take tables and whole modules from an adapter's tensors; return them with their own names.
 
     Raises
     ------
@@ -156,16 +157,17 @@ def outer_tensors(
         One is missing, has another shape, or is not in adapter_config.json.
     """
     tokens = listed_tokens(f"{path / CONFIG}: {TOKENS}", settings.get(TOKENS) or ())
-    modules = listed_modules(settings) - {
-        "classifier"
-    }  # which peft adds to the heads that it knows
+    inner = inner_modules(str(path / CONFIG), config, settings)
+    modules = listed_modules(settings) & OUTER.keys()
     shapes, tied = config.shapes(), config.tied
     if tied and tokens.get(HEAD) == tokens.get(TABLE):
         tokens.pop(HEAD, None)
     modules -= {"lm_head"} if tied and settings.get(TIED) else set()
     check_outer(str(path / CONFIG), config, tokens, modules)
     expected = {rows_name(name): (len(ids), config.hidden) for name, ids in tokens.items()} | {
-        PREFIX + name: shapes[name] for each in modules for name in OUTER[each] if name in shapes
+        PREFIX + name: shapes[name]
+        for name in (*inner, *(name for each in modules for name in OUTER[each]))
+        if name in shapes
     }
     found: dict[str, tuple[str, Array]] = {}
     for name in [*tensors]:

@@ -1,7 +1,8 @@
-"""Weights of an adapter outside of the blocks: rows of tables for tokens, and whole modules.
+"""Weights that an adapter has whole, and tables: rows for tokens, modules, low-rank weights.
 
     base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta    new rows, of tokens
     base_model.model.lm_head.weight                                             a whole module
+    base_model.model.model.layers.0.input_layernorm.weight                      one in a block
     base_model.model.lm_head.lora_A.weight, .lora_B.weight                      low-rank weights
     base_model.model.model.embed_tokens.lora_embedding_A, .lora_embedding_B     A^T B^T are added
 
@@ -9,6 +10,7 @@ adapter_config.json has the tokens in ``trainable_token_indices``, the modules i
 ``modules_to_save``.  A head that is tied to its table follows it.
 """
 
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -25,7 +27,7 @@ from ...placement import to_device_of
 from ...training.tape import Gradients, add_up
 from ...training.variable import Var
 from ..configs.config import Config
-from ..configs.names import ADAPTED, HEAD, SCORE, SCORE_BIAS, TABLE
+from ..configs.names import ADAPTED, HEAD, SCORE, SCORE_BIAS, TABLE, stored_name
 
 ROWS = "token_adapter.trainable_tokens_delta"
 TOKENS, MODULES, TIED = "trainable_token_indices", "modules_to_save", "ensure_weight_tying"
@@ -33,7 +35,6 @@ LOW_RANK = {  # names of the two tensors, by table
     TABLE: tuple(f"{ADAPTED}model.embed_tokens.lora_embedding_{part}" for part in "AB"),
     HEAD: tuple(f"{ADAPTED}lm_head.lora_{part}.weight" for part in "AB"),
 }
-FULL = (TABLE, HEAD, SCORE, SCORE_BIAS)
 OUTER = {"embed_tokens": (TABLE,), "lm_head": (HEAD,), "score": (SCORE, SCORE_BIAS)}
 
 
@@ -68,6 +69,30 @@ def listed_tokens(call: str, listed: Any) -> dict[str, tuple[int, ...]]:
 def listed_modules(settings: Mapping[str, Any]) -> set[str]:
     """Return the last components of the modules that adapter_config.json saves whole."""
     return {str(each).rpartition(".")[2] for each in settings.get(MODULES) or []}
+
+
+def inner_modules(call: str, config: Config, settings: Mapping[str, Any]) -> set[str]:
+    """Return the other parameters of the modules that adapter_config.json saves whole.
+
+    As in peft, those of every module whose name ends with one that is listed: norm is the last norm
+    and all norms of the blocks.
+
+    Raises
+    ------
+    ConfigError
+        No module has this name; the message begins with ``call``.
+    """
+    names = set[str]()
+    for listed in map(str, settings.get(MODULES) or []):
+        if listed.rpartition(".")[2] in (*OUTER, "classifier"):  # peft adds that to its heads
+            continue
+        end = re.compile(rf"{re.escape(listed)}\.")
+        own = {name for name in config.shapes() if end.search(stored_name(name, config.body))}
+        if not own:
+            problem = f"{MODULES} names {listed[:200]!r}, and no module of this model ends so"
+            raise ConfigError(f"{call}: {problem}; pass the model that the adapter is for")
+        names |= own
+    return names
 
 
 def rows_name(name: str) -> str:
@@ -162,8 +187,6 @@ def replaced(
     """
     result = dict(parameters)
     for name, kept in parameters.items():
-        if name not in FULL:
-            continue
         array = kept.value if type(kept) is Var else kept
         rows, whole = rows_name(name), ADAPTED + name
         if whole in own:

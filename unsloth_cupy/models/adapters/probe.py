@@ -36,6 +36,8 @@ MORE = 1.01  # times the error of a tensor: its norm is summed in another order
 class Unread:
     """A parameter that is read when its block runs."""
 
+    dtype = FLOAT32
+
 
 class Probed(NamedTuple):
     """A model whose parameters are read one by one, to the host and in float32."""

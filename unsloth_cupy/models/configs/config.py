@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...core.dtypes import BFLOAT16, FLOAT32, FLOATS
 from .names import TEXT
 from .state_space import StateSpace
 
@@ -139,7 +140,7 @@ class Experts:
 
     @property
     def wide_names(self) -> tuple[str, ...]:
-        """The ends of the names of parameters that are kept in float32, if not wider."""
+        """The ends of the names of parameters that 16 bits do not replace."""
         router = f".{self.module}.{self.router}.weight"
         return (CORRECTION, router) if self.wide else (CORRECTION,)
 
@@ -336,6 +337,8 @@ class Config:
     gate_scale: float = 1.0  # of an MLP
     down_scale: float = 1.0  # of its output
     attention_scales: tuple[float, float] = (1.0, 1.0)  # of its input and its output
+    wide: tuple[str, ...] = ()  # ends of names: see ``widened``
+    wide_in_float16: tuple[str, ...] = ()
 
     def rotates(self, layer: int) -> bool:
         """Return whether this layer rotates its queries and keys."""
@@ -370,6 +373,21 @@ class Config:
     def window_of(self, layer: int) -> int | None:
         """Return how many keys a query of this layer sees, its own included; None: all."""
         return self.window if self.layer_types[layer] == SLIDING else None
+
+    def widened(self, name: str) -> tuple[Any, ...]:
+        """Return the dtypes in whose place a parameter has float32.
+
+        As in transformers: 16 bits (``_keep_in_fp32_modules_strict``, or a parameter that its class
+        creates in float32), float16 alone (``_keep_in_fp32_modules``), or none.
+        """
+        experts = () if self.experts is None else self.experts.wide_names
+        if name.endswith((*self.wide, *experts)):
+            return FLOATS[0], BFLOAT16
+        return (FLOATS[0],) if name.endswith(self.wide_in_float16) else ()
+
+    def dtype_of(self, name: str, dtype: Any) -> Any:
+        """Return the dtype of a parameter of a model in a dtype."""
+        return FLOAT32 if dtype in self.widened(name) else dtype
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Return the shape of every parameter, by its Hugging Face name."""

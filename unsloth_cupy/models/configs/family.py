@@ -70,3 +70,5 @@ class Family:
     activation: str = "hidden_act"
     single: bool = False  # blocks have one branch
     latent: bool = False  # attention with short vectors of keys and values
+    wide: tuple[str, ...] = ()  # ends of names of parameters that 16 bits do not replace
+    wide_in_float16: tuple[str, ...] = ()  # that float16 does not, and bfloat16 does

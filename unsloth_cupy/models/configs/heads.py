@@ -146,6 +146,8 @@ def require_head(call: str, config: Config, *heads: str) -> None:
         if config.head == NONE:
             what += ": its files are those of a bare model, whose tensors have no prefix"
         cure = f"load the folder with head={best!r}, or call another method"
+        if CAUSAL in heads and config.labels:  # which has no head of a language model
+            cure = "pass the language model; labels come from logits(tokens), or predict(texts)"
         raise ConfigError(f"{call}: {what}; {cure}")
 
 

@@ -134,6 +134,7 @@ HYBRIDS: Mapping[str, Family] = {
         },
         delta="apart",
         delta_norms=BEFORE,
+        wide=("linear_attn.A_log",),
     ),
     "kimi_linear": Family(
         {
@@ -156,6 +157,7 @@ HYBRIDS: Mapping[str, Family] = {
         experts=KIMI,
         delta="short",
         latent=True,
+        wide=(".dt_bias",),
     ),
     "bamba": Family(
         {

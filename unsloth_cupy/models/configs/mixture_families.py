@@ -87,6 +87,7 @@ MIXTURES: Mapping[str, Family] = {
         facts=dict.fromkeys(("experts_per_token", "initial_context_length"), ...),
         sinks=True,
         experts=GPT_OSS,
+        wide_in_float16=("norm.weight",),
     ),
     "olmoe": Family(
         {

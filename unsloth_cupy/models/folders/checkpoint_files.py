@@ -220,8 +220,8 @@ def _find(
                 problem = f"is {code}; it must be {', '.join(DTYPES)}"
             if problem:
                 raise ConfigError(f"{path}: tensor {stored!r} {problem}")
-            wide = name.endswith(experts.wide)
-            homes[name] = StoredTensor(path.name, stored, shape, DTYPES[code], wide=wide)
+            home = StoredTensor(path.name, stored, shape, DTYPES[code], wide=config.widened(name))
+            homes[name] = home
 
 
 def _is_no_bias(tensors: Any, stored: str, name: str, shapes: Mapping[str, Any]) -> bool:

@@ -38,7 +38,7 @@ class ExpertHomes:
         for name, place in places(config).items():
             of_stack = is_stack(place.parameter)
             self.known[(of_stack and parameter_name(name)) or name] = place
-        self.wide = () if config.experts is None else config.experts.wide_names
+        self.widened = config.widened
         self.forms: dict[tuple[str, bool], list[str]] = {}  # parameter, whether packed: its tensors
         for name, place in self.known.items():
             self.forms.setdefault((place.parameter, place.packed), []).append(name)
@@ -109,7 +109,7 @@ class ExpertHomes:
             coded = {i: self.quantized[n] for i, n in enumerate(names) if n in self.quantized}
             made = {i: partial(_whole, home) for i, home in coded.items()}
             stack = None if plain else Stack(place, tuple((f, s) for f, s, _ in own), made)
-            wide = parameter.endswith(self.wide)
+            wide = self.widened(parameter)
             kind = Mxfp4 if packed else None
             home = StoredTensor(
                 file, stored, shape, DTYPES.get("".join(codes)), kind, stack=stack, wide=wide

@@ -34,7 +34,7 @@ from ..parse import parse
 from ..quantizer import Quantizer, check_stacks, maker_of
 from ..ranks.division import Division, divided_adapter
 from ..ranks.pipeline_stages import EMBEDDING, Stages
-from ..text.tokenizer import FILE as TOKENIZER
+from ..text.tokenizer import has_tokenizer
 from ..transformer import Transformer
 from .checkpoint_files import find_tensors, opened, read_tensors
 from .expert_homes import plain_names
@@ -89,7 +89,8 @@ def load(
         Q8_0, Q4_0 and MXFP4, which stay packed, or are quantized anew.
     lora : path, optional
         A folder of peft: adapter_config.json and adapter_model.safetensors (LoRA, rsLoRA, DoRA,
-        tokens, whole modules); tables of the base in it take the place of the folder's.
+        tokens, whole modules); tables of the base in it take the place of the folder's.  Or one
+        of mlx-lm: adapter_config.json and adapters.safetensors (LoRA, DoRA).
         Tensors whose dtype cannot be combined with the model's are read as float32.  None loads
         the adapter of ``folder``, if it is an adapter folder.
     communicator : Communicator, optional
@@ -189,7 +190,7 @@ def load(
             model.folder, model.division, model.parts = path, division, rank_parts
             model.stored = partial(stored_model, folder=path)
             model.plain, model.origin = plain_names(stored_in), _origin(stored_in, path, config)
-            own = (each for each in (lora, path) if each and Path(each, TOKENIZER).is_file())
+            own = (each for each in (lora, path) if each and has_tokenizer(Path(each)))
             model.words = next(map(Path, own), None)
             if lora is not None:
                 whole = division is None and rank_parts is None
@@ -341,12 +342,10 @@ def create(
         check_bytes("create: the parameters of this config: it", size, place(np.empty(0)))
         parameters: dict[str, Array] = {}
         joined = Joined(parsed, division)
-        wide = () if parsed.experts is None else parsed.experts.wide_names
         for index, (name, shape) in enumerate(parsed.shapes().items()):
             if division is not None and not division.holds(name):
                 continue
-            own_kind = np.promote_types(kind, FLOAT32) if name.endswith(wide) else kind
-            array = _drawn(parsed, name, shape, own_kind, [seed, index])
+            array = _drawn(parsed, name, shape, parsed.dtype_of(name, kind), [seed, index])
             own = place(array if division is None else division.own(name, array))
             own = joined(name, own) if rank_parts is None else rank_parts.keep(name, own)
             parameters[name] = own

@@ -11,7 +11,6 @@ from ...core.dtypes import FLOAT32, Array
 from ...machine import format_bytes
 from ...ops.quantized.ternary import Ternary
 from ...ops.quantized.weight import Quantized
-from ..configs.config import CORRECTION
 from .expert_files import Stack
 from .quantized_slices import narrow
 from .quantized_weights import assembled
@@ -32,7 +31,7 @@ class StoredTensor(NamedTuple):
     parts: Mapping[str, tuple[str, str]] = {}  # its other tensors: file and name there
     inverse: bool = False  # the weight is codes / scale
     stack: Stack | None = None  # of experts, in tensors of another form
-    wide: bool = False  # float32 is not read in 16 bits, and a router's correction is float32
+    wide: tuple[Any, ...] = ()  # dtypes in whose place it is read in float32
     dense: Callable[[Mapping[str, Array]], Array] | None = None
     format: str = ""  # the name of that format
     bytes: int = 0  # of its tensors
@@ -168,12 +167,8 @@ class LazyParameter:
     @property
     def _dtype(self) -> np.dtype[Any] | None:
         """The dtype of results."""
-        stored = self.home.dtype
-        if stored is None or not self.home.wide:
-            return self.dtype or stored
-        if stored.itemsize > 2 or self.name.endswith(CORRECTION):
-            return np.promote_types(np.promote_types(FLOAT32, stored), self.dtype or stored)
-        return self.dtype or stored
+        dtype = self.dtype or self.home.dtype
+        return FLOAT32 if dtype in self.home.wide else dtype
 
     def _stacked(self, stack: Stack, some: Any, *rest: slice) -> Array:
         """Return the experts of a slice, or all; of each, what slices along other axes take."""

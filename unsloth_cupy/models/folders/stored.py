@@ -15,10 +15,10 @@ import numpy as np
 
 from ...core.dtypes import FLOAT32
 from ...errors import ConfigError
-from ...files import files_state, missing_folder_advice, of_one_save, path_of
+from ...files import PARTIAL, files_state, missing_folder_advice, of_one_save, path_of
 from ...ops.quantized.weight import Quantized
 from ..adapters.adapter import Adapter
-from ..adapters.adapter_base import base_of
+from ..adapters.adapter_base import ADAPTER, base_of
 from ..adapters.adapter_folder import read_adapter
 from ..adapters.into import check_base
 from ..adapters.outer_folder import base_for, implied_head
@@ -27,6 +27,7 @@ from ..configs.config_files import read_config, with_generation
 from ..configs.names import ADAPTED, TABLE
 from ..gguf.opening import folder_of
 from ..quantizer import Quantizer
+from ..text.tokenizer import has_tokenizer
 from .checkpoint_files import find_tensors, opened
 from .lazy_parameter import LazyParameter, StoredTensor
 
@@ -46,7 +47,7 @@ class StoredModel(NamedTuple):
     @property
     def words(self) -> Path:
         """The folder of the tokenizer: an adapter's own, or that of its base."""
-        return self.path if (self.path / "tokenizer.json").is_file() else self.folder
+        return self.path if has_tokenizer(self.path) else self.folder
 
     def read(self, name: str, dtype: "np.dtype[Any] | None" = None) -> Any:
         """Return a parameter, an array or a quantized weight; None: in the dtype of the file."""
@@ -84,6 +85,16 @@ class StoredModel(NamedTuple):
         return self.adapter.merge(name, self.read(name, dtype or FLOAT32), requantize=True)
 
 
+def model_of_run(path: Path) -> Path:
+    """Return the folder of a run's result, or else of its newest checkpoint; others as they are."""
+    if any((path / name).exists() for name in ("config.json", ADAPTER)):
+        return path
+    if (path / "model").is_dir():
+        return path / "model"
+    saved = (each for each in path.glob("checkpoint-*") if not each.name.endswith(PARTIAL))
+    return max(saved, default=path)
+
+
 def stored_model(
     call: str,
     folder: str | PathLike[str],
@@ -92,6 +103,8 @@ def stored_model(
 ) -> StoredModel:
     """Return the model in a folder, or an adapter's with its base; every file is checked.
 
+    The folder may be that of a run: see ``model_of_run``.
+
     ``dtype`` is that of the weights which the adapter will be merged into; None: as stored.
 
     Raises
@@ -99,7 +112,7 @@ def stored_model(
     ConfigError
         A file is missing or broken, or contradicts config.json; the message begins with ``call``.
     """
-    path = folder_of(path_of(call, folder))
+    path = folder_of(model_of_run(path_of(call, folder)))
     if not path.is_dir():
         cure = missing_folder_advice(
             path, "pass one that holds config.json, or the folder of an adapter"

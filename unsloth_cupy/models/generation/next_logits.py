@@ -50,7 +50,8 @@ class CachedLogits:
         samples: int = 1,
         notes: bool = False,
     ) -> None:
-        self.model = model = model.settled()
+        self.of_prompts = model.settled()
+        self.model = model = of_samples(self.of_prompts, samples)
         self.like, self.most, self.greedy = like, most, greedy
         config, stages = model.config, stages_of(model)
         in_rank = [
@@ -91,7 +92,7 @@ class CachedLogits:
         mask = None if self.cache.length or real.all() else on_device_of(real, self.like)
         tokens = on_device_of(new, self.like)
         if self.cache.length or self.samples == 1:
-            return self._last(tokens, mask, self.cache)
+            return self._last(self.model, tokens, mask, self.cache)
         return self._once(tokens, mask)
 
     def of_last(self) -> Array:
@@ -109,15 +110,15 @@ class CachedLogits:
         mask = None if mask is None else mask[:: self.samples]
         count = len(tokens) // self.samples
         own = self._new_cache(count)
-        logits = self._last(tokens[:: self.samples], mask, own)
+        logits = self._last(self.of_prompts, tokens[:: self.samples], mask, own)
         self.cache.repeat(own, self.samples)
         self.noted = None if self.noted is None else np.repeat(self.noted, self.samples, axis=0)
         return np.repeat(logits, self.samples, axis=0)
 
-    def _last(self, tokens: Array, mask: Array | None, cache: KVCache) -> Array:
+    def _last(self, model: Network, tokens: Array, mask: Array | None, cache: KVCache) -> Array:
         """Return the logits after the last of these tokens."""
         routers = list[Any]() if self.notes else None
-        logits = last_logits(self.model, tokens, mask=mask, cache=cache, routers=routers)
+        logits = last_logits(model, tokens, mask=mask, cache=cache, routers=routers)
         if routers is not None:
             self.noted = np.stack([each.experts for each in routers], axis=2)
         return logits
@@ -168,8 +169,11 @@ class PagedLogits:
         sequences: list[int],
         samples: int = 1,
     ) -> None:
-        self.model, self.like, self.samples, self.begun = model.settled(), like, samples, False
+        self.of_prompts, self.like, self.samples = model.settled(), like, samples
+        self.model, self.begun = of_samples(self.of_prompts, samples), False
         self.cache, self.sequences = cache, sequences
+        if isinstance(model.adapter, ByRows):
+            model.adapter.check(len(sequences))
 
     def __call__(self, tokens: Array, real: Array) -> Array:
         """Return the logits after the last token, (batch, vocab); tokens (batch, tokens) on host.
@@ -182,7 +186,7 @@ class PagedLogits:
         self.begun, first = True, slice(None, None, self.samples)
         rows = zip(tokens[first], real[first], self.sequences, strict=True)
         logits_by_row = [
-            self._last(of_row(self.model, index), row[is_real][None], [sequence])
+            self._last(of_row(self.of_prompts, index), row[is_real][None], [sequence])
             for index, (row, is_real, sequence) in enumerate(rows)
         ]
         forks = [each for n in self.sequences for each in (n, *self._forks(n))]
@@ -206,6 +210,15 @@ def of_row(model: Network, index: int) -> Network:
     if isinstance(rows, ByRows):
         model = copy.copy(model)
         model.adapter = rows.row(index)
+    return model
+
+
+def of_samples(model: Network, samples: int) -> Network:
+    """Return a model for ``samples`` rows of each prompt, which have the adapter of the prompt."""
+    rows = model.adapter
+    if isinstance(rows, ByRows) and samples > 1:
+        model = copy.copy(model)
+        model.adapter = ByRows(rows.adapters, [name for name in rows.rows for _ in range(samples)])
     return model
 
 

@@ -8,6 +8,7 @@ from ...core.call import is_integer
 from ...core.dtypes import Array
 from ...errors import ConfigError
 from ...placement import to_device_of, to_numpy
+from ..configs.heads import CAUSAL, require_head
 from ..generate import Options, sample
 from ..network import Network
 from .drawing import planned_draw
@@ -52,6 +53,7 @@ class Rollouts(NamedTuple):
 
 def rollouts(model: Network, prompts: Any, samples: int, options: Options) -> Rollouts:
     """Return samples of prompts: see ``Transformer.rollouts``."""
+    require_head("rollouts", model.config, CAUSAL)
     rows = prompts_of(model, prompts)
     for name, value in (("samples", samples), ("max_new_tokens", options.max_new_tokens)):
         if not is_integer(value, 1):

@@ -67,7 +67,7 @@ class Step:
         self.routes: Any = None
         self.model, self.cache = model, cache
         self.parameters = model.entered(model.parameters)
-        used = model.used(model.parameters, None)
+        used = model.used(self.parameters, None)
         low = {n: in_dtype(a, model.dtype) for n, a in used.items() if n.endswith((DOWN, UP))}
         self.of_blocks = {**used, **join_downs(low)}  # rounded once, not in every step
         self.latents: Latents | None = None

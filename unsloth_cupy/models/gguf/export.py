@@ -37,7 +37,7 @@ from ..adapters.probe import (
     wide,
 )  # fmt: skip
 from ..configs.config import Config
-from ..configs.heads import CAUSAL, OWN, require_head
+from ..configs.heads import CAUSAL, NONE, OWN, require_head
 from ..configs.names import is_stack
 from ..configs.reading import token_ids
 from ..folders.lazy_parameter import LazyParameter
@@ -127,8 +127,8 @@ def export_gguf(
     Parameters
     ----------
     model : Transformer or path
-        A model, or the folder of one or of an adapter; from a folder, one tensor is in memory at
-        a time.
+        A model, or the folder of one, of an adapter or of a run; from a folder, one tensor is in
+        memory at a time.
     file : path
         A file that does not exist yet, NAME.gguf.
     kind : str
@@ -219,7 +219,7 @@ def export_adapter_gguf(
     Parameters
     ----------
     model : Transformer or path
-        A model with an adapter, or the folder of an adapter.
+        A model with an adapter, or the folder of an adapter or of a run.
     file : path
         A file that does not exist yet, NAME.gguf.
     kind : str
@@ -253,11 +253,13 @@ def export_adapter_gguf(
         raise ConfigError(f"{call}: {problem}, {cure}")
     if adapter is None:
         raise ConfigError(f"{call}: there is no adapter; export_gguf writes a model")
+    require_head(call, source.config, CAUSAL, NONE)
     if adapter.stacks:
         problem = f"an adapter of experts, as {min(adapter.stacks)}, is not written alone"
         raise ConfigError(f"{call}: {problem}; export_gguf merges it into the weights")
     parts = {PARTS_ELSEWHERE.get(name.rpartition(".lora_")[2]) for name in adapter.parameters}
-    parts |= {f"{module_of(name)} outside of the blocks" for name in adapter.outer}
+    where = {name: " as a whole" * (".layers." in name) for name in adapter.outer}
+    parts |= {module_of(n) + (each or " outside of the blocks") for n, each in where.items()}
     if parts := {each for each in parts if each}:
         cure = "export_gguf merges it into the weights"
         raise ConfigError(f"{call}: llama.cpp does not add {min(parts)}; {cure}")

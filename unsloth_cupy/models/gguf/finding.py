@@ -39,7 +39,6 @@ def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, S
 
     known = known_as("load", config)
     parts_of_name, homes = parts_of("load", config, known), dict[str, StoredTensor]()
-    wide = () if config.experts is None else config.experts.wide_names
     left = {n for n in file.tensors if n not in SETTINGS and not _predicts(file, n, config.layers)}
     for name, shape in config.shapes().items():
         if name in choice.optional and name != HEAD:
@@ -55,9 +54,7 @@ def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, S
         left -= {stored, *others}
         undone = _undone(config, interleaved=known.interleaved, name=name)
         dense: Any = undone if joined is as_it_is else partial(_joined, joined)
-        dtype = CODES[file.code]
-        if name.endswith(wide):
-            dtype = FLOAT32
+        dtype = config.dtype_of(name, CODES[file.code])
         if is_norm(name) and len(shape) == 1 and not _holds(dtype, file.get_tensor(stored), undone):
             dtype = FLOAT32
         kinds = {each.type.name for each in tensors}
@@ -71,7 +68,7 @@ def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, S
         place = str(path), stored, shape, dtype, packed, more
         kind, size = " and ".join(sorted(kinds)).lower(), sum(each.data.nbytes for each in tensors)
         homes[name] = StoredTensor(
-            *place, dense=dense, format=kind, bytes=size, wide=name.endswith(wide)
+            *place, dense=dense, format=kind, bytes=size, wide=config.widened(name)
         )
     if HEAD not in config.shapes():  # it is the table, or another head takes its place
         left.discard(OUTPUT)

@@ -22,6 +22,8 @@ from ..gguf.opening import folder_of
 from .chat import Chat, Message, Tools
 
 FILE = "tokenizer.json"
+OTHERS = (("tokenizer.model",), ("vocab.json", "merges.txt"))  # forms that transformers converts
+AROUND = ("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "config.json")
 
 
 class Tokenizer:
@@ -110,20 +112,58 @@ class Tokenizer:
         return self.template.text(messages, tools=tools)
 
 
+def has_tokenizer(folder: Path) -> bool:
+    """Return whether a folder has a tokenizer in a form that is read here, or converted."""
+    return (folder / FILE).is_file() or other_form(folder) is not None
+
+
+def other_form(folder: Path) -> tuple[str, ...] | None:
+    """Return the files of a tokenizer that is not in tokenizer.json; None: there are none."""
+    return next((each for each in OTHERS if all((folder / n).is_file() for n in each)), None)
+
+
 def load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of a model folder."""
+    """Return the tokenizer of a model folder; transformers converts one in another form."""
     from tokenizers import Tokenizer
 
-    path = folder / FILE
-    if not path.exists():
+    path, form = folder / FILE, other_form(folder)
+    if not path.exists() and form is None:
         raise ConfigError(
             f"{folder} holds no {FILE}; copy it from the model's page into the folder"
         )
+    if not path.exists() and form is not None:
+        files = [folder / name for name in (*form, *AROUND)]
+        states = [(f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file()]
+        path, text = folder / form[0], _converted(folder.resolve(), form, tuple(states))
+    else:
+        text = read_text(path, TOKENIZER)
     with _whole(path):
-        tokenizer = Tokenizer.from_str(read_text(path, TOKENIZER))
+        tokenizer = Tokenizer.from_str(text)
         tokenizer.no_truncation()  # some files store truncation and padding of an earlier call
         tokenizer.no_padding()
     return Guarded(tokenizer, path)
+
+
+@functools.lru_cache(maxsize=2)  # of a large vocabulary it takes seconds
+def _converted(folder: Path, form: tuple[str, ...], states: Any) -> str:
+    """Return the tokenizer.json that transformers makes of a folder's files, which have states."""
+    problem = f"{folder} holds no {FILE}, and transformers makes none of {' and '.join(form)}"
+    try:
+        from transformers import AutoTokenizer
+
+        options: Any = {"local_files_only": True, "trust_remote_code": False}
+        backend: Any = AutoTokenizer.from_pretrained(str(folder), **options).backend_tokenizer
+        if not backend.encode("a b").ids:
+            raise ValueError("a text has no tokens by it")
+        return str(backend.to_str())
+    except BaseException as error:
+        if not of_library(error):
+            raise
+        reason = str(error).strip().partition("\n")[0][:200]
+        install = "pip install transformers sentencepiece protobuf tiktoken"
+        call = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+        cure = f"{install}, and call {call}, or copy {FILE} from the model's page"
+        raise ConfigError(f"{problem} ({reason}); {cure}") from None
 
 
 class Guarded:

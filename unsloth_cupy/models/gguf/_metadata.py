@@ -29,6 +29,8 @@ def metadata(config: Config, known: Architecture, read: Read) -> Values:
         "block_count": config.layers,
         EPSILON[config.norms.kind]: float(config.eps),
     }
+    if config.model_type == "nemotron_h":  # llama.cpp needs both
+        values |= dict.fromkeys(EPSILON.values(), float(config.eps))
     if known.listed or any(map(config.attends, range(config.layers))):
         values |= _of_attention(config, rope)
     else:  # llama.cpp needs both

@@ -278,7 +278,19 @@ def taken(text: str) -> dict[str, str]:
 
 
 ODD = ("{", "{{", "{{{", '"', '""', '"""', '""""', "\\", "\\n", "\n", "\t", "\r", "\x07", "\x85")
-ODD += ("\xa0", "\u200b", "\u2028", "\U000e0001", "\uff5c", "\U0001f680", "}}", "{}", "'", "#", " x ")
+ODD += (
+    "\xa0",
+    "\u200b",
+    "\u2028",
+    "\U000e0001",
+    "\uff5c",
+    "\U0001f680",
+    "}}",
+    "{}",
+    "'",
+    "#",
+    " x ",
+)
 
 
 @pytest.mark.parametrize("odd", ODD, ids=ascii)
@@ -290,7 +302,7 @@ def test_a_modelfile_means_what_the_template_writes(odd: str, tmp_path: Path) ->
         "{% else %}{{ m.content }}{{ end }}{% endif %}{% endfor %}"
     )
     for name, text in marks.items():
-        template = template.replace(f"{{{{ {name} }}}}", f"{{{{ {ascii(text)} }}}}")
+        template = template.replace(f"{{{{ {name} }}}}", f"{{{{ {text!a} }}}}")
     (tmp_path / "m").mkdir()
     write_tokenizer(tmp_path / "m", byte_level(97), chat_template=template)
     path, stop = tmp_path / "Modelfile", marks["end"]
@@ -306,7 +318,9 @@ def test_a_modelfile_means_what_the_template_writes(odd: str, tmp_path: Path) ->
     assert reasons or not {'"""', '""""', "\x07", "\u200b"} & {odd}
 
 
-@pytest.mark.parametrize("name", ["a\nPARAMETER stop x.gguf", "a\x1b.gguf", "a\xa0b.gguf", "a.gguf "])
+@pytest.mark.parametrize(
+    "name", ["a\nPARAMETER stop x.gguf", "a\x1b.gguf", "a\xa0b.gguf", "a.gguf "]
+)
 def test_a_modelfile_cannot_name_every_file(name: str, tmp_path: Path) -> None:
     make(tmp_path / "m", "llama")
     words = ["export", str(tmp_path / "m"), str(tmp_path / name), "--modelfile"]

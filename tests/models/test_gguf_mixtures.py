@@ -12,6 +12,7 @@ from unsloth_cupy import models
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models.adapters.into import kind_of
 from unsloth_cupy.models.gguf import _families
+from unsloth_cupy.parallel import SingleCommunicator
 
 from .exported import byte_level, make, read, write_tokenizer
 from .peers import BALANCED, MULTIPLIERS, SIZES, STATES
@@ -359,6 +360,25 @@ def test_other_types_are_as_wide_beside_experts_in_16_bits(tmp_path: Path) -> No
     np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.parametrize("kind", ["f32", "bf16", "q8_0", "q4_k_m"])
+def test_experts_in_tensors_of_their_own(kind: str, tmp_path: Path) -> None:
+    """As in files of early 2024, in any order; they stay packed, and ranks read their own."""
+    whole, apart = tmp_path / "m.gguf", tmp_path / "n.gguf"
+    make(tmp_path / "m", MIXTURES["llama"] | WIDE)
+    models.export_gguf(tmp_path / "m", whole, kind=kind)
+    copied(whole, apart, {}, experts=(2, 0, 3, 1))
+    expected, actual = models.load(whole), models.load(apart)
+    for name, array in expected.parameters.items():
+        assert kind_of(actual.parameters[name]) == kind_of(array), name
+    np.testing.assert_array_equal(actual.logits(TOKENS), expected.logits(TOKENS))
+    part = models.load(apart, experts=SingleCommunicator())
+    np.testing.assert_array_equal(part.logits(TOKENS), expected.logits(TOKENS))
+    for number, experts in enumerate(((0, 1, 3), (1, 2, 3))):
+        copied(whole, tmp_path / f"{number}.gguf", {}, experts=experts)
+        with pytest.raises(ConfigError, match=r"for each expert of blk\.0\.ffn_"):
+            models.load(tmp_path / f"{number}.gguf")
+
+
 def test_the_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
     """From a folder to a file, whatever its type, and back: the same bytes."""
     shutil.copytree(FOLDER, tmp_path / "m")
@@ -399,7 +419,17 @@ def test_the_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
             for name in ("qwen3next", "qwen35", "qwen35moe", "kimi-linear")
         ),
         ("kimi-linear", {"q_lora_rank": 24}, "has no queries of low rank"),
-        ("kimi-linear", {"layer_types": ["linear_attention"] * 3}, "has layers with attention"),
+        *(
+            (name, {"layer_types": [kind] * 3}, "has layers with attention, and layers with a rec")
+            for name in ("kimi-linear", "qwen35", "granitehybrid")
+            for kind in ("linear_attention", "full_attention")
+        ),
+        ("qwen3next", {"num_hidden_layers": 1}, "in place of attention"),
+        ("granitehybrid of bamba", {"attn_layer_indices": []}, "in place of attention"),
+        *(
+            ("nemotron_h", {"layers_block_type": [kind, "mlp"] * 2}, "in place of attention")
+            for kind in ("linear_attention", "full_attention")
+        ),
         ("deepseek2", {"q_lora_rank": None}, "has queries of low rank .* of 3 layers and 97"),
         ("deepseek2", {"num_hidden_layers": 27}, "has no queries of low rank"),
         ("deepseek2 of 26 layers", {"num_hidden_layers": 48}, "of 48 layers and 97 tokens"),
@@ -437,16 +467,17 @@ def test_what_llama_cpp_computes_otherwise(
 
 def test_notes(tmp_path: Path) -> None:
     other = MIXTURES["minicpm3"] | {"rms_norm_eps": 1e-5}
-    notes = {"gpt-oss": "rounds yarn's columns", "minicpm3": "rms_norm_eps=1e-05, this model's 1e-06"}
+    notes = {
+        "gpt-oss": "rounds yarn's columns",
+        "minicpm3": "rms_norm_eps=1e-05, this model's 1e-06",
+    }
     for name, note in notes.items():
         make(tmp_path / name, other if name == "minicpm3" else MIXTURES[name])
         report = models.export_gguf(tmp_path / name, tmp_path / f"{name}.gguf")
         assert any(note in each for each in report.notes), report
 
 
-def test_files_of_phimoe_are_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_files_of_phimoe_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which llama.cpp's converter writes with the epsilon of RMS norms."""
     model = make(tmp_path / "m", PHIMOE)
     with monkeypatch.context() as patch:

@@ -14,7 +14,6 @@ from ..files import atomic_path
 from ..finetune.chat import Chat
 from ..finetune.turns import Turns, turns_of
 
-
 QUOTES = '"""'
 # in a template: what begins an action, or would where one follows; what ends the text; and
 # characters that are perhaps not printed
@@ -25,8 +24,10 @@ def check_modelfile(file: Path) -> Path:
     """Return the path of the Modelfile beside a GGUF file; raise if it cannot be written."""
     path = file.with_name("Modelfile")
     if not file.name.isprintable() or file.name != file.name.strip():
-        problem = "a Modelfile cannot name a file with control characters, or spaces around its name"
-        raise ConfigError(f"{ascii(file.name)}: {problem}; choose another name")
+        problem = (
+            "a Modelfile cannot name a file with control characters, or spaces around its name"
+        )
+        raise ConfigError(f"{file.name!a}: {problem}; choose another name")
     if path.exists():
         raise ConfigError(f"{path} exists; remove it, or export to another folder")
     return path
@@ -49,7 +50,7 @@ def write_modelfile(
     except ConfigError as error:
         reasons.append(f"TEMPLATE is left out: {printable(str(error))}")
     if QUOTES in stop or not re.sub(r"[\t\r\n]", "", stop).isprintable():
-        reasons.append(f"PARAMETER stop is left out: a Modelfile cannot hold {ascii(stop)}")
+        reasons.append(f"PARAMETER stop is left out: a Modelfile cannot hold {stop!a}")
     elif stop:
         parts["PARAMETER stop"] = f"{QUOTES}{stop}{QUOTES}"
     lines = [f"{name} {value}" for name, value in parts.items()]

@@ -411,7 +411,9 @@ def _problems_of_latent(config: Config, latent: Latent, known: Architecture) -> 
         size = f"of {config.layers} layers and {config.vocab} tokens"
         lite = config.layers in LITE or (config.layers, config.vocab) == LITE_TOO
         if short == lite:
-            yield ("has no" if lite else "has") + f" queries of low rank (q_lora_rank) in one {size}"
+            yield (
+                "has no" if lite else "has"
+            ) + f" queries of low rank (q_lora_rank) in one {size}"
     elif short != (known.name == "minicpm3"):
         yield ("has no" if short else "has") + " queries of low rank (q_lora_rank)"
 
@@ -446,13 +448,12 @@ def _one_mscale(rope: Rope) -> bool:
 
 def _problems_of_states(config: Config, known: Architecture) -> Iterator[str]:
     """Yield what llama.cpp does not know of a recurrence, of Mamba2 or of KDA."""
-    space = config.space
+    space, types = config.space, enumerate(config.layer_types)
+    both = {config.attends(layer) for layer, kind in types if kind != MLP} == {True, False}
+    if (known.listed or known.delta) and not both:
+        yield "has layers with attention, and layers with a recurrence in place of attention"
     if known.name == "kimi-linear" and config.delta and config.delta.value_heads != config.heads:
         yield f"has {config.heads} heads in all layers, not {config.delta.value_heads}"
-    if known.listed and _is_plain(config):
-        yield "has layers with a recurrence in place of attention"
-    if known.name == "kimi-linear" and not any(map(config.attends, range(config.layers))):
-        yield "has layers with attention"
     if space is None or known.name == "granite":
         return
     if known.doubled and space.inner != 2 * config.hidden:
@@ -560,8 +561,8 @@ def warnings_of(config: Config, known: Architecture) -> Iterator[str]:
         yield "GGUF has no coefficient of the router's loss: what is loaded from it trains without"
     if config.latent is not None and config.eps != latent_attention.EPS:
         yield (
-            f"llama.cpp's norms inside latent attention take rms_norm_eps={config.eps:g}, this model's"
-            f" {latent_attention.EPS:g}: outputs differ slightly"
+            f"llama.cpp's norms inside latent attention take rms_norm_eps={config.eps:g}, this"
+            f" model's {latent_attention.EPS:g}: outputs differ slightly"
         )
     if SLIDING in config.layer_types and not known.windows:
         yield (

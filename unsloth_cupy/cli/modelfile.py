@@ -1,8 +1,8 @@
 """An Ollama Modelfile for an exported model: FROM, TEMPLATE and PARAMETER stop.
 
 Ollama takes what stands between quotes as it is, without escapes, and drops characters that it
-cannot print.  So texts stand between three quotes, and a template, which is a program in Go's
-language, writes what cannot stand there as strings of that language.
+cannot print.  So texts with quotes stand between three of them, and a template, which is a program
+in Go's language, writes what cannot stand there as strings of that language.
 """
 
 import re
@@ -52,7 +52,8 @@ def write_modelfile(
     if QUOTES in stop or not re.sub(r"[\t\r\n]", "", stop).isprintable():
         reasons.append(f"PARAMETER stop is left out: a Modelfile cannot hold {stop!a}")
     elif stop:
-        parts["PARAMETER stop"] = f"{QUOTES}{stop}{QUOTES}"
+        quotes = QUOTES if '"' in stop else '"'
+        parts["PARAMETER stop"] = f"{quotes}{stop}{quotes}"
     lines = [f"{name} {value}" for name, value in parts.items()]
     lines += ["# " + " ".join(reason.split()) for reason in reasons]
     with atomic_path(path) as partial:

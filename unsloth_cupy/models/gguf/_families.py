@@ -451,7 +451,10 @@ def _problems_of_states(config: Config, known: Architecture) -> Iterator[str]:
     space, types = config.space, enumerate(config.layer_types)
     both = {config.attends(layer) for layer, kind in types if kind != MLP} == {True, False}
     if (known.listed or known.delta) and not both:
-        yield "has layers with attention, and layers with a recurrence in place of attention"
+        yield (
+            "has layers with attention, and layers with a recurrence in place of attention"
+            " (layer_types)"
+        )
     if known.name == "kimi-linear" and config.delta and config.delta.value_heads != config.heads:
         yield f"has {config.heads} heads in all layers, not {config.delta.value_heads}"
     if space is None or known.name == "granite":

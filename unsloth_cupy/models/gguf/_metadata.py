@@ -22,7 +22,7 @@ Values = dict[str, Any]  # in the file: int is uint32, float is float32; bool, s
 def metadata(config: Config, known: Architecture, read: Read) -> Values:
     """Return the hyperparameters of a model, by their full keys; some are stored as parameters."""
     rope, local = ropes(config)
-    both = config.model_type == "nemotron_h"  # of which llama.cpp needs that of no norm
+    both = config.model_type == "nemotron_h"  # llama.cpp needs both, and computes RMS norms alone
     epsilons = EPSILON.values() if both else [EPSILON[config.norms.kind]]
     values: Values = {
         "vocab_size": config.vocab,

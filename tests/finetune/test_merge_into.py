@@ -1,6 +1,7 @@
 """Runs that train through the quantizer of the file that they are merged into."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,26 @@ def test_so_it_is_of_experts_in_mxfp4(packed: bool, base: Path, text: Path, tmp_
         )
         np.testing.assert_array_equal(actual, used, err_msg=name)
     assert held_out(run, model) == pytest.approx(reported(run)[-1], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "is not byte-level"),
+        ({"normalizer": {"type": "Lowercase"}}, "changes texts"),
+    ],
+)
+def test_a_file_without_such_a_tokenizer_is_refused_before_training(
+    change: dict[str, Any], problem: str, base: Path, text: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(base, tmp_path / "m")
+    words = tmp_path / "m/tokenizer.json"
+    words.write_text(json.dumps(json.loads(words.read_text()) | change))
+    settings = Settings(**SMALL | {"lora": 4, "out": tmp_path / "run", "merge_into": "q4_0"})
+    with pytest.raises(ConfigError, match=f"q4_0.*: export_gguf: the tokenizer {problem}"):
+        Trainer(tmp_path / "m", text, settings).train()
+    assert not (tmp_path / "run").exists()
+    trained(tmp_path / "m", text, tmp_path / "run", merge_into="nf4", steps=1)  # a folder has it
 
 
 def test_without_it_a_light_change_is_lost(base: Path, text: Path, tmp_path: Path) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 import click.testing
 import jinja2
 import pytest
-from tokenizers import AddedToken
+from tokenizers import AddedToken, Tokenizer
 
 from unsloth_cupy import models
 from unsloth_cupy.cli.commands import group
-from unsloth_cupy.cli.modelfile import begin_of, go_template
+from unsloth_cupy.cli.modelfile import begin_of, go_template, write_modelfile
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.chat import Chat
 from unsloth_cupy.finetune.tokenizer import train_tokenizer
@@ -174,8 +174,8 @@ def rendered(template: str, messages: list[Any]) -> str:
         elif tag == ".Content":
             parts.append("{{ m.content }}")
         elif tag:
-            assert tag == '"{{"'
-            parts.append("{{ '{{' }}")
+            assert re.fullmatch(r'"([^"\\]|\\U[0-9a-f]{8})*"', tag)
+            parts.append(f"{{{{ {tag} }}}}")  # a string of Go is one of jinja2
     assert not opened
     environment = jinja2.Environment(keep_trailing_newline=True, autoescape=False)
     system = any(each["role"] == "system" for each in messages)
@@ -247,15 +247,92 @@ def test_python_knows_common_names_and_takes_others(tmp_path: Path) -> None:
 
 def test_a_modelfile(tmp_path: Path) -> None:
     result, _ = exported(tmp_path, CHATML, "--modelfile")
-    text = (tmp_path / "Modelfile").read_text()
-    first, template, last = re.fullmatch(r'(.*?)\nTEMPLATE """(.*)"""\n(.*)\n', text, re.S).groups()  # type: ignore[union-attr]
-    assert (first, last) == ("FROM ./m.gguf", 'PARAMETER stop "<|im_end|>"')
-    assert rendered(template, [ASK]) == Chat(tmp_path / "m").text([ASK], answer=True)
+    values = taken((tmp_path / "Modelfile").read_text())
+    assert rendered(values.pop("TEMPLATE"), [ASK]) == Chat(tmp_path / "m").text([ASK], answer=True)
+    assert values == {"FROM": "./m.gguf", "PARAMETER stop": "<|im_end|>"}
     assert f"{tmp_path / 'Modelfile'}: FROM, TEMPLATE and PARAMETER stop" in result.output
     again = ["export", str(tmp_path / "m"), str(tmp_path / "n.gguf"), "--modelfile"]
     failed = click.testing.CliRunner().invoke(group, again)
     assert "Modelfile exists; remove it" in failed.output
     assert not (tmp_path / "n.gguf").exists()
+
+
+def taken(text: str) -> dict[str, str]:
+    """Return the values of a Modelfile as Ollama's parser takes them.
+
+    A value ends at the end of a line where its quotes are closed; between them are no escapes, and
+    characters that Go does not print are lost.
+    """
+    values, lines = {}, re.split(r"(?<=[\r\n])", text)
+    while lines:
+        line = lines.pop(0)
+        if line.startswith("#") or not line.strip():
+            continue
+        name, rest = re.fullmatch(r"(FROM|TEMPLATE|PARAMETER \w+)[ \t](.*)", line, re.S).groups()  # type: ignore[union-attr]
+        quotes = next((each for each in ('"""', '"') if rest.strip().startswith(each)), "")
+        while len(rest.strip()) < 2 * len(quotes) or not rest.strip().endswith(quotes):
+            rest += lines.pop(0)
+        value = rest.strip()[len(quotes) : len(rest.strip()) - len(quotes)]
+        values[name] = "".join(c for c in value if c.isprintable() or c in "\t\r\n")
+    return values
+
+
+ODD = ("{", "{{", "{{{", '"', '""', '"""', '""""', "\\", "\\n", "\n", "\t", "\r", "\x07", "\x85")
+ODD += (
+    "\xa0",
+    "\u200b",
+    "\u2028",
+    "\U000e0001",
+    "\uff5c",
+    "\U0001f680",
+    "}}",
+    "{}",
+    "'",
+    "#",
+    " x ",
+)
+
+
+@pytest.mark.parametrize("odd", ODD, ids=ascii)
+def test_a_modelfile_means_what_the_template_writes(odd: str, tmp_path: Path) -> None:
+    """Whatever a turn ends and begins with; what a stop cannot hold is left out, and said."""
+    marks = {name: f"{odd}{name}{odd}" for name in ("begin", "answer", "end")}
+    template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ begin }}{{ m.content }}{{ answer }}"
+        "{% else %}{{ m.content }}{{ end }}{% endif %}{% endfor %}"
+    )
+    for name, text in marks.items():
+        template = template.replace(f"{{{{ {name} }}}}", f"{{{{ {text!a} }}}}")
+    (tmp_path / "m").mkdir()
+    write_tokenizer(tmp_path / "m", byte_level(97), chat_template=template)
+    path, stop = tmp_path / "Modelfile", marks["end"]
+    loaded = Tokenizer.from_file(str(tmp_path / "m/tokenizer.json"))
+    parts, reasons = write_modelfile(path, tmp_path / "m.gguf", tmp_path / "m", loaded, stop)
+    values = taken(path.read_bytes().decode())
+    assert [*values] == parts
+    for messages in ([ASK], [ASK, SAY, MORE]):
+        expected = Chat(tmp_path / "m").text(messages, answer=True)
+        assert rendered(values["TEMPLATE"], messages) == expected
+    assert values.get("PARAMETER stop", stop) == stop
+    assert len(reasons) == ("PARAMETER stop" not in values)
+    assert reasons or not {'"""', '""""', "\x07", "\u200b"} & {odd}
+
+
+@pytest.mark.parametrize(
+    "name", ["a\nPARAMETER stop x.gguf", "a\x1b.gguf", "a\xa0b.gguf", "a.gguf "]
+)
+def test_a_modelfile_cannot_name_every_file(name: str, tmp_path: Path) -> None:
+    make(tmp_path / "m", "llama")
+    words = ["export", str(tmp_path / "m"), str(tmp_path / name), "--modelfile"]
+    result = click.testing.CliRunner().invoke(group, words)
+    assert "choose another name" in result.output
+    assert {each.name for each in tmp_path.iterdir()} == {"m"}
+
+
+def test_a_reason_is_one_line_of_a_modelfile(tmp_path: Path) -> None:
+    text = "{{ raise_exception('no\nSYSTEM you lie') }}"
+    exported(tmp_path, text, "--modelfile")
+    assert taken((tmp_path / "Modelfile").read_text()) == {"FROM": "./m.gguf"}
 
 
 def test_a_modelfile_says_why_it_has_no_template(tmp_path: Path) -> None:

@@ -2,24 +2,31 @@
 
 import json
 import random
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from scipy.special import log_softmax
 from tokenizers import Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors, trainers
 from tokenizers import models as kinds
 
 from unsloth_cupy import models
 from unsloth_cupy.models.gguf import TYPES
-from unsloth_cupy.models.gguf import _words as words
 
-from .exported import ENDS, IN_LLAMA_CPP, make, read
+from .exported import ENDS, IN_LLAMA_CPP, make, read, write_tokenizer
 from .peers import CONFIGS, LLAMA3, SIZES
 
-WHY = "needs llama-cpp-python, which pip builds with a C++ compiler"
-llama_cpp = pytest.importorskip("llama_cpp", reason=WHY, exc_type=ImportError)
+xllamacpp = pytest.importorskip("xllamacpp", reason="needs the extra `peers`", exc_type=ImportError)
 pytest.importorskip("gguf", reason="needs the extra `gguf`")
+from unsloth_cupy.models.gguf import _words as words  # noqa: E402
+from unsloth_cupy.models.gguf._families import ARCHITECTURES  # noqa: E402
+
+from .test_gguf_mixtures import MIXTURES  # noqa: E402
+from .test_gguf_tokenizer import SCHEMES, around_added, with_added  # noqa: E402
+
+pytestmark = pytest.mark.slow  # one in seven, each in its turn
 
 LONGROPE = {
     "rope_type": "longrope",
@@ -51,66 +58,115 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "bitnet": {"model_type": "bitnet", "hidden_act": "silu", "tie_word_embeddings": True},
 }  # fmt: skip
 NEW = 12  # tokens that are made
+FAMILIES |= IN_LLAMA_CPP
+DENSE = tuple(FAMILIES)
+YARN_LESS = {"rope_type": "default", "rope_theta": 1e4}
+LONG = MIXTURES["minicpm3 of longrope"]["rope_parameters"]
+FAMILIES["ministral"] = {"model_type": "ministral", "sliding_window": None}
+FAMILIES |= {f"mixed {name}": config for name, config in MIXTURES.items()}
+# what notes say is left out: yarn's columns, and longrope's factors beyond the context
+FAMILIES["mixed gpt-oss"] = MIXTURES["gpt-oss"] | {"rope_parameters": YARN_LESS}
+FAMILIES["mixed minicpm3 of longrope"] = MIXTURES["minicpm3 of longrope"] | {
+    "max_position_embeddings": 512,
+    "rope_parameters": LONG | {"original_max_position_embeddings": 256},
+}
+FAMILIES["mixed glm4_moe_lite"] = MIXTURES["deepseek2"] | {
+    **{"model_type": "glm4_moe_lite", "rms_norm_eps": 1e-6, "rope_parameters": YARN_LESS},
+}
 
 
 class Loaded:
-    """A file in llama.cpp."""
+    """A file in llama.cpp, with a cache of float32."""
 
-    def __init__(self, file: Path, context: int = 256, **options: Any) -> None:
-        quiet = {"verbose": False, "n_threads": 1, "n_ctx": context, "n_batch": 512}
-        self.llama = llama_cpp.Llama(
-            str(file), logits_all=True, type_k=llama_cpp.GGML_TYPE_F32,
-            type_v=llama_cpp.GGML_TYPE_F32, **quiet, **options,
-        )  # fmt: skip
+    def __init__(self, file: Path, context: int = 256, adapter: Path | None = None) -> None:
+        options = xllamacpp.CommonParams()
+        options.model.path = str(file)
+        options.n_ctx, options.n_parallel, options.verbosity = context, 1, -1
+        options.cpuparams.n_threads = options.cpuparams_batch.n_threads = 1
+        options.cache_type_k = options.cache_type_v = xllamacpp.ggml_type.GGML_TYPE_F32
+        kinds_of_flash = xllamacpp.llama_flash_attn_type  # which rounds to float16
+        options.flash_attn_type = kinds_of_flash.LLAMA_FLASH_ATTN_TYPE_DISABLED
+        options.warmup = options.fit_params = False
+        if adapter is not None:
+            options.lora_adapters = [xllamacpp.CommonAdapterLoraInfo(str(adapter), 1.0)]
+        self.server = xllamacpp.Server(options)
 
-    def logits(self, tokens: np.ndarray) -> np.ndarray:
-        self.llama.reset()
-        self.llama.eval(tokens.tolist())
-        return np.array(self.llama.scores[: len(tokens)])
+    def greedy(self, tokens: Any, vocab: int, new: int = NEW) -> tuple[list[int], np.ndarray]:
+        """Return tokens that are made, up to one that ends a text, and log-probabilities of all."""
+        prompt = [int(token) for token in tokens]
+        asked = {"prompt": prompt, "n_predict": new, "logprobs": vocab, "temperature": 0.0}
+        steps = self.server.handle_completions(asked)["choices"][0]["logprobs"]["content"]
+        result = np.full((len(steps), vocab), np.nan)
+        for row, step in zip(result, steps, strict=True):
+            for each in step["top_logprobs"]:
+                row[each["id"]] = each["logprob"]
+        return [step["id"] for step in steps], result
 
-    def greedy(self, tokens: np.ndarray) -> list[int]:
-        tokens_so_far = list(tokens)
-        while len(tokens_so_far) < len(tokens) + NEW:
-            tokens_so_far.append(int(self.logits(np.array(tokens_so_far))[-1].argmax()))
-        return tokens_so_far
+    def log_probs(self, tokens: Any, vocab: int) -> np.ndarray:
+        """Return log-probabilities after each token of a text, which is read again for each."""
+        rows = [self.greedy(tokens[: n + 1], vocab, 1)[1][0] for n in range(len(tokens))]
+        return np.array(rows)
+
+    def tokens(self, text: str) -> list[int]:
+        """Return the tokens of a text, with those around it; special ones are found in it."""
+        body = json.dumps({"content": text, "add_special": True, "parse_special": True}).encode()
+        where = f"{self.server.listening_address}/tokenize"
+        request = urllib.request.Request(where, body, {"Content-Type": "application/json"})
+        with urllib.request.urlopen(request) as answer:
+            tokens: list[int] = json.load(answer)["tokens"]
+        return tokens
 
 
-FAMILIES |= IN_LLAMA_CPP
+def log_probs(model: Any, tokens: Any) -> np.ndarray:
+    """Return what ``Loaded.log_probs`` does."""
+    return np.asarray(
+        log_softmax(np.array(model.logits(np.array(tokens)[None])[0], np.float64), -1)
+    )
+
+
+def room_of(model: Any) -> float:
+    """Return how far log-probabilities may be off: ggml rounds its GELU to float16."""
+    return 4e-3 if model.config.activation == "gelu_tanh" else 1e-4
+
+
+def check(model: Any, loaded: Loaded, prompt: int = 8, new: int = NEW, room: float = 0.0) -> None:
+    """Compare log-probabilities and the tokens that are most likely."""
+    tokens = np.random.default_rng(0).integers(3, 97, prompt)
+    made, actual = loaded.greedy(tokens, model.config.vocab, new)
+    expected = log_probs(model, [*tokens, *made])[prompt - 1 : -1]
+    room = room or room_of(model)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=room)
+    chosen = np.take_along_axis(expected, np.array(made)[:, None], 1)[:, 0]
+    assert (chosen >= expected.max(1) - 2 * room).all()
+
+
+def test_every_family_that_is_written_is_compared() -> None:
+    refused = {"phimoe"}
+    assert {config["model_type"] for config in FAMILIES.values()} == {*ARCHITECTURES} - refused
 
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_logits_and_greedy_tokens(name: str, tmp_path: Path) -> None:
     model = make(tmp_path / "m", FAMILIES[name])
     models.export_gguf(model, tmp_path / "m.gguf", kind="f32")
-    loaded, tokens = Loaded(tmp_path / "m.gguf"), np.random.default_rng(0).integers(3, 97, (1, 24))
-    ours = model.logits(tokens)[0]
-    # ggml rounds its GELU to float16
-    room = 4e-3 if model.config.activation == "gelu_tanh" else 1e-4
-    np.testing.assert_allclose(loaded.logits(tokens[0]), ours, rtol=0, atol=room)
-    made = model.generate(tokens[:, :8], max_new_tokens=NEW, stop=())
-    top = np.sort(model.logits(made)[0, 7:-1], axis=1)
-    assert (top[:, -1] - top[:, -2]).min() > 2 * room, "no two tokens are as likely as each other"
-    assert loaded.greedy(tokens[0, :8]) == made[0].tolist()
+    check(model, Loaded(tmp_path / "m.gguf"))
 
 
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "bitnet"])
+@pytest.mark.parametrize("name", [name for name in DENSE if name != "bitnet"])
 def test_adapters_alone(name: str, tmp_path: Path) -> None:
     """Beside the file of the base, with a rank and a scale for each kind of layers."""
     model = make(tmp_path / "m", FAMILIES[name])
     models.export_gguf(model, tmp_path / "m.gguf", kind="f32")
-    tokens = np.random.default_rng(0).integers(3, 97, (1, 24))
-    plain = model.logits(tokens)[0]
+    tokens = np.random.default_rng(0).integers(3, 97, 24)
+    plain = log_probs(model, tokens)
     model.add_adapter(3, alpha=5, seed=2)
     for index, (each, array) in enumerate(sorted(model.adapter.parameters.items())):
         if "lora_B" in each:
             array[...] = np.random.default_rng(index).normal(0, 0.03, array.shape)
     model.adapter.scales |= {n: 3.0 for n in model.adapter.scales if n.endswith(("o_proj", "0"))}
-    ours = model.logits(tokens)[0]
-    room = 4e-3 if model.config.activation == "gelu_tanh" else 1e-4
-    assert np.abs(ours - plain).max() > 20 * room
+    assert np.abs(log_probs(model, tokens) - plain).max() > 20 * room_of(model)
     models.export_adapter_gguf(model, tmp_path / "a.gguf", kind="f32")
-    loaded = Loaded(tmp_path / "m.gguf", lora_path=str(tmp_path / "a.gguf"))
-    np.testing.assert_allclose(loaded.logits(tokens[0]), ours, rtol=0, atol=room)
+    check(model, Loaded(tmp_path / "m.gguf", adapter=tmp_path / "a.gguf"))
 
 
 @pytest.mark.parametrize(("name", "layers"), [("gemma2", 46), ("gemma3", 62)])
@@ -121,18 +177,13 @@ def test_as_many_layers_as_the_models_of_27b(name: str, layers: int, tmp_path: P
         config["layer_types"] = ["sliding_attention", "full_attention"] * (layers // 2)
     model = make(tmp_path / "m", config)
     models.export_gguf(model, tmp_path / "m.gguf", kind="f32")
-    tokens = np.random.default_rng(0).integers(3, 97, (1, 12))
-    made = Loaded(tmp_path / "m.gguf").logits(tokens[0])
-    room = 1e-2  # GELU is rounded in each layer
-    np.testing.assert_allclose(made, model.logits(tokens)[0], rtol=0, atol=room)
+    check(model, Loaded(tmp_path / "m.gguf"), new=2, room=1e-2)  # GELU is rounded in each layer
 
 
 def test_long_factors_beyond_the_original_context(tmp_path: Path) -> None:
     model = make(tmp_path / "m", FAMILIES["phi3 longrope"])
     models.export_gguf(model, tmp_path / "m.gguf", kind="f32")
-    tokens = np.random.default_rng(0).integers(3, 97, (1, 300))
-    made = Loaded(tmp_path / "m.gguf", 512).logits(tokens[0])
-    np.testing.assert_allclose(made, model.logits(tokens)[0], rtol=0, atol=3e-4)  # far angles
+    check(model, Loaded(tmp_path / "m.gguf", 512), 300, 4, room=3e-4)  # far angles
 
 
 @pytest.mark.parametrize("name", ["mistral", "qwen2 window"])
@@ -140,10 +191,9 @@ def test_windows_that_it_lacks(name: str, tmp_path: Path) -> None:
     """What a note says: answers are the same as far as the window goes, and no further."""
     model = make(tmp_path / "m", CONFIGS[name])
     models.export_gguf(model, tmp_path / "m.gguf", kind="f32")
-    tokens = np.random.default_rng(0).integers(3, 97, (1, 12))
-    off = np.abs(Loaded(tmp_path / "m.gguf").logits(tokens[0]) - model.logits(tokens)[0]).max(
-        axis=1
-    )
+    tokens = np.random.default_rng(0).integers(3, 97, 12)
+    theirs = Loaded(tmp_path / "m.gguf").log_probs(tokens, model.config.vocab)
+    off = np.abs(theirs - log_probs(model, tokens)).max(axis=1)
     assert off[: model.config.window].max() < 1e-4
     assert off[model.config.window :].min() > 1e-2
 
@@ -168,10 +218,11 @@ def test_types(kind: str, tmp_path: Path) -> None:
             model.parameters[name] = dense[f"blk.{parts[2]}.attn_output.weight"]
     model.parameters["model.embed_tokens.weight"] = dense["token_embd.weight"]
     model.parameters["lm_head.weight"] = dense["output.weight"]
-    tokens = np.random.default_rng(0).integers(3, 97, (1, 16))
-    ours, theirs = model.logits(tokens)[0], Loaded(tmp_path / "m.gguf").logits(tokens[0])
+    tokens = np.random.default_rng(0).integers(3, 97, 16)
+    theirs = Loaded(tmp_path / "m.gguf").log_probs(tokens, model.config.vocab)
+    off = np.abs(log_probs(model, tokens) - theirs).max()
     room = {"f32": 1e-4, "f16": 5e-3, "bf16": 2e-2}.get(kind, 6e-2)
-    assert np.abs(ours - theirs).max() <= room * np.abs(ours).max()
+    assert off <= room * np.abs(model.logits(tokens[None])).max()
 
 
 TEXTS = (
@@ -208,10 +259,9 @@ def check_texts(
     (folder / "m" / "tokenizer.json").write_text(json.dumps(values), encoding="utf-8")
     models.export_gguf(folder / "m", folder / "m.gguf")
     ours = Tokenizer.from_str(json.dumps(values))
-    theirs = Loaded(folder / "m.gguf", vocab_only=True).llama
+    theirs = Loaded(folder / "m.gguf")
     for text in texts(ascii_alone):
-        made = theirs.tokenize(text.encode(), add_bos=True, special=True)
-        assert made == ours.encode(text).ids, repr(text)
+        assert theirs.tokens(text) == ours.encode(text).ids, repr(text)
 
 
 @pytest.mark.parametrize("rule", words.NAMES, ids=words.NAMES.values())
@@ -254,3 +304,16 @@ def test_tokens_of_characters(prefix: bool, tmp_path: Path) -> None:
     tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581")] * prefix + steps)
     tokenizer.add_special_tokens([*ENDS])
     check_texts(tmp_path, tokenizer)
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_tokens_beside_added_ones(scheme: str, special: bool, tmp_path: Path) -> None:
+    """A tokenizer that is read from a file has the tokens of llama.cpp."""
+    make(tmp_path / "m", "llama")
+    write_tokenizer(tmp_path / "m", with_added(scheme, special))
+    models.export_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    ours, theirs = models.load(tmp_path / "m.gguf").tokenizer, Loaded(tmp_path / "m.gguf")
+    for texts_of_one in around_added().values():
+        for text in (*texts_of_one, "the</s>the", "<s>the"):
+            assert ours.encode(text).tolist() == theirs.tokens(text), text

@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +50,13 @@ def copied(
     target: Path,
     changes: Mapping[str, Any],
     tensors: Callable[[str], tuple[Any, ...]] | None = None,
+    experts: Sequence[int] = (),
     **options: Any,
 ) -> Path:
-    """Copy a file with other values of keys (None: without them) and of tensors."""
+    """Copy a file with other values of keys (None: without them) and of tensors.
+
+    These ``experts`` are tensors of their own, as in files of early 2024.
+    """
     reader = gguf.GGUFReader(source)
     values = {name: each.contents() for name, each in reader.fields.items()}
     out = gguf.GGUFWriter(target, values["general.architecture"], **options)
@@ -65,7 +69,9 @@ def copied(
     for each in reader.tensors:
         name, *more = (each.name,) if tensors is None else tensors(each.name)
         data, kind = more or (each.data, each.tensor_type)
-        out.add_tensor(name, np.array(data), raw_dtype=kind)
+        apart = {name.replace("_exps.", f".{n}."): data[n] for n in experts if "_exps." in name}
+        for own, part in (apart or {name: data}).items():
+            out.add_tensor(own, np.array(part), raw_dtype=kind)
     out.write_header_to_file()
     out.write_kv_data_to_file()
     out.write_tensors_to_file()
@@ -439,3 +445,40 @@ def test_commands_take_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert "42 f16" in run("export", "run", "lora.gguf", "--adapter")
     run("merge", "run", "merged")
     assert SIZES["vocab_size"] == models.load("merged").config.vocab
+
+
+def test_a_folder_of_the_user_names_no_file(tmp_path: Path) -> None:
+    """Whatever gguf.json says: only folders that this process made of a file have one."""
+    make(tmp_path / "other", "llama")
+    models.export_gguf(tmp_path / "other", tmp_path / "other.gguf", kind="f32")
+    own = models.create(SIZES | CONFIGS["llama"], seed=5)
+    own.save(tmp_path / "m")
+    for text in (json.dumps({"file": str(tmp_path / "other.gguf")}), "{}", "[]", "{"):
+        (tmp_path / "m/gguf.json").write_text(text)
+        loaded = models.load(tmp_path / "m")
+        np.testing.assert_array_equal(loaded.table, own.table)
+    (tmp_path / "m/model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="safetensors"):
+        models.load(tmp_path / "m")
+    (tmp_path / "m/config.json").unlink()
+    shutil.copy(tmp_path / "other.gguf", tmp_path / "m")
+    expected = models.load(tmp_path / "other")
+    np.testing.assert_array_equal(models.load(tmp_path / "m").table, expected.table)
+
+
+def test_words_without_merges_are_refused(tmp_path: Path) -> None:
+    """They would be single bytes; a whole tokenizer.json in the file, or beside it, has merges."""
+    make(tmp_path / "m", "llama")
+    models.export_gguf(tmp_path / "m", tmp_path / "m.gguf")
+    without = {"tokenizer.ggml.merges": None}
+    (tmp_path / "beside").mkdir()
+    file = copied(tmp_path / "m.gguf", tmp_path / "beside/n.gguf", without)
+    with pytest.raises(ConfigError, match=r"tokenizer\.ggml\.merges is missing"):
+        models.load(file)
+    whole = (tmp_path / "m/tokenizer.json").read_text()
+    changes = without | {"tokenizer.huggingface.json": whole}
+    within = copied(tmp_path / "m.gguf", tmp_path / "o.gguf", changes)
+    (tmp_path / "beside/tokenizer.json").write_text(whole)
+    expected = models.load(tmp_path / "m").tokenizer.encode("in the thin").tolist()
+    for path in (within, tmp_path / "beside"):
+        assert models.load(path).tokenizer.encode("in the thin").tolist() == expected

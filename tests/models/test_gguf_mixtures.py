@@ -11,6 +11,8 @@ import pytest
 from unsloth_cupy import models
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models.adapters.into import kind_of
+from unsloth_cupy.models.gguf import _families
+from unsloth_cupy.parallel import SingleCommunicator
 
 from .exported import byte_level, make, read, write_tokenizer
 from .peers import BALANCED, MULTIPLIERS, SIZES, STATES
@@ -52,7 +54,10 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "shared_expert_intermediate_size": 32,
     },
     "qwen3moe": {"model_type": "qwen3_moe", **FEW, "norm_topk_prob": True, "head_dim": 16},
-    "olmoe": {"model_type": "olmoe", "num_experts": 5, "num_experts_per_tok": 2},
+    "olmoe": {
+        "model_type": "olmoe",
+        **{"num_experts": 5, "num_experts_per_tok": 2, "num_key_value_heads": 4},
+    },
     "gpt-oss": {
         "model_type": "gpt_oss",
         "num_local_experts": 4,
@@ -69,12 +74,6 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "residual_multiplier": 0.5,
         "attention_multiplier": 0.2,
         "tie_word_embeddings": True,
-    },
-    "phimoe": {
-        "model_type": "phimoe",
-        "num_local_experts": 4,
-        "lm_head_bias": True,
-        "attention_bias": True,
     },
     "glm4moe": {
         "model_type": "glm4_moe",
@@ -183,15 +182,16 @@ MIXTURES: dict[str, dict[str, Any]] = {
     "kimi-linear": {
         "model_type": "kimi_linear",
         **LATENT,
+        **{"q_lora_rank": None, "rms_norm_eps": 1e-6},
         **{key: value for key, value in ROUTED.items() if key != "n_routed_experts"},
         **{"num_experts": 6, "n_group": 2, "topk_group": 1, "num_key_value_heads": 4},
         **{"linear_num_heads": 4, "linear_head_dim": 6, "linear_conv_kernel_dim": 3},
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
-    "kimi-linear of long queries": {
+    "kimi-linear of listed layers": {
         "model_type": "kimi_linear",
         **LATENT,
-        "q_lora_rank": None,
+        **{"q_lora_rank": None, "rms_norm_eps": 1e-6},
         **{"moe_intermediate_size": 12, "num_experts": 6, "num_experts_per_token": 2},
         **{"num_key_value_heads": 4, "first_k_dense_replace": 2},
         "linear_attn_config": {
@@ -218,11 +218,22 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "model_type": "deepseek_v2",
         **ROUTED,
         **LATENT,
-        "q_lora_rank": None,
         "first_k_dense_replace": 0,
         "num_key_value_heads": 4,
     },
+    "deepseek2 of 26 layers": {
+        "model_type": "deepseek_v3",
+        **ROUTED,
+        **LATENT,
+        **{"q_lora_rank": None, "num_hidden_layers": 26, "num_key_value_heads": 4},
+        **{"n_group": 2, "topk_group": 1},
+    },
 }
+PHIMOE = {
+    "model_type": "phimoe",
+    **{"num_local_experts": 4, "lm_head_bias": True, "attention_bias": True},
+}
+OTHER_EPSILON = r"rms_norm_eps=1e-05, where this model takes 1e-06"
 WIDE = {  # of whole blocks, and large enough to stay packed
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -349,6 +360,26 @@ def test_other_types_are_as_wide_beside_experts_in_16_bits(tmp_path: Path) -> No
     np.testing.assert_array_equal(actual, expected)
 
 
+@pytest.mark.parametrize("kind", ["f32", "bf16", "q8_0", "q4_k_m"])
+def test_experts_in_tensors_of_their_own(kind: str, tmp_path: Path) -> None:
+    """As in files of early 2024, in any order; they stay packed, and ranks read their own."""
+    whole, apart = tmp_path / "m.gguf", tmp_path / "n.gguf"
+    wide = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    make(tmp_path / "m", MIXTURES["llama"] | wide)
+    models.export_gguf(tmp_path / "m", whole, kind=kind)
+    copied(whole, apart, {}, experts=(2, 0, 3, 1))
+    expected, actual = models.load(whole), models.load(apart)
+    for name, array in expected.parameters.items():
+        assert kind_of(actual.parameters[name]) == kind_of(array), name
+    np.testing.assert_array_equal(actual.logits(TOKENS), expected.logits(TOKENS))
+    part = models.load(apart, experts=SingleCommunicator())
+    np.testing.assert_array_equal(part.logits(TOKENS), expected.logits(TOKENS))
+    for number, experts in enumerate(((0, 1, 3), (1, 2, 3))):
+        copied(whole, tmp_path / f"{number}.gguf", {}, experts=experts)
+        with pytest.raises(ConfigError, match=r"for each expert of blk\.0\.ffn_"):
+            models.load(tmp_path / f"{number}.gguf")
+
+
 def test_the_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
     """From a folder to a file, whatever its type, and back: the same bytes."""
     shutil.copytree(FOLDER, tmp_path / "m")
@@ -382,7 +413,27 @@ def test_the_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
         ("olmoe", {"clip_qkv": 0.6}, "does not clip"),
         ("gpt-oss", {"swiglu_limit": 0.5}, "limits gates at 7"),
         ("gpt-oss", {"attention_bias": False}, "has biases in its attention"),
-        ("phimoe", {"lm_head_bias": False}, "has biases in its attention and its head"),
+        ("olmoe", {"num_key_value_heads": 2}, "num_key_value_heads=4"),
+        ("olmoe", PHIMOE, "where this model has LayerNorm"),
+        *(
+            (name, {"rms_norm_eps": 1e-5}, OTHER_EPSILON)
+            for name in ("qwen3next", "qwen35", "qwen35moe", "kimi-linear")
+        ),
+        ("kimi-linear", {"q_lora_rank": 24}, "has no queries of low rank"),
+        *(
+            (name, {"layer_types": [kind] * 3}, "has layers with attention, and layers with a rec")
+            for name in ("kimi-linear", "qwen35", "granitehybrid")
+            for kind in ("linear_attention", "full_attention")
+        ),
+        ("qwen3next", {"num_hidden_layers": 1}, "in place of attention"),
+        ("granitehybrid of bamba", {"attn_layer_indices": []}, "in place of attention"),
+        *(
+            ("nemotron_h", {"layers_block_type": [kind, "mlp"] * 2}, "in place of attention")
+            for kind in ("linear_attention", "full_attention")
+        ),
+        ("deepseek2", {"q_lora_rank": None}, "has queries of low rank .* of 3 layers and 97"),
+        ("deepseek2", {"num_hidden_layers": 27}, "has no queries of low rank"),
+        ("deepseek2 of 26 layers", {"num_hidden_layers": 48}, "of 48 layers and 97 tokens"),
         ("glm4moe", {"n_shared_experts": 0}, "has an expert that all tokens have"),
         ("ernie4_5-moe", {"moe_layer_end_index": 1}, "in every n-th layer, up to the last"),
         ("deepseek2", {"rope_interleave": False}, "beside each other"),
@@ -405,17 +456,44 @@ def test_the_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
 def test_what_llama_cpp_computes_otherwise(
     name: str, change: dict[str, Any], problem: str, tmp_path: Path
 ) -> None:
-    model = models.create(SIZES | MIXTURES[name] | change, seed=0)
+    """It is refused before a file is written, and before an adapter is trained through one."""
+    own = {} if change is PHIMOE else MIXTURES[name]
+    model = models.create(SIZES | own | change, seed=0)
     with pytest.raises(ConfigError, match=problem):
         models.export_gguf(model, tmp_path / "m.gguf")
     assert not (tmp_path / "m.gguf").exists()
+    with pytest.raises(ConfigError, match=problem):
+        model.add_adapter(2, merge_into="q4_0")
 
 
 def test_notes(tmp_path: Path) -> None:
-    for name, note in (("phimoe", "by one softmax"), ("gpt-oss", "rounds yarn's columns")):
-        make(tmp_path / name, MIXTURES[name])
+    other = MIXTURES["minicpm3"] | {"rms_norm_eps": 1e-5}
+    notes = {
+        "gpt-oss": "rounds yarn's columns",
+        "minicpm3": "rms_norm_eps=1e-05, this model's 1e-06",
+    }
+    for name, note in notes.items():
+        make(tmp_path / name, other if name == "minicpm3" else MIXTURES[name])
         report = models.export_gguf(tmp_path / name, tmp_path / f"{name}.gguf")
         assert any(note in each for each in report.notes), report
+
+
+def test_files_of_phimoe_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which llama.cpp's converter writes with the epsilon of RMS norms."""
+    model = make(tmp_path / "m", PHIMOE)
+    with monkeypatch.context() as patch:
+        patch.setattr(_families, "_problems", lambda *_: ())
+        models.export_gguf(model, tmp_path / "m.gguf", kind="f32")
+    epsilons = {"layer_norm_epsilon": None, "layer_norm_rms_epsilon": 1e-3}
+    for name, keys in (("n", epsilons), ("o", {"layer_norm_rms_epsilon": 1e-3})):
+        changes = {f"phimoe.attention.{key}": value for key, value in keys.items()}
+        copied(tmp_path / "m.gguf", tmp_path / f"{name}.gguf", changes)
+    loaded = models.load(tmp_path / "n.gguf")
+    assert loaded.config.eps == 1e-3
+    for key, array in model.parameters.items():
+        np.testing.assert_array_equal(loaded.parameters[key], array, err_msg=key)
+    with pytest.raises(ConfigError, match="the other epsilon differs"):
+        models.load(tmp_path / "o.gguf")
 
 
 def test_layers_that_only_predict_several_tokens_are_left_out(tmp_path: Path) -> None:

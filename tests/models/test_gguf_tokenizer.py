@@ -246,7 +246,55 @@ def test_spaces_before_a_text(tmp_path: Path) -> None:
         values = characters() | {"normalizer": normalizer, "pre_tokenizer": steps}
         actual, notes = said(tmp_path / name, values)
         assert actual["add_space_prefix"] is prefix
-        assert len(notes) == (name == "meta")
+        assert len(notes) == 2 * (name == "meta")
+
+
+WAYS = {
+    "plain": {}, "word": {"single_word": True}, "left": {"lstrip": True},
+    "right": {"rstrip": True}, "normal": {"normalized": True},
+}  # fmt: skip
+SCHEMES = ("bytes", "prepend", "first", "always", "never")
+
+
+def with_added(scheme: str, special: bool) -> Values:
+    """Return a tokenizer that puts a space before texts, and has an added token of each kind."""
+    values = byte_level(97) if scheme == "bytes" else characters()
+    if scheme in ("first", "always", "never"):
+        values["normalizer"] = None
+        values["pre_tokenizer"] = {
+            "type": "Metaspace", "replacement": "\u2581", "prepend_scheme": scheme, "split": False,
+        }  # fmt: skip
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    for n, (name, way) in enumerate(WAYS.items(), len(values["model"]["vocab"])):
+        token = {"id": n, "content": f"<|{name}|>", "special": special, **flags, **way}
+        values["added_tokens"].append(token)
+    return values
+
+
+def around_added() -> dict[str, list[str]]:
+    """Return texts with each added token."""
+    texts = ("the {}", "{} the", "the{}the", "the {} the", "{}", "  {}  the", "the{}", "{}{} t{}")
+    return {name: [text.replace("{}", f"<|{name}|>") for text in texts] for name in WAYS}
+
+
+@pytest.mark.parametrize("special", [True, False])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_other_tokens_beside_an_added_one_are_said(
+    scheme: str, special: bool, tmp_path: Path
+) -> None:
+    """What is read from a file splits texts as llama.cpp does: the same tokens, or a note."""
+    values = with_added(scheme, special)
+    _, notes = said(tmp_path, values)
+    ours, theirs = (
+        Tokenizer.from_str(json.dumps(values)),
+        models.load(tmp_path / "m.gguf").tokenizer,
+    )
+    of_scheme = {"always": ["begins with one"], "first": ["special token"]}.get(scheme, [])
+    for name, texts in (around_added() | {"": ["the</s>the", "<s>the the", "the", ""]}).items():
+        differ = [text for text in texts if ours.encode(text).ids != theirs.encode(text).tolist()]
+        named = any(f"<|{name}|>" in note for note in notes)
+        assert not differ or named or any(each in str(notes) for each in of_scheme), (differ, notes)
+        assert named <= bool(differ), f"<|{name}|> has the same tokens"
 
 
 def without(values: Values, key: str, value: Any) -> Values:

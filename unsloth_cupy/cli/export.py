@@ -83,10 +83,10 @@ def export(
     )  # fmt: skip
     echo(report)
     if place is not None:
-        stops = [] if ends is None or not ends.text else [ends.text]
-        why = write_modelfile(place, file, words, loaded, stops)
-        notes += [why] if why else []
-        echo(f"{place}: {'FROM' if why else 'FROM, TEMPLATE'}{' and PARAMETER stop' * bool(stops)}")
+        stop = "" if ends is None else ends.text
+        parts, reasons = write_modelfile(place, file, words, loaded, stop)
+        notes += reasons
+        echo(f"{place}: {', '.join(parts[:-1])}{' and ' * (len(parts) > 1)}{parts[-1]}")
     for note in notes:
         echo(f"note: {note}")
     if place is None:

@@ -21,11 +21,12 @@ from ..models.configs.config_files import GENERATION, read_config
 from ..models.configs.heads import CLASSIFIERS
 from ..models.configs.names import ADAPTED, SCORE, TABLE
 from ..models.folders.checkpoint_files import find_tensors
+from ..models.gguf.export import check_tokenizer
 from ..models.gguf.opening import source_of
 from ..models.objective import Objective, next_token
 from ..models.parse import parse
 from ..models.text.chat import CHATML_TOKENS
-from ..models.text.tokenizer import Tokenizer, load_tokenizer
+from ..models.text.tokenizer import FILE, Tokenizer, load_tokenizer
 from ..ops.quantized.weight import Quantized
 from ..placement import to_device_of
 from .chat import Chat
@@ -206,7 +207,10 @@ def facts_of(
         if plan.lora is None and facts.adapter is None:
             cure = f"add {named('lora')}, as in {named(lora=16)}"
             raise ConfigError(f"{shown} is of adapters; {cure}")
-        Into(shown, facts.config, plan.merge_into)  # raises where the file has no such model
+        into_file = Into(shown, facts.config, plan.merge_into)  # or the file has no such model
+        words = words_folder(folder, plan.base)
+        if not into_file.in_folder and (words / FILE).is_file():
+            check_tokenizer(shown, words, facts.config)
     if new_adapter and facts.adapter is not None:
         cure = f"leave {named('lora')} out"
         holder = source if given is None else "the model"

@@ -29,7 +29,7 @@ from ..configs.heads import OWN, Choice
 from ..configs.names import HEAD, TABLE, parameter_name
 from ..configs.text_configs import text_config
 from ..gguf.finding import find_gguf_tensors
-from ..gguf.opening import MARK, source_of
+from ..gguf.opening import source_of
 from ..gguf.reading import opened_gguf
 from .expert_files import Place, in_file
 from .expert_homes import DTYPES, ExpertHomes
@@ -94,8 +94,7 @@ def find_tensors(
         A file is missing or truncated; a tensor is missing or unexpected, does not have the shape
         that config.json implies, or does not have a float dtype.
     """
-    if (folder / MARK).is_file():
-        source = source_of(folder)
+    if (source := source_of(folder)) != folder:
         return find_gguf_tensors(source, config, choice), [str(source)]
     homes: dict[str, StoredTensor] = {}
     files, shapes = _weight_files(folder), config.shapes()

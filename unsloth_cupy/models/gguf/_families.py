@@ -13,10 +13,13 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...ops.position.rope_tables import RULES
-from ..configs.config import FULL, MLP, SLIDING, Config, Experts, Rope
+from ..configs.config import FULL, MLP, SLIDING, Config, Experts, Latent, Rope
+from ..layers import delta_layer, latent_attention
 
 NORMALIZED = {True: "whose weights sum to 1", False: "whose weights are theirs", None: "as it says"}
 LEAST = 1e-3  # time_step_min of all released models of Nemotron-H, which no file has
+# layers, or layers and tokens, by which llama.cpp knows a DeepSeek whose queries have no low rank
+LITE, LITE_TOO = (26, 27), (48, 128256)
 BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # yarn: llama.cpp uses these, whatever a file says
 
 
@@ -346,8 +349,8 @@ def _problems(config: Config, known: Architecture) -> Iterator[str]:
     """Yield the properties of a model that llama.cpp's architecture does not have."""
     if config.activation not in (known.activation, "silu" if known.name == "bitnet" else None):
         yield f"computes {known.activation}, not {config.activation}"
-    if known.latent and known.interleaved and not config.interleaved:
-        yield "rotates pairs that are beside each other (rope_interleave)"
+    if config.latent is not None:
+        yield from _problems_of_latent(config, config.latent, known)
     if known.fixed is not None:
         yield from _problems_of_scales(config, *known.fixed)
     if not known.any_head and config.heads * config.dim != config.hidden:
@@ -362,8 +365,7 @@ def _problems(config: Config, known: Architecture) -> Iterator[str]:
     if config.delta is not None and config.delta.key_dim != config.delta.value_dim:
         yield "has heads of keys and of values of one length in layers with a delta rule"
     yield from _problems_of_states(config, known)
-    if known.name == "phimoe" and not (config.output_bias and config.head_bias):
-        yield "has biases in its attention and its head"
+    yield from _problems_of_norms(config, known)
     if known.name == "gpt-oss" and not config.output_bias:
         yield "has biases in its attention"
     if known.output == "tied" and not config.tied:
@@ -371,6 +373,19 @@ def _problems(config: Config, known: Architecture) -> Iterator[str]:
     if known.softcap and not (config.softcap and config.logit_softcap):
         yield "always caps scores and logits"
     yield from _problems_of_positions(config, known)
+
+
+def _problems_of_norms(config: Config, known: Architecture) -> Iterator[str]:
+    """Yield the norms that llama.cpp computes otherwise, or of other sizes."""
+    if known.name == "phimoe":
+        yield "divides by the root mean square in its norms, where this model has LayerNorm"
+    if known.name == "olmoe" and config.kv_heads != config.heads:
+        yield f"has as many heads of keys as of queries (num_key_value_heads={config.heads})"
+    if config.delta is not None and config.eps != delta_layer.EPS:
+        yield (
+            f"normalizes queries and keys of its delta rule with rms_norm_eps={config.eps:g},"
+            f" where this model takes {delta_layer.EPS:g}, whatever its rms_norm_eps is"
+        )
 
 
 def _problems_of_scales(
@@ -385,8 +400,22 @@ def _problems_of_scales(
     for name, setting, own, built_in in factors:
         if not math.isclose(own, built_in, rel_tol=1e-6):
             yield f"has {name}={setting:g}"
-    if config.latent is not None and config.latent.queries is None:
-        yield "has queries of low rank (q_lora_rank)"
+
+
+def _problems_of_latent(config: Config, latent: Latent, known: Architecture) -> Iterator[str]:
+    """Yield what llama.cpp does not know of latent attention."""
+    if known.interleaved and not config.interleaved:
+        yield "rotates pairs that are beside each other (rope_interleave)"
+    short = latent.queries is not None
+    if known.name == "deepseek2":
+        size = f"of {config.layers} layers and {config.vocab} tokens"
+        lite = config.layers in LITE or (config.layers, config.vocab) == LITE_TOO
+        if short == lite:
+            yield (
+                "has no" if lite else "has"
+            ) + f" queries of low rank (q_lora_rank) in one {size}"
+    elif short != (known.name == "minicpm3"):
+        yield ("has no" if short else "has") + " queries of low rank (q_lora_rank)"
 
 
 def _problems_of_positions(config: Config, known: Architecture) -> Iterator[str]:
@@ -419,11 +448,15 @@ def _one_mscale(rope: Rope) -> bool:
 
 def _problems_of_states(config: Config, known: Architecture) -> Iterator[str]:
     """Yield what llama.cpp does not know of a recurrence, of Mamba2 or of KDA."""
-    space = config.space
+    space, types = config.space, enumerate(config.layer_types)
+    both = {config.attends(layer) for layer, kind in types if kind != MLP} == {True, False}
+    if (known.listed or known.delta) and not both:
+        yield (
+            "has layers with attention, and layers with a recurrence in place of attention"
+            " (layer_types)"
+        )
     if known.name == "kimi-linear" and config.delta and config.delta.value_heads != config.heads:
         yield f"has {config.heads} heads in all layers, not {config.delta.value_heads}"
-    if known.listed and _is_plain(config):
-        yield "has layers with a recurrence in place of attention"
     if space is None or known.name == "granite":
         return
     if known.doubled and space.inner != 2 * config.hidden:
@@ -529,10 +562,10 @@ def warnings_of(config: Config, known: Architecture) -> Iterator[str]:
         yield "llama.cpp rounds yarn's columns, and this model does not: outputs differ slightly"
     if config.balanced:
         yield "GGUF has no coefficient of the router's loss: what is loaded from it trains without"
-    if config.experts is not None and config.experts.jitter is not None:
+    if config.latent is not None and config.eps != latent_attention.EPS:
         yield (
-            "llama.cpp weighs two experts by one softmax, and this model each by one of its own:"
-            " its outputs differ"
+            f"llama.cpp's norms inside latent attention take rms_norm_eps={config.eps:g}, this"
+            f" model's {latent_attention.EPS:g}: outputs differ slightly"
         )
     if SLIDING in config.layer_types and not known.windows:
         yield (

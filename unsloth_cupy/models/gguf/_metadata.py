@@ -22,12 +22,14 @@ Values = dict[str, Any]  # in the file: int is uint32, float is float32; bool, s
 def metadata(config: Config, known: Architecture, read: Read) -> Values:
     """Return the hyperparameters of a model, by their full keys; some are stored as parameters."""
     rope, local = ropes(config)
+    both = config.model_type == "nemotron_h"  # llama.cpp needs both, and computes RMS norms alone
+    epsilons = EPSILON.values() if both else [EPSILON[config.norms.kind]]
     values: Values = {
         "vocab_size": config.vocab,
         "context_length": config.positions,
         "embedding_length": config.hidden,
         "block_count": config.layers,
-        EPSILON[config.norms.kind]: float(config.eps),
+        **dict.fromkeys(epsilons, float(config.eps)),
     }
     if known.listed or any(map(config.attends, range(config.layers))):
         values |= _of_attention(config, rope)

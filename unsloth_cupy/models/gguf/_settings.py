@@ -90,16 +90,29 @@ def settings(file: GgufFile) -> dict[str, Any]:
         values[family.experts.count[0]] = 0
     elif family.experts is not None and known.experts is not None:
         values |= mixture_settings(keys, family.experts, known.experts)
-    epsilon = keys.take(EPSILON[family.norms.kind])
-    if isinstance(family.eps, str):
-        values[family.eps] = shortest(epsilon or keys.need(EPSILON[family.norms.kind]))
-    elif epsilon is not None and not math.isclose(epsilon, family.eps, rel_tol=1e-6):
-        keys.refuse(f"{keys.name}.{EPSILON[family.norms.kind]} is {epsilon}, not {family.eps}")
+    values |= _epsilon(keys, family)
     values |= _flags(file, family) | _windows(keys, family, layers, window, pattern)
     values |= _scales(keys, family, known, dim, hidden // heads if layers == known.deep else dim)
     values |= _rope(keys, family, known, values, dim)
     keys.check_rest()
     return values | _packed(file) | _tokens(file)
+
+
+def _epsilon(keys: Keys, family: Family) -> dict[str, float]:
+    """Return the key of the epsilon of norms, which a file has for one kind of norms or for both.
+
+    llama.cpp reads that of RMS norms for the LayerNorms of a Phi-MoE.
+    """
+    numbers = {key: keys.take(key) for key in EPSILON.values()}
+    own = EPSILON[family.norms.kind]
+    known = {each for each in numbers.values() if each is not None}
+    if len(known) > 1:
+        keys.refuse(f"{keys.name}.{own} is {numbers[own]}, and the other epsilon differs")
+    if isinstance(family.eps, str):
+        return {family.eps: shortest(known.pop() if known else keys.need(own))}
+    if known and not math.isclose(epsilon := known.pop(), family.eps, rel_tol=1e-6):
+        keys.refuse(f"{keys.name}.{own} is {epsilon}, not {family.eps}")
+    return {}
 
 
 def _model_type(keys: Keys, window: Any, pattern: Any) -> tuple[str, Architecture]:

@@ -5,7 +5,7 @@ file names, and BPE over characters with bytes as a fallback ("llama"), which me
 token has the highest score.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from ...errors import ConfigError
 from ...files import TOKENIZER, of_library, read_json, read_text
 from ..configs.config import Config
 from ._metadata import Values
-from ._words import prefix_of, words_of
+from ._words import parts_of, prefix_of, words_of
 
 FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 SPACE = "\u2581"
@@ -87,9 +87,7 @@ def tokenizer(
     else:
         values["pre"], notes = words_of(words.values)
         values["merges"] = [" ".join(merge) for merge in merges]
-    stripped = [t["content"] for t in words.added.values() if t.get("lstrip") or t.get("rstrip")]
-    if stripped:
-        notes.append(f"llama.cpp may keep the spaces beside {', '.join(stripped)}")
+    notes += _of_added(words)
     template = _template(words)
     turns = [] if stop is None else [stop]
     turns += _turn_ends(words, template.get("chat_template", ""))
@@ -97,6 +95,23 @@ def tokenizer(
     values |= special | template
     notes = [*beyond, *notes, *more]
     return {f"tokenizer.{_key(name)}": value for name, value in values.items()}, notes
+
+
+def _of_added(words: Vocabulary) -> Iterator[str]:
+    """Yield notes on added tokens, which llama.cpp finds wherever their text stands."""
+    steps = parts_of(words.values.get("normalizer"), "normalizers")
+    prefixed = any(step.get("type") == "Prepend" for step in steps)
+    for keys, note in (
+        (("lstrip", "rstrip"), "llama.cpp may keep the spaces beside"),
+        (("single_word",), "inside of a word, where this tokenizer does not, llama.cpp finds"),
+        (
+            ("normalized",) * prefixed,
+            "without a space in front, where this tokenizer does not, llama.cpp finds",
+        ),
+    ):
+        texts = [t["content"] for t in words.added.values() if any(map(t.get, keys))]
+        if texts:
+            yield f"{note} {', '.join(texts[:SHOWN])}{', ...' * (len(texts) > SHOWN)}"
 
 
 def _without_beyond(

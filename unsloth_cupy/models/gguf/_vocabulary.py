@@ -40,6 +40,8 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     vocab, added = _tokens(texts, types, characters)
     if characters and not merges:
         merges = [*_merges(vocab, added, keys.get("scores") or [0.0] * len(texts))]
+    elif not merges and "tokenizer.huggingface.json" not in file.values:
+        _refuse(file, "tokenizer.ggml.merges is missing, without which words are single bytes")
     name = str(keys.get("pre") or "default")
     words = _characters(keys) if characters else _bytes(file, name)
     begins = keys.get("add_bos_token", characters or ALIASES.get(name, name) in BEGUN)

@@ -50,10 +50,10 @@ def words_of(values: Mapping[str, Any]) -> tuple[str, list[str]]:
     ConfigError
         llama.cpp has no such rule.
     """
-    for normalizer in _parts(values.get("normalizer"), "normalizers"):
+    for normalizer in parts_of(values.get("normalizer"), "normalizers"):
         if normalizer.get("type") != "NFC":
             _refuse(f"changes texts ({normalizer.get('type')})")
-    rule = _rule(_parts(values.get("pre_tokenizer"), "pretokenizers"))
+    rule = _rule(parts_of(values.get("pre_tokenizer"), "pretokenizers"))
     ignores_merges = bool(values["model"].get("ignore_merges"))
     name = NAMES.get((rule, ignores_merges))
     if name is None:
@@ -109,8 +109,8 @@ def prefix_of(values: Mapping[str, Any]) -> tuple[bool, list[str]]:
         It changes a text in another way than to replace spaces by the character U+2581.
     """
     prefix, spaces, notes = False, False, []
-    parts = _parts(values.get("normalizer"), "normalizers")
-    parts += _parts(values.get("pre_tokenizer"), "pretokenizers")
+    parts = parts_of(values.get("normalizer"), "normalizers")
+    parts += parts_of(values.get("pre_tokenizer"), "pretokenizers")
     for part in parts:
         kind, pattern = part.get("type"), part.get("pattern") or {}
         if kind == "Prepend" and part.get("prepend") == "\u2581":
@@ -119,9 +119,15 @@ def prefix_of(values: Mapping[str, Any]) -> tuple[bool, list[str]]:
             spaces = True
         elif kind == "Metaspace" and part.get("replacement") == "\u2581":
             default = "always" if part.get("add_prefix_space", True) else "never"
-            prefix, spaces = part.get("prepend_scheme", default) != "never", True
+            scheme = part.get("prepend_scheme", default)
+            prefix, spaces = scheme != "never", True
             if prefix:
                 notes.append("llama.cpp puts a space before a text that begins with one, too")
+            if scheme == "first":
+                notes.append(
+                    "llama.cpp puts a space behind every special token, too, this tokenizer only at"
+                    " the start of a text: chats have other tokens"
+                )
         elif not (
             kind == "Split" and pattern.get("String") == " " and spaces
         ):  # no space is left to split at
@@ -131,12 +137,12 @@ def prefix_of(values: Mapping[str, Any]) -> tuple[bool, list[str]]:
     return prefix, notes
 
 
-def _parts(value: Any, key: str) -> list[Mapping[str, Any]]:
+def parts_of(value: Any, key: str) -> list[Mapping[str, Any]]:
     """Return the steps of a normalizer or pre-tokenizer; a sequence is flattened."""
     if value is None:
         return []
     if value.get("type") == "Sequence":
-        return [inner for each in value.get(key, []) for inner in _parts(each, key)]
+        return [inner for each in value.get(key, []) for inner in parts_of(each, key)]
     return [value]
 
 

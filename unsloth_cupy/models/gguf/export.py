@@ -277,6 +277,16 @@ def export_adapter_gguf(
     return Export(path, path.stat().st_size, dict(types), notes, Kept())
 
 
+def check_tokenizer(call: str, folder: Path, config: Config) -> None:
+    """Raise a ConfigError if llama.cpp has no such tokenizer as that in a folder."""
+    from ._tokenizer import tokenizer
+
+    try:
+        tokenizer(folder, config, None)
+    except ConfigError as error:
+        raise ConfigError(f"{call}: {error}") from None
+
+
 def has_architecture(config: Config) -> bool:
     """Return whether llama.cpp computes such a model."""
     from ._families import architecture

@@ -2,7 +2,8 @@
 
     folder = folder_of(Path("model.gguf"))
 
-The folder is temporary.  Its gguf.json names the file, and ``source_of`` returns that.
+The folder is temporary; ``source_of`` returns its file.  Its gguf.json says which file that is, for
+fingerprints alone: a gguf.json of another folder, which anybody may have written, is never read.
 """
 
 import atexit
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
-from ...files import missing_folder_advice, read_json
+from ...files import missing_folder_advice
 from .reading import PART, opened_gguf, parts_of
 
 MARK = "gguf.json"
@@ -22,6 +23,7 @@ BESIDE = (  # files of a folder that replace what its GGUF file says
     "generation_config.json",
 )
 _folders: dict[tuple[Any, ...], Path] = {}
+_sources: dict[Path, Path] = {}  # the file of each of these folders
 
 
 def folder_of(path: Path) -> Path:
@@ -38,10 +40,11 @@ def folder_of(path: Path) -> Path:
     states = [each.stat() for each in (file, *_beside(path)) if each.is_file()]
     key = (path.absolute(), *((state.st_size, state.st_mtime_ns) for state in states))
     if key not in _folders:
-        home = Path(tempfile.mkdtemp(prefix="unsloth_cupy-gguf-"))
+        home = Path(tempfile.mkdtemp(prefix="unsloth_cupy-gguf-")).resolve()
         atexit.register(shutil.rmtree, home, ignore_errors=True)
         name = PART.sub(r"\1", file.name).removesuffix(".gguf")
         _folders[key] = _written(file, path, home / name)
+        _sources[_folders[key]] = file.resolve()
     return _folders[key]
 
 
@@ -52,7 +55,7 @@ def gguf_in(path: Path) -> Path | None:
             cure = missing_folder_advice(path, "name a file that exists")
             raise ConfigError(f"{path} does not exist; {cure}")
         return parts_of(path)[0]
-    names = ("config.json", "adapter_config.json", MARK, "settings.json")
+    names = ("config.json", "adapter_config.json", "settings.json")
     if not path.is_dir() or any((path / name).exists() for name in names):
         return None
     files = sorted({parts_of(each)[0] for each in path.glob("*.gguf")})
@@ -64,8 +67,7 @@ def gguf_in(path: Path) -> Path | None:
 
 def source_of(folder: Path) -> Path:
     """Return the GGUF file of a folder that ``folder_of`` made, or the folder."""
-    mark = folder / MARK
-    return Path(read_json(mark)["file"]) if mark.is_file() else folder
+    return _sources.get(folder.resolve(), folder)
 
 
 def _beside(path: Path) -> list[Path]:

@@ -19,6 +19,7 @@ from ...files import of_library
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 CODES = {"F16": np.dtype("float16"), "BF16": BFLOAT16, "F32": FLOAT32}
 AT_ONCE = 1 << 22  # numbers that are converted at a time
+ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.weight")  # of early 2024
 AS_STORED = ":blocks"  # after the name of a tensor, to get the bytes of its rows
 
 
@@ -61,6 +62,29 @@ class Stored(NamedTuple):
     data: Array
 
 
+class Stack:
+    """Arrays of single experts as one array; what is read of it alone is in memory."""
+
+    def __init__(self, parts: list[Array]) -> None:
+        self.parts, self.shape = parts, (len(parts), *parts[0].shape)
+        self.dtype, self.nbytes = parts[0].dtype, sum(part.nbytes for part in parts)
+
+    def __len__(self) -> int:
+        return len(self.parts)
+
+    def __getitem__(self, key: Any) -> Array:
+        """Return a part, as an array does for slices and numbers."""
+        rows, others = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
+        if rows is ...:
+            rows, others = slice(None), (..., *others)
+        if not isinstance(rows, slice):
+            part: Array = self.parts[rows][others]
+            return part
+        shape = self.parts[0][others].shape
+        chosen = [part[others] for part in self.parts[rows]]
+        return np.stack(chosen) if chosen else np.empty((0, *shape), self.dtype)
+
+
 class GgufFile:
     """The keys and tensors of a file.  Its methods are those of an open safetensors file.
 
@@ -93,6 +117,7 @@ class GgufFile:
             for each in reader.tensors:
                 shape = tuple(int(size) for size in reversed(each.shape))
                 self.tensors[each.name] = Stored(shape, each.tensor_type, each.data)
+        self._join_experts()
         self._check_types()
         tensors = {name: each for name, each in self.tensors.items() if "_exps." not in name}
         matrices = {each.type.name for each in tensors.values() if len(each.shape) > 1}
@@ -100,6 +125,24 @@ class GgufFile:
             matrices = matrices - {"F32"} or matrices
         only = matrices.pop() if len(matrices) == 1 else "F32"
         self.code = only if only in CODES else "F32"  # of matrices, which vectors follow
+
+    def _join_experts(self) -> None:
+        """Let the tensors of single experts be one, as newer files have them."""
+        experts: dict[str, dict[int, str]] = {}
+        for name in self.tensors:
+            if match := ONE_EXPERT.fullmatch(name):
+                experts.setdefault(f"{match[1]}_exps.weight", {})[int(match[2])] = name
+        for name, names in experts.items():
+            parts = [self.tensors[names[n]] for n in range(len(names)) if n in names]
+            whole = len(parts) == len(names) and name not in self.tensors
+            if not whole or len({(part.shape, part.type) for part in parts}) > 1:
+                problem = f"it has not one tensor of one shape and type for each expert of {name}"
+                raise ConfigError(f"{self.path}: {problem}; fetch the file again")
+            shape, kind, _ = parts[0]
+            stack: Any = Stack([part.data for part in parts])
+            self.tensors[name] = Stored((len(parts), *shape), kind, stack)
+            for each in names.values():
+                del self.tensors[each]
 
     def _check_types(self) -> None:
         """Raise a ConfigError for a type of tensors that the package cannot convert."""

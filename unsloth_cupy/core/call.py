@@ -24,16 +24,19 @@ annotation of an option says which values it accepts:
 The op itself checks bounds and other options.  ``check_options`` is for functions and classes.
 """
 
+import dataclasses
 import functools
 import inspect
 import linecache
 import math
 import numbers
+import os
 import reprlib
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -209,6 +212,51 @@ def check_options(wrapped: F) -> F:
         wrapped.__init__ = call  # type: ignore[misc]
         return wrapped
     return typing.cast(F, call)
+
+
+def check_fields(values: Any) -> None:
+    """Check the fields of a dataclass by their annotations, in its ``__post_init__``.
+
+    NumPy scalars become Python numbers.
+
+    Raises
+    ------
+    ConfigError
+        A field does not match its annotation; the message names it.
+    """
+    for field in dataclasses.fields(values):
+        value, name = getattr(values, field.name), field.name
+        kinds = typing.get_args(field.type) or (field.type,)
+        if typing.get_origin(field.type) not in (None, types.UnionType):
+            kinds = (field.type,)
+        if not any(_matches(kind, value) for kind in kinds):
+            call = getattr(values, "CALL", type(values).__name__)
+            words = " or ".join(map(_words_of, kinds))
+            raise ConfigError(f"{call}({name}={reprlib.repr(value)}): {name} must be {words}")
+        if isinstance(value, np.generic):
+            object.__setattr__(values, name, value.item())
+
+
+def _matches(kind: Any, value: Any) -> bool:
+    """Return whether a value has a type: one of KINDS, a class, Sequence[class] or Any."""
+    if origin := typing.get_origin(kind):
+        listed = isinstance(value, origin) and not isinstance(value, str | bytes)
+        return listed and all(_matches(typing.get_args(kind)[0], each) for each in value)
+    if kind is bool:
+        return isinstance(value, bool | np.bool_)
+    if kind is int:
+        return is_integer(value, -math.inf)
+    if kind is float:
+        return is_number(value) and -math.inf < value < math.inf
+    return kind is Any or isinstance(value, os.PathLike if kind is Path else kind)
+
+
+def _words_of(kind: Any) -> str:
+    """Return in words what ``_matches`` requires."""
+    if typing.get_origin(kind):
+        return "a list, each " + _words_of(typing.get_args(kind)[0])
+    others = {types.NoneType: "None", str: "a text", Path: "a path"}
+    return KINDS[kind][0] if kind in KINDS else others.get(kind) or kind.__name__
 
 
 def is_number(value: Any) -> bool:

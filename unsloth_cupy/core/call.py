@@ -226,15 +226,27 @@ def check_fields(values: Any) -> None:
     """
     for field in dataclasses.fields(values):
         value, name = getattr(values, field.name), field.name
-        kinds = typing.get_args(field.type) or (field.type,)
-        if typing.get_origin(field.type) not in (None, types.UnionType):
-            kinds = (field.type,)
-        if not any(_matches(kind, value) for kind in kinds):
+        if words := mismatch(field.type, value):
             call = getattr(values, "CALL", type(values).__name__)
-            words = " or ".join(map(_words_of, kinds))
             raise ConfigError(f"{call}({name}={reprlib.repr(value)}): {name} must be {words}")
         if isinstance(value, np.generic):
             object.__setattr__(values, name, value.item())
+
+
+def check_entries(where: object, values: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for an entry of a JSON object that does not match its annotation."""
+    for name in values.keys() & kinds.keys():
+        if words := mismatch(kinds[name], values[name]):
+            shown = reprlib.repr(values[name])
+            raise ConfigError(f"{where}: {name} is {shown}; it must be {words}: correct the file")
+
+
+def mismatch(annotation: Any, value: Any) -> str:
+    """Return in words what an annotation requires, if a value does not match it; else ""."""
+    union = isinstance(annotation, types.UnionType)
+    kinds = typing.get_args(annotation) if union else (annotation,)
+    matches = any(_matches(kind, value) for kind in kinds)
+    return "" if matches else " or ".join(map(_words_of, kinds))
 
 
 def _matches(kind: Any, value: Any) -> bool:
@@ -255,7 +267,7 @@ def _words_of(kind: Any) -> str:
     """Return in words what ``_matches`` requires."""
     if typing.get_origin(kind):
         return "a list, each " + _words_of(typing.get_args(kind)[0])
-    others = {types.NoneType: "None", str: "a text", Path: "a path"}
+    others = {types.NoneType: "None", str: "a text", Path: "a path", Mapping: "an object"}
     return KINDS[kind][0] if kind in KINDS else others.get(kind) or kind.__name__
 
 

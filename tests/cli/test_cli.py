@@ -1074,8 +1074,9 @@ def test_a_picture_that_cannot_be_drawn_does_not_end_a_run(
         raise ValueError("invalid literal")
 
     monkeypatch.setattr("unsloth_cupy.cli.printer.draw_curve", fails)
-    sizes = ("--layers", 1, "--hidden", 32, "--vocabulary", 300, "--tokens", 16)
-    done = run("finetune", "--text", text, "--out", tmp_path / "run", "--steps", 1, *sizes)
+    sizes = ("--layers", "1", "--hidden", "32", "--vocabulary", "300", "--tokens", "16")
+    words = ("finetune", "--text", str(text), "--out", str(tmp_path / "run"), "--steps", "1")
+    done = click.testing.CliRunner().invoke(group, [*words, *sizes])
     assert done.exit_code == 0, done.output
     assert "are not drawn: invalid literal" in done.output
     assert (tmp_path / "run" / "model").is_dir()

@@ -10,6 +10,9 @@ from typing import Any, TypeVar, cast
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
+MOST = 3000  # characters of a message: it is read in a terminal
+# More characters than the name of a file may have: a value that fills a message.
+_ENDLESS = re.compile(r"[^\s/\\]{256,}")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -22,8 +25,20 @@ def printable(text: str) -> str:
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
+def shortened(text: str) -> str:
+    """Return a text whose endless words, and whose middle beyond ``MOST`` characters, are cut.
+
+    A value from a file may be of any length; the beginning of a message says what is wrong, its end
+    how to correct it.
+    """
+    text = _ENDLESS.sub(lambda word: f"{word[0][:80]}...{word[0][-20:]}", text)
+    return text if len(text) <= MOST else f"{text[: MOST - 1005]} ... {text[-1000:]}"
+
+
 class UnslothCupyError(Exception):
     """Base of every error raised on purpose by this package; its message is ``printable``.
+
+    Values of any length in it are ``shortened``.
 
     Attributes
     ----------
@@ -33,7 +48,7 @@ class UnslothCupyError(Exception):
     """
 
     def __init__(self, message: str = "", *, expected: Any = None, actual: Any = None) -> None:
-        super().__init__(printable(message))
+        super().__init__(printable(shortened(message)))
         self.expected, self.actual = expected, actual
 
 

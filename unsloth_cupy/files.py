@@ -426,10 +426,18 @@ def of_library(error: BaseException) -> bool:
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
+def present(path: Path) -> bool:
+    """Return whether there is a file or a folder at a path; a name that no disk takes has none."""
+    try:
+        return path.exists()
+    except OSError:
+        return False
+
+
 def missing_folder_advice(path: Path, cure: str) -> str:
     """Return the advice for a missing folder: ``cure``, or how to download a model."""
     name = path.as_posix()
-    if path.parent.exists() or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
+    if present(path.parent) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return cure
     return (
         f"if it is a model of huggingface.co, download it: hf download {name} --local-dir"

@@ -1,9 +1,12 @@
 """Colours, titles in any script and atomic saving for pictures of matplotlib."""
 
+import os
 import textwrap
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from .errors import ConfigError
 from .files import atomic_path
 
 INK, SOFT = "#22272e", "#8b95a1"
@@ -18,6 +21,13 @@ FAMILIES = (
 
 def save_picture(figure: Any, path: Path, call: str = "") -> None:
     """Write a figure of matplotlib into a file, in the format of its suffix: PNG, PDF or SVG."""
+    epoch = os.environ.get("SOURCE_DATE_EPOCH")
+    if path.suffix[1:].lower() != "png" and epoch:  # as the date of a PDF or an SVG
+        try:
+            datetime.fromtimestamp(int(epoch), UTC)
+        except (ValueError, OverflowError, OSError):
+            problem = f"SOURCE_DATE_EPOCH={epoch} is not a time in seconds; unset it"
+            raise ConfigError(f"{call or path}: {problem}") from None
     with atomic_path(path, call) as partial:
         figure.savefig(partial, format=path.suffix[1:].lower())
 

@@ -1065,6 +1065,23 @@ def test_a_notebook_around_a_command_chooses_no_backend_for_its_pictures(tmp_pat
     assert (tmp_path / "plan.svg").exists()
 
 
+def test_a_picture_that_cannot_be_drawn_does_not_end_a_run(
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fonts, settings and variables of the environment matplotlib does not take."""
+
+    def fails(*args: Any) -> None:
+        raise ValueError("invalid literal")
+
+    monkeypatch.setattr("unsloth_cupy.cli.printer.draw_curve", fails)
+    sizes = ("--layers", "1", "--hidden", "32", "--vocabulary", "300", "--tokens", "16")
+    words = ("finetune", "--text", str(text), "--out", str(tmp_path / "run"), "--steps", "1")
+    done = click.testing.CliRunner().invoke(group, [*words, *sizes])
+    assert done.exit_code == 0, done.output
+    assert "are not drawn: invalid literal" in done.output
+    assert (tmp_path / "run" / "model").is_dir()
+
+
 def test_a_tokenizer_of_another_model_is_refused(
     finished: tuple[Path, str], text: Path, tmp_path: Path
 ) -> None:

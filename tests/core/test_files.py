@@ -350,6 +350,23 @@ def test_what_cannot_be_written_names_the_call_and_the_path(tmp_path: Path, name
     assert [path.name for path in tmp_path.rglob("*")] == ["file"]
 
 
+def test_pictures_and_a_date_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """matplotlib reads it as the date of a PDF or an SVG; a PNG has none."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    for value in ("x", "1e9", "9" * 30, "0", ""):
+        monkeypatch.setenv("SOURCE_DATE_EPOCH", value)
+        for suffix in ("png", "pdf", "svg"):
+            path = tmp_path / f"p{value}.{suffix}"
+            if suffix == "png" or value in ("", "0"):
+                save_picture(Figure(), path)
+                assert path.exists()
+                continue
+            with pytest.raises(ConfigError, match=r"^plot: SOURCE_DATE_EPOCH=.*; unset it"):
+                save_picture(Figure(), path, "plot")
+
+
 def test_a_folder_that_cannot_be_written_says_how_its_moves_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,8 @@ from unsloth_cupy.finetune.run_folder import model_without_weights
 from unsloth_cupy.finetune.spans import encoded
 from unsloth_cupy.finetune.tokenizer import load_tokenizer, train_tokenizer
 from unsloth_cupy.finetune.training_data import Shape, from_records
+from unsloth_cupy.models.text.chat import Chat as Template
+from unsloth_cupy.models.text.tokenizer import Tokenizer
 
 from ..cli.test_cli import LLAMA
 
@@ -270,6 +272,8 @@ def test_reasoning_has_the_name_by_which_the_template_reads_it(
     for template in (others + THINKS.replace("reasoning_content", name), others + read):
         ((text, spans, _),) = Chat(folder(tmp_path, template)).spans(messages)
         assert text[spans[0].start :] == "<think>\nHm.\n</think>\n\n<|im_end|>\n"
+        asked = Tokenizer.of(None, Template(tmp_path)).chat(messages, answer=False)
+        assert "<think>\nHm.\n</think>" in asked
     with pytest.raises(
         ConfigError, match=r"not write the reasoning of messages\[1\], which is all"
     ):

@@ -6,9 +6,12 @@ import gzip
 import io
 import json
 import os
+import struct
 import subprocess
 import sys
 import time
+import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +19,12 @@ import pytest
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Settings, Trainer, inspect_data, read_data, records
-from unsloth_cupy.finetune.messages import REASONING
+from unsloth_cupy.finetune.data_files import content as found_content
+from unsloth_cupy.finetune.forms import content_of
+from unsloth_cupy.finetune.messages import LEARNED
 from unsloth_cupy.finetune.records import Record, Records, Stored
 from unsloth_cupy.finetune.text import Text
+from unsloth_cupy.models.text.chat import REASONING
 
 from ..cli.test_cli import GOLDEN, LLAMA, assert_one_clear_error, run
 
@@ -103,6 +109,31 @@ class TestFiles:
         assert [content[:3] for content in contents(actual)] == sorted(expected, key=repr)
         assert actual.note == f"{path}: 30 rows of question/answer; not read: the column id"
         assert (actual.name, actual.forms) == (name[0], {"question/answer": 30})
+
+    @pytest.mark.parametrize("kind", ["csv", "tsv"])
+    @pytest.mark.parametrize("columns", [["Unnamed: 0"], ["Unnamed: 0", "Unnamed: 1"]])
+    def test_a_table_with_an_index(self, columns: list[str], kind: str, tmp_path: Path) -> None:
+        """pandas writes the index first, without a name, and names it as it reads it."""
+        rows = [dict.fromkeys(columns, i) | row for i, row in enumerate(ROWS)]
+        named = table(rows, "\t" if kind == "tsv" else ",")
+        unnamed = named.replace(b"Unnamed: 0", b"").replace(b"Unnamed: 1", b"")
+        path, plain = tmp_path / f"a.{kind}", written(tmp_path, *ROWS)
+        for data in (named, unnamed):
+            path.write_bytes(data)
+            actual = read_data(path)
+            assert contents(actual) == contents(read_data(plain))
+            assert actual.note.endswith(f"not read: the columns {', '.join(columns)}, id")
+            assert found_content(data, "") == kind.upper()
+        path.write_bytes(unnamed.replace(b"answer", b"", 1))
+        assert ":1: its first line is " in refusal(path)
+
+    def test_a_list_in_each_line(self, tmp_path: Path) -> None:
+        """The cure for a list of messages is not another name of the file."""
+        for length in (1, 2**17):
+            chat = [ASK | {"content": "a" * length}, SAY]
+            message = refusal(written(tmp_path, *[chat] * 3))
+            assert "rows.jsonl:1: is [{" in message
+            assert message.endswith('not an object; write a chat as {"messages": [...]}')
 
     def test_a_running_text_is_the_same_packed(self, tmp_path: Path) -> None:
         text = "\n\n".join(f"Paragraph {i}, with commas." for i in range(50)).encode()
@@ -382,8 +413,7 @@ class TestForms:
              [ASK, CALLED, {"role": "tool", "content": "2"}, SAY]),
             *(({"messages": [ASK, SAY | {name: value}, ASK, SAY | {"images": []}]},
                [ASK, SAY | {"weight": int(value)}, ASK, SAY | {"images": []}])
-              for name in ("weight", "train", "training", "trainable", "loss")
-              for value in (False, 0, 1.0)),
+              for name in LEARNED for value in (False, 0, 1.0)),
             *(({"messages": [ASK, {"role": "assistant", "content": content, name: "hm"}]},
                [ASK, {"role": "assistant", "content": content or "", name: "hm"}])
               for content in (None, "") for name in REASONING),
@@ -505,6 +535,18 @@ class TestForms:
             ({"messages": [ASK, SAY | {"train_detail": [{"train": False}]}]},
              "messages[1] has train_detail, and an answer is learned as a whole; give it a w"),
             ({"messages": [ASK, SAY | {"weight": "0"}]}, 'messages[1].weight is "0"; give 0'),
+            *(({"messages": [ASK, SAY | {name: value}]},
+               f"messages[1] has {name}, which is not known; write it as weight, 0 or 1")
+              for name in ("is_trained", "lossMask", "mask", "ignore", "skip", "token_weights")
+              for value in (0, True, [0, 1], "false", 0.5)),
+            ({"role": "assistant", "content": "a"}, "holds messages of a chat (content, role)"),
+            ({"messages": str([ASK, SAY])}, "[{'role': 'user', 'content': 'a'}, {'rol... is"
+             " messages as Python prints them; write them as JSON"),
+            ([ASK, SAY], 'is [{"role": "user", "content": "a"}, {"rol..., not an object; write a'
+             ' chat as {"messages": [...]}'),
+            ([{"text": "a"}], 'is [{"text": "a"}], not an object; let the name of a file that is'
+             " one list of rows end in .json"),
+            (["a", "b"], 'is ["a", "b"], not an object; write {"text": "..."} or'),
             ({"messages": [ASK, SAY | {"content": "", "weight": 1}]},
              "messages[1].content is empty; write what is to be learned"),
             *(({"messages": [ASK, SAY | {"content": "", name: " "}]},
@@ -580,6 +622,58 @@ class TestBounds:
             assert f"{path} grows to more than" in refusal(path)
             path.write_bytes(packed(b"a" * 2**22, suffix))
             assert f"{path}:1: has more than 1 MiB" in refusal(path)
+
+    @pytest.mark.parametrize("name", ["jsonl", "json", "csv", "tsv", "parquet", "jsonl.zst"])
+    def test_short_rows_of_a_packed_file_count_what_they_take(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A record has fields and a place in several lists, however short its text is."""
+        rows = [{"text": "a", "b": 0}] * 3000
+        kind, _, packing = name.partition(".")
+        data = {
+            "json": lambda: json.dumps(rows).encode(),
+            "csv": lambda: table(rows),
+            "tsv": lambda: table(rows, "\t"),
+            "parquet": lambda: parquet(rows, tmp_path / "plain"),
+        }.get(kind, lambda: b'{"text": "a"}\n' * 3000)()
+        path = tmp_path / f"a.{kind}.{packing or 'gz'}"
+        path.write_bytes(packed(data, path.suffix))
+        monkeypatch.setattr("unsloth_cupy.finetune.data_files.RATIO", 1)
+        monkeypatch.setattr("unsloth_cupy.finetune.data_files.UNPACKED", 2**20)
+        assert f"{path} grows to more than" in refusal(path)
+        monkeypatch.setattr("unsloth_cupy.finetune.data_files.UNPACKED", 2**21)
+        with suppress(ConfigError):  # all rows are equal: none is left to learn
+            read_data(path)
+
+    def test_records_in_memory_count_their_objects(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Within a factor of 3, be they few words in many objects or one long text."""
+        for row in ({"text": "a"}, {"text": "a" * 10000}, {"messages": [ASK, SAY]},
+                    {"messages": [ASK, SAY] * 20}, {"messages": [ASK, SAY], "tools": [CALL] * 9},
+                    {"prompt": "a", "completion": "b"}):  # fmt: skip
+            lines, collected = [json.dumps(row)] * 50, records._Collected()
+            tracemalloc.start()
+            for number, line in enumerate(lines):
+                collected.append(Record(number, *content_of(json.loads(line))[1:]))
+            size, _ = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert size / 3 < collected.waiting < size * 3
+
+    @pytest.mark.parametrize("sizes", [(0,), (3,), (5000,), (1, 2), (9, 0, 4000)])
+    def test_a_frame_of_zstandard_is_skipped(self, sizes: tuple[int, ...], tmp_path: Path) -> None:
+        """Before, between and behind frames that hold the text."""
+        path, plain = tmp_path / "a.jsonl.zst", tmp_path / "a.jsonl"
+        skipped = b"".join(
+            struct.pack("<II", 0x184D2A50 + 7 * number, size) + b"x" * size
+            for number, size in enumerate(sizes)
+        )
+        half = len(LINES) // 2
+        parts = [packed(part.encode(), ".zst") for part in (LINES[:half], LINES[half:])]
+        path.write_bytes(skipped + parts[0] + skipped + parts[1] + skipped)
+        plain.write_text(LINES)
+        assert contents(read_data(path)) == contents(read_data(plain))
+        if sizes[-1]:
+            path.write_bytes(path.read_bytes()[:-1])
+            assert refusal(path).startswith(f"{path} is cut off or broken")
 
     def test_a_parquet_file_grows_within_bounds(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

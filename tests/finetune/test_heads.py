@@ -9,7 +9,9 @@ import pytest
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Lora, Settings, Trainer, read_data
+from unsloth_cupy.finetune.labels import labels_of as labels_in
 from unsloth_cupy.finetune.methods import METHODS
+from unsloth_cupy.finetune.records import Record, Records
 from unsloth_cupy.models import load
 
 from ..cli.test_cli import assert_one_clear_error, run
@@ -199,6 +201,10 @@ def run_evaluate(folder: Path, data: Path, *more: Any) -> str:
         ([True, False, True, False], ["false", "true"]),
         (["b", "a", 1, "a"], ["1", "a", "b"]),
         ([[1], [10, 2], [], [1]], ["1", "2", "10"]),
+        ([[1], [0, 1], [], [0]], ["0", "1"]),
+        ([[1, 0, 0], [0, 1, 1], [0, 0, 0], [1, 0, 1]], ["0", "1", "2"]),
+        ([[True, False], [False, True], [1.0, 0.0], ["0", "1"]], ["0", "1"]),
+        (["[1, 0]", "[0, 1]", "[0, 0]", "[1, 1]"], ["0", "1"]),
         ([1, 2.5, 3.0, 4.0], None),
         ([0.5, 2.5, 3.0, 4.0], ["value"]),
     ],
@@ -255,6 +261,51 @@ def test_rows_without_a_label_are_refused(row: Any, said: str, tmp_path: Path) -
     path = write(tmp_path / "a.jsonl", [{"text": "w1", "label": "a"}, row])
     with pytest.raises(ConfigError, match=f"a.jsonl:2: .*{said}"):
         read_data(path, method="classify")
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        ([[1], [0], [1]], "labels are lists of one 0 or 1 each, a mark or the name of a class; w"),
+        ([[1, 0, 0], [0, 1], [1, 1]], "the label 1, 0, 0 holds a number twice; write the names of"),
+        ([[1, 0, 0], [0, 2, 0], [1, 1, 1]], "the label 1, 0, 0 holds a number twice; write"),
+        (["[1 0 0]", "[0 1 0]", "[0 0 1]"], r"label is \[1 0 0\]; write label as a name, an"),
+        (["['a']", "['b']", "[]"], r"label is \['a'\]; write label as a name, .* in JSON"),
+        ([[1, 0], [0, 1], [1, 1]], "vectors have 2 entries, and the model 3 labels; name another"),
+    ],
+)
+def test_labels_that_may_be_vectors_or_names_are_refused(
+    labels: Any, said: str, home: Path, tmp_path: Path
+) -> None:
+    rows = [{"text": f"w{n} w2", "label": each} for n, each in enumerate(labels)]
+    known = {"id2label": {"0": "a", "1": "b", "2": "c"}} if "model" in said else None
+    path = write(tmp_path / "a.jsonl", rows)
+
+    def read() -> None:
+        records = read_data(path, method="classify")
+        assert isinstance(records, Records)
+        labels_in([*records.train, *records.held_out], records.place, known)
+
+    with pytest.raises(ConfigError, match=said):
+        read()
+
+
+def test_vectors_are_the_lists_of_the_classes_that_they_mark(tmp_path: Path) -> None:
+    """With the names of a classifier, the order of its outputs."""
+    draws = np.random.default_rng(0)
+    known = {"id2label": {"0": "c", "1": "a", "2": "b"}}
+    names = [*known["id2label"].values()]
+    vectors = (draws.random((20, 3)) < 0.5).astype(int)
+    lists = [[n for n, mark in zip(names, each, strict=True) if mark] for each in vectors]
+    actual, expected = (
+        labels_in([Record(n, [], "", "", value=v) for n, v in enumerate(values)], str, known)
+        for values in (vectors.astype(str).tolist(), lists)
+    )
+    assert actual == expected._replace(vector=True)
+    for vector, each in zip(vectors, lists, strict=True):
+        number = actual.number([*map(str, vector)])
+        assert number == expected.number(each)
+        assert actual.vectors()[int(number)] == (vector > 0).tolist()
 
 
 def test_labels_that_tell_nothing_are_refused(home: Path, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from unsloth_cupy.finetune import (
 )
 from unsloth_cupy.finetune.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.methods import METHODS
+from unsloth_cupy.finetune.preferences import pair_of
 from unsloth_cupy.finetune.records import Records
 from unsloth_cupy.finetune.run_folder import RunFolder
 from unsloth_cupy.models import load
@@ -549,6 +550,22 @@ def test_pairs_of_every_form(row: Any, chosen: Any, rejected: Any, tmp_path: Pat
     assert record.rejected == rejected
     assert [side.desirable for side in record.sides] == [True, False]
     assert ("not read: the column id" in data.note) == ("id" in row)
+
+
+def test_pairs_of_whole_texts_have_two_answers() -> None:
+    """Also where one begins the other, be it up to its spaces: a character at least is said."""
+    draws = np.random.default_rng(0)
+    for _ in range(300):
+        start, more, third = ("".join(draws.choice(list("ab \n"), draws.integers(1, 9)))
+                              for _ in range(3))  # fmt: skip
+        sides = [("a" + start, "a" + start + more), ("a" + start + third, "a" + start + more)]
+        for chosen, rejected in (*sides, *((b, a) for a, b in sides)):
+            if chosen == rejected:
+                continue
+            pair = pair_of({"chosen": chosen, "rejected": rejected})
+            assert (pair.prompt + pair.answer, pair.prompt + pair.rejected) == (chosen, rejected)
+            assert pair.answer.strip()
+            assert pair.rejected.strip()
 
 
 @pytest.mark.parametrize(

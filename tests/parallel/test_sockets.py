@@ -514,6 +514,10 @@ def test_the_environment_says_how_ranks_meet() -> None:
     for name in variables:
         with pytest.raises(ConfigError, match="set RANK, WORLD_SIZE"):
             rendezvous({k: v for k, v in variables.items() if k != name})
+    for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"):
+        for value in ("x", "-1", "\u00b2", "9" * 5000, ""):
+            with pytest.raises(ConfigError, match="set RANK, WORLD_SIZE"):
+                rendezvous(variables | {name: value})
 
 
 @pytest.mark.parametrize(

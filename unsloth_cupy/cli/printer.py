@@ -126,9 +126,13 @@ class Printer(Listener):
             self.bar.close()
         lines = run.files.lines()
         if lines and run.loop is not None and run.loop.ranks.first:
-            draw_curve(run.files.curve, lines, run.name)
-            if run.files.routing.exists() and (routes := [*run.files.beside(run.files.routing)]):
-                draw_routing(run.files.routing_picture, routes, run.name)
+            try:
+                draw_curve(run.files.curve, lines, run.name)
+                path = run.files.routing
+                if path.exists() and (routes := [*run.files.beside(path)]):
+                    draw_routing(run.files.routing_picture, routes, run.name)
+            except Exception as error:  # of matplotlib: the model is still to be saved
+                self.announce(f"the pictures of {run.folder} are not drawn: {error}")
 
     def finished(self, run: Run) -> None:
         """Print the results, and a sample of a model that was trained now."""

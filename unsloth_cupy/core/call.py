@@ -24,16 +24,19 @@ annotation of an option says which values it accepts:
 The op itself checks bounds and other options.  ``check_options`` is for functions and classes.
 """
 
+import dataclasses
 import functools
 import inspect
 import linecache
 import math
 import numbers
+import os
 import reprlib
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
 from itertools import count
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -209,6 +212,63 @@ def check_options(wrapped: F) -> F:
         wrapped.__init__ = call  # type: ignore[misc]
         return wrapped
     return typing.cast(F, call)
+
+
+def check_fields(values: Any) -> None:
+    """Check the fields of a dataclass by their annotations, in its ``__post_init__``.
+
+    NumPy scalars become Python numbers.
+
+    Raises
+    ------
+    ConfigError
+        A field does not match its annotation; the message names it.
+    """
+    for field in dataclasses.fields(values):
+        value, name = getattr(values, field.name), field.name
+        if words := mismatch(field.type, value):
+            call = getattr(values, "CALL", type(values).__name__)
+            raise ConfigError(f"{call}({name}={reprlib.repr(value)}): {name} must be {words}")
+        if isinstance(value, np.generic):
+            object.__setattr__(values, name, value.item())
+
+
+def check_entries(where: object, values: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    """Raise a ConfigError for an entry of a JSON object that does not match its annotation."""
+    for name in values.keys() & kinds.keys():
+        if words := mismatch(kinds[name], values[name]):
+            shown = reprlib.repr(values[name])
+            raise ConfigError(f"{where}: {name} is {shown}; it must be {words}: correct the file")
+
+
+def mismatch(annotation: Any, value: Any) -> str:
+    """Return in words what an annotation requires, if a value does not match it; else ""."""
+    union = isinstance(annotation, types.UnionType)
+    kinds = typing.get_args(annotation) if union else (annotation,)
+    matches = any(_matches(kind, value) for kind in kinds)
+    return "" if matches else " or ".join(map(_words_of, kinds))
+
+
+def _matches(kind: Any, value: Any) -> bool:
+    """Return whether a value has a type: one of KINDS, a class, Sequence[class] or Any."""
+    if origin := typing.get_origin(kind):
+        listed = isinstance(value, origin) and not isinstance(value, str | bytes)
+        return listed and all(_matches(typing.get_args(kind)[0], each) for each in value)
+    if kind is bool:
+        return isinstance(value, bool | np.bool_)
+    if kind is int:
+        return is_integer(value, -math.inf)
+    if kind is float:
+        return is_number(value) and -math.inf < value < math.inf
+    return kind is Any or isinstance(value, os.PathLike if kind is Path else kind)
+
+
+def _words_of(kind: Any) -> str:
+    """Return in words what ``_matches`` requires."""
+    if typing.get_origin(kind):
+        return "a list, each " + _words_of(typing.get_args(kind)[0])
+    others = {types.NoneType: "None", str: "a text", Path: "a path", Mapping: "an object"}
+    return KINDS[kind][0] if kind in KINDS else others.get(kind) or kind.__name__
 
 
 def is_number(value: Any) -> bool:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 from ..errors import ConfigError
 from ..models.text.chat import (
     CONFIG,
+    REASONING,
     Message,
     Options,
     Rendered,
@@ -35,7 +36,7 @@ from ..models.text.chat import (
     settings_text,
 )
 from ..models.text.chat import Chat as Template
-from .messages import REASONING, shown
+from .messages import shown
 from .new_model import TOKENIZER
 
 KNOWN = {"role", "content", "tool_calls", "tool_call_id", "weight", *REASONING}  # of a message
@@ -109,12 +110,6 @@ class Chat(Template):
         """Whether the template itself marks what the assistant writes."""
         return bool(MARKS.search(self.source))
 
-    @functools.cached_property
-    def reasoning(self) -> list[str]:
-        """The names by which the template reads what was thought before an answer."""
-        read = r"""(\.{0}\b|['"]{0}['"])"""  # the word alone may stand in a comment, or a text
-        return [key for key in REASONING if re.search(read.format(key), self.source)]
-
     def asked(
         self, messages: Sequence[Message], tools: Tools = None, options: Options = None
     ) -> str:
@@ -128,7 +123,7 @@ class Chat(Template):
             As ``spans``.
         """
         render = functools.partial(self.rendered, tools=tools, options=options)
-        said = self._accepted([*map(self._named, messages)], render)
+        said = self._accepted([*map(_unweighted, messages)], render)
         text = self.question(said, tools=tools, options=options, today=False)
         if tools:
             without = self.question(said, options=options, today=False)
@@ -154,7 +149,7 @@ class Chat(Template):
         if not turns:
             return []
         render = functools.partial(self.rendered, tools=tools, options=options)
-        said = self._accepted([*map(self._named, messages[: turns[-1] + 1])], render)
+        said = self._accepted([*map(_unweighted, messages[: turns[-1] + 1])], render)
         answers, text = self._answers(said, turns, render)
         if text is not None:
             if tools:
@@ -166,14 +161,6 @@ class Chat(Template):
                 turn = [answer.turn] * len(answer.spans)
                 lessons.append(Lesson(answer.text, answer.spans, turn))
         return lessons
-
-    def _named(self, message: Message) -> dict[str, Any]:
-        """Return a message as the template reads it: without its weight, reasoning by its name."""
-        result = {key: value for key, value in message.items() if key != "weight"}
-        given = next((key for key in REASONING if result.get(key)), None)
-        if given and self.reasoning and given not in self.reasoning:
-            result[self.reasoning[0]] = result.pop(given)
-        return result
 
     def _accepted(self, messages: list[dict[str, Any]], render: Render) -> list[dict[str, Any]]:
         """Return messages in the form that the template takes, as templates differ in two points.
@@ -473,6 +460,11 @@ def _learned_turns(messages: Sequence[Message]) -> list[int]:
         if mine and (weight is None or weight):
             turns.append(number)
     return turns
+
+
+def _unweighted(message: Message) -> dict[str, Any]:
+    """Return a message as the template reads it."""
+    return {key: value for key, value in message.items() if key != "weight"}
 
 
 def _calls(message: Message) -> list[Any]:

@@ -36,6 +36,8 @@ MAGIC = {  # how files of a kind begin
     b"%PDF": "PDF", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x80\x04": "a pickle",
     b"version https://git-lfs": "a pointer of Git LFS",
     b"<!DOCTYPE": "HTML", b"<!doctype": "HTML", b"<html": "HTML", b"SQLite": "SQLite",
+    # a frame to be skipped, as of the number of threads or an index
+    **{bytes([first]) + b"\x2a\x4d\x18": "Zstandard" for first in range(0x50, 0x60)},
 }  # fmt: skip
 CURES = {
     "UTF-16": "convert it, for example with iconv -f utf-16 -t utf-8",
@@ -268,7 +270,8 @@ def content(head: bytes, kind: str) -> str:
     found = _text_kind(head)
     if kind == "JSON" and found == "JSON lines":
         return ""  # both are called .json
-    if kind in ("JSON lines", "JSON") and found == "":
+    long = len(head) == HEAD and b"\n" not in head  # a list that may be one of many lines
+    if kind in ("JSON lines", "JSON") and (found == "" or (long and kind == "JSON lines")):
         return ""  # the error of its first line says more
     return found
 
@@ -276,9 +279,11 @@ def content(head: bytes, kind: str) -> str:
 def _text_kind(head: bytes) -> str:
     """Return the kind of a text if its beginning is a table, JSON or JSON lines; else ""."""
     text = head.decode("utf-8", "ignore").removeprefix("\ufeff").lstrip()
-    if re.match(r"\[\s*(\{|$)", text):
-        return "JSON" if re.match(r'\[\s*\{\s*"', text) else ""
     line, ended, rest = text.partition("\n")
+    if re.match(r"\[\s*(\{|$)", text):
+        if line.rstrip().endswith("]") and rest.lstrip().startswith("["):
+            return "JSON lines"  # each a list
+        return "JSON" if re.match(r'\[\s*\{\s*"', text) else ""
     if text.startswith("{"):
         try:
             json.JSONDecoder().raw_decode(line)
@@ -313,12 +318,13 @@ class _Counted(io.RawIOBase):
         return len(data)
 
 
-def check_growth(left: int, name: str) -> None:
+def check_growth(left: float, name: str) -> None:
     """Raise if a packed file has grown beyond what is left of its bound."""
     if left < 0:
         raise ConfigError(
-            f"{name} grows to more than {UNPACKED >> 30} GiB and {RATIO} times its size, as a file"
-            " that is made to fill a machine does; unpack it first if it is yours"
+            f"{name} grows to more than {UNPACKED >> 30} GiB and {RATIO} times its size, its rows"
+            " as objects, as a file that is made to fill a machine does; unpack it first if it is"
+            " yours"
         )
 
 

@@ -16,10 +16,11 @@ import numpy as np
 
 from ..errors import ConfigError
 from ..files import path_of
+from ..models.text.chat import REASONING
 from .chat import Chat, LeftOut, Lesson, left_out_by
 from .data import found
 from .listener import reading
-from .messages import REASONING, shown
+from .messages import shown
 from .records import Record, Records
 from .run_folder import model_folder, model_without_weights, words_folder
 from .spans import NOBODY, encoded

@@ -37,18 +37,24 @@ PAIRS = (
 )
 SEVERAL = ("completions", "responses", "answers")
 LABELS, SCORES = ("label", "labels", "kto_tag"), ("score", "scores", "reward", "rewards")
-WEIGHTS = ("weight", "weights", "sample_weight")
+WEIGHTS = (
+    *("weight", "weights", "sample_weight", "loss_weight", "loss_mask", "assistant_masks"),
+    "completion_mask",
+)
 TOKENS = ("input_ids", "labels", "attention_mask")
 # Columns that change what the others mean: with one of them a row is not learned as it is.
 MEANING = {"chosen", "rejected", "margin", *LABELS, *SCORES, *WEIGHTS, *MEDIA, *TOKENS}
 LEARNS = "finetune learns the next token of texts"
 SIDES = ("chosen", "rejected")
+# Messages as Python prints them.
+PYTHON = re.compile(r"\s*\[\s*\{\s*'(role|from|content|value)'\s*:")
 RAW = ("completion", "chosen", "rejected")  # behind a prompt in text: not a chat
 WRITE = (
     "messages; conversations; instruction and output; prompt and completion; question and answer;"
     " text"
 )
 RESERVED = ("messages", "tools", "add_generation_prompt", "now", "strftime_now")  # to a template
+INDEX = re.compile(r"(Unnamed: \d+)?")  # a column of numbers of rows, as pandas writes and names it
 LONGEST_NAME = 40  # characters of a column that may be a known one
 NAMES = 12  # of columns in a message
 
@@ -90,6 +96,7 @@ def normal(name: str) -> str:
 
 def is_header(cells: Sequence[str]) -> bool:
     """Return whether words are the names of columns that make a form, as a table begins."""
+    cells = [cell for cell in cells if not INDEX.fullmatch(cell)]
     names = {normal(cell) for cell in cells}
     if len(cells) < 2 or not all(re.fullmatch(r"[\w -]{1,40}", cell) for cell in cells):
         return False
@@ -109,8 +116,7 @@ def content_of(
         It has no form, or the form of another method, or a value is wrong; the message has the
         column and the cure.
     """
-    if not isinstance(values, dict):
-        _wrong(f"is {shown(values)}, not an object", 'write {"text": "..."} or another form')
+    check_object(values, 'write {"text": "..."} or another form')
     if ignore:
         values = {name: value for name, value in values.items() if name not in ignore}
     some = tuple(name for name, value in values.items() if value is not None)
@@ -135,6 +141,17 @@ def content_of(
         form = form._replace(name=form.name + (" (ShareGPT)" if "from" in given[0] else ""))
         return Content(form, _with_system(row, form, chat), "", "", tools, options)
     return _pair(row, form, tools, options)
+
+
+def check_object(values: Any, cure: str) -> None:
+    """Raise a ConfigError for a row that is no object."""
+    if isinstance(values, dict):
+        return
+    if isinstance(values, list) and values and isinstance(values[0], dict):
+        cure = "let the name of a file that is one list of rows end in .json"
+        if {"role", "from"} & values[0].keys():
+            cure = 'write a chat as {"messages": [...]}'
+    _wrong(f"is {shown(values)}, not an object", cure)
 
 
 _BLANK: tuple[Any, ...] = ("", [], {})
@@ -219,12 +236,14 @@ def _object(value: Any, name: str | None) -> dict[str, Any] | None:
 
 
 def parsed(value: Any) -> Any:
-    """Return a value that a table holds as JSON."""
+    """Return a value that a table holds as JSON; raise a ConfigError for messages of Python."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
         except (ValueError, RecursionError):
-            pass
+            if PYTHON.match(value):
+                cure = "write them as JSON, for example with json.dumps"
+                _wrong(f"{shown(value)} is messages as Python prints them", cure)
     return value
 
 
@@ -298,6 +317,8 @@ def _other_method(
         ("weighted rows", have(*WEIGHTS),
          "give messages their weight, 0 or 1, and files theirs as FILE:2"),
         ("margins", have("margin"), "remove the column"),
+        ("messages of a chat", have("role") if base == "content" else [],
+         'write a chat in each row, as {"messages": [...]}'),
     ):  # fmt: skip
         if columns:
             beside = [

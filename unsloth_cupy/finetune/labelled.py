@@ -2,6 +2,7 @@
 
 {"text": "...", "label": "good"}                 a class: a name, an integer, true or false
 {"text": "...", "labels": ["short", "funny"]}    several at once, perhaps none
+{"text": "...", "labels": [1, 0, 1]}             the same as a vector: a mark for each class
 {"text": "...", "label": 0.5}                    a number to predict
 """
 
@@ -10,7 +11,19 @@ from typing import Any, NoReturn
 
 from ..core.call import is_integer
 from ..errors import ConfigError
-from .forms import CHATS, LABELS, MEANING, PAIRS, TEXTS, Content, Form, listed, normal, parsed
+from .forms import (
+    CHATS,
+    LABELS,
+    MEANING,
+    PAIRS,
+    TEXTS,
+    Content,
+    Form,
+    check_object,
+    listed,
+    normal,
+    parsed,
+)
 from .messages import shown, text_of
 
 READ = (*TEXTS, "sentence", "review", "comment", "tweet", "utterance")
@@ -26,8 +39,7 @@ def labelled_of(values: Any, ignore: Collection[str] = ()) -> Content:
     ConfigError
         It has no text or no label, or a column of another method; the message has the column.
     """
-    if not isinstance(values, dict):
-        _wrong(f"is {shown(values)}, not an object", WRITE)
+    check_object(values, WRITE)
     row = {name: value for name, value in values.items() if name not in ignore}
     known = {normal(name): name for name in reversed(row)}
     text = next((known[each] for each in READ if each in known), None)
@@ -54,7 +66,9 @@ def labelled_of(values: Any, ignore: Collection[str] = ()) -> Content:
 def _label(value: Any, name: str) -> Any:
     """Return a label as it is stored: a number, a name, or a list of names."""
     if isinstance(value, list):
-        return sorted({_name(each, name) for each in value})
+        # marks of a vector may be false and true, or 0.0 and 1.0: labels.py tells them from names
+        marks = all(isinstance(each, bool | float) and each in (0, 1) for each in value)
+        return [str(int(each)) if marks else _name(each, name) for each in value]
     if isinstance(value, float) and value - value == 0:  # finite
         return value
     return value if is_integer(value, -(2**53)) else _name(value, name)
@@ -66,10 +80,11 @@ def _name(value: Any, column: str) -> str:
         return str(value).lower()
     if is_integer(value, -(2**53)):
         return str(int(value))
-    if not isinstance(value, str) or not value.strip():
-        cure = f"write {column} as a name, an integer, a list of these, or a number"
+    text = value.strip() if isinstance(value, str) else ""
+    if not text or (text[0] == "[" and text[-1] == "]"):  # a list that is not JSON
+        cure = f"write {column} as a name, an integer, a list of these in JSON, or a number"
         _wrong(f"{column} is {shown(value)}", cure)
-    return text_of(value, column).strip()
+    return text_of(text, column)
 
 
 def _wrong(problem: str, cure: str) -> NoReturn:

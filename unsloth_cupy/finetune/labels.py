@@ -1,6 +1,6 @@
 """What the labels of texts are: classes, several at once, or numbers; and which one is which."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
@@ -8,6 +8,7 @@ from ..models.configs.heads import PROBLEMS
 from .messages import shown
 
 REGRESSION, SINGLE, MULTI = PROBLEMS
+MARKS = {"0", "1"}  # of classes in a vector
 NAME, SET, NUMBER = "a class", "a list", "a number"
 SHOWN = 12  # labels in a message
 
@@ -23,19 +24,28 @@ class Labels(NamedTuple):
         The classes, in the order of the outputs; none of a regression.
     sets : tuple of tuple of str
         The sets of classes that texts have, if they have several.
+    vector : bool
+        Whether a row has a 0 or a 1 for each class, as transformers takes them.
     """
 
     problem: str
     names: tuple[str, ...] = ()
     sets: tuple[tuple[str, ...], ...] = ()
+    vector: bool = False
 
     def number(self, value: Any) -> float:
         """Return a label as a number: of a class its place, of several that of their set."""
         if self.problem == REGRESSION:
             return float(value)
         if self.problem == MULTI:
-            return float(self.sets.index(tuple(value)))
+            return float(self.sets.index(self.classes(value)))
         return float(self.names.index(str(value)))
+
+    def classes(self, value: Sequence[str]) -> tuple[str, ...]:
+        """Return the classes that a list holds, or that a vector marks by 1."""
+        if self.vector:
+            value = [n for n, mark in zip(self.names, value, strict=True) if mark == "1"]
+        return tuple(sorted({*value}))
 
     def vectors(self) -> list[list[bool]]:
         """Return for each set which classes are in it."""
@@ -48,7 +58,8 @@ def labels_of(records: Iterable[Any], place: Any, known: Mapping[str, Any] | Non
     Raises
     ------
     ConfigError
-        Rows differ in kind, all have one label, or one that the classifier does not have.
+        Rows differ in kind, all have one label, or one that the classifier does not have; or lists
+        of 0 and 1 may be vectors or the names of classes.
     """
     first: dict[Any, int] = {}  # of each label, its line
     for record in records:
@@ -62,15 +73,44 @@ def labels_of(records: Iterable[Any], place: Any, known: Mapping[str, Any] | Non
     (kind,) = kinds
     if kind == NUMBER or (kind == NAME and _are_numbers(first)):
         return Labels(REGRESSION)
+    size = _size(first, place) if kind == SET else 0
     every = {name for value in first for name in (value if kind == SET else (str(value),))}
     names = tuple(sorted(every, key=_order if all(map(_is_integer, every)) else str))
+    if size:
+        names = tuple(map(str, range(size)))
     if known is not None:
-        names = _as_known(names, known)
+        names = _as_known(() if size else names, known)
+        if size not in (0, len(names)):
+            problem = f"vectors have {size} entries, and the model {len(names)} labels"
+            raise ConfigError(f"{place(min(first.values()))}: {problem}; name another model")
     elif len(every) < 1 + (kind == NAME):
         only = f"have the label {names[0]}" if names else "have no label"
         raise ConfigError(f"{place(min(first.values()))}: all rows {only}; give rows of two labels")
-    sets = tuple(sorted(first)) if kind == SET else ()
-    return Labels(MULTI if kind == SET else SINGLE, names, sets)
+    if kind != SET:
+        return Labels(SINGLE, names)
+    labels = Labels(MULTI, names, vector=bool(size))
+    return labels._replace(sets=tuple(sorted({labels.classes(value) for value in first})))
+
+
+def _size(lists: Mapping[Any, int], place: Any) -> int:
+    """Return the entries of vectors of 0 and 1, a place for each class; 0: lists hold names.
+
+    Lists of one length above 1 are vectors: as names they would all hold the same two.
+    """
+    sizes = {len(each) for each in lists}
+    size = min(sizes)
+    if len(sizes) == 1 and {name for each in lists for name in each} <= MARKS:
+        if size == 1:
+            cure = 'write a class in each row as "label": 0, and no class as []'
+            problem = "labels are lists of one 0 or 1 each, a mark or the name of a class"
+            raise ConfigError(f"{place(min(lists.values()))}: {problem}; {cure}")
+        return size
+    for each, line in lists.items():
+        if len({*each}) < len(each) and all(map(_is_integer, each)):
+            problem = f"the label {shown(', '.join(each))} holds a number twice"
+            cure = "write the names of its classes, or vectors of 0 and 1 of one length everywhere"
+            raise ConfigError(f"{place(line)}: {problem}; {cure}")
+    return 0
 
 
 def _kind(value: Any) -> str:

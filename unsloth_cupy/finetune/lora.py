@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ..core.call import check_fields
 from ..errors import ConfigError
 from ..placement import to_numpy
 from .naming import named
@@ -36,6 +37,11 @@ class Lora:
         scale = alpha / sqrt(rank).
     dora : bool
         Train the norm of each row of W too (DoRA).
+
+    Raises
+    ------
+    ConfigError
+        An argument has another type; the message names it.
     """
 
     rank: int
@@ -44,6 +50,10 @@ class Lora:
     targets: str | Sequence[str] = ALL
     rslora: bool = False
     dora: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the types; the numbers are checked as settings."""
+        check_fields(self)
 
     def settings(self) -> dict[str, Any]:
         """Return these as fields of ``Settings``."""

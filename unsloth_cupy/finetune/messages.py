@@ -8,9 +8,11 @@ has a content, or calls, or reasoning; one that is not learned may be empty.
 """
 
 import json
+import re
 from typing import Any, NoReturn
 
 from ..errors import ConfigError
+from ..models.text.chat import REASONING
 
 ROLES = ("system", "user", "assistant", "tool")
 OTHERS = {  # names of roles in published files
@@ -19,8 +21,10 @@ OTHERS = {  # names of roles in published files
     "function_response": "tool", "function_call": "assistant", "tool_call": "assistant",
 }  # fmt: skip
 CALLS = ("function_call", "tool_call")  # roles whose text is a call in JSON
-REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing, by the names of templates
-LEARNED = ("weight", "train", "training", "trainable", "loss")  # one thing, by its names in files
+LEARNED = (  # one thing, by its names in files
+    *("weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight", "learn"),
+)
+FLAG = re.compile("loss|train|learn|mask|weight|supervis|target|ignore|skip|exclu", re.I)
 SPANS = "train_detail"  # which characters of an answer are learned
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 TEXT_PARTS = (None, "text", "input_text", "output_text")
@@ -146,6 +150,11 @@ def _check_kinds(more: dict[str, Any], name: str) -> None:
             _wrong(f"{name}.{key} is {shown(json.dumps(value))}", cure)
     if len({*map(int, weights.values())}) > 1:
         _wrong(f"{name} has {' and '.join(weights)}, which differ", "give one of them")
+    for key, value in more.items():
+        text = isinstance(value, str) and value.lower() not in ("0", "1", "true", "false")
+        if FLAG.search(key) and key != SPANS and not text:
+            cure = "write it as weight, 0 or 1, if it says what is learned, else leave it out"
+            _wrong(f"{name} has {shown(key)}, which is not known", cure)
     if weights:
         more["weight"] = int(next(iter(weights.values())))
 

@@ -15,7 +15,17 @@ from collections.abc import Collection
 from typing import Any, NoReturn
 
 from ..errors import ConfigError
-from .forms import CHATS, QUESTIONS, SIDES, Content, content_of, listed, normal, parsed
+from .forms import (
+    CHATS,
+    QUESTIONS,
+    SIDES,
+    Content,
+    check_object,
+    content_of,
+    listed,
+    normal,
+    parsed,
+)
 from .messages import checked_messages, shown, text_of
 
 RATINGS = ("label", "labels", "kto_tag")
@@ -122,8 +132,7 @@ def number_of(value: Any, name: str) -> float:
 
 def _columns(values: Any, ignore: Collection[str]) -> tuple[dict[str, Any], dict[str, str]]:
     """Return a row without the columns to ignore, and its columns by their usual names."""
-    if not isinstance(values, dict):
-        _wrong(f"is {shown(values)}, not an object", WRITE)
+    check_object(values, WRITE)
     row = {name: value for name, value in values.items() if name not in ignore}
     return row, {normal(name): name for name, value in row.items() if value is not None}
 
@@ -138,7 +147,9 @@ def _side(value: Any, name: str) -> Any:
 def _shared(chosen: str, rejected: str) -> str:
     """Return what two texts begin with, without a space at its end."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
-    stop = next((n for n, (a, b) in pairs if a != b), min(len(chosen), len(rejected)))
+    # of a text with which the other begins, the last character is the answer
+    most = min(len(each.rstrip()) for each in (chosen, rejected)) - 1
+    stop = min(next((n for n, (a, b) in pairs if a != b), most), most)
     return chosen[: stop - (stop > 0 and chosen[stop - 1] == " ")]
 
 

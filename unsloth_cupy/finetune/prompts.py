@@ -12,8 +12,18 @@ from collections.abc import Collection
 from typing import Any, NoReturn
 
 from ..errors import ConfigError
-from .forms import CHATS, CONTEXTS, QUESTIONS, SYSTEMS, Content, content_of, listed, normal, parsed
-from .messages import shown
+from .forms import (
+    CHATS,
+    CONTEXTS,
+    QUESTIONS,
+    SYSTEMS,
+    Content,
+    check_object,
+    content_of,
+    listed,
+    normal,
+    parsed,
+)
 from .rewards import GIVEN
 
 ASKS = {*CHATS, *QUESTIONS, *CONTEXTS, *SYSTEMS, "tools", "functions", "history",
@@ -31,8 +41,7 @@ def prompt_of(values: Any, ignore: Collection[str] = ()) -> Content:
         It holds no question, or one that is answered, or a value is wrong; the message has the
         column.
     """
-    if not isinstance(values, dict):
-        _wrong(f"is {shown(values)}, not an object", WRITE)
+    check_object(values, WRITE)
     row = {name: value for name, value in values.items() if name not in ignore}
     asked = {name: value for name, value in row.items() if value is not None}
     asked = {name: value for name, value in asked.items() if normal(name) in ASKS}

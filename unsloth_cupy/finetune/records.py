@@ -36,7 +36,8 @@ RECORDS = 1000  # records of a large file that a new tokenizer reads at a time
 FIRST = 100  # rows of each file that are looked at before all are read
 HELD_OUT_PROMPTS = 100  # each of which is answered; a share of right answers is exact to 0.05
 MOST_NAMES = 1000  # of columns that are not read
-IN_MEMORY = 2**26  # characters of records that are kept in memory
+IN_MEMORY = 2**26  # bytes of records that are kept in memory
+RECORD, ITEM = 256, 100  # bytes of a record's objects, and of each item of its lists and objects
 READERS: Mapping[str, Callable[..., Content]] = {
     TEXTS: content_of, PAIRS: pair_of, RATED: rated_of, SCORED: scored_of,
     LABELLED: labelled_of, RELATED: related_of, PROMPTS: prompt_of,
@@ -184,7 +185,7 @@ class _Collected:
     """Records as they are read: in memory, and in a temporary file beyond ``IN_MEMORY``."""
 
     def __init__(self) -> None:
-        self.records, self.waiting = list[Record](), 0  # those in memory, and their characters
+        self.records, self.waiting = list[Record](), 0  # those in memory, and their bytes
         self.kept: Temporary | None = None
         self.starts = array("q", [0])
         self.digests, self.sizes = bytearray(), array("q")
@@ -195,7 +196,7 @@ class _Collected:
         self.digests += hashlib.blake2b(content.encode(), digest_size=16).digest()
         self.sizes.append(len(content))
         self.records.append(record)
-        self.waiting += len(content)
+        self.waiting += RECORD + ITEM * content.count(",") + len(content)
         if self.waiting > (SMALL if self.kept else IN_MEMORY):
             self._store()
 

@@ -4,11 +4,12 @@
 {"query": "...", "pos": ["..."], "neg": ["...", "..."]}   answer, sentence1 and sentence2, ...
 """
 
+import re
 from collections.abc import Collection
 from typing import Any, NoReturn
 
 from ..errors import ConfigError
-from .forms import MEANING, PAIRS, Content, Form, listed, normal, parsed
+from .forms import MEANING, PAIRS, Content, Form, check_object, listed, normal, parsed
 from .messages import shown, text_of
 
 RELATED = (*PAIRS, ("query", "answer"), ("question", "answer"), ("question", "document"))
@@ -24,8 +25,7 @@ def related_of(values: Any, ignore: Collection[str] = ()) -> Content:
     ConfigError
         It has no such texts, or a column of another method; the message has the column.
     """
-    if not isinstance(values, dict):
-        _wrong(f"is {shown(values)}, not an object", WRITE)
+    check_object(values, WRITE)
     row = {name: value for name, value in values.items() if name not in ignore}
     known = {normal(name): name for name in reversed(row) if row[name] is not None}
     pair = next((each for each in RELATED if {*each} <= known.keys()), None)
@@ -49,6 +49,8 @@ def related_of(values: Any, ignore: Collection[str] = ()) -> Content:
 def _texts(value: Any, name: str) -> list[str]:
     """Return a text, or a list of texts, as a list."""
     value = parsed(value)
+    if isinstance(value, str) and re.fullmatch(r"\[\s*['\"].*['\"]\s*\]", value, re.DOTALL):
+        _wrong(f"{name} is {shown(value)}, no list in JSON", f"write {name} with json.dumps")
     return [text_of(each, name) for each in (value if isinstance(value, list) else [value])]
 
 

@@ -5,9 +5,9 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
-from ..core.call import is_integer, is_number
+from ..core.call import check_fields, is_integer, is_number
 from ..errors import ConfigError
 from ..files import read_json
 from ..models.adapters.into import CHOICES
@@ -73,9 +73,10 @@ class Settings:
     Raises
     ------
     ConfigError
-        A value is out of range or no choice; the message names the field.
+        A value has another type, is out of range or no choice; the message names the field.
     """
 
+    CALL: ClassVar[str] = "Settings"
     pack: bool | None = setting("data", "Lines share rows.  [default: {pack}]")
     batch: int = setting("data", "Rows of text in a step.", 4, least=1)
     tokens: int | None = setting(
@@ -240,7 +241,7 @@ class Settings:
     loss_scale: float = 65536.0
     dynamic_scaling: bool = True
 
-    eval: Any = setting(  # noqa: RUF009 -- a field
+    eval: str | Path | float | Records | Text | None = setting(  # noqa: RUF009 -- a field
         "evaluation", "File to evaluate on, or a share of the text as 0.05.  [default: a tenth]"
     )
     evaluate_every: int | None = setting(
@@ -306,6 +307,7 @@ class Settings:
     save_every: int = setting("output", "Steps between checkpoints.", 100, least=1)
 
     def __post_init__(self) -> None:
+        check_fields(self)
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value is not None or field.default is not None:
@@ -418,10 +420,6 @@ class Settings:
             raise ConfigError(f"{named(eval=self.eval)}: give a file, or a share above 0, below 1")
         if self.threshold and self.patience is None:
             raise ConfigError(f"{named('threshold')} is of {named('patience')}; give both")
-        for name in ("sample_prompt", "report_to", "reward"):
-            if isinstance(text := getattr(self, name), str):
-                cure = f"give a list of texts, as {named(**{name: [text]})}"
-                raise ConfigError(f"{named(**{name: text})}: {cure}")
         usual = {n: v for n, v in Lora(0).settings().items() if n != "lora"}
         changed = {n: getattr(self, n) for n, v in usual.items() if getattr(self, n) != v}
         if self.lora is None and changed:

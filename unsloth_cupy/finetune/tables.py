@@ -7,6 +7,7 @@ import codecs
 import csv
 import importlib.util
 import json
+import math
 import os
 import re
 import subprocess
@@ -24,7 +25,7 @@ from .text import BREAK, PIECE, SMALL
 
 PROCESSED = ("Parquet", "Arrow")  # kinds that a process of its own reads
 LONGEST = SMALL  # bytes of a row: its text is tokenised as a whole
-ROW = 100  # bytes that a row takes at least, however short: a small file may hold very many
+ROW = 400  # bytes that a row takes in memory, however short: a small file may hold very many
 MARK = b"\xef\xbb\xbf"
 PROCESS = Path(__file__).with_name("table_process.py")
 BLANK = 100_000  # lines one after another: a small packed file may hold a billion
@@ -60,6 +61,14 @@ def rows_of(file: Located, digest: Any) -> Iterator[Row]:
     ConfigError
         The file cannot be read, or a row is not one; the message has file, line and cure.
     """
+    most = bound(file.path) if file.packing or file.kind in PROCESSED else math.inf
+    for count, row in enumerate(_read(file, digest), 1):
+        check_growth(most - count * ROW, file.name)
+        yield row
+
+
+def _read(file: Located, digest: Any) -> Iterator[Row]:
+    """Yield the rows of a file."""
     if file.kind in PROCESSED:
         yield from _from_process(unpacked(file), digest)
         return
@@ -226,6 +235,9 @@ def _table(file: Located, stream: BinaryIO, digest: Any) -> Iterator[Row]:
     try:
         reader = csv.reader(_behind(first, source), delimiter=delimiter, strict=True)
         header = next(reader, [])
+        blank = (n for n, name in enumerate(header) if name.strip())
+        for place in range(next(blank, 0)):  # of row numbers, which pandas writes without a name
+            header[place] = f"Unnamed: {place}"  # as it reads them
         if len({*header}) < len(header) or not all(map(str.strip, header)):
             cure = "write the names of the columns there, each once"
             _wrong(file, 1, f"its first line is {', '.join(map(repr, header))[:80]}", cure)
@@ -288,7 +300,7 @@ def _from_process(file: Located, digest: Any) -> Iterator[Row]:
                         raise ConfigError(f"{file.name} cannot be read: {problem}; {cure}")
                     share = range(size // max(1, count))
                     continue
-                left -= len(line) + ROW
+                left -= len(line)
                 check_growth(left, file.name)
                 yield Row(share, number, json.loads(line))
         except BaseException:

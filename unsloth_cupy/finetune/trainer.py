@@ -155,7 +155,8 @@ class Trainer:
         if lora is not None:
             each = _with_lora(each, lora)
         if evaluate is not None:
-            each = dataclasses.replace(each, eval=evaluate)
+            other: Any = evaluate
+            each = dataclasses.replace(each, eval=other)
         self.evaluate: Any = each.eval
         if not isinstance(each.eval, int | float | Records | Text | None):
             self.evaluate = path_of("Trainer: evaluate", each.eval)

@@ -15,6 +15,7 @@ import numpy as np
 from ..errors import CommunicationError, DeviceError, printable
 from .communicator import check_color
 from .exchanges import MIXED, Exchanges, raw
+from .sockets import first_of
 
 DATA, NUMBERS = range(2)  # message tags: of arrays, and of ``_gather_rows``
 PRINTED = 0.3  # seconds for mpiexec to forward printed output before it ends all processes
@@ -60,7 +61,8 @@ class MpiCommunicator(Exchanges):
         self._comm = (self._mpi.COMM_WORLD if comm is None else comm).Dup()
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
         world = self._mpi.COMM_WORLD.Get_size()
-        self._cores = int(os.environ.get("MPI_LOCALNRANKS", world)) <= (os.cpu_count() or 1)
+        local = int(first_of(os.environ, ("MPI_LOCALNRANKS",)) or world)
+        self._cores = local <= (os.cpu_count() or 1)
         self._sent: list[tuple[Any, Any]] = []  # requests of pending messages, and their arrays
         if world > 1:
             _end_all_on_error(self._mpi)

@@ -25,6 +25,7 @@ from .exchanges import MIXED, Exchanges, raw
 NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_LAUNCH_NODE_IPADDR")
 PORTS = range(20000, 32000)  # below the ephemeral ports of operating systems
 LOOPBACK = "127.0.0.1"
+NUMBER = re.compile("[0-9]{1,18}")  # of a rank, a port or a job
 RANK, SIZE = ("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")
 
 
@@ -177,9 +178,9 @@ def rendezvous(environment: Mapping[str, str]) -> tuple[int, int, str, int]:
     if address is not None and size is not None and environment.get(local) == size:
         address = LOOPBACK
     job = environment.get("SLURM_JOB_ID", "")
-    if port is None and job.isdigit():
+    if port is None and NUMBER.fullmatch(job):
         port = str(PORTS.start + int(job) % len(PORTS))
-    if None in (rank, size) or address is None or not (port or "").isdigit():
+    if None in (rank, size) or address is None or not NUMBER.fullmatch(port or ""):
         variables = {name: environment.get(name) for name in (*RANK, *SIZE)}
         listed = ", ".join(f"{n}={v}" for n, v in variables.items() if v is not None)
         problem = f"from_environment: {listed} MASTER_ADDR={address} MASTER_PORT={port} is not"
@@ -201,4 +202,4 @@ def first_host(nodes: str) -> str:
 def first_of(environment: Mapping[str, str], names: tuple[str, ...]) -> str | None:
     """Return the first of these variables that is a number, or None."""
     values = (environment.get(name, "") for name in names)
-    return next((value for value in values if value.isdigit()), None)
+    return next((value for value in values if NUMBER.fullmatch(value)), None)

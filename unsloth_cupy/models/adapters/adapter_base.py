@@ -8,12 +8,13 @@ models, $HF_HUB_CACHE or $HF_HOME/hub.  Nothing is downloaded.
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...core.call import check_entries
 from ...errors import ConfigError
-from ...files import missing_folder_advice, read_json
+from ...files import missing_folder_advice, present, read_json
 from ..folders.checkpoint_files import opened
 from ..gguf.opening import folder_of, source_of
 
@@ -25,6 +26,26 @@ MERGE = (
     "merge the adapter in peft first, and load the merged folder:"
     " AutoPeftModelForCausalLM.from_pretrained(adapter).merge_and_unload().save_pretrained(folder)"
 )
+
+
+NAMES = Sequence[str] | None
+KINDS: Mapping[str, Any] = {  # types of values in adapter_config.json
+    **dict.fromkeys(("base_model_name_or_path", "task_type", "revision", "bias"), str | None),
+    **dict.fromkeys(("use_rslora", "use_dora", "lora_bias", "inference_mode"), bool | None),
+    **dict.fromkeys(("target_modules", "exclude_modules", "layers_pattern"), str | NAMES),
+    **dict.fromkeys(("modules_to_save", "target_parameters"), NAMES),
+    **dict.fromkeys(("rank_pattern", "alpha_pattern", "loftq_config"), Mapping | None),
+    "peft_type": str | None, "init_lora_weights": bool | str | None,
+    "layers_to_transform": int | Sequence[int] | None,
+    "trainable_token_indices": Sequence[int] | Mapping | None,
+}  # fmt: skip
+
+
+def read_settings(folder: Path) -> dict[str, Any]:
+    """Return the content of adapter_config.json, each value of which has the type in ``KINDS``."""
+    settings = read_json(folder / ADAPTER)
+    check_entries(folder / ADAPTER, settings, KINDS)
+    return settings
 
 
 def base_of(folder: Path, base: str | os.PathLike[str] | None = None) -> Path | None:
@@ -42,7 +63,7 @@ def base_of(folder: Path, base: str | os.PathLike[str] | None = None) -> Path | 
             problem = f"{folder} holds no {ADAPTER}: base={str(base)!r} is for an adapter"
             raise ConfigError(f"{problem}; leave it out")
         return None
-    settings = read_json(folder / ADAPTER) if base is None else {}
+    settings = read_settings(folder) if base is None else {}
     known = settings.get(BASE, settings.get("model"))  # the second is of mlx-lm
     name = known if base is None else os.fspath(base)
     named = isinstance(name, str) and name.strip(" ./")
@@ -57,15 +78,7 @@ def base_of(folder: Path, base: str | os.PathLike[str] | None = None) -> Path | 
 
 def _is_model(path: Path) -> bool:
     """Return whether a path is a folder or a GGUF file."""
-    return _is_folder(path) or (path.suffix.lower() == ".gguf" and path.is_file())
-
-
-def _is_folder(path: Path) -> bool:
-    """Return whether a path is a folder; a name that no disk takes is not one."""
-    try:
-        return path.is_dir()
-    except OSError:
-        return False
+    return present(path) and (path.is_dir() or path.suffix.lower() == ".gguf")
 
 
 def _places(adapter: Path, name: str, revision: Any) -> list[Path]:
@@ -99,7 +112,10 @@ def cached(name: str, revision: str = "main") -> list[Path]:
     except (OSError, ValueError):
         commit = revision  # a commit itself
     snapshots = model / "snapshots"
-    inside = commit in {path.name for path in snapshots.glob("*")}
+    try:
+        inside = commit in {path.name for path in snapshots.glob("*")}
+    except OSError:  # a name that no disk takes
+        return []
     return [snapshots / commit] if inside and (snapshots / commit / "config.json").exists() else []
 
 
@@ -124,7 +140,7 @@ def base_name(config: Mapping[str, Any], folder: Path | None) -> str | None:
         isinstance(known, str)
         and "/" in known
         and NAME.fullmatch(known)
-        and not _is_folder(Path(known))
+        and not present(Path(known))
     ):
         return known
     return None if folder is None else str(source_of(folder).resolve())

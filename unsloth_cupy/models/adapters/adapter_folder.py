@@ -11,8 +11,8 @@ import numpy as np
 
 from ...core.call import is_integer, is_number
 from ...core.dtypes import FLOAT32, FLOATS, Array, allowed
-from ...errors import ConfigError
-from ...files import missing_folder_advice, of_one_save, path_of, read_json
+from ...errors import ConfigError, shortened
+from ...files import missing_folder_advice, of_one_save, path_of
 from ..configs.config import Config
 from ..configs.names import TABLE, parameter_name
 from ..folders.checkpoint_files import opened
@@ -31,7 +31,7 @@ from .adapter import (
     linear_layers,
     module_of,
 )
-from .adapter_base import MERGE, WEIGHTS
+from .adapter_base import MERGE, WEIGHTS, read_settings
 from .adapter_experts import of_stacks
 from .adapter_patterns import by_pattern, targeted
 from .adapter_stacks import Stack, listed_stacks, named_alone, pattern_name
@@ -207,7 +207,7 @@ def _fitting(array: Array, dtype: np.dtype[Any]) -> Array:
 
 def _read(path: Path, config: Config) -> tuple[dict[str, Any], dict[str, Array]]:
     """Return the settings and the tensors of an adapter's folder."""
-    settings = read_json(path / CONFIG)
+    settings = read_settings(path)
     if is_of_mlx(path, settings):
         settings, tensors = read_mlx(path, config, settings)
         _check(path / CONFIG, settings)
@@ -254,13 +254,10 @@ def _check(path: Path, settings: Mapping[str, Any]) -> None:
     unread = [key for key, value in settings.items() if key not in KNOWN and value]
     if unread:
         problem = "settings that are not known here, and are ignored as in a peft without them"
-        warnings.warn(f"{path}: {problem}: {', '.join(unread)}", stacklevel=6)
+        warnings.warn(shortened(f"{path}: {problem}: {', '.join(unread)}"), stacklevel=6)
     for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         _check_number(path, key, settings.get(key, 8))
-        patterns = settings.get(pattern) or {}
-        if not isinstance(patterns, Mapping):
-            raise ConfigError(f"{path}: {pattern} is {patterns!r}; it must be a dict")
-        for name, value in patterns.items():
+        for name, value in (settings.get(pattern) or {}).items():
             _check_number(path, f"{pattern}[{name!r}]", value)
     dropout = settings.get("lora_dropout") or 0.0
     if not is_number(dropout) or not 0 <= dropout < 1:

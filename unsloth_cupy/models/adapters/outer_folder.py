@@ -17,7 +17,7 @@ from ..configs.names import HEAD, SCORE, TABLE, parameter_name
 from ..folders.checkpoint_files import opened
 from ..folders.lazy_parameter import StoredTensor
 from .adapter import CONFIG, PREFIX, module_of
-from .adapter_base import WEIGHTS
+from .adapter_base import WEIGHTS, read_settings
 from .outer_weights import (
     LOW_RANK,
     OUTER,
@@ -49,7 +49,7 @@ def _implied_head(lora: Path, base: Path, labels: int | None) -> tuple[str | Non
     wanted = {"SEQ_CLS": SEQUENCE, "TOKEN_CLS": TOKEN, "FEATURE_EXTRACTION": NONE}
     if not (lora / CONFIG).is_file() or not (base / "config.json").is_file():
         return None, labels
-    head = wanted.get(str(read_json(lora / CONFIG).get("task_type")))
+    head = wanted.get(str(read_settings(lora).get("task_type")))
     if head is None or head_of(read_json(base / "config.json")) == head:
         return None, labels
     if labels is None and head != NONE and (lora / WEIGHTS).is_file():
@@ -133,7 +133,7 @@ def _settings_and_shapes(lora: Path) -> tuple[Any, dict[str, Any]]:
         return None, {}
     with opened(lora / WEIGHTS) as tensors:
         shapes = {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}  # noqa: SIM118
-    return read_json(lora / CONFIG), shapes
+    return read_settings(lora), shapes
 
 
 def base_tables(names: Iterable[str], trained: Collection[str]) -> dict[str, str]:

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ...core.call import check_entries
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
 from .lazy_parameter import StoredTensor
@@ -127,6 +128,18 @@ WEIGHTS: Mapping[str, Any] = {
 }
 
 
+KINDS: Mapping[str, Any] = {  # types of the values of all of these keys
+    **dict.fromkeys(("bits", "w_bit", "group_size", "q_group_size", "num_bits"), int | None),
+    **dict.fromkeys(("desc_act", "sym", "symmetric", "zero_point", "dequantize"), bool | None),
+    **dict.fromkeys(("modules_to_not_convert", "modules_to_convert"), Sequence[str] | None),
+    **dict.fromkeys(("ignore", "ignored_layers", "targets"), Sequence[str] | None),
+    **dict.fromkeys(("config_groups", "dynamic", "observer_kwargs"), Mapping | bool | None),
+    **dict.fromkeys(("weight_block_size", "block_structure"), str | Sequence[int] | None),
+    **dict.fromkeys(("activation_scheme", "strategy", "type", "format"), str | None),
+    **dict.fromkeys(("checkpoint_format", "packing_format", "fmt", "scale_fmt"), str | None),
+}
+
+
 class Part(NamedTuple):
     """A tensor of a weight: where it is, its shape, and the name of its dtype."""
 
@@ -156,6 +169,7 @@ def check_quantization(facts: Mapping[str, Any]) -> None:
     method = facts["quant_method"]
     if method not in KEYS:
         return
+    check_entries(f"config: {KEY} of {method}", facts, KINDS)
     _check(f"{KEY} of {method}", facts, {**KEYS[method], "quant_method": (method,)})
     if method == "auto-round" and facts.get("packing_format") not in PACKINGS:
         problem = f"packing_format is missing; it must be {' or '.join(PACKINGS)}"
@@ -169,6 +183,8 @@ def check_quantization(facts: Mapping[str, Any]) -> None:
             problem = f"{KEY}: {name} of config_groups is {str(group)[:60]}, without its weights"
             raise ConfigError(f"config: {problem}; load the plain weights instead")
         _check(f"{KEY}, {name}", group, GROUP)
+        check_entries(f"config: {KEY}, {name}", group, KINDS)
+        check_entries(f"config: {KEY}, weights of {name}", group["weights"], KINDS)
         _check(f"{KEY}, weights of {name}", group["weights"], WEIGHTS)
         if group["weights"].get("type") == "float" and group["weights"].get("num_bits") != 8:
             problem = f"weights of {name} are floats of {group['weights'].get('num_bits')} bits"

@@ -41,6 +41,7 @@ Message = Mapping[str, Any]
 FIXED = datetime(2024, 7, 26)  # the day of training texts: a resumed run must get the same ones
 Tools = Sequence[Mapping[str, Any]] | None
 Options = Mapping[str, Any] | None  # what else a template is told, as enable_thinking
+REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing, by the names of templates
 PARTS = re.compile(r"[.'\"]type\b")  # of a part
 PRIVATE = range(0xE000, 0xF900)  # characters of no script
 
@@ -168,10 +169,24 @@ class Chat:
         form = _in_parts if self.takes_parts else dict
         return self.template.render([
             {"documents": None, **self.tokens, **(options or {}), "tools": tools,
-             "messages": [*map(form, messages)], "add_generation_prompt": answer,
-             "now": now.isoformat()}
+             "messages": [form(self._named(each)) for each in messages],
+             "add_generation_prompt": answer, "now": now.isoformat()}
             for messages, answer in requests
         ])  # fmt: skip
+
+    @functools.cached_property
+    def reasoning(self) -> list[str]:
+        """The names by which the template reads the reasoning before an answer."""
+        read = r"""(\.{0}\b|['"]{0}['"])"""  # the word alone may stand in a comment, or a text
+        return [key for key in REASONING if re.search(read.format(key), self.source)]
+
+    def _named(self, message: Message) -> Message:
+        """Return a message whose reasoning has the name by which the template reads it."""
+        name = next((key for key in REASONING if message.get(key)), None)
+        if name is None or not self.reasoning or name in self.reasoning:
+            return message
+        others = {key: value for key, value in message.items() if key != name}
+        return others | {self.reasoning[0]: message[name]}
 
     @functools.cached_property
     def takes_parts(self) -> bool:

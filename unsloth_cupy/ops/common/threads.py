@@ -3,6 +3,7 @@
 import contextvars
 import functools
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +16,7 @@ T = TypeVar("T")
 def count() -> int:
     """Return how many threads to use: OMP_NUM_THREADS, or the cores available to this process."""
     wanted = os.environ.get("OMP_NUM_THREADS", "")
-    if wanted.isdigit() and int(wanted):
+    if re.fullmatch("[0-9]{1,9}", wanted) and int(wanted):
         return int(wanted)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

@@ -64,7 +64,7 @@ class Op(Generic[P, R]):
         self.facts = facts  # for benchmarks, plans and frameworks: see ``op``
         self.called = self.__name__.removesuffix("_forward").replace("_over_", "_")  # in messages
         self.signature, self.definition, self.widen = signature, definition, widen
-        self.contract = parse(signature)
+        self.contract = parse(signature, facts.get("bound"))
         self.names = tuple(operand.name for operand in self.contract.inputs)
         parameters = inspect.signature(definition).parameters
         self.positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters.values())
@@ -133,7 +133,8 @@ class Op(Generic[P, R]):
             contract = backward_of(self.contract, names, self.positional)
         except TypeError as error:
             raise TypeError(f"{definition.__name__}: {self.__name__} has {error}") from error
-        self.backward = Op(str(contract), definition, widen)
+        bound = {"bound": contract.derived} if contract.derived else {}
+        self.backward = Op(str(contract), definition, widen, **bound)
         return self.backward
 
     def library_of(self, arrays: Sequence[Any]) -> str:

@@ -11,6 +11,7 @@ from ...core.call import is_integer
 from ...core.dtypes import Array
 from ...core.op import op
 from ...errors import ConfigError, RangeError, ShapeError
+from ..common.checks import check_shape
 from ..common.elementwise import by_element
 
 Key = int | slice | EllipsisType | tuple[int | slice | EllipsisType | None, ...] | None
@@ -123,6 +124,9 @@ def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
 @reshape.gradient(widen=False)
 def reshape_backward(dy: Array, x: Array) -> Array:
     """Return the gradient of x."""
+    if dy.size != x.size:
+        problem = f"reshape_backward: dy {dy.shape} has {dy.size} elements and x {x.shape} {x.size}"
+        raise ShapeError(problem, expected=x.size, actual=dy.size)
     return dy.reshape(x.shape)
 
 
@@ -152,7 +156,9 @@ def columns(x: Array, *, start: int, stop: int) -> Array:
 def columns_backward(dy: Array, x: Array, *, start: int, stop: int) -> Array:
     """Return the gradient of x: dy, with zeros around it."""
     dx = np.zeros_like(x)
-    dx[..., start:stop] = dy
+    part = dx[..., start:stop]
+    check_shape("columns_backward", "dy", dy.shape, part.shape)
+    part[...] = dy
     return dx
 
 
@@ -182,6 +188,7 @@ def transpose(x: Array, *, order: tuple[int, ...] | None = None) -> Array:
 def transpose_backward(dy: Array, x: Array, *, order: tuple[int, ...] | None = None) -> Array:
     """Return the gradient of x."""
     places = _places(x.shape, order)
+    check_shape("transpose_backward", "dy", dy.shape, tuple(x.shape[axis] for axis in places))
     return dy.transpose([places.index(axis) for axis in range(x.ndim)])
 
 
@@ -255,6 +262,7 @@ def index(x: Array, *, key: Key) -> Array:
 def index_backward(dy: Array, x: Array, *, key: Key) -> Array:
     """Return the gradient of x: dy, with zeros around it."""
     dx = np.zeros_like(x)
+    check_shape("index_backward", "dy", dy.shape, dx[key].shape)
     dx[key] = dy
     return dx
 

@@ -12,6 +12,7 @@ from ...core.call import is_integer
 from ...core.dtypes import Array
 from ...core.op import op
 from ...errors import ConfigError, ShapeError
+from ..common.checks import check_shape
 
 Axes = int | tuple[int, ...] | None
 
@@ -54,7 +55,7 @@ def sum(x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
 @sum.gradient(widen=False)
 def sum_backward(dy: Array, x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
     """Return the gradient of x: dy, repeated."""
-    return _repeated(dy, x, _axes("sum", x.shape, axis))
+    return _repeated("sum_backward", dy, x, _axes("sum", x.shape, axis), keepdims)
 
 
 @op("x(*axes) -> y(*rest)", autocast="float32", sizes=_rest)
@@ -89,7 +90,8 @@ def mean(x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
 def mean_backward(dy: Array, x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
     """Return the gradient of x: dy divided by the number of averaged elements, repeated."""
     axes = _axes("mean", x.shape, axis)
-    return _repeated(dy / dy.dtype.type(_count(x, axes)), x, axes)
+    dy = dy / dy.dtype.type(_count(x, axes))
+    return _repeated("mean_backward", dy, x, axes, keepdims)
 
 
 def _broadcast(own: Any, *, shape: Any) -> dict[str, Any]:
@@ -134,6 +136,7 @@ def broadcast_to(x: Array, *, shape: tuple[int, ...]) -> Array:
 @broadcast_to.gradient
 def broadcast_to_backward(dy: Array, x: Array) -> Array:
     """Return the gradient of x: the sum of dy over the repeated axes, in float32."""
+    _broadcast(x.shape, shape=dy.shape)
     lead = dy.ndim - x.ndim
     repeated = [lead + axis for axis, size in enumerate(x.shape) if size == 1]
     return dy.sum(axis=(*range(lead), *repeated)).reshape(x.shape)
@@ -162,9 +165,11 @@ def _count(x: Array, axes: tuple[int, ...]) -> int:
     return max(math.prod(x.shape[axis] for axis in axes), 1)
 
 
-def _repeated(dy: Array, x: Array, axes: tuple[int, ...]) -> Array:
+def _repeated(call: str, dy: Array, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
     """Return dy repeated along the summed axes, in a new array of the shape of x."""
     kept = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
+    rest = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)
+    check_shape(call, "dy", dy.shape, kept if keepdims else rest)
     dx: Array = np.empty_like(x)
     dx[...] = dy.reshape(kept)
     return dx

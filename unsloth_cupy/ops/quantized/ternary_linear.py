@@ -140,6 +140,7 @@ def _all(planes: Array, columns: int) -> tuple[slice, slice]:
 
 
 @ternary_linear_forward.require
+@ternary_linear_backward.require
 def _check(call: str, x: Array, planes: Array, scale: Array, group: int) -> None:
     """Raise ShapeError unless planes and scale fit x and group."""
     row = 2, row_bytes(x.shape[-1])

@@ -158,6 +158,11 @@ def _bound(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
     present = [(operand, array) for operand, array in pairs if array is not None]
     dtype = next((a.dtype for o, a in present if o.kind in LEADING), FLOAT32)
     sizes: Sizes = {}
+
+    def fit(operand: Operand, array: Any) -> None:
+        if misfit := _bind(operand, array.shape, sizes):
+            raise ShapeError(shown(misfit), expected=_expected(operand, sizes), actual=array.shape)
+
     for operand, array in pairs:
         if array is None:
             if not operand.optional:
@@ -177,8 +182,7 @@ def _bound(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
                 problem = f"{operand.name} is {name} with swapped bytes; pass {cure}"
             problem = _swapped(operand, array, present) or problem
             raise DTypeError(shown(problem), expected=wanted, actual=array.dtype)
-        if misfit := _bind(operand, array.shape, sizes):
-            raise ShapeError(shown(misfit), expected=_expected(operand, sizes), actual=array.shape)
+        fit(operand, array)
     for many, few in contract.multiples:
         if sizes[many] != sizes[few] * (sizes[many] // max(sizes[few], 1)):
             problem = f"{many}={sizes[many]} must be a multiple of {few}={sizes[few]}"
@@ -187,10 +191,7 @@ def _bound(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
     if contract.derived is not None:  # a gradient, or an output, may be all that has such an axis
         sizes |= contract.derived(sizes)
         for operand, array in present:
-            if misfit := _bind(operand, array.shape, sizes):
-                raise ShapeError(
-                    shown(misfit), expected=_expected(operand, sizes), actual=array.shape
-                )
+            fit(operand, array)
     own = {operand.name: array.dtype for operand, array in present}
     outputs = [
         None if o.kind == "none" else own.get((*o.terms, o.name[1:])[0], allowed(o.kind, dtype)[0])

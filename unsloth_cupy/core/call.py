@@ -223,6 +223,14 @@ def is_integer(value: Any, least: float = 0) -> bool:
     return whole and bool(value >= least)
 
 
+def check_whole(call: str, options: Mapping[str, int | None]) -> None:
+    """Raise ConfigError for an integer beyond 64 bits, which neither NumPy nor a kernel takes."""
+    for name, value in options.items():
+        if value is not None and not -(2**63) <= value < 2**63:
+            shown = reprlib.repr(value)
+            raise ConfigError(f"{call}({name}={shown}): {name} must be an integer of 64 bits")
+
+
 def coerce_option(op: str, parameters: Parameters, name: str, value: Any) -> Any:
     """Return an option's value, a NumPy scalar as Python's; raise ConfigError if it is invalid."""
     kind, optional = typing.cast(Option, option_of(parameters[name]))

@@ -1,6 +1,7 @@
 """Basic ops that connect others on a tape: add, multiply, scale, reshape, transpose and index."""
 
 import math
+import reprlib
 import sys
 from types import EllipsisType
 from typing import Any
@@ -118,7 +119,11 @@ def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
         problem = f"reshape(shape={shape!r}): pass a tuple of sizes; one may be -1"
         raise ShapeError(problem, expected="a tuple of sizes", actual=shape)
     _reshaped(x.shape, shape=shape)
-    return x.reshape(shape)
+    try:
+        return x.reshape(shape)
+    except ValueError as error:  # no elements in too large a shape, or too many axes
+        problem = f"reshape(shape={reprlib.repr(shape)}): {error}"
+        raise ShapeError(problem, expected="a shape of an array", actual=shape) from error
 
 
 @reshape.gradient(widen=False)
@@ -254,7 +259,7 @@ def index(x: Array, *, key: Key) -> Array:
             raise ConfigError(f"index(key={key!r}): pass integers, slices, ... or None")
     try:
         return x[key]
-    except (IndexError, ValueError, TypeError) as error:  # also a step of 0, slices of floats
+    except (IndexError, ValueError, TypeError, OverflowError) as error:  # also a step of 0
         raise RangeError(f"index(key={key!r}): x is {tuple(x.shape)}; {error}") from error
 
 

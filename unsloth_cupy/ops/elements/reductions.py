@@ -4,6 +4,8 @@ y = sum of x over axes        y = sum of x / number of elements        y = x, re
 """
 
 import math
+import reprlib
+import sys
 from typing import Any
 
 import numpy as np
@@ -126,11 +128,16 @@ def broadcast_to(x: Array, *, shape: tuple[int, ...]) -> Array:
         x does not broadcast to this shape.
     """
     sizes: Any = shape
-    if not isinstance(sizes, tuple | list) or not all(map(is_integer, sizes)):
+    valid = isinstance(sizes, tuple | list) and all(map(is_integer, sizes))
+    if not valid or max(sizes, default=0) > sys.maxsize:
         problem = f"broadcast_to(shape={shape!r}): pass a tuple of sizes"
         raise ShapeError(problem, expected="a tuple of sizes", actual=shape)
     _broadcast(x.shape, shape=shape)
-    return np.broadcast_to(x, shape)
+    try:
+        return np.broadcast_to(x, shape)
+    except ValueError as error:  # too many elements, or too many axes
+        problem = f"broadcast_to(shape={reprlib.repr(shape)}): {error}"
+        raise ShapeError(problem, expected="a shape of an array", actual=shape) from error
 
 
 @broadcast_to.gradient

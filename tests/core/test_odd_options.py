@@ -5,6 +5,7 @@ arrays of dtypes that no kernel knows.  NumPy gives no warning, even where resul
 """
 
 import contextlib
+import inspect
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -15,10 +16,13 @@ import numpy as np
 import pytest
 
 import unsloth_cupy as uc
+from unsloth_cupy import losses
+from unsloth_cupy.bench import cases
+from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, ShapeError, UnslothCupyError
 
 from ..harness.sampling import Sample
-from .test_names_in_errors import COMPOSED, FUNCTIONS, call_of_op, op_of
+from .test_names_in_errors import COMPOSED, FUNCTIONS, SCALE, call_of_op, op_of
 
 CALLS = 40  # of a function in a run; all of them with --sample all
 RECORD = np.zeros(3, [("a", "f4"), ("b", "i4")])
@@ -34,11 +38,23 @@ VALUES = [
 DTYPES = ([("a", "f4")], [], "O", "M8[s]", "m8[s]", "U3", "S3", "V4", "c8", "g", "u8", ">f4", "?")
 
 
+LOSSES = [name for name, function in vars(losses).items() if inspect.isfunction(function)]
+
+
+def call_of_loss(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
+    """Return a loss of texts and valid arguments, drawn for its op."""
+    function = getattr(losses, name)
+    parameters = inspect.signature(function).parameters
+    options = {n: p.default for n, p in parameters.items() if p.default is not p.empty}
+    both = options | {"group": 4, "share": 0.5} | cases.draw(OPS[f"{name}_forward"], SCALE).arrays
+    return function, {n: value for n, value in both.items() if n in parameters}
+
+
 def targets() -> dict[str, tuple[Callable[..., Any], dict[str, Any]]]:
     """Return the public functions of ops with valid arguments, by name."""
-    return {name: call_of_op(name) for name in FUNCTIONS if op_of(name)} | {
-        name: COMPOSED[name] for name in COMPOSED if hasattr(uc, name)
-    }
+    of_ops = {name: call_of_op(name) for name in FUNCTIONS if op_of(name)}
+    composed = {name: COMPOSED[name] for name in COMPOSED if hasattr(uc, name)}
+    return of_ops | composed | {name: call_of_loss(name) for name in LOSSES}
 
 
 def odd(value: Any) -> Iterator[Any]:
@@ -59,9 +75,12 @@ def judge(function: Callable[..., Any], arguments: dict[str, Any]) -> None:
             function(**copies)
 
 
-@pytest.mark.parametrize("name", sorted(targets()))
+TARGETS = targets()
+
+
+@pytest.mark.parametrize("name", sorted(TARGETS))
 def test_odd_arguments(name: str) -> None:
-    function, arguments = targets()[name]
+    function, arguments = TARGETS[name]
     calls = [(key, value) for key in arguments if key != "comm" for value in odd(arguments[key])]
     draw = random.Random(f"{name} {Sample.day}")
     for key, value in calls if Sample.all else draw.sample(calls, min(CALLS, len(calls))):

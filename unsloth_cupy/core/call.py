@@ -239,7 +239,9 @@ def coerce_option(op: str, parameters: Parameters, name: str, value: Any) -> Any
     fits = isinstance(value, classes) and boolean == (kind is bool)
     fits = fits and type(value) is not np.timedelta64
     if fits and (kind is not float or (is_number(value) and -math.inf < value < math.inf)):
-        return value.item() if isinstance(value, np.generic) else value
+        value = value.item() if isinstance(value, np.generic) else value
+        beyond = kind is float and isinstance(value, int) and not -(2**63) <= value < 2**63
+        return float(value) if beyond else value  # NumPy takes no such integer as a number
     words += " or None" * optional
     raise ConfigError(f"{op}({name}={reprlib.repr(value)}): {name} must be {words}")
 

@@ -114,7 +114,7 @@ def gpu_memory(number: int) -> tuple[int, int]:
 
 def array_bytes(shape: Iterable[int], itemsize: int) -> int:
     """Return the bytes of an array, each empty axis counted as 1: NumPy limits these sizes too."""
-    return math.prod(max(size, 1) for size in shape) * itemsize
+    return math.prod(max(int(size), 1) for size in shape) * itemsize
 
 
 def check_bytes(call: str, required: int, like: Any = None) -> None:

@@ -113,7 +113,7 @@ def adopted(call: str, name: str, array: Any) -> Any:
         It is not an array, or its memory cannot be shared.
     """
     library = framework_of(array, f"{call}: {name}")
-    if library in ("numpy", "cupy"):
+    if library in ("numpy", "cupy") and not isinstance(array, np.ma.MaskedArray):
         return array
     array = array.detach() if library == "torch" else array
     return adopt_all(FRAMEWORKS.get(library, DLPACK), call, [name], [array])[0]

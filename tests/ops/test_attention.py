@@ -1,6 +1,7 @@
 import functools
 import itertools
 import tracemalloc
+import warnings
 from collections.abc import Iterator
 from contextlib import nullcontext
 from typing import Any
@@ -487,3 +488,35 @@ def test_a_window_of_narrow_integers_reaches_as_far(rng: np.random.Generator) ->
     q, k, v = (rng.standard_normal((1, 300, 1, 2)) for _ in range(3))
     narrow = attention(q, k, v, window=(np.int8(100), np.int8(100)))
     np.testing.assert_array_equal(narrow, attention(q, k, v, window=(100, 100)))
+
+
+def of_ones(*shape: int) -> Any:
+    return np.ones(shape, np.float32)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_grouped_heads_before_tokens_warn_once(library: str) -> None:
+    """Such arrays fit the signature, with heads as tokens: in silence the results are others."""
+    q, k = of_ones(1, 8, 16, 8), of_ones(1, 2, 16, 8)
+    if library == "torch":
+        torch = pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
+        q, k = torch.from_numpy(q), torch.from_numpy(k)
+    with pytest.warns(UserWarning, match="q has 8 tokens and k 2, .* heads before tokens, swap"):
+        attention(q, k, k, causal=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(q, k, k, causal=True)
+
+
+@pytest.mark.parametrize(
+    ("queries", "keys", "heads", "kv_heads"),
+    [(1, 64, 8, 8), (1, 8, 8, 2), (8, 8, 4, 4), (9, 2, 4, 4), (8, 2, 4, 2), (1, 1, 4, 4)],
+    ids=["decode", "grouped decode", "as many", "no multiple", "grouped", "first token"],
+)
+def test_tokens_before_heads_do_not_warn(
+    queries: int, keys: int, heads: int, kv_heads: int
+) -> None:
+    q, k = of_ones(1, queries, heads, 8), of_ones(1, keys, kv_heads, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(q, k, k, causal=True)

@@ -283,6 +283,14 @@ def is_integer(value: Any, least: float = 0) -> bool:
     return whole and bool(value >= least)
 
 
+def check_whole(call: str, options: Mapping[str, int | None]) -> None:
+    """Raise ConfigError for an integer beyond 64 bits, which neither NumPy nor a kernel takes."""
+    for name, value in options.items():
+        if value is not None and not -(2**63) <= value < 2**63:
+            shown = reprlib.repr(value)
+            raise ConfigError(f"{call}({name}={shown}): {name} must be an integer of 64 bits")
+
+
 def coerce_option(op: str, parameters: Parameters, name: str, value: Any) -> Any:
     """Return an option's value, a NumPy scalar as Python's; raise ConfigError if it is invalid."""
     kind, optional = typing.cast(Option, option_of(parameters[name]))
@@ -291,7 +299,9 @@ def coerce_option(op: str, parameters: Parameters, name: str, value: Any) -> Any
     fits = isinstance(value, classes) and boolean == (kind is bool)
     fits = fits and type(value) is not np.timedelta64
     if fits and (kind is not float or (is_number(value) and -math.inf < value < math.inf)):
-        return value.item() if isinstance(value, np.generic) else value
+        value = value.item() if isinstance(value, np.generic) else value
+        beyond = kind is float and isinstance(value, int) and not -(2**63) <= value < 2**63
+        return float(value) if beyond else value  # NumPy takes no such integer as a number
     words += " or None" * optional
     raise ConfigError(f"{op}({name}={reprlib.repr(value)}): {name} must be {words}")
 

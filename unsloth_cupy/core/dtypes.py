@@ -1,5 +1,6 @@
 """The dtypes that operands of each kind may have."""
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -50,6 +51,14 @@ KINDS: Mapping[str, tuple[np.dtype[Any], ...]] = {
 LEADING = ("float", "weight")  # the first operand of these kinds sets the dtype of the call
 DIFFERENTIABLE = ("float", "weight", "param", "stat")
 KERNEL_DTYPES = FLOATS[:3]  # float64 runs the definition
+
+
+NUMBERS = re.compile(r"(torch\.)?(u?int|b?float)\d+")  # a dtype as text, of any library
+
+
+def holds_numbers(array: Any) -> bool:
+    """Return whether an array of any library has a dtype of integers or floats."""
+    return NUMBERS.fullmatch(str(getattr(array, "dtype", ""))) is not None
 
 
 def allowed(kind: str, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], ...]:

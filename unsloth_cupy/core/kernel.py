@@ -1,6 +1,7 @@
 """Compiles a kernel for the device of its arrays, checks its arguments and launches it."""
 
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +14,17 @@ from .source import Constants, check_arguments, fields, parameters, translation_
 from .target import target_of
 
 NULL = np.uintp(0)  # the pointer of an absent array
+_is_contiguous = operator.attrgetter("flags.c_contiguous")
 
 
 class Kernel:
     """A compiled kernel that knows its parameters: ``kernel[grid, block](*args)``.
 
     Neither CUDA nor CuPy checks arguments.  This class checks those of the first launch, as later
-    launches come from the same line of code.  It converts Python scalars, and dicts with the
-    fields of a struct, to the types that the source declares.
+    launches come from the same line of code, and in each launch that arrays are contiguous, as a
+    kernel gets only their addresses.  A replay, whose key has all strides, does not come here.  It
+    converts Python scalars, and dicts with the fields of a struct, to the types that the source
+    declares.
     """
 
     def __init__(
@@ -29,6 +33,8 @@ class Kernel:
         self.name = f"{name} of {file} with {constants}"
         self.parameters = parameters(file, name, constants)
         self.ready = getattr(target, "ready", lambda scalar: scalar)  # for structs and replays
+        pointers = [i for i, (_, pointer) in enumerate(self.parameters) if pointer]
+        self.arrays = operator.itemgetter(*pointers, pointers[0])  # of one index, no tuple
         values = [(i, dtype) for i, (dtype, pointer) in enumerate(self.parameters) if not pointer]
         self.casts = [(i, self._struct(d) if d.names else d.type) for i, d in values]
         self.checked = False
@@ -42,10 +48,10 @@ class Kernel:
         return lambda struct: self.ready(np.array(fields(struct, dtype), dtype)[()])
 
     def _run(self, grid: Any, block: Any, shared: int, *args: Any) -> None:
-        if not self.checked:
+        values = [NULL if arg is None else arg for arg in args]
+        if not (self.checked and all(map(_is_contiguous, self.arrays(values)))):
             check_arguments(self.name, self.parameters, args)
             self.checked = True
-        values = [NULL if arg is None else arg for arg in args]
         for index, cast in self.casts:
             values[index] = cast(values[index])
         grid = grid if grid.__class__ is tuple else (grid,)

@@ -26,7 +26,7 @@ import numpy as np
 from ..errors import ConfigError, DTypeError, RangeError
 from . import gpu, target
 from .arrays import between_elements, common, contiguous, native, rounded
-from .call import bind, compile_call
+from .call import bind, check_whole, compile_call, option_of
 from .dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, NOT_ARRAYS, Stored
 from .frameworks import run_adopted
 from .replay import Run, replaying
@@ -64,11 +64,13 @@ class Op(Generic[P, R]):
         self.facts = facts  # for benchmarks, plans and frameworks: see ``op``
         self.called = self.__name__.removesuffix("_forward").replace("_over_", "_")  # in messages
         self.signature, self.definition, self.widen = signature, definition, widen
-        self.contract = parse(signature)
+        self.contract = parse(signature, facts.get("bound"))
         self.names = tuple(operand.name for operand in self.contract.inputs)
         parameters = inspect.signature(definition).parameters
         self.positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters.values())
         self.options = frozenset(parameters) - frozenset(self.names)
+        kinds = {name: option_of(parameters[name]) for name in sorted(self.options - {"seed"})}
+        self.whole = [name for name, option in kinds.items() if option and option.kind is int]
         if tuple(parameters)[: len(self.names)] != self.names:
             raise TypeError(f"{self.__name__}: parameters {[*parameters]} are not {signature!r}")
         self.compute = bind(self, definition)
@@ -133,7 +135,8 @@ class Op(Generic[P, R]):
             contract = backward_of(self.contract, names, self.positional)
         except TypeError as error:
             raise TypeError(f"{definition.__name__}: {self.__name__} has {error}") from error
-        self.backward = Op(str(contract), definition, widen)
+        bound = {"bound": contract.derived} if contract.derived else {}
+        self.backward = Op(str(contract), definition, widen, **bound)
         if "wanted" in own:
             self.backward.require(_check_of_wanted(self.names))
         return self.backward
@@ -178,7 +181,7 @@ class Op(Generic[P, R]):
         ranges = [functools.partial(self._check_range, *pair) for pair in limits.items()]
         lead = next((form for form in present.values() if form is not INTEGER), None)
         owned = target_of(lead) is not None
-        checks: list[Run] = [*ranges, *self.checks]
+        checks: list[Run] = [*ranges, *[self._check_whole] * bool(self.whole), *self.checks]
         full = all(0 not in form.shape for form in present.values())  # kernels get no empty axis
         kernel = launch and self.launch and full and bound.dtype in KERNEL_DTYPES
         if not (kernel and owned):
@@ -218,7 +221,9 @@ class Op(Generic[P, R]):
         self, bound: Bound, present: Mapping[int, Any], checks: Sequence[Run], kind: type[Any]
     ) -> Run:
         """Return a function that computes in float32 or wider and rounds the results once."""
-        compute = self.compute
+        compute: Run = self.compute
+        if kind is np.ndarray:  # as on a GPU, where infinity and NaN are results without a warning
+            compute = np.errstate(all="ignore")(compute)
         narrow = {i for i, form in present.items() if self.widen and form.dtype in FLOATS[:2]}
 
         def run(arrays: list[Any], options: dict[str, Any]) -> Any:
@@ -243,6 +248,9 @@ class Op(Generic[P, R]):
             if not isinstance(array, NOT_ARRAYS) and between_elements(array):
                 problem = f"{name} is not aligned to its element size; pass {name}.copy()"
                 raise DTypeError(explain(self.called, problem, self.contract.inputs, arrays))
+
+    def _check_whole(self, _: Sequence[Any], options: dict[str, Any]) -> None:
+        check_whole(self.called, {name: options[name] for name in self.whole})
 
     def _check_range(self, index: int, limit: int, arrays: Sequence[Any], _: Any) -> None:
         values = np.asarray(arrays[index])

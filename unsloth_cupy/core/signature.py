@@ -19,7 +19,7 @@ of calls, error messages, random test inputs and the docs of an op all come from
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ OPERAND = re.compile(
 )
 AXES = re.compile(r"[^\s,]+")
 AXIS = re.compile(r"\*?(\w+)([+/|?]?)(\d*)")  # name, operator, number
+Sizes = dict[str, Any]  # by the names of axes
 
 
 class Operand(NamedTuple):
@@ -59,6 +60,7 @@ class Contract(NamedTuple):
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
     multiples: tuple[tuple[str, str], ...]
+    derived: Callable[[Sizes], Sizes] | None = None  # sizes that those of other axes determine
 
     def __str__(self) -> str:
         """Return the contract as a signature writes it."""
@@ -70,12 +72,12 @@ class Contract(NamedTuple):
 class Bound(NamedTuple):
     """What a valid call determines: the size of every axis and the dtype of every output."""
 
-    sizes: dict[str, Any]
+    sizes: Sizes
     dtype: np.dtype[Any]
     outputs: tuple[np.dtype[Any] | None, ...]
 
 
-def parse(signature: str) -> Contract:
+def parse(signature: str, derived: Callable[[Sizes], Sizes] | None = None) -> Contract:
     """Split a signature into its inputs, its outputs and the multiples it requires."""
     arrays, _, multiples = signature.partition(" where ")
     inputs, outputs = (
@@ -92,7 +94,7 @@ def parse(signature: str) -> Contract:
         if operand.kind not in KINDS:
             kinds = ", ".join(KINDS)
             raise ValueError(f"{operand.name}: {operand.kind!r} is not a kind; choose from {kinds}")
-    return Contract(inputs, outputs, tuple(re.findall(r"(\w+) % (\w+)", multiples)))
+    return Contract(inputs, outputs, tuple(re.findall(r"(\w+) % (\w+)", multiples)), derived)
 
 
 def backward_of(contract: Contract, names: Mapping[str, bool], positional: int) -> Contract:
@@ -102,7 +104,7 @@ def backward_of(contract: Contract, names: Mapping[str, bool], positional: int) 
     ``names`` says so.  The op returns d + an input for each positional input, of kind none for
     integers and tables, and for each differentiable keyword input.
     """
-    inputs, outputs, multiples = contract
+    inputs, outputs, multiples, derived = contract
     gradients = {f"d{o.name}": o._replace(name=f"d{o.name}", terms=()) for o in outputs}
     first = {term: f"d{o.terms[0]}" for o in outputs for term in o.terms[1:]}  # equal gradients
     known = {o.name: o._replace(terms=()) for o in inputs + outputs} | {
@@ -121,7 +123,7 @@ def backward_of(contract: Contract, names: Mapping[str, bool], positional: int) 
         for i, o in enumerate(inputs)
         if i < positional or o.kind in DIFFERENTIABLE
     )
-    return Contract(tuple(known[name] for name in names), returned, multiples)
+    return Contract(tuple(known[name] for name in names), returned, multiples, derived)
 
 
 def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
@@ -155,7 +157,12 @@ def _bound(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
     shown: Any = lambda problem: explain(op, problem, contract.inputs, arrays)  # noqa: E731
     present = [(operand, array) for operand, array in pairs if array is not None]
     dtype = next((a.dtype for o, a in present if o.kind in LEADING), FLOAT32)
-    sizes: dict[str, Any] = {}
+    sizes: Sizes = {}
+
+    def fit(operand: Operand, array: Any) -> None:
+        if misfit := _bind(operand, array.shape, sizes):
+            raise ShapeError(shown(misfit), expected=_expected(operand, sizes), actual=array.shape)
+
     for operand, array in pairs:
         if array is None:
             if not operand.optional:
@@ -175,13 +182,16 @@ def _bound(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
                 problem = f"{operand.name} is {name} with swapped bytes; pass {cure}"
             problem = _swapped(operand, array, present) or problem
             raise DTypeError(shown(problem), expected=wanted, actual=array.dtype)
-        if misfit := _bind(operand, array.shape, sizes):
-            raise ShapeError(shown(misfit), expected=_expected(operand, sizes), actual=array.shape)
+        fit(operand, array)
     for many, few in contract.multiples:
         if sizes[many] != sizes[few] * (sizes[many] // max(sizes[few], 1)):
             problem = f"{many}={sizes[many]} must be a multiple of {few}={sizes[few]}"
             multiple = f"a multiple of {sizes[few]}"
             raise ShapeError(shown(problem), expected=multiple, actual=sizes[many])
+    if contract.derived is not None:  # a gradient, or an output, may be all that has such an axis
+        sizes |= contract.derived(sizes)
+        for operand, array in present:
+            fit(operand, array)
     own = {operand.name: array.dtype for operand, array in present}
     outputs = [
         None if o.kind == "none" else own.get((*o.terms, o.name[1:])[0], allowed(o.kind, dtype)[0])

@@ -73,10 +73,12 @@ def _numpy_of(tensor: Any) -> Any:
 def tensor_of(array: Any, arrays: Sequence[Any], tensors: Sequence[Any]) -> Any:
     """Return a result as a tensor; ``arrays`` are the operands, as views of ``tensors``.
 
-    For an operand, or an array in the memory of one, this is the operand's tensor or a view of it.
+    For an operand, or an array in the memory of one, this is the operand's tensor or a view of it;
+    other results have their elements in C order, as those of ``torch.compile``.
     """
     if array.__class__ is np.ndarray and array.base is None and array.dtype != BFLOAT16:
-        return torch.from_numpy(array)  # a new array: operands are views and have a base
+        # a new array: operands are views and have a base
+        return torch.from_numpy(array if array.flags.c_contiguous else array.copy())
     for operand, tensor in zip(arrays, tensors, strict=True):
         if array is operand:
             return tensor
@@ -87,9 +89,19 @@ def tensor_of(array: Any, arrays: Sequence[Any], tensors: Sequence[Any]) -> Any:
     for operand, tensor in zip(arrays, tensors, strict=True):
         if isinstance(operand, np.ndarray) and np.may_share_memory(array, operand):
             return _view(array, array.ctypes.data - operand.ctypes.data, tensor)
+    array = _in_order(array)
     if array.dtype == BFLOAT16:
         return torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
     return torch.from_numpy(array)
+
+
+def _in_order(array: Any) -> Any:
+    """Return a new result with its axes in C order, as torch's own results have them.
+
+    NumPy follows the strides of operands.  Columns of a wider array stay, as halves of a gradient.
+    """
+    steps = [step for size, step in zip(array.shape, array.strides, strict=True) if size > 1]
+    return array if steps == sorted(steps, reverse=True) else array.copy()
 
 
 def _view(array: Any, offset: int, tensor: Any) -> Any:
@@ -105,6 +117,7 @@ def _on_gpu(array: Any, arrays: Sequence[Any], tensors: Sequence[Any]) -> Any:
         is_array = hasattr(operand, "strides") and not isinstance(operand, Stored)
         if is_array and cupy().may_share_memory(array, operand):
             return _view(array, array.data.ptr - operand.data.ptr, tensor)
+    array = _in_order(array)
     owner = getattr(array.data.mem, "_owner", None)
     if not isinstance(owner, torch.Tensor):
         return from_dlpack(array)

@@ -171,8 +171,6 @@ def forms(
     if "sizes" in op.facts:
         own = {name: value for name, value in options.items() if name in op.options}
         sizes = sizes | op.facts["sizes"](operands[op.names[0]].shape, **own)
-    if "bound" in op.facts:
-        sizes = sizes | op.facts["bound"](sizes)
     wanted, result = options.get("wanted"), {}
     for output, dtype in zip(op.contract.outputs, bound.outputs, strict=True):
         name, of = output.name, output.name[1:]

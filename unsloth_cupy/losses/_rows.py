@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from ..core.dtypes import Array
-from ..errors import ConfigError, NotFiniteError, ShapeError
+from ..core.dtypes import Array, holds_numbers
+from ..errors import ConfigError, DTypeError, NotFiniteError, ShapeError
 
 LARGEST = 80.0  # of an exponent: exp of it is finite in float32
 # Of a log-probability above 0: float32 rounds a logit of up to 2**12 and its lse, whose difference
@@ -20,9 +20,14 @@ def as_mask(call: str, mask: Any) -> Any:
     ------
     ConfigError
         It holds something else, as labels do; arrays of a GPU are not read.
+    DTypeError
+        It is no array of booleans or numbers.
     """
-    if str(getattr(mask, "dtype", "")).endswith("bool"):
+    kind = str(getattr(mask, "dtype", type(mask).__name__))
+    if kind.endswith("bool"):
         return mask
+    if not holds_numbers(mask):
+        raise DTypeError(f"{call}: mask is {kind}; pass an array of True and False, or of 1 and 0")
     if isinstance(mask, np.ndarray) and not ((mask == 0) | (mask == 1)).all():
         wrong = mask[(mask != 0) & (mask != 1)].flat[0]
         raise ConfigError(

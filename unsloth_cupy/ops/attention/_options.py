@@ -1,6 +1,8 @@
 """The options of an attention call, and how they are passed to its kernels."""
 
+import functools
 import math
+import warnings
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,6 +63,25 @@ def check_options(
         cure = "must be above 0, or None for no cap"
         raise ConfigError(f"{call}: softcap={softcap} {cure}")
     philox.check(call, dropout, seed)
+
+
+def warn_of_heads_first(call: str, q: Any, k: Any) -> None:
+    """Warn once if grouped heads may lie before tokens: such arrays fit, with roles exchanged.
+
+    Then there are more queries than keys, a multiple of them, and as many heads of k as of q.
+    Shapes of a graph, which are symbols, are not compared.
+    """
+    (queries, heads), (keys, kv_heads) = q.shape[1:3], k.shape[1:3]
+    sizes = type(queries) is type(keys) is int and heads == kv_heads
+    if sizes and queries > keys > 0 and queries % keys == 0:
+        _warn_of_heads_first(call, queries, keys, heads)
+
+
+@functools.cache
+def _warn_of_heads_first(call: str, queries: int, keys: int, heads: int) -> None:
+    problem = f"{call}: q has {queries} tokens and k {keys}, with {heads} heads each"
+    cure = "swap axes 1 and 2, as in q.transpose(1, 2) of torch"
+    warnings.warn(f"{problem}; if they have heads before tokens, {cure}", stacklevel=7)
 
 
 class KernelOptions(NamedTuple):

@@ -20,7 +20,7 @@ from ..elements.reductions import broadcast_to
 from ._backward import launch_backward
 from ._blocks import Block
 from ._decode import launch_attention
-from ._options import ROUNDED, Options, Window, check_options
+from ._options import ROUNDED, Options, Window, check_options, warn_of_heads_first
 from ._products import for_keys, operations, stacked, unstacked
 from ._scores import Scores
 
@@ -296,6 +296,7 @@ def attend_backward(
 
 
 attention_forward.require(check_options)
+attention_forward.require(warn_of_heads_first)
 # k and v may be the first tokens of a cache, or columns of the product that made q, k and v
 attention_forward.kernel(launch_attention, strided=("k", "v"))
 attention_backward.require(check_options)

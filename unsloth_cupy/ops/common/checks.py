@@ -4,7 +4,7 @@ from collections.abc import Iterable, Set
 from typing import Any
 
 from ...core.dtypes import Stored
-from ...errors import ConfigError, DTypeError, GradientError
+from ...errors import ConfigError, DTypeError, GradientError, ShapeError
 
 
 def refuse_number(call: str, name: str, value: Any) -> None:
@@ -17,6 +17,13 @@ def check_choice(call: str, name: str, value: Any, known: Iterable[str]) -> None
     """Raise ConfigError unless the value of an option is one of the known names."""
     if not isinstance(value, str) or value not in known:
         raise ConfigError(f"{call}: {name}={value!r}; choose from {', '.join(known)}")
+
+
+def check_shape(call: str, name: str, actual: tuple[int, ...], expected: tuple[int, ...]) -> None:
+    """Raise ShapeError unless an array has the shape that the options of a call determine."""
+    if actual != expected:
+        problem = f"{call}: {name} is {actual}; it must be {expected}, the shape of the result"
+        raise ShapeError(problem, expected=expected, actual=actual)
 
 
 def check_eps(call: str, eps: float) -> None:

@@ -1,6 +1,7 @@
 """Basic ops that connect others on a tape: add, multiply, scale, reshape, transpose and index."""
 
 import math
+import reprlib
 import sys
 from types import EllipsisType
 from typing import Any
@@ -11,6 +12,7 @@ from ...core.call import is_integer
 from ...core.dtypes import Array
 from ...core.op import op
 from ...errors import ConfigError, RangeError, ShapeError
+from ..common.checks import check_shape
 from ..common.elementwise import by_element
 
 Key = int | slice | EllipsisType | tuple[int | slice | EllipsisType | None, ...] | None
@@ -117,12 +119,19 @@ def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
         problem = f"reshape(shape={shape!r}): pass a tuple of sizes; one may be -1"
         raise ShapeError(problem, expected="a tuple of sizes", actual=shape)
     _reshaped(x.shape, shape=shape)
-    return x.reshape(shape)
+    try:
+        return x.reshape(shape)
+    except ValueError as error:  # no elements in too large a shape, or too many axes
+        problem = f"reshape(shape={reprlib.repr(shape)}): {error}"
+        raise ShapeError(problem, expected="a shape of an array", actual=shape) from error
 
 
 @reshape.gradient(widen=False)
 def reshape_backward(dy: Array, x: Array) -> Array:
     """Return the gradient of x."""
+    if dy.size != x.size:
+        problem = f"reshape_backward: dy {dy.shape} has {dy.size} elements and x {x.shape} {x.size}"
+        raise ShapeError(problem, expected=x.size, actual=dy.size)
     return dy.reshape(x.shape)
 
 
@@ -152,7 +161,9 @@ def columns(x: Array, *, start: int, stop: int) -> Array:
 def columns_backward(dy: Array, x: Array, *, start: int, stop: int) -> Array:
     """Return the gradient of x: dy, with zeros around it."""
     dx = np.zeros_like(x)
-    dx[..., start:stop] = dy
+    part = dx[..., start:stop]
+    check_shape("columns_backward", "dy", dy.shape, part.shape)
+    part[...] = dy
     return dx
 
 
@@ -182,6 +193,7 @@ def transpose(x: Array, *, order: tuple[int, ...] | None = None) -> Array:
 def transpose_backward(dy: Array, x: Array, *, order: tuple[int, ...] | None = None) -> Array:
     """Return the gradient of x."""
     places = _places(x.shape, order)
+    check_shape("transpose_backward", "dy", dy.shape, tuple(x.shape[axis] for axis in places))
     return dy.transpose([places.index(axis) for axis in range(x.ndim)])
 
 
@@ -247,7 +259,7 @@ def index(x: Array, *, key: Key) -> Array:
             raise ConfigError(f"index(key={key!r}): pass integers, slices, ... or None")
     try:
         return x[key]
-    except (IndexError, ValueError, TypeError) as error:  # also a step of 0, slices of floats
+    except (IndexError, ValueError, TypeError, OverflowError) as error:  # also a step of 0
         raise RangeError(f"index(key={key!r}): x is {tuple(x.shape)}; {error}") from error
 
 
@@ -255,6 +267,7 @@ def index(x: Array, *, key: Key) -> Array:
 def index_backward(dy: Array, x: Array, *, key: Key) -> Array:
     """Return the gradient of x: dy, with zeros around it."""
     dx = np.zeros_like(x)
+    check_shape("index_backward", "dy", dy.shape, dx[key].shape)
     dx[key] = dy
     return dx
 

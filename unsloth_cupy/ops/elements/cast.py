@@ -65,6 +65,8 @@ def _name(dtype: Any) -> str:
     name = str(dtype)
     if name.startswith("torch."):  # torch.compile cannot trace np.dtype
         return name.removeprefix("torch.")
+    if isinstance(dtype, tuple | list | dict):  # of structured dtypes
+        return name
     try:
         return np.dtype(dtype).name if dtype is not None else ""
     except TypeError:

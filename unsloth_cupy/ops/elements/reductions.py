@@ -4,6 +4,8 @@ y = sum of x over axes        y = sum of x / number of elements        y = x, re
 """
 
 import math
+import reprlib
+import sys
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from ...core.call import is_integer
 from ...core.dtypes import Array
 from ...core.op import op
 from ...errors import ConfigError, ShapeError
+from ..common.checks import check_shape
 
 Axes = int | tuple[int, ...] | None
 
@@ -54,7 +57,7 @@ def sum(x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
 @sum.gradient(widen=False)
 def sum_backward(dy: Array, x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
     """Return the gradient of x: dy, repeated."""
-    return _repeated(dy, x, _axes("sum", x.shape, axis))
+    return _repeated("sum_backward", dy, x, _axes("sum", x.shape, axis), keepdims)
 
 
 @op("x(*axes) -> y(*rest)", autocast="float32", sizes=_rest)
@@ -89,7 +92,8 @@ def mean(x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
 def mean_backward(dy: Array, x: Array, *, axis: Axes = None, keepdims: bool = False) -> Array:
     """Return the gradient of x: dy divided by the number of averaged elements, repeated."""
     axes = _axes("mean", x.shape, axis)
-    return _repeated(dy / dy.dtype.type(_count(x, axes)), x, axes)
+    dy = dy / dy.dtype.type(_count(x, axes))
+    return _repeated("mean_backward", dy, x, axes, keepdims)
 
 
 def _broadcast(own: Any, *, shape: Any) -> dict[str, Any]:
@@ -124,16 +128,22 @@ def broadcast_to(x: Array, *, shape: tuple[int, ...]) -> Array:
         x does not broadcast to this shape.
     """
     sizes: Any = shape
-    if not isinstance(sizes, tuple | list) or not all(map(is_integer, sizes)):
+    valid = isinstance(sizes, tuple | list) and all(map(is_integer, sizes))
+    if not valid or max(sizes, default=0) > sys.maxsize:
         problem = f"broadcast_to(shape={shape!r}): pass a tuple of sizes"
         raise ShapeError(problem, expected="a tuple of sizes", actual=shape)
     _broadcast(x.shape, shape=shape)
-    return np.broadcast_to(x, shape)
+    try:
+        return np.broadcast_to(x, shape)
+    except ValueError as error:  # too many elements, or too many axes
+        problem = f"broadcast_to(shape={reprlib.repr(shape)}): {error}"
+        raise ShapeError(problem, expected="a shape of an array", actual=shape) from error
 
 
 @broadcast_to.gradient
 def broadcast_to_backward(dy: Array, x: Array) -> Array:
     """Return the gradient of x: the sum of dy over the repeated axes, in float32."""
+    _broadcast(x.shape, shape=dy.shape)
     lead = dy.ndim - x.ndim
     repeated = [lead + axis for axis, size in enumerate(x.shape) if size == 1]
     return dy.sum(axis=(*range(lead), *repeated)).reshape(x.shape)
@@ -162,9 +172,11 @@ def _count(x: Array, axes: tuple[int, ...]) -> int:
     return max(math.prod(x.shape[axis] for axis in axes), 1)
 
 
-def _repeated(dy: Array, x: Array, axes: tuple[int, ...]) -> Array:
+def _repeated(call: str, dy: Array, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
     """Return dy repeated along the summed axes, in a new array of the shape of x."""
     kept = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
+    rest = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)
+    check_shape(call, "dy", dy.shape, kept if keepdims else rest)
     dx: Array = np.empty_like(x)
     dx[...] = dy.reshape(kept)
     return dx

@@ -16,7 +16,7 @@ from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
-from ...errors import ConfigError
+from ...errors import ConfigError, ShapeError
 from ..activations.softmax import finite
 from ..activations.swiglu import sigmoid
 from ..common.checks import check_choice
@@ -313,6 +313,14 @@ def _check(
 
 route_forward.require(_check)
 route_backward.require(_check)
+
+
+@route_backward.require
+def _check_chosen(call: str, experts: Any, k: int) -> None:
+    """Raise ShapeError unless the experts of a row are k: the kernel reads so many."""
+    if experts.shape[-1] != k:
+        problem = f"{call}: experts has {experts.shape[-1]} columns; there must be k={k}"
+        raise ShapeError(problem, expected=k, actual=experts.shape[-1])
 
 
 def weights_of(

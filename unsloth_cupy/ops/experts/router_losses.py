@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ...core.arrays import empty
-from ...core.dtypes import FLOAT32, Array
+from ...core.dtypes import FLOAT32, Array, holds_numbers
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
@@ -183,8 +183,8 @@ def _launch_z_backward(dloss: Array, logits: Array, mask: Array | None, count: A
 
 
 def as_bool(mask: Any) -> Any:
-    """Return a mask of 0 and 1 as one of bool, of any library."""
-    return mask if mask is None or str(getattr(mask, "dtype", "")).endswith("bool") else mask != 0
+    """Return a mask of 0 and 1 as one of bool, of any library; what holds no numbers as it is."""
+    return mask != 0 if holds_numbers(mask) else mask
 
 
 def _check(call: str, logits: Any, mask: Any) -> None:

@@ -20,6 +20,7 @@ from ..common.checks import refuse_number
 from ..common.no_kernel import no_kernel
 
 REPORTER = faults.reporter("sort_by_expert", "experts", "count")
+MOST_GROUPS = 2**24  # a count of each is allocated, 128 MiB for these
 MOST = 1023  # experts of the kernel: its counters fill 48 KiB
 WARPS, STEPS = 8, 16  # a warp takes 512 assignments, a block 4096
 
@@ -110,8 +111,8 @@ def by_expert(experts: Array, count: int) -> Sorted:
 @sort_by_expert_forward.require
 def _check(call: str, experts: Any, count: int) -> None:
     refuse_number(call, "experts", experts)
-    if count < 1:
-        raise ConfigError(f"{call}(count={count}): count must be positive")
+    if not 0 < count <= MOST_GROUPS:
+        raise ConfigError(f"{call}(count={count}): count must be in 1 .. {MOST_GROUPS}")
 
 
 @sort_by_expert_forward.kernel

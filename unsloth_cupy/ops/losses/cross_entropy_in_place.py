@@ -7,13 +7,16 @@ mean: the logits are read once and written once, and there is no second array of
 """
 
 import numbers
+import reprlib
 from typing import Any
 
 import numpy as np
 
 from ...core.arrays import contiguous, empty
+from ...core.call import is_number
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
+from ...errors import ConfigError
 from ..common.in_place import check_writable
 from ._launch import launch_both, refused
 from ._rows import Options, check_labels, check_options, logit_gradients, losses
@@ -63,6 +66,9 @@ def cross_entropy_(
     check_writable("cross_entropy_", "call cross_entropy", logits=logits)
     weights: Any = dloss
     scalar = isinstance(weights, numbers.Real)
+    if scalar and not is_number(weights):
+        problem = f"cross_entropy_(dloss={reprlib.repr(weights)})"
+        raise ConfigError(f"{problem}: dloss must be an array or a finite number")
     return cross_entropy_over_(
         logits,
         labels,

@@ -337,7 +337,8 @@ def gradients_of(
 ) -> tuple[Array | None, Array | None, Array | None]:
     """Return dx, dweight and dbias."""
     (head, kernels, write), sums = student, None
-    rows, of_rows = (rows_of(array, mask, kernels) for array in (x, dloss.reshape(-1, 1)))
+    dloss = contiguous(dloss).reshape(-1, 1)
+    rows, of_rows = (rows_of(array, mask, kernels) for array in (x, dloss))
     if head.bias is not None and (wanted is None or "bias" in wanted):
         kind = np.promote_types(x.dtype, FLOAT32)
         sums = np.zeros_like(x, kind, shape=(len(head.weight),))

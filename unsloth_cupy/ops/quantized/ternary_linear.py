@@ -73,7 +73,7 @@ def ternary_linear(
     if not isinstance(w, Ternary):
         problem = f"ternary_linear: weight is {type(weight).__name__}, not a Ternary"
         raise DTypeError(f"{problem}; pass ternary_quantize(weight), or call linear")
-    if activations not in ACTIVATIONS:
+    if not isinstance(activations, str | None) or activations not in ACTIVATIONS:
         raise ConfigError(f"ternary_linear: activations={activations!r}; choose None or 'int8'")
     if activations is not None and bias is None and (native([x]) or isinstance(x, Traced)):
         scale, group = w.scales.astype(np.float32, copy=False), w.group or GROUP_STEP
@@ -140,6 +140,7 @@ def _all(planes: Array, columns: int) -> tuple[slice, slice]:
 
 
 @ternary_linear_forward.require
+@ternary_linear_backward.require
 def _check(call: str, x: Array, planes: Array, scale: Array, group: int) -> None:
     """Raise ShapeError unless planes and scale fit x and group."""
     row = 2, row_bytes(x.shape[-1])

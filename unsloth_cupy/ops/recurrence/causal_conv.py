@@ -192,7 +192,7 @@ def _launch_backward(
 # ---- checks and constants -----------------------------------------------------------------------
 def _check(call: str, x: Any, initial: Any, offsets: Any, activation: Any) -> None:
     """Raise unless texts have a state each and the activation is known."""
-    if activation not in ("silu", None):
+    if activation is not None and not (isinstance(activation, str) and activation == "silu"):
         raise ConfigError(f"{call}: activation={activation!r}; choose from 'silu', None")
     check_texts(call, x, initial, offsets)
 

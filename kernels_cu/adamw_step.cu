@@ -2,7 +2,8 @@
 //
 //   Where `finite` is false the step is skipped and no bit changes.  Gradients are multiplied by
 //   `factor` first.  States are float32, or 8-bit codes with a float32 maximum for every 256 of
-//   them: mean = signed_map[code] * mean_scale, square = unsigned_map[code] * square_scale.
+//   them: mean = signed_map[code] * mean_scale, square = unsigned_map[code] * square_scale.  Only a
+//   square of 0 has code 0: a step divides by its root.
 //
 //   traffic     elements * (2 * sizeof(parameter) + sizeof(gradient) + sizeof(copy) + 16), or with
 //               codes + 4 + 16 / 256 in place of + 16; also 4 to 8 KiB per chunk of 8192 elements
@@ -16,7 +17,7 @@
 //   The trick: steps are counted on the device.  The last block to end writes the bias corrections
 //   of the next step, so the host need not know whether this one was skipped.  The span of a warp
 //   is a block of codes, whose maximum is found by shuffles.  A code is computed, then corrected by
-//   the midpoints on either side: 4 reads of a table where a binary search takes 16.
+//   the bounds on either side: 4 reads of a table where a binary search takes 16.
 #include <common/adamw.cuh>
 #include <common/many.cuh>
 #include <common/reduce.cuh>
@@ -24,13 +25,12 @@
 constexpr bool ANY_CODED = KINDS >> CODED;  // the highest flag
 
 using Map = float[256];
-enum Maps { MEAN_VALUES, MEAN_MIDDLES, SQUARE_VALUES, SQUARE_MIDDLES, MAPS };
+enum Maps { MEAN_VALUES, MEAN_BOUNDS, SQUARE_VALUES, SQUARE_BOUNDS, MAPS };
 
-// The code whose value is nearest to x; of two equally near codes, the lower.  `middle` holds the
-// midpoint between each code and the next.  Decade i (0.1 .. 1 times 10^(i - 6)) has 2^i positive
-// values, or 2^(i + 1) in the map without negative ones, each in the middle of an equal part of the
-// decade.
-template <bool SIGNED> DEVICE int nearest(float x, const Map &middle) {
+// The first code whose bound is not below x: its value is the nearest, or the next of a small square.
+// Decade i (0.1 .. 1 times 10^(i - 6)) has 2^i positive values, or 2^(i + 1) in the map without
+// negative ones, each in the middle of an equal part of the decade.
+template <bool SIGNED> DEVICE int code_of(float x, const Map &bound) {
     const float size = fabsf(x);
     int decade = 0;
     float unit = 1e6f;
@@ -47,8 +47,8 @@ template <bool SIGNED> DEVICE int nearest(float x, const Map &middle) {
     const float fraction = (size * unit - 0.1f) * __fdiv_rn(cells, 0.9f);
     const int position = cells - !SIGNED + (int)fminf(fmaxf(fraction, -1.0f), cells - 1.0f);
     int code = SIGNED ? 127 + (x < 0 ? -position : position) : position;
-    if (code < 255 && x > middle[code]) code++;
-    else if (code > 0 && x <= middle[code - 1]) code--;
+    if (code < 255 && x > bound[code]) code++;
+    else if (code > 0 && x <= bound[code - 1]) code--;
     return code;
 }
 
@@ -60,16 +60,19 @@ DEVICE void decode(Values &v, const Map &map, float scale, long long count) {
 }
 
 // Turn values into codes; return the largest absolute value of the warp's span.
-template <bool SIGNED> DEVICE float encode(Values &v, const Map &middle) {
+template <bool SIGNED> DEVICE float encode(Values &v, const Map &bound) {
     float largest = 0;
     each([&](int i, int j) { largest = fmaxf(largest, fabsf(v.at[i][j])); });
     largest = group_max<32>(largest);
     // a maximum below float32's normal numbers counts as 0, as its reciprocal may be infinite;
     // the reciprocal of one above 2^126 would itself be below the normal numbers
     const float unit = largest > 0x1p126f ? 0.25f : 1.0f;
-    const float inverse = largest < 1.17549435e-38f ? 0.0f : 1.0f / (largest * unit);
+    const bool tiny = largest < 1.17549435e-38f;
+    const float inverse = tiny ? 0.0f : 1.0f / (largest * unit);
     each([&](int i, int j) {
-        v.at[i][j] = (float)nearest<SIGNED>(v.at[i][j] * inverse * unit, middle);
+        int code = code_of<SIGNED>(v.at[i][j] * inverse * unit, bound);
+        if (!SIGNED && v.at[i][j] > 0) code = max(code, tiny ? 255 : 1);
+        v.at[i][j] = (float)code;
     });
     return largest;
 }
@@ -101,8 +104,8 @@ DEVICE void chunk(const long long *tensor, float factor, const Rates &rates, con
         store(address<Parameter>(tensor, PARAMETER), at, p, count);
         if constexpr (K & COPIED) store(address<Copy>(tensor, COPY), at, p, count);
         if constexpr (K & CODED) {
-            const float largest_mean = encode<true>(m, maps[MEAN_MIDDLES]);
-            const float largest_square = encode<false>(s, maps[SQUARE_MIDDLES]);
+            const float largest_mean = encode<true>(m, maps[MEAN_BOUNDS]);
+            const float largest_square = encode<false>(s, maps[SQUARE_BOUNDS]);
             store(address<unsigned char>(tensor, MEAN), at, m, count);
             store(address<unsigned char>(tensor, SQUARE), at, s, count);
             __syncwarp();  // all lanes have read the previous scales

@@ -2,7 +2,8 @@
 
 Needs torch and bitsandbytes 0.50.2.  Its CPU code looks nearest codes up in 65,536 shares of
 -1 .. 1, which is coarser than the codes near 0; of float64 values it takes the nearest code, as its
-CUDA code does.  So the averages of these steps are quantized from float64.
+CUDA code does.  So the averages of these steps are quantized from float64.  Squares below 1e-4 of
+their scale are rounded up: bitsandbytes rounds small ones to 0, and then divides by eps.
 """
 
 from pathlib import Path
@@ -23,6 +24,11 @@ def main() -> None:
 
     def quantize(values: Any, code: Any, scale: Any, codes: Any, block: int) -> None:
         quantized, largest = torch.ops.bitsandbytes.quantize_blockwise(values.double(), code, block)
+        if code[0] == 0:  # the map of squares
+            shares = values.double() / largest.repeat_interleave(block)[: values.numel()]
+            decoded = code[quantized.long()].double()
+            up = (decoded < 1e-4) & (shares > decoded * (1 + 1e-5))
+            quantized = torch.where(up, quantized + 1, quantized)
         codes.copy_(quantized)
         scale.copy_(largest)
 

@@ -16,13 +16,13 @@ from safetensors.numpy import load_file
 from unsloth_cupy import AdamW
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune.averages import in_one_form, scale_per_code, stored_form
 from unsloth_cupy.finetune.engine import squares
 from unsloth_cupy.finetune.ranks import Ranks, alone
 from unsloth_cupy.finetune.run_folder import RunFolder
 from unsloth_cupy.finetune.text import Batch
 from unsloth_cupy.ops.common.dynamic_codes import decode
 from unsloth_cupy.parallel import SingleCommunicator
+from unsloth_cupy.training.averages import in_one_form, scale_per_code, stored_form
 
 from ..harness.sampling import Sample
 from .grids import STEPS, STOP, WRONG, is_stopped, todays

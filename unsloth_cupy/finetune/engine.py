@@ -23,12 +23,12 @@ from ..parallel.ulysses import check_heads
 from ..parallel.zero import Zero1
 from ..parallel.zero3 import Zero3
 from ..placement import to_device_of, to_numpy
+from ..training.averages import in_one_form, scale_per_code, stored_form
 from ..training.gradients import measure_gradients, sum_gradients
 from ..training.joined import Joined
 from ..training.optimizer import Optimizer
 from ..training.precision import DTYPES, compute_copies
 from ..training.variable import Var
-from .averages import in_one_form, scale_per_code, stored_form
 from .lora import check_learns
 from .method import Method
 from .metrics import Counts, Watch

@@ -11,6 +11,7 @@ from ..training.muon import Muon
 from ..training.optimizer import Optimizer
 from ..training.schedule_free import ScheduleFreeAdamW
 from .configs.config import Config
+from .configs.names import SCORE
 from .ranks.pipeline_stages import EMBEDDING, HEAD
 
 OPTIMIZERS = ("adamw", "muon", "adafactor", "lion", "schedulefree")
@@ -31,7 +32,8 @@ def optimizer_of(
     """Return an optimizer of what a model trains; parameters in ``undecayed`` do not decay.
 
     ``embedding_lr`` is the rate of the table of tokens and of the head, and of what an adapter has
-    of them.
+    of them.  Their averages, and those of a classifier's head, have 32 bits: tokens that a batch
+    does not have leave rows of zeros in their gradients.
 
     Muon has the matrices other than the embedding and the head, with AdamW's rate and decay, and
     AdamW the rest: also stacks of experts, and what adapters have of those.
@@ -59,7 +61,8 @@ def optimizer_of(
             return Lion(parameters, **shared)
         case "schedulefree":
             return ScheduleFreeAdamW(parameters, betas=BETAS, **shared)
-    made.append(AdamW(parameters, betas=BETAS, state_bits=state_bits, **shared))
+    whole = [*of_tables(parameters), *(parameters.keys() & {SCORE})]
+    made.append(AdamW(parameters, betas=BETAS, state_bits=state_bits, whole=whole, **shared))
     return made[0] if len(made) == 1 else Joined(made)
 
 

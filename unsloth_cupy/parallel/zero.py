@@ -17,6 +17,7 @@ from ..errors import ConfigError, ShapeError
 from ..ops.common.dynamic_codes import BLOCK
 from ..ops.optimizers.gradients import GradientMeasure
 from ..training.adamw import AdamW
+from ..training.averages import own_form
 from ..training.gradients import check_mapping
 from ._pieces import Piece, divided, length, turns
 from ._shards import by_dtype, measured_parts
@@ -92,6 +93,7 @@ class Zero1:
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay,
             state_bits=8 if self.narrow else 32,
+            whole=own.keys() - self.narrow,
         )
         held = self.inner.parameters.keys()
         self.inner.groups = [  # the same in all ranks, also where a rank has no part of a group
@@ -238,6 +240,7 @@ class Zero1:
             An array does not fit its parameter; nothing has changed then.
         """
         check_mapping("Zero1.load_state", state)
+        state = own_form(state, self.shapes, self.narrow)
         narrow = {f"{f}.{n}" for f in STATES for n in self.narrow}
         names = {f"{f}.{n}" for f in STATES[:2] for n in self.shapes} | narrow | {"steps"}
         if state.keys() - {"groups"} != names:

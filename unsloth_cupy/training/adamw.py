@@ -1,6 +1,6 @@
 """Adam with decoupled weight decay over named parameters."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +10,9 @@ from ..core.dtypes import FLOATS, Array, allowed
 from ..errors import ConfigError, DTypeError
 from ..ops.common.dynamic_codes import BLOCK
 from ..ops.optimizers.adamw_step import Launcher, Tensor, host_step
-from .optimizer import Optimizer, checked_betas
+from .averages import own_form
+from .gradients import check_mapping
+from .optimizer import Optimizer, checked_betas, matching
 
 SMALL = 4096  # elements; smaller parameters have float32 averages, as in bitsandbytes
 
@@ -37,6 +39,10 @@ class AdamW(Optimizer):
     state_bits : int
         Bits of an element of the averages: 32 (64 for a float64 parameter), or 8: codes, with a
         float32 scale for every 256 of them, for parameters of 4096 elements or more.
+    whole : collection of str
+        Names or patterns, as in groups, of parameters whose averages have 32 bits though
+        ``state_bits`` is 8: tables of tokens and heads, whose rows have gradients of very
+        different sizes.
     groups : sequence of {"names": ..., "lr": ..., "weight_decay": ...}, optional
         Groups of parameters with an ``lr`` or a ``weight_decay`` of their own: ``names`` is a name,
         a pattern such as ``"*norm*"``, or a list of them.  What no group names has the options
@@ -46,7 +52,7 @@ class AdamW(Optimizer):
     ------
     ConfigError
         An option is out of its range, or a parameter is read-only; a group has an unknown key, no
-        parameter, or one of another group.
+        parameter, or one of another group; ``whole`` has a name of no parameter.
     DTypeError, FrameworkError
         A parameter is not a float array of NumPy or CuPy, or has 8-bit averages and is float64; or
         parameters are on several GPUs.
@@ -54,8 +60,9 @@ class AdamW(Optimizer):
     Notes
     -----
     On a GPU a step is one launch over the parameters of each group, if all of them are contiguous
-    and of 32 or 16 bits.  It does not wait; reading ``steps`` waits.  Codes and scales are those of
-    bitsandbytes' state1, absmax1, state2 and absmax2.
+    and of 32 or 16 bits.  It does not wait; reading ``steps`` waits.  Codes and scales have the
+    format of bitsandbytes' state1, absmax1, state2 and absmax2.  Squares below 1e-4 of their scale
+    are rounded up, where bitsandbytes takes the nearest code: one above 0 never becomes 0.
     """
 
     kind = Tensor
@@ -69,16 +76,19 @@ class AdamW(Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.01,
         state_bits: int = 32,
+        whole: Collection[str] = (),
         groups: Sequence[Mapping[str, Any]] = (),
     ) -> None:
         if state_bits not in (8, 32):
             raise ConfigError(f"AdamW: state_bits={state_bits} does not exist; choose 32 or 8")
         self.betas, self.eps, self.bits = checked_betas("AdamW", betas), eps, state_bits
+        check_mapping("AdamW", parameters)
+        self.whole = matching(f"AdamW(whole={whole!s:.80})", whole, parameters)
         super().__init__(parameters, groups, lr=lr, eps=eps, weight_decay=weight_decay)
 
     def _tensor(self, name: str, parameter: Any) -> Tensor:
         wide = allowed("stat", parameter.dtype)[0]
-        if self.bits == 32 or parameter.size < SMALL:
+        if self.bits == 32 or parameter.size < SMALL or name in self.whole:
             mean, square = (np.zeros_like(parameter, wide) for _ in range(2))
             return Tensor(parameter, None, mean, square, None, None)
         if wide != FLOATS[2]:
@@ -88,6 +98,16 @@ class AdamW(Optimizer):
         blocks = -(-parameter.size // BLOCK)
         scales = (np.zeros_like(parameter, np.float32, shape=(blocks,)) for _ in range(2))
         return Tensor(parameter, None, mean, square, *scales)
+
+    def load_state(self, state: Mapping[str, Array]) -> None:
+        """Continue from a ``state()``, also from one with codes where this has 32 bits.
+
+        In codes of earlier versions, squares that were rounded to 0 become the smallest above it.
+        """
+        check_mapping("AdamW.load_state", state)
+        narrow = {name for name, t in self.tensors.items() if t.mean_scale is not None}
+        shapes = {name: parameter.shape for name, parameter in self.parameters.items()}
+        super().load_state(own_form(state, shapes, narrow))
 
     def _launcher(self, tensors: Mapping[str, Any]) -> Launcher:
         return Launcher(tensors, self.betas, self.eps, int(self.numbers["steps"]))

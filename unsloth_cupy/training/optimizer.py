@@ -301,26 +301,32 @@ def _groups(
         raise ConfigError(f"{call}(groups={groups!s:.80}): pass a list of {EXAMPLE}")
     for group in every:
         what = f"{call}(groups=[..., {group!s:.80}])"
-        names: Any = group.get("names") if isinstance(group, Mapping) else None
-        names = [names] if isinstance(names, str) else names
-        listed = isinstance(names, Collection) and all(isinstance(n, str) for n in names)
-        if not listed or not group.keys() <= {"names", *RATES}:
+        if not isinstance(group, Mapping) or not {"names"} <= group.keys() <= {"names", *RATES}:
             raise ConfigError(f"{what}: pass a group as {EXAMPLE}")
         check_rates(what, group)
-        own: dict[str, None] = {}
-        for pattern in names:
-            found = [pattern] if pattern in parameters else []
-            found = found or [name for name in parameters if fnmatchcase(name, pattern)]
-            if not found:
-                some = ", ".join(list(parameters)[:3])
-                raise ConfigError(f"{what}: no parameter is named {pattern!r}; names are as {some}")
-            own |= dict.fromkeys(found)
+        own = matching(what, group["names"], parameters)
         if twice := [name for name in own if name not in rest]:
             raise ConfigError(f"{what}: {twice[0]} is in another group too; name it in one of them")
         for name in own:
             del rest[name]
         result.append({**group, "names": [*own]})
     return [*result, {"names": [*rest]}]
+
+
+def matching(what: str, patterns: Any, parameters: Collection[str]) -> dict[str, None]:
+    """Return the names of parameters that names or patterns match; raise where one matches none."""
+    names = [patterns] if isinstance(patterns, str) else patterns
+    if not (isinstance(names, Collection) and all(isinstance(n, str) for n in names)):
+        raise ConfigError(f"{what}: pass names of parameters, or patterns such as '*norm*'")
+    own: dict[str, None] = {}
+    for pattern in names:
+        found = [pattern] if pattern in parameters else []
+        found = found or [name for name in parameters if fnmatchcase(name, pattern)]
+        if not found:
+            some = ", ".join(list(parameters)[:3])
+            raise ConfigError(f"{what}: no parameter is named {pattern!r}; names are as {some}")
+        own |= dict.fromkeys(found)
+    return own
 
 
 def check_states(call: str, own: Mapping[str, Any], state: Mapping[str, Any]) -> None:

@@ -5,6 +5,10 @@ the one whose map value is nearest to value / scale.  Decade i of a map, 0.1 .. 
 for i = 0 .. 6, is cut into 2**i equal intervals for each sign, or 2**(i + 1) in a map without
 negative values; the map holds the middle of each interval, and 0 and 1.
 
+Values without a sign are squares, by whose roots a step divides.  Shares below 1e-4 of the scale
+are rounded up, as their codes are far apart: to the nearest, a square would become 0 while its mean
+does not, or would not grow.
+
 Dettmers, Lewis, Shleifer and Zettlemoyer, 8-bit Optimizers via Block-wise Quantization, 2022.
 """
 
@@ -37,35 +41,41 @@ def dynamic_map(signed: bool) -> Array:
 
 
 @cache
-def midpoints(signed: bool) -> Array:
-    """Return the 255 midpoints between the values of neighbouring codes."""
+def bounds(signed: bool) -> Array:
+    """Return the largest share of each of the first 255 codes: the midpoint to the next value.
+
+    Without signs, those of shares below 1e-4 are the values themselves.
+    """
     values = dynamic_map(signed)
-    return (values[:-1] + values[1:]) * np.float32(0.5)
+    middles = (values[:-1] + values[1:]) * np.float32(0.5)
+    # roundings, of 1e-7 each, must not give the next code to a square that decays with its block
+    own = values[:-1] * np.float32(1 + 1e-5)
+    return middles if signed else np.where(values[:-1] < 1e-4, own, middles)
 
 
 @cache
-def _nearest(signed: bool) -> tuple[Array, Array]:
+def _lookup(signed: bool) -> tuple[Array, Array]:
     """Return two tables by the upper 16 bits of a float32: code, and bound to the next code.
 
-    No two midpoints share these bits, so a lookup and a comparison replace a binary search.
+    No two bounds share these bits, so a lookup and a comparison replace a binary search.
     """
-    middles, upper = midpoints(signed), np.arange(1 << 16, dtype=np.uint32) << 16
+    own, upper = bounds(signed), np.arange(1 << 16, dtype=np.uint32) << 16
     ends = np.sort([upper.view(np.float32), (upper | 0xFFFF).view(np.float32)], axis=0)
     infinite = np.isinf(ends[0])  # the other end is NaN, which sorts last
-    low, high = np.searchsorted(middles, np.where(infinite, ends[0], ends))
-    bound = np.where(low < high, np.append(middles, np.inf)[low], np.inf)
+    low, high = np.searchsorted(own, np.where(infinite, ends[0], ends))
+    bound = np.where(low < high, np.append(own, np.inf)[low], np.inf)
     return low.astype(np.uint8), bound.astype(np.float32)
 
 
 def tables(like: Any) -> Array:
-    """Return the kernel's tables, (4, 256): signed map, its midpoints, and the same unsigned.
+    """Return the kernel's tables, (4, 256): signed map, its bounds, and the same unsigned.
 
     They are on the device of ``like``.
     """
     stacked = [
         row
         for signed in (True, False)
-        for row in (dynamic_map(signed), np.append(midpoints(signed), np.float32(1)))
+        for row in (dynamic_map(signed), np.append(bounds(signed), np.float32(1)))
     ]
     return to_device_of(np.stack(stacked), like)
 
@@ -77,7 +87,10 @@ def decode(codes: Any, scale: Any, *, signed: bool) -> Array:
 
 
 def encode(values: Any, *, signed: bool) -> tuple[Array, Array]:
-    """Return the codes of a 1-D float32 array, and the scale of every block."""
+    """Return the codes of a 1-D float32 array, and the scale of every block.
+
+    Without signs only 0 has code 0.
+    """
     blocks = -(-values.size // BLOCK)
     padded = np.zeros_like(values, shape=(blocks * BLOCK,))
     padded[: values.size] = np.abs(values)
@@ -85,11 +98,22 @@ def encode(values: Any, *, signed: bool) -> tuple[Array, Array]:
     unit = np.where(scale > LARGE, np.float32(0.25), np.float32(1))
     inverse = np.where(scale < TINY, 0, 1 / np.maximum(scale * unit, TINY)).astype(np.float32)
     share = values * _spread(inverse, values.size) * _spread(unit, values.size)
-    first, bound = (to_device_of(table, values) for table in _nearest(signed))
+    first, bound = (to_device_of(table, values) for table in _lookup(signed))
     upper = (share.view(np.uint32) >> np.uint32(16)).astype(np.intp)
     codes = first[upper]
     codes += share > bound[upper]
+    if not signed:  # a share may be below float32's numbers; of a tiny scale, value 1 may not
+        least = np.where(scale < TINY, np.uint8(255), np.uint8(1))
+        codes = np.maximum(codes, _spread(least, values.size) * (values > 0))
     return codes, scale
+
+
+def without_zeros(squares: Any, means: Any) -> Any:
+    """Return codes of squares with 1 in place of 0 where the code of the mean is not of 0.
+
+    Earlier versions, and bitsandbytes, round small squares to 0.
+    """
+    return np.maximum(squares, means != np.flatnonzero(dynamic_map(True) == 0)[0])
 
 
 def _spread(scale: Any, size: int) -> Any:

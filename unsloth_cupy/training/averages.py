@@ -8,13 +8,13 @@ divide, a checkpoint stores one scale for each code; a part with the same blocks
 resumes with identical bits.
 """
 
+import math
 from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
-from ..ops.common.dynamic_codes import BLOCK, dynamic_map, encode
-from ..parallel.communicator import Communicator
+from ..ops.common.dynamic_codes import BLOCK, dynamic_map, encode, without_zeros
 from ..placement import to_device_of
 
 SIGNED = {"mean": True, "square": False}
@@ -32,7 +32,7 @@ def scale_per_code(state: Mapping[str, Any]) -> dict[str, Any]:
     return result
 
 
-def in_one_form(state: Mapping[str, Any], comm: Communicator) -> dict[str, Any]:
+def in_one_form(state: Mapping[str, Any], comm: Any) -> dict[str, Any]:
     """Return averages that all ranks have in the same form, though the parts of some are small.
 
     Only the averages of parts of 4096 values and more are codes: if those of any rank's part are
@@ -53,13 +53,35 @@ def stored_form(state: Mapping[str, Any], narrow: Collection[str]) -> dict[str, 
         if field in SCALES:
             continue
         scale = state.get(f"{field}_scale.{name}")
+        repaired = field == "square" and scale is not None
+        values = without_zeros(array, state[f"mean.{name}"]) if repaired else array
         if field not in SIGNED or (scale is None and name not in narrow):
-            result[key] = array
+            result[key] = values
         elif name not in narrow:
-            result[key] = _decoded(array, scale, SIGNED[field])
+            result[key] = _decoded(values, scale, SIGNED[field])
         else:
-            codes, result[f"{field}_scale.{name}"] = _in_blocks(array, scale, SIGNED[field])
+            codes, result[f"{field}_scale.{name}"] = _in_blocks(values, scale, SIGNED[field])
             result[key] = codes.reshape(array.shape)
+    return result
+
+
+def own_form(
+    state: Mapping[str, Any], shapes: Mapping[str, Any], narrow: Collection[str]
+) -> dict[str, Any]:
+    """Return the state of an optimizer with the codes of each parameter in ``stored_form``.
+
+    Arrays that do not fit a parameter's shape remain as they are, for the checks of a state.
+    """
+    result = dict(state)
+    for name, shape in shapes.items():
+        blocks = (-(-math.prod(shape) // BLOCK),)
+        layout = {f"{field}.{name}": (np.uint8, tuple(shape)) for field in SIGNED}
+        layout |= {f"{scale}.{name}": (np.float32, blocks) for scale in SCALES}
+        facts = (
+            (getattr(state.get(key), fact, None) for fact in ("dtype", "shape")) for key in layout
+        )
+        if [(dtype, shape) for dtype, shape in facts] == [*layout.values()]:
+            result |= stored_form({key: result.pop(key) for key in layout}, narrow)
     return result
 
 

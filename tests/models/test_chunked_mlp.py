@@ -12,9 +12,10 @@ from unsloth_cupy.models import Transformer, create
 from unsloth_cupy.models.layers import mlp_branch
 from unsloth_cupy.training import tape
 
+from ..harness.whole_models import allowed_error, judge_gradients, largest_error, widened
 from ..machines.stand_in import gpu
 from .peers import CONFIGS, SIZES
-from .test_packed import largest_error, model_of, widened
+from .test_packed import model_of
 
 TOKENS = np.random.default_rng(0).integers(3, 97, (6, 14))  # 84 rows: chunks of 32, 32 and 20
 KINDS = ["llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2"]
@@ -56,11 +57,8 @@ def test_loss_and_gradients_are_those_of_the_whole(
     assert largest_error(actual, exact) < 1e-12
     first, gradients = chunked(model).loss_and_gradients(TOKENS, TOKENS)
     assert chunked(model).loss(TOKENS, TOKENS) == first
-    eps = float(np.finfo(np.float32).eps if dtype == "float32" else 2.0**-7)
-    allowed = 2 * largest_error(plain, exact) + 4 * eps
-    assert largest_error(gradients, exact) <= allowed
-    off = 2 * abs(float(plain_loss) - float(exact_loss)) + 4 * eps * float(exact_loss)
-    assert abs(float(first) - float(exact_loss)) <= off
+    judge_gradients(gradients, plain, exact, dtype)
+    assert abs(float(first) - exact_loss) <= allowed_error(plain_loss, exact_loss, dtype=dtype)
     for config in (CheckpointConfig(), CheckpointConfig(checkpoint_every=2, keep=("swiglu_mlp",))):
         loss, again = model.loss_and_gradients(TOKENS, TOKENS, checkpoint=config)
         assert loss == first

@@ -11,6 +11,7 @@ from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 from unsloth_cupy.models import Transformer, create
 from unsloth_cupy.training import tape
 
+from ..harness.whole_models import allowed_error, judge_gradients, largest_error, widened
 from ..machines.stand_in import gpu
 from .peers import CONFIGS, RELATIVES, SIZES
 
@@ -32,15 +33,6 @@ def model_of(label: str, dtype: str, rank: int | None) -> Transformer:
     return model
 
 
-def widened(model: Transformer) -> Transformer:
-    """Make a model compute in float64, with equal weights."""
-    model.parameters = {n: array.astype(float) for n, array in model.parameters.items()}
-    if model.adapter is not None:
-        adapter = model.adapter
-        adapter.parameters = {n: array.astype(float) for n, array in adapter.parameters.items()}
-    return model
-
-
 def texts(array: np.ndarray) -> list[np.ndarray]:
     return [part[None] for part in np.split(array.ravel(), OFFSETS[1:-1])]
 
@@ -57,13 +49,6 @@ def one_by_one(model: Transformer) -> tuple[float, dict[str, np.ndarray]]:
     return loss / count, {name: gradient / count for name, gradient in total.items()}
 
 
-def largest_error(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray]) -> float:
-    """Return the Frobenius norm of all errors, relative to that of all gradients."""
-    assert actual.keys() == expected.keys()
-    off = sum(np.square(actual[n].astype(np.float64) - expected[n]).sum() for n in expected)
-    return float(np.sqrt(off / sum(np.square(gradient).sum() for gradient in expected.values())))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [None, 3], ids=["all weights", "adapters"])
 @pytest.mark.parametrize("label", ALL)
@@ -76,11 +61,11 @@ def test_loss_and_gradients_are_those_of_the_texts_one_by_one(label: str, rank: 
     actual_loss, actual = wide.loss_and_gradients(TOKENS, LABELS, offsets=OFFSETS)
     assert float(actual_loss) == pytest.approx(exact_loss, rel=1e-12)
     assert largest_error(actual, exact) < 1e-12
-    assert float(model.loss(TOKENS, LABELS, offsets=OFFSETS)) == pytest.approx(loss, rel=1e-6)
-    allowed = 2 * largest_error(alone, exact) + 4 * np.finfo(np.float32).eps
     first, gradients = model.loss_and_gradients(TOKENS, LABELS, offsets=OFFSETS)
-    assert float(first) == pytest.approx(loss, rel=1e-6)
-    assert largest_error(gradients, exact) <= allowed
+    allowed = allowed_error(loss, exact_loss)
+    for actual_loss in (first, model.loss(TOKENS, LABELS, offsets=OFFSETS)):
+        assert abs(float(actual_loss) - exact_loss) <= allowed
+    judge_gradients(gradients, alone, exact)
     for config in (CheckpointConfig(), CheckpointConfig(checkpoint_every=2)):
         again = model.loss_and_gradients(TOKENS, LABELS, offsets=OFFSETS, checkpoint=config)
         assert again[0] == first

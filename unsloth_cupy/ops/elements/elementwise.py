@@ -7,7 +7,6 @@ import numpy as np
 from ...core.dtypes import Array
 from ...core.op import op
 from ...errors import ConfigError
-from ..common.checks import check_wanted
 from ..common.elementwise import by_element
 
 
@@ -120,8 +119,6 @@ def _check_bound(call: str, bound: float) -> None:
         raise ConfigError(f"{call}: bound={bound!r}; pass a positive number, as 8")
 
 
-subtract_backward.require(check_wanted)
-divide_backward.require(check_wanted)
 clip.require(_check_bound)
 clip_backward.require(_check_bound)
 by_element(clip, "arithmetic.cu")

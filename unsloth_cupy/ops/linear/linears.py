@@ -17,7 +17,7 @@ from ...core.arrays import empty
 from ...core.dtypes import Array, Stored
 from ...core.op import op
 from ...core.replay import Recorded
-from ..common.checks import check_wanted, requested_gradients
+from ..common.checks import requested_gradients
 from ..common.gemm import gemm
 from ..elements.cast import concatenate
 from .linear import flat
@@ -168,7 +168,6 @@ linears_backward.facts["lying"] = lambda arrays: (
     columns_of_one(present(arrays[:3]) or [None]) is None,
 )
 linears_backward.facts["products"] = True
-linears_backward.require(check_wanted)
 linears_backward.facts["operations"] = lambda a: (
     2
     * math.prod(a["x"].shape)

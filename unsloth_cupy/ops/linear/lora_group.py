@@ -19,7 +19,7 @@ from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
 from ...errors import ConfigError
-from ..common.checks import check_wanted, requested_gradients
+from ..common.checks import requested_gradients
 from ..common.gemm import gemm
 from ..elements.cast import in_dtype, stacked
 from ._lora_expand import add_low_rank_rows, add_low_ranks
@@ -176,7 +176,6 @@ lora_group_backward.facts["lying"] = lambda arrays: _lie_apart(
     arrays[5:8], arrays[8:11], arrays[:3]
 )
 lora_group_backward.facts["products"] = True
-lora_group_backward.require(check_wanted)
 lora_group_backward.facts["operations"] = lambda a: (  # without those of the low rank
     2
     * math.prod(a["x"].shape)

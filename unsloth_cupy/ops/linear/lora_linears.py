@@ -16,7 +16,7 @@ from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
 from ...errors import ConfigError, naming
-from ..common.checks import check_wanted, requested_gradients
+from ..common.checks import requested_gradients
 from ..common.gemm import gemm
 from ..elements.cast import concatenate, in_dtype, stacked
 from .linear import flat
@@ -225,8 +225,6 @@ def _spans(factors: Sequence[Array | None]) -> list[slice | None]:
 
 for each in (lora_down, lora_down_backward, lora_up, lora_up_backward):
     each.facts["products"] = True
-lora_down_backward.require(check_wanted)
-lora_up_backward.require(check_wanted)
 lora_up_backward.facts["operations"] = lambda a: (  # without those of the low rank
     2 * a["dy"].size * a["weight"].shape[1] * (a.get("dx") is not None)
 )

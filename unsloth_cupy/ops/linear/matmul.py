@@ -8,7 +8,6 @@ from collections.abc import Set
 
 from ...core.dtypes import Array
 from ...core.op import op
-from ..common.checks import check_wanted
 from ..common.gemm import gemm
 
 
@@ -67,7 +66,6 @@ def _batched(a: Array, b: Array) -> Array:
     return c.reshape(*batch, *c.shape[-2:])
 
 
-matmul_backward.require(check_wanted)
 matmul_backward.facts["operations"] = lambda a: (
     2 * a["dc"].size * a["a"].shape[-1] * sum(a.get(n) is not None for n in ("da", "db"))
 )

@@ -147,23 +147,23 @@ def load_tokenizer(folder: Path) -> Any:
 @functools.lru_cache(maxsize=2)  # of a large vocabulary it takes seconds
 def _converted(folder: Path, form: tuple[str, ...], states: Any) -> str:
     """Return the tokenizer.json that transformers makes of a folder's files, which have states."""
-    problem = f"{folder} holds no {FILE}, and transformers makes none of {' and '.join(form)}"
     try:
         from transformers import AutoTokenizer
 
         options: Any = {"local_files_only": True, "trust_remote_code": False}
         backend: Any = AutoTokenizer.from_pretrained(str(folder), **options).backend_tokenizer
-        if not backend.encode("a b").ids:
-            raise ValueError("a text has no tokens by it")
-        return str(backend.to_str())
+        if backend.encode("a b").ids:
+            return str(backend.to_str())
+        reason = "by it a text has no tokens"
     except BaseException as error:
         if not of_library(error):
             raise
         reason = str(error).strip().partition("\n")[0][:200]
-        install = "pip install transformers sentencepiece protobuf tiktoken"
-        call = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
-        cure = f"{install}, and call {call}, or copy {FILE} from the model's page"
-        raise ConfigError(f"{problem} ({reason}); {cure}") from None
+    problem = f"{folder} holds no {FILE}, and transformers makes none of {' and '.join(form)}"
+    install = "pip install transformers sentencepiece protobuf tiktoken"
+    call = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
+    cure = f"{install}, and call {call}, or copy {FILE} from the model's page"
+    raise ConfigError(f"{problem} ({reason}); {cure}")
 
 
 class Guarded:

@@ -10,11 +10,12 @@ from .state_space import StateSpace
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 MLP = "mlp"  # a layer of that alone
+# of the norms inside latent attention, and of the lengths of queries and keys of a delta rule,
+# whatever that of the other norms is
+INNER_EPS = 1e-6
 BUFFERS = ("beta", "eps")  # numbers of xielu that are stored and do not learn
 CORRECTION = "e_score_correction_bias"  # of a router's choice: it does not learn by gradients
 STACKS, UNGATED = ("gate_up_proj", "down_proj"), ("up_proj", "down_proj")  # of experts
-LATENT_EPS = 1e-6  # of the norms of latent attention's short vectors, whatever rms_norm_eps is
-DELTA_EPS = 1e-6  # of the lengths of queries and keys of a delta rule
 LATENT = ("fc1_latent_proj", "fc2_latent_proj")  # before and behind these
 
 

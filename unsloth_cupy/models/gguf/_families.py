@@ -13,17 +13,7 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...ops.position.rope_tables import RULES
-from ..configs.config import (
-    DELTA_EPS,
-    FULL,
-    LATENT_EPS,
-    MLP,
-    SLIDING,
-    Config,
-    Experts,
-    Latent,
-    Rope,
-)
+from ..configs.config import FULL, INNER_EPS, MLP, SLIDING, Config, Experts, Latent, Rope
 
 NORMALIZED = {True: "whose weights sum to 1", False: "whose weights are theirs", None: "as it says"}
 LEAST = 1e-3  # time_step_min of all released models of Nemotron-H, which no file has
@@ -390,10 +380,10 @@ def _problems_of_norms(config: Config, known: Architecture) -> Iterator[str]:
         yield "divides by the root mean square in its norms, where this model has LayerNorm"
     if known.name == "olmoe" and config.kv_heads != config.heads:
         yield f"has as many heads of keys as of queries (num_key_value_heads={config.heads})"
-    if config.delta is not None and config.eps != DELTA_EPS:
+    if config.delta is not None and config.eps != INNER_EPS:
         yield (
             f"normalizes queries and keys of its delta rule with rms_norm_eps={config.eps:g},"
-            f" where this model takes {DELTA_EPS:g}, whatever its rms_norm_eps is"
+            f" where this model takes {INNER_EPS:g}, whatever its rms_norm_eps is"
         )
 
 
@@ -571,10 +561,10 @@ def warnings_of(config: Config, known: Architecture) -> Iterator[str]:
         yield "llama.cpp rounds yarn's columns, and this model does not: outputs differ slightly"
     if config.balanced:
         yield "GGUF has no coefficient of the router's loss: what is loaded from it trains without"
-    if config.latent is not None and config.eps != LATENT_EPS:
+    if config.latent is not None and config.eps != INNER_EPS:
         yield (
             f"llama.cpp's norms inside latent attention take rms_norm_eps={config.eps:g}, this"
-            f" model's {LATENT_EPS:g}: outputs differ slightly"
+            f" model's {INNER_EPS:g}: outputs differ slightly"
         )
     if SLIDING in config.layer_types and not known.windows:
         yield (

@@ -28,7 +28,7 @@ from ...ops.recurrence.causal_conv import causal_conv
 from ...ops.recurrence.gated_delta_rule import gated_delta_rule
 from ...parallel.taped import taped, value_of
 from ...placement import to_device_of
-from ..configs.config import DELTA_EPS, Config, Delta
+from ..configs.config import INNER_EPS, Config, Delta
 from .context import Context
 from .elements import beside, gated, split, taken, without_padding
 
@@ -141,7 +141,7 @@ def _of_length_1(x: Any) -> Any:
     dim = x.shape[-1]
     kind = np.promote_types(x.dtype, FLOAT32)
     unit = np.full_like(value_of(x), dim**-0.5, kind, shape=(dim,))
-    return rms_norm(x, unit, eps=DELTA_EPS / dim)
+    return rms_norm(x, unit, eps=INNER_EPS / dim)
 
 
 def _decays(rule: Delta, a: Any, parameters: Mapping[str, Any], module: str) -> Any:

@@ -22,7 +22,7 @@ from ...ops.norms.rms_norm import rms_norm
 from ...ops.position.rope_qk import rope_qk
 from ...parallel.taped import taped, value_of
 from ...placement import check_library
-from ..configs.config import LATENT_EPS, Config, Latent
+from ..configs.config import INNER_EPS, Config, Latent
 from ..ranks.division import entered
 
 
@@ -35,7 +35,7 @@ def latent_attention_heads(call: Any, latent: Latent, layer: int, module: str, x
     names = [f"{module}kv_a_proj_with_mqa"]
     if latent.queries is not None:
         both, q = call.project(parameters, [*names, f"{module}q_a_proj"], x)
-        q = entered(ranks, rms_norm(q, parameters[f"{module}q_a_layernorm.weight"], eps=LATENT_EPS))
+        q = entered(ranks, rms_norm(q, parameters[f"{module}q_a_layernorm.weight"], eps=INNER_EPS))
         (q,) = call.project(parameters, [f"{module}q_b_proj"], q)
     elif ranks is None:
         both, q = call.project(parameters, [*names, f"{module}q_proj"], x)
@@ -44,7 +44,7 @@ def latent_attention_heads(call: Any, latent: Latent, layer: int, module: str, x
         (q,) = call.project(parameters, [f"{module}q_proj"], entered(ranks, x))
     q = q.reshape(batch, tokens, config.heads, latent.dim)
     short = rms_norm(
-        both[..., : latent.rank], parameters[f"{module}kv_a_layernorm.weight"], eps=LATENT_EPS
+        both[..., : latent.rank], parameters[f"{module}kv_a_layernorm.weight"], eps=INNER_EPS
     )
     short = entered(ranks, short)
     rotated = entered(ranks, both[..., latent.rank :])

@@ -352,7 +352,6 @@ def test_what_cannot_be_written_names_the_call_and_the_path(tmp_path: Path, name
 
 def test_pictures_and_a_date_that_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """matplotlib reads it as the date of a PDF or an SVG; a PNG has none."""
-    pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
     for value in ("x", "1e9", "9" * 30, "0", ""):

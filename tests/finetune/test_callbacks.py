@@ -128,7 +128,7 @@ def test_what_is_no_callback_is_named(text: Path, tmp_path: Path) -> None:
         trained(text, tmp_path / "run", Recorder(), steps=1)
     with pytest.raises(ConfigError, match="report_to names 'visdom'; choose from tensorboard"):
         trained(text, tmp_path / "run", [], steps=1, report_to=["visdom"])
-    with pytest.raises(ConfigError, match=r"give a list of texts, as report_to=\['wandb'\]"):
+    with pytest.raises(ConfigError, match=r"report_to='wandb'\): report_to must be a list"):
         trained(text, tmp_path / "run", [], steps=1, report_to="wandb")
 
 

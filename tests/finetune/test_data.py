@@ -628,14 +628,14 @@ class TestBounds:
         self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """A record has fields and a place in several lists, however short its text is."""
-        rows = [{"text": "a", "b": 0}] * 3000
+        rows = [{"text": "a", "b": 0}] * 5000
         kind, _, packing = name.partition(".")
         data = {
             "json": lambda: json.dumps(rows).encode(),
             "csv": lambda: table(rows),
             "tsv": lambda: table(rows, "\t"),
             "parquet": lambda: parquet(rows, tmp_path / "plain"),
-        }.get(kind, lambda: b'{"text": "a"}\n' * 3000)()
+        }.get(kind, lambda: b'{"text": "a"}\n' * 5000)()
         path = tmp_path / f"a.{kind}.{packing or 'gz'}"
         path.write_bytes(packed(data, path.suffix))
         monkeypatch.setattr("unsloth_cupy.finetune.data_files.RATIO", 1)

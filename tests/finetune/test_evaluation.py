@@ -334,7 +334,7 @@ def test_prompts_are_continued_at_each_evaluation(
     assert samples[-2]["text"] == tokenizer.decode([t for t in more.tolist() if t not in ends])
     with pytest.raises(ConfigError, match=r"sample_prompt=.* positions; give another one"):
         trained(text, tmp_path / "long", sample_prompt=["7 " * 40_000], steps=1)
-    with pytest.raises(ConfigError, match=r"give a list of texts, as sample_prompt=\['7'\]"):
+    with pytest.raises(ConfigError, match=r"sample_prompt='7'\): sample_prompt must be a list"):
         trained(text, tmp_path / "long", sample_prompt="7", steps=1)
 
 

@@ -566,7 +566,7 @@ def test_a_prompt_leaves_room_for_its_answer(home: Path, tmp_path: Path) -> None
             {"reward": []},
             "method=grpo has nothing to learn from; give reward, FILE.py:FUNCTION or the f",
         ),
-        ({"reward": "a.py:b"}, "reward=a.py:b: give a list of texts, as reward="),
+        ({"reward": "a.py:b"}, "Settings(reward='a.py:b'): reward must be a list, each a text"),
         ({"beta": 0.1}, "beta of method=grpo compares with the model before the run"),
         ({"neftune": 5.0}, "draws its answers without neftune"),
         ({"lora": 2, "lora_dropout": 0.1}, "draws its answers without lora_dropout"),

@@ -29,7 +29,7 @@ from .methods import METHODS
 from .preferences import pair_of, rated_of, scored_of
 from .prompts import prompt_of
 from .related import related_of
-from .tables import PROCESSED, Row, rows_of
+from .tables import PROCESSED, ROW, Row, rows_of
 from .text import HELD_OUT_CHARACTERS, HELD_OUT_SHARE, SMALL
 
 RECORDS = 1000  # records of a large file that a new tokenizer reads at a time
@@ -37,7 +37,7 @@ FIRST = 100  # rows of each file that are looked at before all are read
 HELD_OUT_PROMPTS = 100  # each of which is answered; a share of right answers is exact to 0.05
 MOST_NAMES = 1000  # of columns that are not read
 IN_MEMORY = 2**26  # bytes of records that are kept in memory
-RECORD, ITEM = 256, 100  # bytes of a record's objects, and of each item of its lists and objects
+ITEM = 100  # bytes of an item of lists and objects, beside its characters
 READERS: Mapping[str, Callable[..., Content]] = {
     TEXTS: content_of, PAIRS: pair_of, RATED: rated_of, SCORED: scored_of,
     LABELLED: labelled_of, RELATED: related_of, PROMPTS: prompt_of,
@@ -196,7 +196,7 @@ class _Collected:
         self.digests += hashlib.blake2b(content.encode(), digest_size=16).digest()
         self.sizes.append(len(content))
         self.records.append(record)
-        self.waiting += RECORD + ITEM * content.count(",") + len(content)
+        self.waiting += ROW + ITEM * content.count(",") + len(content)
         if self.waiting > (SMALL if self.kept else IN_MEMORY):
             self._store()
 

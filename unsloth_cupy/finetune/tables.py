@@ -25,7 +25,7 @@ from .text import BREAK, PIECE, SMALL
 
 PROCESSED = ("Parquet", "Arrow")  # kinds that a process of its own reads
 LONGEST = SMALL  # bytes of a row: its text is tokenised as a whole
-ROW = 400  # bytes that a row takes in memory, however short: a small file may hold very many
+ROW = 256  # bytes that a row takes in memory, however short: a small file may hold very many
 MARK = b"\xef\xbb\xbf"
 PROCESS = Path(__file__).with_name("table_process.py")
 BLANK = 100_000  # lines one after another: a small packed file may hold a billion

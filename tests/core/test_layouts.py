@@ -114,7 +114,7 @@ def turn() -> list[str]:
 @pytest.mark.parametrize("name", turn())
 def test_kernels_read_any_layout(name: str, every: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first call of a layout, and one after three calls of contiguous arrays."""
-    small = Scale(tokens=32, hidden=32, inner=48, vocab=40, heads=2, kv_heads=1, dim=32)
+    small = Scale(tokens=32, hidden=64, inner=48, vocab=40, heads=2, kv_heads=1, dim=32)
     monkeypatch.setattr(test_launches, "SMALL", small)
     call = call_of(name, np.asarray, FLOAT32, optional=every)
     layouts = [*moved(call)]

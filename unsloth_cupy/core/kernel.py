@@ -49,7 +49,11 @@ class Kernel:
 
     def _run(self, grid: Any, block: Any, shared: int, *args: Any) -> None:
         values = [NULL if arg is None else arg for arg in args]
-        if not (self.checked and all(map(_is_contiguous, self.arrays(values)))):
+        start = self.launch
+        if Recorded in map(type, values):  # of a layout that has been checked, and spans gaps
+            recorded: Any = next(value for value in values if type(value) is Recorded)
+            start = recorded.recording.starting(self)
+        elif not (self.checked and all(map(_is_contiguous, self.arrays(values)))):
             check_arguments(self.name, self.parameters, args)
             self.checked = True
         for index, cast in self.casts:
@@ -57,8 +61,6 @@ class Kernel:
         grid = grid if grid.__class__ is tuple else (grid,)
         if 0 in grid:  # an empty axis: nothing to compute
             return
-        recorded: Any = next((value for value in values if type(value) is Recorded), None)
-        start = self.launch if recorded is None else recorded.recording.starting(self)
         start(grid, block if block.__class__ is tuple else (block,), tuple(values), shared)
 
 

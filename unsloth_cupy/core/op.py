@@ -222,7 +222,8 @@ class Op(Generic[P, R]):
     ) -> Run:
         """Return a function that computes in float32 or wider and rounds the results once."""
         compute: Run = self.compute
-        if kind is np.ndarray:  # as on a GPU, where infinity and NaN are results without a warning
+        moves = not self.widen and "sizes" in self.facts  # such as reshape: it computes nothing
+        if kind is np.ndarray and not moves:  # as on a GPU, where infinity and NaN do not warn
             compute = np.errstate(all="ignore")(compute)
         narrow = {i for i, form in present.items() if self.widen and form.dtype in FLOATS[:2]}
 

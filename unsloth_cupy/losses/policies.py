@@ -5,11 +5,13 @@ d = log_probs - old        ratio = exp(d)        loss = sum of the tokens' terms
 Shao et al., DeepSeekMath, 2024 (grpo); the papers of the other kinds are named by TRL.
 """
 
+import reprlib
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
+from ..core.call import is_number
 from ..core.dtypes import Array
 from ..core.op import op
 from ..errors import ConfigError, ShapeError
@@ -121,6 +123,8 @@ def policy(
     """
     call, choice = "policy", f"kind={kind!r}"
     check_choice(call, "kind", kind, KINDS)
+    if not is_number(beta):
+        raise ConfigError(f"{call}(beta={reprlib.repr(beta)}): beta must be a finite number")
     has_level = kind not in ("vespo", *ROWS)
     refuse_unused(
         call, choice,

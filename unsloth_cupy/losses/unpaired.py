@@ -6,12 +6,14 @@ r = sum(log_probs - reference) of a row        loss = mean over rows of 1 - s(be
 Ethayarajh et al., KTO: Model Alignment as Prospect Theoretic Optimization, 2024.
 """
 
+import reprlib
 from math import isfinite
 from numbers import Real
 from typing import Any
 
 import numpy as np
 
+from ..core.call import is_number
 from ..core.dtypes import Array
 from ..core.op import op
 from ..errors import ConfigError
@@ -84,9 +86,10 @@ def kto(
     """
     check_choice("kto", "kind", kind, KINDS)
     refuse_unused("kto", f"kind={kind!r}", k=k is not None and kind != "kto")
+    if isinstance(k, Real) and not (is_number(k) and isfinite(k)):
+        shown = reprlib.repr(k)
+        raise ConfigError(f"kto(k={shown}): k must be a finite number; negative ones count as 0")
     shift, array = (float(k), None) if isinstance(k, Real) else (0.0, k)
-    if not isfinite(shift):
-        raise ConfigError(f"kto(k={k}): k must be a finite number; negative ones count as 0")
     return kto_forward(
         log_probs,
         as_mask("kto", mask),

@@ -9,13 +9,16 @@ Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
 """
 
 import math
+from typing import Any
 
 import numpy as np
 
 from ...core.arrays import lanes
+from ...core.call import is_number
 from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.op import op
+from ...errors import ConfigError
 from ..common.elementwise import constants
 from ..common.no_kernel import no_kernel
 from .host import blocks
@@ -89,6 +92,16 @@ def adamw_(
         if x is not p:
             p[...] = x
     return parameter
+
+
+@adamw_.require
+def _check(call: str, betas: Any, step: int) -> None:
+    """Raise ConfigError unless betas are two shares below 1, and steps are counted from 1."""
+    pair = isinstance(betas, tuple | list) and len(betas) == 2
+    if not (pair and all(is_number(beta) and 0 <= beta < 1 for beta in betas)):
+        raise ConfigError(f"{call}(betas={betas!r}): pass two numbers in [0, 1), as (0.9, 0.999)")
+    if step < 1:
+        raise ConfigError(f"{call}(step={step}): the first step is 1")
 
 
 @adamw_.kernel

@@ -268,7 +268,8 @@ def _number(scaling: Scaling, key: str, default: float | None = None, above: flo
     It is one that float32 holds, as all arithmetic with it.
     """
     value: Any = default if scaling.get(key) is None else scaling[key]
-    if not is_number(value) or not max(above, SMALLEST) <= value <= LARGEST or value == above:
+    valid = is_number(value) and max(above, SMALLEST) <= float(value) <= LARGEST
+    if not valid or value == above:
         raise ConfigError(
             f"rope_tables(scaling={dict(scaling)}): {key} is {value!r}; it must be a number"
             f" above {above}"

@@ -73,7 +73,8 @@ def ternary_linear(
     if not isinstance(w, Ternary):
         problem = f"ternary_linear: weight is {type(weight).__name__}, not a Ternary"
         raise DTypeError(f"{problem}; pass ternary_quantize(weight), or call linear")
-    if not isinstance(activations, str | None) or activations not in ACTIVATIONS:
+    rounded: Any = activations
+    if not isinstance(rounded, str | None) or activations not in ACTIVATIONS:
         raise ConfigError(f"ternary_linear: activations={activations!r}; choose None or 'int8'")
     if activations is not None and bias is None and (native([x]) or isinstance(x, Traced)):
         scale, group = w.scales.astype(np.float32, copy=False), w.group or GROUP_STEP

@@ -308,7 +308,8 @@ class Loop:
         shared |= {"sink": sink} if self.method.sums else {}
         own = [self._placed(batch, shared) for batch in rows]
         step = TrainingStep(self.plan.checkpoint, self.scaler, self.plan.seed)
-        pairs = self.engine.gradients(own, step, numbers, self.plan.neftune)
+        starts = [self.ranks.first_token(batch) for batch in batches]
+        pairs = self.engine.gradients(own, step, numbers, self.plan.neftune, starts)
 
         def passes() -> Iterator[tuple[Any, dict[str, Array]]]:
             for number in numbers:

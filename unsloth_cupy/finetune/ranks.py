@@ -204,6 +204,15 @@ class Ranks:
             batch = batch._replace(offsets=starts[first : last + 1] - starts[first])
         return batch._replace(tokens=own.pop("tokens"), labels=own.pop("labels"), beside=own)
 
+    def first_token(self, batch: Batch) -> int:
+        """Return the number of the first token of ``rows(batch)`` among those of the batch."""
+        if batch.offsets is None:
+            rows = part(len(batch.tokens) // batch.group, self.data).start * batch.group
+            return int(rows * batch.tokens.shape[1])
+        start = part(batch.tokens.size, self.data).start
+        texts = batch.group * np.searchsorted(batch.offsets[:: batch.group], start)
+        return int(batch.offsets[texts])
+
 
 def alone() -> Ranks:
     """Return the ranks of a run in one process: only this one."""

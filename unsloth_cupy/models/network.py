@@ -259,7 +259,9 @@ class Network(Summary):
         where = where if context is None else context.places(where)
         used = self.used(parameters, seed)
         attend = attend_of(rows, where.mask, where.offsets, context)
-        project = project_of(self.config, self.adapter, seed, self.division, tokens, offsets)
+        project = project_of(
+            self.config, self.adapter, seed, self.division, tokens, offsets, self.step.first
+        )
         return Call(
             self.config, used, where.tables, attend, project, where.positions, self.chunked_mlp,
             self.slices, gather=self.gather, routers=routers, routes=routes,

@@ -288,8 +288,7 @@ class Engine:
 
 def beginning_at(first: int, objective: Objective, *arguments: Any, **batch: Any) -> Any:
     """Return an objective of a model, the last argument, that draws dropout from a token on."""
-    model = arguments[-1]
-    model.step = model.step._replace(first=first)
+    arguments[-1].first_token = first
     return objective(*arguments, **batch)
 
 

@@ -1,6 +1,6 @@
 // Dropout of rows: each element is kept, times a factor, or becomes 0.  And uniform noise.
 //
-//   w = word c % 4 of Philox(0, 0, r, c / 4)
+//   w = word c % 4 of Philox(0, 0, first + r, c / 4)
 //   dropout   y[r, c] = x[r, c] * factor if w >= threshold, else 0
 //   noise     y[r, c] = (w / 2^31 - 1) * size of row r
 //
@@ -24,7 +24,7 @@ DEVICE unsigned word(const uint4 &drawn, int column) {
 
 KERNEL(THREADS)
 dropout(const T *x, T *y, const K *__restrict__ key, int columns, int tiles, unsigned low,
-        unsigned high, long long threshold, float factor) {
+        unsigned high, long long threshold, float factor, unsigned first) {
     const long long row = blockIdx.x / tiles;
     const int column = (int)(blockIdx.x % tiles * THREADS + threadIdx.x) * LANES;
     if (column >= columns) return;
@@ -37,7 +37,7 @@ dropout(const T *x, T *y, const K *__restrict__ key, int columns, int tiles, uns
     load(v, x + at);
 #pragma unroll
     for (int j = 0; j < LANES; j += 4) {
-        const uint4 drawn = philox(0, 0, (unsigned)row, (unsigned)(column + j) / 4, low, high);
+        const uint4 drawn = philox(0, 0, first + (unsigned)row, (unsigned)(column + j) / 4, low, high);
 #pragma unroll
         for (int i = 0; i < 4 && j + i < LANES; i++) {
             const bool kept = word(drawn, LANES >= 4 ? i : column + i) >= threshold;
@@ -50,7 +50,7 @@ dropout(const T *x, T *y, const K *__restrict__ key, int columns, int tiles, uns
 // sizes   those of `tokens` rows, after which they repeat; without them every row has this `size`
 KERNEL(THREADS)
 noise(T *y, const K *__restrict__ key, const float *__restrict__ sizes, int columns, int tiles,
-      int tokens, float size) {
+      int tokens, float size, unsigned first) {
     const unsigned row = blockIdx.x / tiles;
     const int column = (int)(blockIdx.x % tiles * THREADS + threadIdx.x) * LANES;
     if (column >= columns) return;
@@ -60,7 +60,7 @@ noise(T *y, const K *__restrict__ key, const float *__restrict__ sizes, int colu
 #pragma unroll
     for (int j = 0; j < LANES; j += 4) {
         const uint4 drawn =
-            philox(0, 0, row, (unsigned)(column + j) / 4, (unsigned)bits, (unsigned)(bits >> 32));
+            philox(0, 0, first + row, (unsigned)(column + j) / 4, (unsigned)bits, (unsigned)(bits >> 32));
 #pragma unroll
         for (int i = 0; i < 4 && j + i < LANES; i++)
             v[j + i] = ((float)word(drawn, LANES >= 4 ? i : column + i) * 0x1p-31f - 1.0f) * size;

@@ -144,6 +144,16 @@ def full_like(array: Any, number: float, shape: tuple[int, ...] | None = None) -
     return array.__array_namespace__().full(shape, number, dtype=array.dtype, device=array.device)
 
 
+def array_like(numbers: Any, like: Any) -> Any:
+    """Return a list of numbers as an array of like's library, dtype and device."""
+    library = framework_of(like, "the model of a new array")
+    if library in ("numpy", "cupy"):
+        return to_device_of(np.array(numbers, like.dtype), like)
+    if library == "torch":
+        return like.new_tensor(numbers)
+    return like.__array_namespace__().asarray(numbers, dtype=like.dtype, device=like.device)
+
+
 def to_device_of(array: Any, like: Any) -> Any:
     """Return a NumPy array as one of like's library and device.
 

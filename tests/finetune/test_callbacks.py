@@ -1,5 +1,6 @@
 """Callbacks hear the events of transformers, may steer a run, and report it to loggers."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -11,7 +12,8 @@ import pytest
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Callback, Control, Run, Settings, Trainer
-from unsloth_cupy.finetune.callbacks import EVENTS
+from unsloth_cupy.finetune.arguments import FIXED, NAMES
+from unsloth_cupy.finetune.callbacks import EVENTS, State
 
 from ..cli.test_cli import ROOT, assert_one_clear_error, numbers, run, weights
 
@@ -119,6 +121,71 @@ def test_callbacks_of_transformers_work(text: Path, tmp_path: Path) -> None:
             return control
 
     assert len(trained(text, tmp_path / "run", [Stops], steps=4).losses) == 1
+
+
+class Compares(Callback):
+    def __init__(self) -> None:
+        self.pairs: list[Any] = []
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **more: Any):
+        self.pairs.append((state.best_metric, metrics["eval_loss"]))
+
+
+def test_an_evaluation_is_compared_with_the_best_before_it(text: Path, tmp_path: Path) -> None:
+    each = Compares()
+    trained(text, tmp_path / "run", [each], steps=6, evaluate_every=2, lr=1e-2)
+    losses = [loss for _, loss in each.pairs]
+    assert [best for best, _ in each.pairs] == [
+        None, *(min(losses[:number]) for number in range(1, len(losses)))
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("rate", [1e-2, 0.0], ids=["falls", "stays"])
+def test_callbacks_that_come_with_transformers_work(text: Path, tmp_path: Path, rate: float):
+    """Early stopping ends a run whose loss stays, and only that; the others change nothing."""
+    transformers = pytest.importorskip("transformers", reason="its callbacks are run")
+    from transformers import trainer_callback
+
+    others = [trainer_callback.DefaultFlowCallback, transformers.PrinterCallback]
+    stops = transformers.EarlyStoppingCallback(2)
+    options = {"steps": 8, "evaluate_every": 2, "lr": 1e-2, "weight_decay": 0.0}
+    if not rate:
+        stops.early_stopping_threshold = 99.0  # nats, by which no evaluation is better
+    run = trained(text, tmp_path / "run", [*others, stops], **options)
+    assert len(run.losses) == (8 if rate else 4)
+    plain = trained(text, tmp_path / "plain", [], **options | {"steps": len(run.losses)})
+    if rate:
+        assert weights(tmp_path / "run") == weights(tmp_path / "plain")
+        assert [line["step"] for line in run.files.lines()] == [
+            line["step"] for line in plain.files.lines()
+        ]
+
+
+def test_arguments_have_the_names_of_transformers(text: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="its arguments have these names")
+    names = {field.name for field in dataclasses.fields(transformers.TrainingArguments)}
+    names |= {name for name in dir(transformers.TrainingArguments) if not name.startswith("_")}
+    assert {*NAMES, *FIXED, "bf16", "fp16", "to_dict"} <= names
+    states = {field.name for field in dataclasses.fields(transformers.TrainerState)}
+    assert states - {"stateful_callbacks"} <= {each.name for each in dataclasses.fields(State)}
+    seen: dict[str, Any] = {}
+
+    class Reads(Callback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+            seen.update(args.to_dict(), optimizer_of_run=more["optimizer"])
+            with pytest.raises(AttributeError, match="no setting 'other'"):
+                _ = args.other
+
+    trained(text, tmp_path / "run", [Reads()], steps=1, lr=2e-3, batch=2)
+    assert seen["learning_rate"] == seen["lr"] == 2e-3
+    assert (seen["max_steps"], seen["train_batch_size"]) == (1, 2)
+    assert seen["output_dir"] == str(tmp_path / "run")
+
+
+def test_the_end_of_an_epoch_ends_the_run(text: Path, tmp_path: Path) -> None:
+    made = trained(text, tmp_path / "run", [Steers(2, "should_epoch_stop")], steps=5)
+    assert len(made.losses) == 2
+    assert made.files.finished
 
 
 def test_what_is_no_callback_is_named(text: Path, tmp_path: Path) -> None:

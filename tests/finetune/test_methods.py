@@ -168,9 +168,15 @@ GRIDS = {  # of two ranks
 
 @pytest.mark.slow
 def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
-    """A pair stays in one rank, k is that of all ranks, and the reference is shared."""
+    """A pair stays in one rank, k is that of all ranks, and the reference is shared.
+
+    Dropout and noise are of tokens, not of ranks.
+    """
     many, adapted = "--batch 2 --accumulate 2", "--lora 2 --checkpoint-every 1"
-    runs = [("dpo", "data", ""), ("orpo", "data", "--no-pack"), ("kto", "zero-1", "")]
+    drawn = "--neftune 5 --lora 2 --lora-dropout 0.3"
+    runs = [("dpo", "data", drawn), ("orpo", "zero-1", f"--no-pack {drawn} --accumulate 2")]
+    runs += [("dpo", "data", ""), ("orpo", "data", "--no-pack"), ("kto", "zero-1", "")]
+    runs += [("kto", "data", "--neftune 5"), ("orpo", "zero-3", f"{drawn} --checkpoint-every 1")]
     runs += [("orpo", "zero-3", "--batch 1")]  # of which some steps leave a rank without texts
     runs += [(name, "data", "") for name in ("distill", "reward", "classify")]
     runs += [("kto", "chunks", many), ("reward", "pipeline", adapted)]
@@ -182,7 +188,7 @@ def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
     runs += [(name, "context", "--no-pack") for name in ("reward", "embed")]
     runs += [(name, "context", "") for name in ("ipo", "orpo", "kto", "distill", "classify")]
     runs += [(name, "pipeline", "--no-pack") for name in ("orpo", "embed", "classify")]
-    runs = [*runs[:2], *Sample.one_in(4, runs[2:])]
+    runs = [*runs[:4], *Sample.one_in(4, runs[4:])]
 
     def folder(method: str, grid: str, more: str, ranks: int) -> Path:
         return tmp_path / f"{method}-{grid}{'-lora' * ('--lora' in more)}-{ranks}"

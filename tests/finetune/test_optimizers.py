@@ -88,6 +88,20 @@ def test_schedule_free_evaluates_and_saves_averages(text: Path, tmp_path: Path) 
 
 
 # ---- which optimizer has what -------------------------------------------------------------------
+@pytest.mark.parametrize("tied", [False, True])
+def test_tables_and_heads_have_averages_of_32_bits(tied: bool) -> None:
+    """In the plan, too: a batch has few of the tokens that a table has."""
+    sizes = LLAMA | {"vocab_size": 300, "hidden_size": 64, "tie_word_embeddings": tied}
+    model = models.create(sizes, seed=0)
+    state = optimizer_of("adamw", model, state_bits=8).state()
+    wide = {n for n, p in model.trainable.items() if p.size < 4096}
+    wide |= {"model.embed_tokens.weight", *([] if tied else ["lm_head.weight"])}
+    coded = model.trainable.keys() - wide
+    assert coded
+    assert coded == {n.partition(".")[2] for n in state if n.startswith("mean_scale.")}
+    assert all(state[f"square.{name}"].dtype == np.float32 for name in wide)
+
+
 def test_muon_has_the_matrices_and_adamw_the_rest() -> None:
     model = models.create(PHI, seed=0)
     joined = optimizer_of("muon", model, lr=0.1, undecayed=["model.norm.weight"])

@@ -310,6 +310,49 @@ class TestAdvantages(Constant):
     )  # fmt: skip
 
 
+@pytest.mark.parametrize("library", ["numpy", "torch", "jax"])
+def test_weights_are_what_other_functions_return(library: str) -> None:
+    """Those of a policy may be the tokens that ``high_entropy`` chooses; True is 1."""
+    if library == "jax":
+        place = pytest.importorskip("jax.numpy", reason="jax is a peer").asarray
+    elif library == "torch":
+        place = pytest.importorskip("torch", reason="torch is a peer").tensor
+    else:
+        place = np.asarray
+    rng = np.random.default_rng(3)
+    values, mask = rng.random((4, 5)).astype("f"), np.arange(5) < np.array([[5], [3], [1], [4]])
+    table = rng.random((4, 2)).astype("f")
+    log_probs, counted = place(-values), place(mask)
+    chosen = losses.high_entropy(place(values), counted, 0.5)
+    assert 0 < np.asarray(chosen).sum() < mask.sum()
+    as_float = place(np.asarray(chosen).astype("f"))
+    pairs, rows = place(np.array([True, False])), place(np.array([True, False, True, True]))
+    floats = [place(np.asarray(each).astype("f")) for each in (pairs, rows)]
+    gains, desirable = place(values[:, 0]), place(np.array([True, True, False, True]))
+    for actual, expected in (
+        [losses.policy(log_probs, counted, gains, weights=w) for w in (chosen, as_float)],
+        [
+            losses.preference(log_probs, counted, weights=w, kind="simpo")
+            for w in (pairs, floats[0])
+        ],
+        [
+            losses.kto(log_probs, counted, log_probs * 2, desirable, weights=w)
+            for w in (rows, floats[1])
+        ],
+        [
+            losses.advantages(place(table), 2, weights=w)
+            for w in ([1, 0.25], place(np.array([1, 0.25], "f")))
+        ],
+    ):
+        assert type(actual) is type(expected)
+        np.testing.assert_array_equal(np.asarray(actual), np.asarray(expected))
+    for wrong in (["1", 2.0], [[1.0], [2.0]], [None, 1]):
+        with pytest.raises(ConfigError, match=r"advantages\(weights=.*pass a number per function"):
+            losses.advantages(place(table), 2, weights=wrong)
+    with pytest.raises(ShapeError, match="weights"):
+        losses.advantages(place(table), 2, weights=[1.0, 2.0, 3.0])
+
+
 class TestSamplerRatio(Constant):
     op = "sampler_ratio_forward"
     cases = tuple(

@@ -25,18 +25,20 @@ class TestDropout(KernelCompared):
         Case("off alignment", shape=(2, 64), shift=1, key="int64"),
         Case("a key of 32 bits", shape=(2, 36), key="int32"),
         Case("in place", shape=(4, 16), over=True),
+        Case("the last rows of more", shape=(4, 16), key="int64", before=3),
     )
 
     def compare(self, case: Case, dtype: Any, place: Any, running: Any) -> None:
         rows = np.random.default_rng(0).standard_normal(case.both["shape"]).astype(dtype)
-        kind = case.both.get("key")
+        kind, before = case.both.get("key"), case.both.get("before", 0)
         bits = np.array(-3, kind or "int64")
-        expected = dropped_rows(rows, 0.4, SEED)
+        every = np.concatenate([rows[:before], rows])
+        expected = dropped_rows(every, 0.4, SEED)[before:]
         there = place(_shifted(rows) if case.both.get("shift") else rows.copy())
         key = None if kind is None else place(bits)
         with running():
             out = there if case.both.get("over") else None
-            actual = dropped_rows(there, 0.4, None if kind else SEED, key, out)
+            actual = dropped_rows(there, 0.4, None if kind else SEED, key, out, before)
         assert (actual is there) == case.both.get("over", False)
         got = actual if isinstance(actual, np.ndarray) else actual.get()
         np.testing.assert_array_equal(
@@ -54,21 +56,48 @@ class TestNoise(KernelCompared):
         Case("accesses of 16 bytes", shape=(1, 3, 264), sizes=True),
         Case("two values of an access", shape=(2, 3, 10), sizes=True),
         Case("several tiles of a row", shape=(1, 1, 2056)),
+        Case("the last texts of more", shape=(2, 3, 16), before=6),
     )
 
     def compare(self, case: Case, dtype: Any, place: Any, running: Any) -> None:
         x, key = np.zeros(case.both["shape"], dtype), np.array(-3)
         sizes = np.linspace(0.1, 0.3, x.shape[1], dtype=np.float32)
         sizes = sizes if case.both.get("sizes") else None
-        expected = noise(x, 0.2, key, sizes)
+        before = case.both.get("before", 0)
+        every = np.zeros((len(x) + before // x.shape[1], *x.shape[1:]), dtype)
+        expected = noise(every, 0.2, key, sizes)[before // x.shape[1] :]
         with running():
-            actual = noise(place(x), 0.2, place(key), None if sizes is None else place(sizes))
+            there = None if sizes is None else place(sizes)
+            actual = noise(place(x), 0.2, place(key), there, before)
         got = actual if isinstance(actual, np.ndarray) else actual.get()
         np.testing.assert_array_equal(got.view(f"u{x.itemsize}"), expected.view(f"u{x.itemsize}"))
         most = 0.2 if sizes is None else sizes[:, None]
         shares = expected.astype(np.float32) / most
         assert np.abs(shares).max() <= 1.01
         assert np.ptp(shares) > 1.5
+
+
+@pytest.mark.parametrize("dora", [False, True])
+def test_parts_of_a_batch_drop_what_the_batch_drops(dora: bool) -> None:
+    rng = np.random.default_rng(0)
+    x, dy, weight, a, b = (rng.standard_normal(s) for s in ((6, 8), (6, 5), (5, 8), (2, 8), (5, 2)))
+    options: dict[str, Any] = {"dropout": 0.4, "seed": 7}
+    options["magnitude"] = np.abs(rng.standard_normal(5)) if dora else None
+
+    def results(rows: slice, first: int) -> tuple[Any, ...]:
+        tape = uc.Tape()
+        held = tape.watch(x[rows]), tape.watch(a)
+        y = uc.lora_linear(held[0], weight, held[1], b, first=first, **options)
+        return y.value, *tape.gradients(y, held, dy[rows])
+
+    whole, one, two = results(slice(6), 0), results(slice(2), 0), results(slice(2, 6), 2)
+    for number in (0, 1):
+        np.testing.assert_allclose(
+            np.concatenate([one[number], two[number]]), whole[number], rtol=1e-12
+        )
+    np.testing.assert_allclose(one[2] + two[2], whole[2], rtol=1e-12)
+    with pytest.raises(ConfigError, match=r"first=-1\): pass the number of a row"):
+        results(slice(2), -1)
 
 
 @pytest.mark.parametrize("dtype", ["float16", "float32", "float64"])

@@ -174,7 +174,7 @@ def test_bad_gradients_raise_before_anything_changes(kind: Any) -> None:
 
 def test_muon_takes_matrices_alone() -> None:
     for shape in ((3,), (2, 3, 4), ()):
-        with pytest.raises(ShapeError, match=r"Muon: b has shape .*; pass matrices alone"):
+        with pytest.raises(ConfigError, match=r"Muon: b has shape .*; pass matrices alone"):
             Muon({"w": draw((3, 4)), "b": draw(shape)})
 
 

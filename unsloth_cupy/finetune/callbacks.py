@@ -5,7 +5,7 @@
             if metrics["eval_loss"] < 2:
                 control.should_training_stop = True
 
-A callback of transformers itself works too.
+A callback of transformers itself works too, such as its ``EarlyStoppingCallback``.
 """
 
 import dataclasses
@@ -59,7 +59,10 @@ class State:
     log_history : list of dict
         What ``on_log`` was given, in this process.
     best_metric, best_global_step
-        The lowest held-out loss, and its step; None before an evaluation.
+        The lowest held-out loss, and its step; None before an evaluation.  ``on_evaluate`` has
+        those of before, as in transformers.
+    logging_steps, eval_steps, save_steps, train_batch_size, num_train_epochs
+        Those of ``args``.
     """
 
     global_step: int = 0
@@ -72,13 +75,25 @@ class State:
     is_local_process_zero: bool = True
     run_name: str = ""
     output_dir: str = ""
+    logging_steps: int = 1
+    eval_steps: int = 1
+    save_steps: int = 1
+    train_batch_size: int = 1
+    num_train_epochs: int | None = None
+    best_model_checkpoint: str | None = None
+    num_input_tokens_seen: int = 0
+    total_flos: float = 0.0
+    is_hyper_param_search: bool = False
+    trial_name: str | None = None
+    trial_params: dict[str, Any] | None = None
 
 
 class Callback:
     """Hears the events of a run, on rank 0.  Each method does nothing: override it.
 
-    ``args`` are the settings with their defaults, ``state`` says where the run stands, and
-    ``control`` takes requests; ``more`` holds ``model`` and ``processing_class``, the tokenizer.
+    ``args`` are the settings with their defaults, also by the names of ``TrainingArguments``,
+    ``state`` says where the run stands, and ``control`` takes requests; ``more`` holds ``model``,
+    ``optimizer`` and ``processing_class``, the tokenizer.
     """
 
     def on_init_end(self, args: Any, state: State, control: Control, **more: Any) -> Any:
@@ -142,9 +157,12 @@ class Callbacks:
 
     def __init__(self, callbacks: list[Any], loop: Any, name: str) -> None:
         self.callbacks, self.loop, self.control = callbacks, loop, Control()
+        self.args = dataclasses.replace(loop.plan, out=str(loop.run.folder))
+        same = "logging_steps", "eval_steps", "save_steps", "train_batch_size", "num_train_epochs"
         self.state = State(
-            max_steps=loop.plan.steps, run_name=name, output_dir=str(loop.run.folder)
-        )
+            max_steps=loop.plan.steps, run_name=name, output_dir=str(loop.run.folder),
+            **{each: getattr(self.args, each) for each in same},
+        )  # fmt: skip
         if callbacks:
             self._update()
 
@@ -161,13 +179,15 @@ class Callbacks:
         if not (self.callbacks and self.loop.ranks.first):
             return
         self._update()
-        more |= {"model": self.loop.model, "processing_class": self.loop.tokenizer}
+        if event == "on_train_begin":  # of a run that goes on, those of before
+            self._compare()
+        loop = self.loop
+        more |= {"model": loop.model, "optimizer": loop.optimizer}
+        more |= {"processing_class": loop.tokenizer}
         for callback in self.callbacks:
             method = getattr(callback, event, None)
             if method is not None:
-                self.control = method(self.loop.plan, self.state, self.control, **more) or (
-                    self.control
-                )
+                self.control = method(self.args, self.state, self.control, **more) or (self.control)
 
     def logged(self, line: Mapping[str, Any]) -> None:
         """Tell a line of the log, in the names of transformers."""
@@ -183,14 +203,16 @@ class Callbacks:
         }
         logs["epoch"] = self.state.epoch
         self.state.log_history.append(logs | {"step": line["step"]})
-        self.call("on_log", logs=logs, line=dict(line))
+        self.call("on_log", logs=dict(logs), line=dict(line))
         if "held_out_loss" in line:
-            best = self.loop.run.best() or line
-            self.state.best_metric, self.state.best_global_step = (
-                best["held_out_loss"],
-                best["step"],
-            )
-            self.call("on_evaluate", metrics=logs)
+            self.call("on_evaluate", metrics=dict(logs))
+            self._compare()
+
+    def _compare(self) -> None:
+        """Take the best evaluation of the log."""
+        best = self.loop.run.best() or {}
+        self.state.best_metric = best.get("held_out_loss")
+        self.state.best_global_step = best.get("step")
 
     def epochs(self, before: float) -> None:
         """Tell the passes through the data that have ended since ``before``."""
@@ -205,7 +227,9 @@ class Callbacks:
         """Return the requests of this step, equal on all ranks, and forget those of one step."""
         if not self.callbacks:
             return self.control
-        flags: Control = self.loop.ranks.broadcast(dataclasses.replace(self.control))
+        names = [field.name for field in dataclasses.fields(Control)]
+        own = "".join("01"[bool(getattr(self.control, name))] for name in names)
+        flags = Control(*(flag == "1" for flag in self.loop.ranks.broadcast(own)))
         ends = flags.should_training_stop or flags.should_epoch_stop
         self.control = Control(should_training_stop=ends)
         return dataclasses.replace(flags, should_training_stop=ends)

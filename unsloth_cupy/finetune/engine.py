@@ -80,9 +80,8 @@ class Engine:
 
     @property
     def drops(self) -> bool:
-        """Whether the adapter has dropout; a model that ranks divide trains without it."""
-        adapter = self.model.adapter
-        return adapter is not None and adapter.dropout > 0 and self.model.division is None
+        """Whether the adapter has dropout."""
+        return self.model.adapter is not None and self.model.adapter.dropout > 0
 
     def copies(self, dtype: str) -> dict[str, Any]:
         """Return copies in the dtype of the computation, used in place of float32 parameters."""
@@ -110,25 +109,34 @@ class Engine:
         step: TrainingStep,
         numbers: Sequence[int] | None = None,
         noise: float = 0.0,
+        starts: Sequence[int] = (),
     ) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Yield losses and gradients whose sums over passes and data ranks are those of a step.
 
         ``numbers`` are those of the passes among all of a run: with ``step.seed`` they determine
-        what dropout leaves out, and what noise is added to embeddings.
+        what dropout leaves out, and what noise is added to embeddings.  Both are drawn for a token
+        by its number in the batch, whichever rank holds it: ``starts`` are those of this rank's
+        first tokens.  Ranks that divide the tokens of a row draw by their own number, too.
         """
         if self.stages is None:
             trained = self.model if self.parts is None else self.parts
             sums: Sums = {} if len(passes) > 1 else None
             for place, batch in enumerate(passes):
-                function, seed = partial(self.objective, **batch), None
+                function, seed, first = partial(self.objective, **batch), None, 0
                 if numbers is not None and (self.drops or noise):
                     random = np.random.default_rng(
-                        [step.seed or 0, numbers[place], self.alike.rank]
+                        [step.seed or 0, numbers[place], self.ranks.groups.context.rank]
                     )
                     seed = int(random.integers(2**63)) if self.drops else None
+                    first = starts[place] if starts else 0
                     if noise:
                         key = to_device_of(np.array(random.integers(2**63)), self.model.table)
-                        function = partial(noisy, self.objective, noise, noise_key=key, **batch)
+                        drawn_by = {"noise_key": key, "first_token": first}
+                        function = partial(noisy, self.objective, noise, **drawn_by, **batch)
+                if seed is not None and first:
+                    function = partial(
+                        beginning_at, first, function.func, *function.args, **function.keywords
+                    )
                 own = step._replace(seed=seed)
                 if not self.graph:
                     yield trained.value_and_gradients(function, **own._asdict())
@@ -278,13 +286,27 @@ class Engine:
         return named if self.parts is None else self.parts.divided(named)
 
 
+def beginning_at(first: int, objective: Objective, *arguments: Any, **batch: Any) -> Any:
+    """Return an objective of a model, the last argument, that draws dropout from a token on."""
+    arguments[-1].first_token = first
+    return objective(*arguments, **batch)
+
+
 def noisy(
-    objective: Objective, size: float, model: "Transformer", *, noise_key: Any, **batch: Any
+    objective: Objective,
+    size: float,
+    model: "Transformer",
+    *,
+    noise_key: Any,
+    first_token: int = 0,
+    **batch: Any,
 ) -> Any:
     """Return an objective of a model whose embeddings have noise added (NEFTune).
 
-    The noise of a text of L tokens is uniform in -1 .. 1, times size / sqrt(L hidden).  Source:
-    Jain et al., NEFTune: Noisy Embeddings Improve Instruction Finetuning, 2023.
+    The noise of a text of L tokens is uniform in -1 .. 1, times size / sqrt(L hidden); that of a
+    token is drawn by its number in the batch of all ranks, in which the first here has
+    ``first_token``.  Source: Jain et al., NEFTune: Noisy Embeddings Improve Instruction Finetuning,
+    2023.
     """
     offsets = batch.get("offsets")
 
@@ -298,7 +320,9 @@ def noisy(
             after = np.searchsorted(offsets, np.arange(tokens, like=offsets), side="right")
             lengths = offsets[after] - offsets[after - 1]
             sizes = (size / np.sqrt(lengths * hidden)).astype(np.float32)
-        return add(x, drawn(value, size / math.sqrt(tokens * hidden), noise_key, sizes))
+        return add(
+            x, drawn(value, size / math.sqrt(tokens * hidden), noise_key, sizes, first_token)
+        )
 
     model.noise = add_noise
     return objective(model, **batch)

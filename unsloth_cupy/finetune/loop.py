@@ -311,7 +311,12 @@ class Loop:
         shared |= {"sink": sink} if self.method.sums else {}
         own = [self._placed(batch, shared) for batch in rows]
         step = TrainingStep(self.plan.checkpoint, self.scaler, self.plan.seed)
-        pairs = self.engine.gradients(own, step, numbers, self.plan.neftune)
+        draws = bool(self.plan.neftune) or self.engine.drops
+        before = [self.ranks.rows(each, before=True) for each in batches if draws]
+        starts = [
+            self.method.inputs(each)["tokens"].size if each.tokens.size else 0 for each in before
+        ]
+        pairs = self.engine.gradients(own, step, numbers, self.plan.neftune, starts)
 
         def passes() -> Iterator[tuple[Any, dict[str, Array]]]:
             for number in numbers:

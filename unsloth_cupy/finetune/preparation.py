@@ -285,12 +285,15 @@ def add_adapters(model: models.Transformer, plan: Plan, rows: int, *, new: bool)
     """Add the adapters that a plan names, if they are ``new``, with its seed; tables first grow."""
     if rows > model.config.vocab:
         model.resize(rows)
+    if model.division is not None:
+        read = model.adapter is not None and model.adapter.dropout > 0
+        if plan.lora_dropout or read:
+            cure = f"leave {named('lora_dropout')} out"
+            cure = "let its adapter_config.json say 0" if read else cure
+            raise ConfigError(f"{named('lora_dropout')} is for a model that is whole; {cure}")
     if plan.adapters is None or not new:
         _train_through(model, plan)
         return
-    if plan.lora_dropout and model.division is not None:
-        cure = f"leave {named('lora_dropout')} out"
-        raise ConfigError(f"{named('lora_dropout')} is for a model that is whole; {cure}")
     options = plan.adapters.options(model.config, plan.trained_tokens)
     model.add_adapter(**options, seed=plan.seed)
     if model.adapter is not None:  # sums over gradients are in the order of a file that is read

@@ -186,18 +186,21 @@ class Ranks:
             return False
         return True
 
-    def rows(self, batch: Batch) -> Batch:
-        """Return this rank's rows of a batch; of a packed one, the texts that begin in its part."""
+    def rows(self, batch: Batch, *, before: bool = False) -> Batch:
+        """Return this rank's rows of a batch; of a packed one, the texts that begin in its part.
+
+        ``before``: those of all ranks before this one.
+        """
         data, tokens, labels, starts = self.data, batch.tokens, batch.labels, batch.offsets
-        if data.size == 1:
+        if data.size == 1 and not before:
             return batch
         group, arrays = batch.group, {"tokens": tokens, "labels": labels, **batch.beside}
+        share = part(len(tokens) // group if starts is None else tokens.size, data)
+        share = slice(0, share.start) if before else share
         if starts is None:
-            share = part(len(tokens) // group, data)
             rows = slice(share.start * group, share.stop * group)
             own = {name: array[rows] for name, array in arrays.items()}
         else:  # texts that belong together begin in one part
-            share = part(tokens.size, data)
             first, last = group * np.searchsorted(starts[::group], (share.start, share.stop))
             place = slice(starts[first], starts[last])
             own = {name: array.reshape(1, -1)[:, place] for name, array in arrays.items()}

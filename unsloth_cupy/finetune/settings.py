@@ -20,6 +20,7 @@ from ..models.quantizer import KINDS as QUANTIZED
 from ..parallel.schedule import KINDS as SCHEDULES
 from ..training.checkpoint import CheckpointConfig
 from ..training.precision import MixedPrecisionConfig
+from .arguments import Arguments
 from .lora import ALL, Lora
 from .method import FOLDERS, Method
 from .methods import METHODS, OPTIONS, using
@@ -476,7 +477,7 @@ class Settings:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(Settings):
+class Plan(Settings, Arguments):
     """Settings with the defaults that depend on model and text: see ``Settings.decided``."""
 
     steps: int = dataclasses.field()

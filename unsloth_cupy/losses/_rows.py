@@ -36,6 +36,13 @@ def as_mask(call: str, mask: Any) -> Any:
     return mask != 0
 
 
+def as_weights(weights: Any) -> Any:
+    """Return weights as floats, of any library; True is 1."""
+    if str(getattr(weights, "dtype", "")).endswith("bool"):
+        return weights * np.float32(1)
+    return weights
+
+
 def refuse_unused(call: str, choice: str, **unused: bool) -> None:
     """Raise ConfigError for an option that was given though a choice does not use it."""
     if names := [name for name, is_unused in unused.items() if is_unused]:

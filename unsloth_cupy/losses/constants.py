@@ -3,16 +3,20 @@
 Their formulas are those of TRL, which names the papers.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
+from ..core.call import is_number
 from ..core.dtypes import Array
 from ..core.op import op
 from ..errors import ConfigError, ShapeError
 from ..ops.common.checks import check_choice
+from ..placement import array_like
 from ._rows import (
     as_mask,
+    as_weights,
     check_finite,
     check_pairs,
     lengths,
@@ -33,7 +37,7 @@ def advantages(
     *,
     kind: str = "grpo",
     scale: str | None = None,
-    weights: Array | None = None,
+    weights: Array | Sequence[float] | None = None,
 ) -> Array:
     """Return how much better each text is than the others that answer its prompt.
 
@@ -55,7 +59,7 @@ def advantages(
     kind : str
     scale : str, optional
         Of grpo: group (default), batch or none; of rloo: none (default) or batch.
-    weights : (functions,) float, optional
+    weights : (functions,) float, or a list of numbers, optional
         Of the functions, 1 each by default.
 
     Returns
@@ -76,8 +80,12 @@ def advantages(
     if scale is not None:
         check_choice("advantages", "scale", scale, known)
     chosen = scale if scale is not None or not known else known[0]
+    if isinstance(weights, list | tuple):
+        if not all(map(is_number, weights)):
+            raise ConfigError(f"advantages(weights={weights!s:.80}): pass a number per function")
+        weights = array_like(weights, rewards)
     return advantages_forward(
-        rewards, weights=weights, group=group, kind=kind, scale=chosen or "none"
+        rewards, weights=as_weights(weights), group=group, kind=kind, scale=chosen or "none"
     )
 
 
@@ -270,7 +278,7 @@ def high_entropy(entropy: Array, mask: Array, share: float) -> Array:
     Returns
     -------
     chosen : (rows, tokens) bool
-        A constant: multiply a policy's ``weights`` by it.
+        A constant: pass it as a policy's ``weights``, or multiply them by it.
 
     Raises
     ------

@@ -18,6 +18,7 @@ from ..errors import ConfigError, ShapeError
 from ..ops.common.checks import check_choice
 from ._rows import (
     as_mask,
+    as_weights,
     check_finite,
     check_positive,
     check_some,
@@ -104,7 +105,7 @@ def policy(
         Weight of the divergence from the reference; rloo has none.
     weighted_kl : bool, optional
         Whether that is multiplied by the ratio, True by default; gmpo's is the mean of the row.
-    weights : (rows, tokens) or (rows, 1) float, optional
+    weights : (rows, tokens) or (rows, 1) float or bool, optional
         Multiply the terms, as ``sampler_ratio`` and ``high_entropy``; (rows, 1) for gmpo and rloo.
     count : float, optional
         Divides the sum: for a part of a batch, the count of all of it.
@@ -157,7 +158,7 @@ def policy(
         advantages,
         old=old,
         reference=reference,
-        weights=weights,
+        weights=as_weights(weights),
         kind=kind,
         level="token" if level is None else level,
         low=low,

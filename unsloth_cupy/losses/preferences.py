@@ -17,6 +17,7 @@ from ..errors import ConfigError, ShapeError
 from ..ops.common.checks import check_choice
 from ._rows import (
     as_mask,
+    as_weights,
     check_finite,
     check_pairs,
     check_positive,
@@ -142,7 +143,7 @@ def preference(
         log_probs,
         as_mask("preference", mask),
         reference,
-        weights=weights,
+        weights=as_weights(weights),
         kind=kind,
         beta=beta,
         smoothing=SMOOTHED.get(kind, 0.0) if smoothing is None else smoothing,

@@ -20,6 +20,7 @@ from ..errors import ConfigError
 from ..ops.common.checks import check_choice
 from ._rows import (
     as_mask,
+    as_weights,
     check_finite,
     check_positive,
     check_some,
@@ -96,7 +97,7 @@ def kto(
         reference,
         desirable,
         k=array,
-        weights=weights,
+        weights=as_weights(weights),
         kind=kind,
         beta=beta,
         shift=shift,

@@ -83,6 +83,7 @@ class Network(Summary):
     words: Path | None = None  # where its tokenizer is
     step = TrainingStep()  # of the model on a tape
     noise: Callable[[Any], Any] | None = None  # changes embeddings in a step of training
+    first_token = 0  # number of the first token, for dropout, in the batch of all ranks
     # takes what routers said in a pass, and the number of layers with experts before theirs
     seen: Callable[[Sequence[Any], int], None] | None = None
     reached: Reached | None = None  # what the stages of a pipeline have computed
@@ -268,7 +269,9 @@ class Network(Summary):
             latents=latents_of(rows), whole=whole_of(self.adapter),
         )  # fmt: skip
         stacks = {} if self.adapter is None else self.adapter.used_stacks()
-        project = project_of(self.config, self.adapter, seed, self.division, tokens, offsets)
+        project = project_of(
+            self.config, self.adapter, seed, self.division, tokens, offsets, self.first_token
+        )
         return Call(
             self.config, used, project, attention,
             Mixtures(stacks, routers, routes, self.expert_ranks),

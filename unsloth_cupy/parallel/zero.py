@@ -250,7 +250,7 @@ class Zero1:
         for name, shape in self.shapes.items():
             for field in STATES[:2]:
                 _check(f"Zero1.load_state: {field}.{name}", state[f"{field}.{name}"], shape)
-        own = {name: state[name] for name in ("steps", "groups") if name in state}
+        own: dict[str, Any] = {n: state[n] for n in ("steps", "groups") if n in state}
         for name, where in self.own.items():
             for field in STATES:
                 key = f"{field}.{name}"

@@ -75,7 +75,7 @@ def own_form(
     result = dict(state)
     for name, shape in shapes.items():
         blocks = (-(-math.prod(shape) // BLOCK),)
-        layout = {f"{field}.{name}": (np.uint8, tuple(shape)) for field in SIGNED}
+        layout: dict[str, Any] = {f"{field}.{name}": (np.uint8, tuple(shape)) for field in SIGNED}
         layout |= {f"{scale}.{name}": (np.float32, blocks) for scale in SCALES}
         facts = (
             (getattr(state.get(key), fact, None) for fact in ("dtype", "shape")) for key in layout

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..core.call import check_options, is_integer
 from ..core.dtypes import Array, allowed
-from ..errors import ConfigError, ShapeError
+from ..errors import ConfigError
 from ..ops.common.checks import check_choice
 from ..ops.optimizers.host import host_step
 from ..ops.optimizers.muon import ADJUSTMENTS, Tensor, muon
@@ -42,7 +42,7 @@ class Muon(Optimizer):
 
     Raises
     ------
-    ShapeError
+    ConfigError
         A parameter is not a matrix.
     """
 
@@ -84,12 +84,8 @@ class Muon(Optimizer):
 
     def _tensor(self, name: str, parameter: Any) -> Tensor:
         if parameter.ndim != 2:
-            raise ShapeError(
-                f"Muon: {name} has shape {tuple(parameter.shape)}, and is not a matrix; pass"
-                " matrices alone, and give all other parameters to AdamW",
-                expected=("rows", "columns"),
-                actual=tuple(parameter.shape),
-            )
+            problem = f"Muon: {name} has shape {tuple(parameter.shape)}, and is not a matrix"
+            raise ConfigError(f"{problem}; pass matrices alone, and give all others to AdamW")
         wide = allowed("stat", parameter.dtype)[0]
         return Tensor(parameter, None, np.zeros_like(parameter, wide))
 

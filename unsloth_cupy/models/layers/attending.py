@@ -100,12 +100,13 @@ def project_of(
     division: Division | None,
     tokens: Any,
     offsets: Any = None,
+    first: int = 0,
 ) -> Project:
     """Return the linear layers of a call on some tokens, as ``(parameters, names, x)``."""
     if isinstance(adapter, ByRows):
         return adapter.project(tokens, offsets, seed, _plain)
     if adapter is not None:
-        return partial(adapter.linears, seed=seed)
+        return partial(adapter.linears, seed=seed, first=first)
     return partial(_rounded, division) if config.bit_layers else _plain
 
 

@@ -18,18 +18,24 @@ DRAWN = 2**13  # NumPy: words that are drawn at a time
 
 
 def dropped_rows(
-    rows: Array, dropout: float, seed: int | None, key: Any = None, out: Array | None = None
+    rows: Array,
+    dropout: float,
+    seed: int | None,
+    key: Any = None,
+    out: Array | None = None,
+    first: int = 0,
 ) -> Array:
     """Return the rows after dropout, written to out; the same array if dropout is 0.
 
     ``key`` () int is the seed where a device holds it.  A kernel that reads it there can be part
-    of a CUDA graph, which draws by another seed in each launch.
+    of a CUDA graph, which draws by another seed in each launch.  ``first`` is the number of the
+    first row, by which it draws.
     """
     if not dropout:
         return rows
     if rows.size and rows.dtype in KERNEL_DTYPES and target_of(rows) is not None:
-        return _launch(contiguous(rows), dropout, seed, key, out)
-    number = np.arange(len(rows), like=rows)
+        return _launch(contiguous(rows), dropout, seed, key, out, first)
+    number = np.arange(first, first + len(rows), like=rows)
     bits: Any = int(seed or 0) if key is None else np.asarray(key).astype(np.uint64)
     kept = philox.keep_mask(bits, dropout, (0 * number, 0 * number, number), 0, rows.shape[1])
     dropped = times(rows * kept, 1 / (1 - dropout))
@@ -39,7 +45,7 @@ def dropped_rows(
     return out
 
 
-def _launch(rows: Any, dropout: float, seed: int | None, key: Any, out: Any) -> Any:
+def _launch(rows: Any, dropout: float, seed: int | None, key: Any, out: Any, first: int) -> Any:
     """Launch the kernel."""
     result = empty(rows.shape, rows.dtype, like=rows) if out is None else out
     columns = rows.shape[1]
@@ -50,16 +56,17 @@ def _launch(rows: Any, dropout: float, seed: int | None, key: Any, out: Any) -> 
     kernel = load("dropout.cu", "dropout", rows, chosen)
     kernel[rows.shape[0] * tiles, THREADS](
         *(rows, result, key, columns, tiles, bits & philox.WORD, bits >> 32 & philox.WORD),
-        *(round(dropout * 2**32), 1 / (1 - dropout)),
+        *(round(dropout * 2**32), 1 / (1 - dropout), first),
     )
     return result
 
 
-def noise(x: Any, size: float, key: Any, sizes: Any = None) -> Any:
+def noise(x: Any, size: float, key: Any, sizes: Any = None, first: int = 0) -> Any:
     """Return noise of the shape (batch, tokens, columns) and dtype of x, uniform in -size .. size.
 
     ``key`` () int64 is the seed, in an array: see ``dropped_rows``.  ``sizes`` (tokens,) float32
-    are those of the tokens of each batch, in place of ``size``.
+    are those of the tokens of each batch, in place of ``size``.  ``first`` is the number of the
+    first token.
     """
     _, tokens, columns = x.shape
     result = empty(x.shape, x.dtype, like=x)
@@ -68,13 +75,15 @@ def noise(x: Any, size: float, key: Any, sizes: Any = None) -> Any:
         width = lanes(columns, result)
         tiles = -(-columns // (THREADS * width))
         kernel = load("dropout.cu", "noise", result, _constants(x.dtype, key.dtype, width))
-        kernel[len(rows) * tiles, THREADS](result, key, sizes, columns, tiles, tokens, size)
+        kernel[len(rows) * tiles, THREADS](
+            *(result, key, sizes, columns, tiles, tokens, size, first)
+        )
         return result
     bits: Any = np.asarray(key).astype(np.uint64)
     step = max(1, DRAWN // columns)
     for top in range(0, len(rows), step):
         number = np.arange(top, min(top + step, len(rows)), like=x)
-        drawn = philox.row_words(bits, (0 * number, 0 * number, number), 0, columns)
+        drawn = philox.row_words(bits, (0 * number, 0 * number, first + number), 0, columns)
         values = drawn.astype(FLOAT32) * FLOAT32.type(2**-31) - FLOAT32.type(1)
         values *= FLOAT32.type(size) if sizes is None else sizes[number % tokens][:, None]
         rows[top : top + step] = values

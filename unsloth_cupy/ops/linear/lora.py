@@ -13,7 +13,7 @@ from typing import Any
 from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
-from ...errors import naming
+from ...errors import ConfigError, naming
 from ..common import philox
 from ..common.checks import requested_gradients
 from ..common.columns import row_sum
@@ -38,6 +38,7 @@ def lora_linear(
     magnitude: Array | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
+    first: int = 0,
     key: Array | None = None,
 ) -> Array:
     """Multiply rows by a weight and its low-rank update, whose product is never formed.
@@ -70,6 +71,9 @@ def lora_linear(
         multiplied by ``1 / (1 - dropout)``.
     seed : int
         The seed of dropout, in 0 .. 2**64 - 1: Philox of (seed, row, column).
+    first : int
+        The number of x's first row, which counts rows for dropout: of a part of a batch, the number
+        of rows before it, so that parts drop what the whole batch drops.
     key : () int64, optional
         The 64 bits of a seed, in place of ``seed``.  They are read where they lie: a CUDA graph
         draws by what key holds at each launch.
@@ -100,12 +104,24 @@ def lora_linear(
     """
     factor = factor_of("lora_linear", weight, a, b, scale, magnitude)
     return lora_linear_forward(
-        x, weight, a, b, bias, factor, key=key, scale=scale, dropout=dropout, seed=seed
+        x,
+        weight,
+        a,
+        b,
+        bias,
+        factor,
+        key=key,
+        scale=scale,
+        dropout=dropout,
+        seed=seed,
+        first=first,
     )[0]
 
 
-def _check_draw(call: str, key: Any, dropout: float, seed: int | None) -> None:
+def _check_draw(call: str, key: Any, dropout: float, seed: int | None, first: int) -> None:
     """Raise ConfigError unless dropout is below 1 and, if not 0, has a seed or a key."""
+    if not 0 <= first < 2**31:
+        raise ConfigError(f"{call}(first={first}): pass the number of a row, from 0 to 2**31 - 1")
     philox.check(call, dropout, seed if key is None else 0)
 
 
@@ -130,13 +146,14 @@ def lora_linear_forward(
     scale: float = 1.0,
     dropout: float = 0.0,
     seed: int | None = None,
+    first: int = 0,
 ) -> tuple[Array, Array]:
     """Return y of lora_linear, with DoRA's factor as an input, and ``low`` for the backward op.
 
     ``key`` is the seed where an array holds it.
     """
     rows = flat(x)
-    dropped = dropped_rows(rows, dropout, seed, key)
+    dropped = dropped_rows(rows, dropout, seed, key, first=first)
     low = empty((*x.shape[:-1], a.shape[0]), x.dtype, like=x)
     gemm(dropped, in_dtype(a, x.dtype).T, out=flat(low))
     return adapted(x, rows, dropped, weight, flat(low), b, bias, factor, scale), low
@@ -161,11 +178,12 @@ def lora_linear_backward(
     scale: float = 1.0,
     dropout: float = 0.0,
     seed: int | None = None,
+    first: int = 0,
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, ...]:
     """Return the gradients of the arrays, in order; None for those that are not ``wanted``."""
     rows, dy_rows = flat(x), flat(dy)
-    dropped = dropped_rows(rows, dropout, seed, key)
+    dropped = dropped_rows(rows, dropout, seed, key, first=first)
     operands = {"x": x, "weight": weight, "a": a, "b": b, "bias": bias, "factor": factor}
     needed = requested_gradients("lora_linear_backward", wanted, **operands)
     dproduct, dlows, db, dbias, dfactor = adapted_gradients(
@@ -183,7 +201,7 @@ def lora_linear_backward(
             gemm(up, in_dtype(a, x.dtype), out=to)
             if not whole:
                 gemm(dproduct - dy_rows, weight, out=to, add=True)
-            dropped_rows(to, dropout, seed, key, out=to)
+            dropped_rows(to, dropout, seed, key, out=to, first=first)
         gemm(dproduct if whole else dy_rows, weight, out=to, add=dropout > 0)
         if not dropout:
             add_low_rank_rows(to, up, a)

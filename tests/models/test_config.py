@@ -55,17 +55,32 @@ def test_what_transformers_4_leaves_out(family):
     "keys",
     [
         {"attention_dropout": 0.1},
-        {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22},
-        {"clip_qkv": 8.0},
-        {"no_rope_layers": [1, 0, 1]},
-        {"num_hidden_layer": 2},  # one letter is missing
-        {"a key of tomorrow": {"of": "any form"}},
+        {"per_layer_config": {"0": {"hidden_size": 8}}, "is_encoder_decoder": True},
     ],
     ids=", ".join,
 )
 def test_keys_that_are_not_read_are_named(keys):
     with pytest.raises(ConfigError, match=".*".join(f"{key}=" for key in sorted(keys))):
         parse(SIZES | {"model_type": "llama"} | keys)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"embedding_multiplier": 12.0, "logits_scaling": 8.0, "residual_multiplier": 0.22},
+        {"clip_qkv": 8.0, "no_rope_layers": [1, 0, 1]},
+        {"num_hidden_layer": 2},  # one letter is missing
+        {"a key of tomorrow": {"of": "any form"}},
+        {"neftune_noise_alpha": 0.0, "model_name": "x" * 10_000},
+    ],
+    ids=", ".join,
+)
+def test_keys_that_no_class_reads_are_ignored_and_named_once(keys):
+    config = SIZES | {"model_type": "llama"}
+    with pytest.warns(UserWarning, match=".*".join(f"{key}=" for key in sorted(keys))) as caught:
+        actual = parse(config | keys)
+    assert len(str(caught[0].message)) < 300
+    assert actual == parse(config | keys) == parse(config)
 
 
 def test_keys_without_an_effect_are_taken():

@@ -477,7 +477,9 @@ def changed(path: Path, **facts: Any) -> None:
             {"sparsity_config": {"format": "sparse-bitmask"}},
             r"config=.*mask'} is n",
         ),
-        ("packed 4 True", {"kv_cache_scheme": {"num_bits": 8}}, r"kv_cache_scheme=.* is not read"),
+        ("packed 4 True", {"config_groups": [1]}, r"config_groups is \[1\]; it must be a dict"),
+        ("gptq 4", {"group_size": "all"}, r"group_size is all; it must be an integer"),
+        ("fp8 blocks", {"weight_block_size": "32x48"}, r"is 32x48; it must be two integers"),
         ("packed 4 True", group_of(strategy="odd"), r"weights of group_0: strategy=odd is not"),
         ("packed 4 True", {"config_groups": {"g": {"weights": None}}}, r"without its weights"),
         ("float", group_of(type="float", num_bits=4), r"weights of group_0 are floats of 4 bits"),
@@ -495,6 +497,94 @@ def test_what_is_not_understood_is_refused(
     changed(tmp_path, **facts)
     with pytest.raises(ConfigError, match=problem):
         models.load(tmp_path)
+
+
+@pytest.mark.parametrize("bits", [3, 8])
+@pytest.mark.parametrize("named", [None, "gptq", "gptq_v2"])
+@pytest.mark.parametrize("older", [False, True])
+@pytest.mark.parametrize("zero", ["symmetric", "other"])
+def test_zeros_that_contradict_symmetric_codes(
+    zero: str, older: bool, named: str | None, bits: int, tmp_path: Path
+) -> None:
+    """Codes are centred at the true zero, whatever config.json names; the origin says it."""
+    half, stated = 1 << (bits - 1), named != "gptq_v2"
+    case = f"gptq {bits}"
+    model = make(tmp_path, CONFIG | {"hidden_size": 128, "intermediate_size": 512})
+    draw, dense, stored = np.random.default_rng(1), dict[str, Array](), dict[str, Array]()
+    true = half if zero == "symmetric" or older != stated else half + (1 if stated else -1)
+    zeros = true - older
+    for name, array in model.parameters.items():
+        dense[name] = stored[name] = array
+        if ".layers." in name and array.ndim == 2:
+            spread = half / 3
+            codes = np.clip(np.rint(draw.normal(true, spread, array.shape)), 0, 2 * half - 1)
+            codes[:, ::2] = np.clip(2 * true - codes[:, 1::2], 0, 2 * half - 1)
+            scale = np.float32(0.5**8)
+            groups = (array.shape[1] // 32, array.shape[0])
+            parts = {
+                "qweight": np.ascontiguousarray(packed(codes.astype(int), bits).T),
+                "qzeros": packed(np.full(groups, zeros), bits),
+                "scales": np.full(groups, scale),
+            }
+            del stored[name]
+            stored |= {name.removesuffix("weight") + key: each for key, each in parts.items()}
+            dense[name] = (codes - true).astype(np.float32) * scale
+    write(tmp_path / "model.safetensors", stored)
+    facts = CASES[case][0] | {"sym": True} | ({"checkpoint_format": named} if named else {})
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": facts}))
+    actual = models.load(tmp_path)
+    for name, array in actual.parameters.items():
+        np.testing.assert_array_equal(array, dense[name], err_msg=name)
+    contradicts = zeros == (half if stated else half - 1)
+    taken = "gptq" if older else "gptq_v2"
+    assert (f"zeros are {zeros}, and codes" in str(actual.origin)) == contradicts
+    assert (f": read as {taken})" in str(actual.origin)) == contradicts
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if "e8m0" not in case])
+def test_scales_that_are_not_finite_are_refused(case: str, tmp_path: Path) -> None:
+    folder(tmp_path, case)
+    file = tmp_path / "model.safetensors"
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    names = [name for name in header if name.endswith(("scales", "weight_scale", "scale_inv"))]
+    first = 8 + size + header[names[-1]]["data_offsets"][1]
+    nan = {"F16": b"\xff\xff", "BF16": b"\xff\xff", "F32": b"\xff\xff\xff\xff"}
+    number = nan[header[names[-1]]["dtype"]]
+    file.write_bytes(data[: first - len(number)] + number + data[first:])
+    with pytest.raises(ConfigError, match=rf"{names[-1]} holds a number that is not finite; copy"):
+        models.load(tmp_path)
+
+
+def test_the_shape_of_packed_codes_is_compared(tmp_path: Path) -> None:
+    folder(tmp_path, "packed 4 True")
+    file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight_shape"
+    write(file, stored_tensors(file) | {name: np.array([96, 60])})
+    with pytest.raises(ConfigError, match=r"its weight_shape is \(96, 60\); config.json asks for"):
+        models.load(tmp_path)
+
+
+@pytest.mark.parametrize("case", ["float", "fp8 tensor", "gptq 4", "awq", "packed 4 True"])
+def test_scales_of_a_cache_are_left_out_and_named(case: str, tmp_path: Path) -> None:
+    dense = folder(tmp_path, case)
+    file, layer = tmp_path / "model.safetensors", "model.layers.0.self_attn."
+    text = file.read_bytes()
+    size = int.from_bytes(text[:8], "little")
+    header, end = json.loads(text[8 : 8 + size]), len(text) - 8 - size
+    for name in ("k_scale", "v_scale", "k_proj.k_scale", "v_proj.v_scale", "attn.q_scale"):
+        header[layer + name] = {"dtype": "F32", "shape": [1], "data_offsets": [end, end + 4]}
+        text, end = text + np.float32(0.5).tobytes(), end + 4
+    new = json.dumps(header).encode()
+    new += b" " * (-len(new) % 8)
+    file.write_bytes(len(new).to_bytes(8, "little") + new + text[8 + size :])
+    if case == "float":
+        changed(tmp_path, kv_cache_scheme={"num_bits": 8, "type": "float", "dynamic": False})
+    with pytest.warns(UserWarning, match=r"[kqv]_scale and other scales of a quantized cache"):
+        actual = models.load(tmp_path)
+    for name, array in actual.parameters.items():
+        np.testing.assert_array_equal(array, dense[name], err_msg=name)
 
 
 def test_missing_parts_are_named(tmp_path: Path) -> None:

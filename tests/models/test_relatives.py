@@ -15,7 +15,7 @@ from unsloth_cupy.models.configs.families import FAMILIES
 from unsloth_cupy.models.configs.text_configs import OUTER
 from unsloth_cupy.models.parse import parse
 
-from .peers import RELATIVES, SIZES
+from .peers import MIXTURES, RELATIVES, SIZES
 
 TOKENS = np.random.default_rng(0).integers(3, 97, (2, 20))
 TEXT = SIZES | {"num_hidden_layers": 2, "head_dim": 8, "vocab_size": 97}
@@ -193,9 +193,8 @@ def test_without_transformers_other_types_are_refused(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "llama", "logit_scale": 0.3}, "logit_scale=0.3: not read"),
-        ({"model_type": "granite", "clip_qkv": 2.0}, "clip_qkv=2.0: not read"),
-        ({"model_type": "llama", "qk_layernorm": True}, "qk_layernorm=True: not read"),
+        ({"model_type": "gemma3_text", "attn_logit_softcapping": 0.3}, "capping=0.3: not read"),
+        ({"is_causal": False}, "is_causal is False; only causal models are known"),
         ({"model_type": "cohere2", "rotary_pct": 0.5}, "rotary_pct=0.5: not read"),
         ({"rope_parameters": {"rope_theta": 1e4, "stretch": 2}}, "stretch=2: not read"),
         ({"rope_parameters": {"rope_type": "dynamic", "alpha": 2.0}}, "alpha=2.0: not read"),
@@ -222,9 +221,13 @@ def test_what_is_not_read_or_contradicts_is_named(change: Any, message: str) -> 
         (RELATIVES["starcoder2"], {"rope_local_base_freq": 77.0}),
         (RELATIVES["hunyuan"], {"partial_rotary_factor": 0.5}),
         (RELATIVES["vaultgemma"], {"hidden_act": "silu"}),
+        ({"model_type": "llama"}, {"logit_scale": 0.3, "qk_layernorm": True}),
+        (RELATIVES["granite"], {"clip_qkv": 2.0}),
+        (MIXTURES["olmoe"], {"moe_intermediate_size": 3}),
     ],
     ids=lambda each: next(iter(each)),
 )
+@pytest.mark.filterwarnings("ignore:config. .* ignored, as in transformers' class of:UserWarning")
 def test_what_a_class_of_transformers_does_not_read_changes_nothing(
     config: Any, change: Any
 ) -> None:

@@ -15,16 +15,14 @@ from .configs.parse_experts import experts_of
 from .configs.parse_layers import activation_of, layers_of
 from .configs.parse_rope import rope_of
 from .configs.parse_states import multipliers_of, state_space_of, with_types
-from .configs.reading import Reader, check_keys, token_ids
+from .configs.reading import CUT, Reader, check_keys, token_ids, without_ignored
 from .configs.recognition import recognised
 from .configs.text_configs import body_of, text_config
 from .folders.other_weights import KEYS, check_quantization
 from .folders.quantized_weights import GGUF, inverse_scales
 
 QUANTIZED = ("bitsandbytes", "bitnet", GGUF, *KEYS)  # supported values of quant_method
-UNSUPPORTED = {
-    "use_bidirectional_attention": "only causal models are known",
-}
+CAUSALITY = {"use_bidirectional_attention": (None, False), "is_causal": (True,)}
 
 
 def parse(values: Mapping[str, Any]) -> Config:
@@ -42,7 +40,10 @@ def parse(values: Mapping[str, Any]) -> Config:
     body = "" if head_of(values) == NONE else body
     kind = values.get("model_type")
     row = FAMILIES.get(kind) if isinstance(kind, str) else None
-    family, values = recognised(values, parse_as) if row is None else (row, values)
+    if row is None:
+        family, values = recognised(values, parse_as)
+    else:
+        family, values = row, without_ignored(values, str(kind), row)
     return replace(parse_as(values, family), body=body)
 
 
@@ -68,9 +69,10 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         raise ConfigError(f"config: {problem}; {cure}")
     if facts:
         check_quantization(facts)
-    for key, cure in UNSUPPORTED.items():
-        if values.get(key):
-            raise ConfigError(f"config: {key} is set; {cure}")
+    for key, known_values in CAUSALITY.items():
+        if key in values and values[key] not in known_values:
+            problem = f"{key} is {str(values[key])[:CUT]}"
+            raise ConfigError(f"config: {problem}; only causal models are known")
     shared = read.get("num_key_value_heads") is not None
     kv_heads = read.size("num_key_value_heads") if shared else heads
     latent = latent_of(read, hidden, heads) if family.latent else None
@@ -176,11 +178,10 @@ def delta_of(read: Reader) -> Delta:
     stored, heads = read.family.delta or "", read.size("num_attention_heads")
     if stored == "apart":  # sizes that follow from others
         sizes = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads)
-        known = {name: read.get(name) or size for name, size in sizes.items()}
+        known = {name: _size_or(read, name, size) for name, size in sizes.items()}
         dim = int(0.75 * read.size("hidden_size") / known["linear_num_key_heads"])
-        known["linear_key_head_dim"] = read.get("linear_key_head_dim") or dim
-        dim = 2 * known["linear_key_head_dim"]
-        known["linear_value_head_dim"] = read.get("linear_value_head_dim") or dim
+        known["linear_key_head_dim"] = dim = _size_or(read, "linear_key_head_dim", dim)
+        known["linear_value_head_dim"] = _size_or(read, "linear_value_head_dim", 2 * dim)
         read = Reader({**read.values, **known}, read.family)
     if stored == "short":
         heads, dim = read.size("linear_num_heads"), read.size("linear_head_dim")
@@ -205,6 +206,11 @@ def delta_of(read: Reader) -> Delta:
         most=2.0 if stored == "apart" and read.flag("linear_allow_neg_eigval") else 1.0,
         eps=1e-5 if stored == "apart" else None,
     )
+
+
+def _size_or(read: Reader, key: str, other: int) -> int:
+    """Return a size, or another one where it is absent or null."""
+    return other if read.get(key) is None else read.size(key)
 
 
 def latent_of(read: Reader, hidden: int, heads: int) -> Latent:

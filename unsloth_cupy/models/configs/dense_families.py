@@ -108,7 +108,12 @@ DENSE: Mapping[str, Family] = {
     "mistral": Family(MISTRAL, "all", qkv_bias=False, output_bias=False),
     "qwen2": Family(QWEN, "late", qkv_bias=True, output_bias=False),
     "qwen3": Family({**QWEN, "head_dim": 128}, "late", query_key_norm="head"),
-    "gemma": Family({**GEMMA, "num_key_value_heads": 16}, norm_offset=1.0, scaled_embedding=True),
+    "gemma": Family(
+        {**GEMMA, "num_key_value_heads": 16},
+        norm_offset=1.0,
+        scaled_embedding=True,
+        facts={"hidden_activation": ...},
+    ),
     "gemma2": Family(
         {**GEMMA, **GEMMA2},
         "most",

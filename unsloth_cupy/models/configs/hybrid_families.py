@@ -113,7 +113,7 @@ HYBRIDS: Mapping[str, Family] = {
         },
         delta="split",
         experts=QWEN35,
-        **HYBRID,
+        **{**HYBRID, "facts": {**HYBRID["facts"], "intermediate_size": ...}},
     ),
     "olmo_hybrid": Family(
         {
@@ -227,7 +227,10 @@ HYBRIDS: Mapping[str, Family] = {
         SINGLE,
         eps="layer_norm_epsilon",
         names=Names(recurrent="mixer"),
-        facts={**MIXER_FACTS, "time_step_rank": ..., "time_step_min": ...},
+        facts={
+            **MIXER_FACTS,
+            **dict.fromkeys(("time_step_rank", "time_step_min", "intermediate_size"), ...),
+        },
         space=MAMBA2,
         single=True,
     ),

@@ -17,8 +17,8 @@ READ = {
     *("num_attention_heads", "num_key_value_heads", "head_dim", "hidden_activation"),
     *("layer_types", "sliding_window", "sliding_window_pattern", "use_sliding_window"),
     *("max_window_layers", "rope_parameters", "rope_scaling", "rope_local_base_freq"),
-    *("partial_rotary_factor", "original_max_position_embeddings", "query_pre_attn_scalar"),
-    *("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"),
+    *("partial_rotary_factor", "original_max_position_embeddings", "is_causal"),
+    "use_bidirectional_attention",
     *("eos_token_id", "pad_token_id", "quantization_config"),
 }
 # Keys that do not change what a model computes from tokens: facts about the file, other tokens,

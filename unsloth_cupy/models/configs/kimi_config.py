@@ -11,6 +11,7 @@ KEYS = {
     "num_expert_group": "n_group",
     "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
+    "model_max_length": "max_position_embeddings",
 }
 OF_LINEAR = {
     "num_heads": "linear_num_heads",

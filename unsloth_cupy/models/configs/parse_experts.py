@@ -71,7 +71,8 @@ def experts_of(read: Reader, layers: int) -> Experts | None:
 
 def _size(read: Reader, keys: tuple[str, ...]) -> int:
     """Return the number under the first of these keys that is there."""
-    return read.size(next((key for key in keys if read.values.get(key) is not None), keys[0]))
+    there = (key for get in (read.values.get, read.get) for key in keys if get(key) is not None)
+    return read.size(next(there, keys[0]))
 
 
 def _groups(read: Reader, rules: Mixture, count: int) -> tuple[int | None, int | None]:

@@ -4,7 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import ConfigError
+from ...files import say_once
 from ...ops.position.rope_tables import LARGEST
+from .class_keys import keys_of
 from .family import Family
 from .keys import COMMON, NEUTRAL, READ, WITHOUT_EFFECT
 
@@ -16,6 +18,7 @@ MOST_OF = {
     **{"hidden_size": 2**20, "intermediate_size": 2**22, "vocab_size": 2**26},
 }
 SHOWN = 5  # keys that a message names
+CUT = 40  # characters of a key or a value that a message shows
 
 
 class Reader:
@@ -72,6 +75,19 @@ class Reader:
         return number
 
 
+def without_ignored(values: Mapping[str, Any], kind: str, family: Family) -> Mapping[str, Any]:
+    """Return a config.json without keys that transformers' class of this type does not read.
+
+    They cannot change what it computes.  A warning names them, once.
+    """
+    keys = keys_of(kind) or values
+    own = {*keys, *family.facts, *NEUTRAL}
+    ignored = {k: v for k, v in values.items() if k not in own and not str(k).startswith("_")}
+    if named := {k: v for k, v in ignored.items() if not _changes_nothing(k, v, WITHOUT_EFFECT)}:
+        say_once(f"config: {_listed(named)}: ignored, as in transformers' class of {kind}")
+    return {key: value for key, value in values.items() if key not in ignored}
+
+
 def check_keys(values: Mapping[str, Any], family: Family) -> None:
     """Raise for keys that nothing reads, unless they or their values change nothing.
 
@@ -87,20 +103,29 @@ def check_keys(values: Mapping[str, Any], family: Family) -> None:
         key: value
         for key, value in values.items()
         if not (key in known or key in NEUTRAL or str(key).startswith("_"))
-        if not any(value is one for one in (None, False)) and value not in ([], {})
-        if key not in harmless or harmless[key] not in (value, ...)
+        if not _changes_nothing(key, value, harmless)
     }
     refuse_unread(unread, "config")
+
+
+def _changes_nothing(key: str, value: Any, harmless: Mapping[str, Any]) -> bool:
+    """Return whether this value of a key that nothing reads is as good as its absence."""
+    absent = any(value is one for one in (None, False)) or value in ([], {})
+    return absent or (key in harmless and harmless[key] in (value, ...))
 
 
 def refuse_unread(unread: Mapping[Any, Any], where: str) -> None:
     """Raise a ConfigError that names keys which nothing reads, if there are any."""
     if unread:
-        names = sorted(map(str, unread))
-        listed = ", ".join(f"{key}={str(unread.get(key))[:40]}" for key in names[:SHOWN])
-        listed += f" and {len(names) - SHOWN} more" * (len(names) > SHOWN)
-        problem = f"{where}: {listed}: not read, and may change what the model computes"
+        problem = f"{where}: {_listed(unread)}: not read, and may change what the model computes"
         raise ConfigError(f"{problem}; remove what does not, other models are not known")
+
+
+def _listed(keys: Mapping[Any, Any]) -> str:
+    """Return the first keys with their values, both cut, as a message shows them."""
+    shown = sorted(((str(key), str(value)) for key, value in keys.items()))[:SHOWN]
+    more = f" and {len(keys) - SHOWN} more" * (len(keys) > SHOWN)
+    return ", ".join(f"{key[:CUT]}={value[:CUT]}" for key, value in shown) + more
 
 
 def token_ids(key: str, values: Mapping[str, Any]) -> tuple[int, ...]:

@@ -4,9 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import ConfigError
+from .class_keys import keys_of, own_keys
 from .families import FAMILIES
-from .heads import CAUSAL, LABELS, class_of, head_of
+from .family import Family
+from .heads import LABELS, class_of, head_of
+from .keys import READ
 from .names import BACKBONE, IMAGES, TEXT
+from .reading import CUT, without_ignored
 
 # Keys of a multimodal config.json that override those of its text_config.
 OUTER_KEYS = ("tie_word_embeddings", "eos_token_id", "pad_token_id", "quantization_config", *LABELS)
@@ -33,15 +37,8 @@ SAME = {
 }
 # Of an image, positions have three parts; of text these are equal.
 ONLY_OF_IMAGES = ("mrope_section", "mrope_interleaved")
-# What classes of transformers assume of sizes that an older text_config leaves out.
-SIZES = (
-    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads"),
-)
-ASSUMED: Mapping[str, Mapping[str, Any]] = {
-    "llama": dict(zip(SIZES, (32_000, 4096, 11_008, 32, 32, None), strict=True)),
-    "mistral": dict(zip(SIZES, (32_000, 4096, 14_336, 32, 32, 8), strict=True)),
-}
+# Defaults of these classes that no field of theirs has.
+WITHOUT_FIELDS = {"glm4v_text": {"partial_rotary_factor": 1.0}}
 # The classes for images have a head of their own, without what the text model does to its logits.
 PLAIN_HEAD = {
     "final_logit_softcapping": None,
@@ -55,8 +52,8 @@ def body_of(values: Mapping[str, Any]) -> str:
     outer = values.get("model_type")
     if outer == "mamba2":
         return BACKBONE
-    nested = isinstance(outer, str) and outer in OUTER and "text_config" in values
-    return BODIES.get(str(outer), IMAGES) if nested else TEXT
+    whole = isinstance(outer, str) and outer in OUTER
+    return BODIES.get(str(outer), IMAGES) if whole else TEXT
 
 
 def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -74,18 +71,20 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
         known = ", ".join(sorted(OUTER))
         cure = f"text parts are known of {known}; save the language model alone, if it is one"
         raise ConfigError(f"config: model_type is {outer!r} with a text_config; {cure}")
-    inner = values.get("text_config", {k: v for k, v in values.items() if k != "vision_config"})
+    flat = {key: each for key, each in values.items() if key not in own_keys(outer)}
+    inner = values.get("text_config", flat)
     if not isinstance(inner, Mapping):
-        raise ConfigError(f"config: text_config is {inner!r}; it must be a dict")
+        raise ConfigError(f"config: text_config is {str(inner)[:CUT]}; it must be a dict")
     given = inner.get("model_type")
     kind = OUTER[outer] if given is None or given == outer else given
-    above = {key: values[key] for key in OUTER_KEYS if values.get(key) is not None}
-    assumed: Mapping[str, Any] = ASSUMED.get(kind, {}) if "text_config" in values else {}
-    text = {**assumed, **inner, **above, "model_type": SAME.get(kind, kind)}
-    if (family := FAMILIES.get(text["model_type"])) is not None:
+    same = SAME.get(kind, kind) if isinstance(kind, str) else kind
+    if kind in SAME:
+        inner = without_ignored(inner, kind, Family())
+    text = {**_assumed(kind), **inner, "model_type": same}
+    text |= {key: values[key] for key in OUTER_KEYS if values.get(key) is not None}
+    if (family := FAMILIES.get(same)) is not None:
         text |= {key: value for key, value in PLAIN_HEAD.items() if key in family.obeys}
-    if (head := head_of(values)) != CAUSAL:
-        text["architectures"] = [class_of({**values, "model_type": text["model_type"]}, head)]
+    text["architectures"] = [class_of({"model_type": same}, head_of(values))]
     if kind == "glm4v_text" and isinstance(text.get("hidden_size"), int):  # it reads no head_dim
         heads = text.get("num_attention_heads")
         text["head_dim"] = (
@@ -96,6 +95,13 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
             if isinstance(text.get(key), Mapping):
                 text[key] = _of_text(text[key])
     return text
+
+
+def _assumed(kind: Any) -> dict[str, Any]:
+    """Return the defaults of transformers' class of a text_config, which may leave them out."""
+    keys = keys_of(kind) or {}
+    known = {key: value for key, value in keys.items() if key in READ and value is not None}
+    return known | WITHOUT_FIELDS.get(kind, {})
 
 
 def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:

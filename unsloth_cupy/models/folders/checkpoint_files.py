@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
@@ -34,7 +35,15 @@ from ..gguf.reading import opened_gguf
 from .expert_files import Place, in_file
 from .expert_homes import DTYPES, ExpertHomes
 from .lazy_parameter import LazyParameter, StoredTensor
-from .other_weights import Found, Part, is_of_activations, method_of, part_in, stored_weight
+from .other_weights import (
+    Found,
+    Part,
+    is_of_activations,
+    method_of,
+    part_in,
+    stored_weight,
+    with_zeros,
+)
 from .quantized_weights import KEY, inverse_scales, part_of, tensors_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -106,7 +115,10 @@ def find_tensors(
     for file in files:
         _find(folder / file, config, homes, quantized, choice, method, others, experts)
     known = shapes | {HEAD: shapes[TABLE]} | experts.matrices
+    facts, note = with_zeros(facts, others, partial(_read, folder))
     made = {name: stored_weight(facts, name, known[name], each) for name, each in others.items()}
+    if note:
+        made = {n: home._replace(format=f"{home.format} ({note})") for n, home in made.items()}
     for name in experts.matrices.keys() & made.keys():
         experts.holds(folder, name, made.pop(name))
     experts.enter(folder, homes)
@@ -142,6 +154,13 @@ def _check_tied(folder: Path, homes: dict[str, StoredTensor]) -> None:
                 problem = f"{head.stored!r} is not equal to {table.stored!r}"
                 cure = 'write "tie_word_embeddings": false there'
                 raise ConfigError(f"{folder}: {problem}, though config.json ties them; {cure}")
+
+
+def _read(folder: Path, part: Part) -> Array:
+    """Return a tensor of a checkpoint."""
+    with opened(folder / part.file) as tensors:
+        whole: Array = tensors.get_tensor(part.stored)
+        return whole
 
 
 def _find_quantized(folder: Path, files: Sequence[str], shapes: Mapping[str, Any]) -> Quantizeds:

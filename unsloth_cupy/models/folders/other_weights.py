@@ -22,6 +22,7 @@ import numpy as np
 from ...core.call import check_entries
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
+from ...files import say_once
 from .lazy_parameter import StoredTensor
 from .quantized_weights import KEY
 
@@ -34,6 +35,16 @@ PARTS = {  # names after a layer's name of what makes its weight, by quant_metho
         *("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_shape"),
     ),
 }
+SCALES = ("scales", "weight_scale_inv", "weight_scale")
+OF_CACHE = (
+    "k_scale",
+    "v_scale",
+    "kv_scale",
+    "q_scale",
+    "prob_scale",
+    "k_zero_point",
+    "v_zero_point",
+)
 OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_zero_point", "output_scale")
 CODES = {"F8_E4M3": 1, "I8": 1, "U8": 1, "F8_E8M0": 1, "I32": 4, "I64": 8}  # bytes of a number
 SIZES = {**CODES, "F16": 2, "BF16": 2, "F32": 4, "F64": 8}
@@ -111,7 +122,7 @@ KEYS: Mapping[str, Mapping[str, Any]] = {
     "compressed-tensors": {
         "format": FORMATS,
         **dict.fromkeys(("config_groups", "ignore", "quantization_status", "version"), ANY),
-        **dict.fromkeys(("global_compression_ratio", "run_compressed"), ANY),
+        **dict.fromkeys(("global_compression_ratio", "run_compressed", "kv_cache_scheme"), ANY),
     },
 }
 GROUP: Mapping[str, Any] = {  # keys of a group of layers in compressed-tensors
@@ -177,8 +188,17 @@ def check_quantization(facts: Mapping[str, Any]) -> None:
     if len({facts.get(key) for key in ("checkpoint_format", "format")} - {None}) == 2:
         problem = "checkpoint_format and format are two formats"
         raise ConfigError(f"config: {KEY} of {method}: {problem}; remove the one that is wrong")
+    for key in ("config_groups", "dynamic", "extra_config", "regex_config"):
+        if facts.get(key) and not isinstance(facts[key], Mapping):
+            problem = f"{key} is {str(facts[key])[:60]}; it must be a dict"
+            raise ConfigError(f"config: {KEY} of {method}: {problem}")
+    block = facts.get("weight_block_size")
+    sizes = block if isinstance(block, list | tuple) else ()
+    if block is not None and [type(size) for size in sizes] != [int, int]:
+        problem = f"weight_block_size is {str(block)[:60]}; it must be two integers"
+        raise ConfigError(f"config: {KEY} of {method}: {problem}")
     groups = facts.get("config_groups") or {}
-    for name, group in groups.items() if isinstance(groups, Mapping) else ():
+    for name, group in groups.items():
         if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
             problem = f"{KEY}: {name} of config_groups is {str(group)[:60]}, without its weights"
             raise ConfigError(f"config: {problem}; load the plain weights instead")
@@ -200,15 +220,19 @@ def _check(where: str, values: Mapping[str, Any], known: Mapping[str, Any]) -> N
         if key not in known and (plain or value in (None, False, "", [], {})):
             continue
         listed = f"; it must be {' or '.join(map(str, known[key]))}" if key in known else ""
-        problem = f"{key}={str(value)[:60]} is not read{listed}"
+        problem = f"{str(key)[:60]}={str(value)[:60]} is not read{listed}"
         raise ConfigError(f"config: {where}: {problem}; load the plain weights instead")
 
 
 # ---- tensors ------------------------------------------------------------------------------------
 def is_of_activations(method: Any, name: str, shapes: Mapping[str, Any]) -> bool:
-    """Return whether a tensor says how a layer's activations are quantized, which is not read."""
+    """Return whether a tensor says how activations are quantized, or a cache; it is not read."""
     module, _, key = name.rpartition(".")
-    return method in PARTS and key in OF_ACTIVATIONS and f"{module}.weight" in shapes
+    of_cache = method in PARTS and key in OF_CACHE
+    if of_cache:
+        problem = f"{key} and other scales of a quantized cache are not read"
+        say_once(f"{KEY} of {method}: {problem}: caches have the dtype of the model")
+    return of_cache or (method in PARTS and key in OF_ACTIVATIONS and f"{module}.weight" in shapes)
 
 
 def part_in(method: Any, name: str, code: str, shapes: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -219,6 +243,43 @@ def part_in(method: Any, name: str, code: str, shapes: Mapping[str, Any]) -> tup
         return None
     codes = key == "weight" and code in CODES
     return (parameter, key) if codes or key in PARTS[method] else None
+
+
+def with_zeros(
+    facts: Mapping[str, Any], weights: Found, read: Callable[[Part], Array]
+) -> tuple[Mapping[str, Any], str]:
+    """Return quantization_config with the form of GPTQ's zeros that its weights have, and a note.
+
+    Symmetric codes of b bits have the zero 2^(b - 1).  Where all zeros of the largest weight are
+    another one in the form that config.json names, and this one in the other form, codes decide:
+    a weight has a mean of about 0.  If that is within the error of a mean, it is the other form.
+    """
+    if method_of(facts) != "gptq" or facts.get("sym", True) is not True:
+        return facts, ""
+    whole = [each for each in weights.values() if {"qweight", "qzeros"} <= each.keys()]
+    parts = max(whole, key=lambda each: each["qweight"].bytes, default=None)
+    if parts is None or any(len(parts[key].shape) != 2 for key in ("qweight", "qzeros")):
+        return facts, ""
+    older, outputs = not _linked(facts), parts["qweight"].shape[1]
+    fits = (b for b in (2, 3, 4, 8) if -(-outputs * b // 32) == parts["qzeros"].shape[1])
+    bits = next(fits, 8)
+    zeros, half = unpacked(read(parts["qzeros"]), bits, outputs), 1 << (bits - 1)
+    zero = half if older else half - 1  # as a symmetric file of the other form has it
+    if not (zeros == zero).all():
+        return facts, ""
+    words = read(parts["qweight"])
+    codes = unpacked(words.T, bits, len(words) * 32 // bits)
+    mean, error = float(codes.mean()), 3 * float(codes.std()) / math.sqrt(codes.size)
+    above = mean - (zero + 0.5)  # the zero is that, or 1 more in the older form
+    sure = abs(above) > error  # else the mean of so few codes says nothing
+    taken = LINKED[above < 0 if sure else older]
+    note = f"zeros are {zero}, and codes have the mean {mean:.2f}: read as {taken}"
+    return {**facts, "checkpoint_format": taken, "format": None}, note
+
+
+def _linked(facts: Mapping[str, Any]) -> bool:
+    """Return whether zeros of GPTQ are stored as they are; older files have them less 1."""
+    return (facts.get("checkpoint_format") or facts.get("format")) == LINKED[1]
 
 
 def stored_weight(
@@ -243,9 +304,23 @@ def stored_weight(
     others = {key: (part.file, part.stored) for key, part in parts.items() if key != main}
     kind = f"{method} {make.keywords['label']}"
     size = sum(part.bytes for part in parts.values())
+    dense = partial(_of_finite, make, name, next(key for key in SCALES if key in parts))
     return StoredTensor(
-        first.file, first.stored, shape, FLOAT32, parts=others, dense=make, format=kind, bytes=size
+        first.file, first.stored, shape, FLOAT32, parts=others, dense=dense, format=kind, bytes=size
     )
+
+
+def _of_finite(
+    make: Callable[[Mapping[str, Array]], Array],
+    name: str,
+    scales: str,
+    state: Mapping[str, Array],
+) -> Array:
+    """Return the weight of tensors whose scales must be finite."""
+    if not np.isfinite(state[scales].astype(FLOAT32)).all():
+        problem = f"{name.removesuffix('weight')}{scales} holds a number that is not finite"
+        raise ConfigError(f"{problem}; copy the checkpoint again")
+    return make(state)
 
 
 class _Weight(NamedTuple):
@@ -272,7 +347,7 @@ class _Weight(NamedTuple):
             self.check("qzeros", (groups, -(-outputs * bits // 32)))
             if "g_idx" in self.parts:
                 self.check("g_idx", (inputs,))
-            older = (self.facts.get("checkpoint_format") or self.facts.get("format")) != LINKED[1]
+            older = not _linked(self.facts)
             make = partial(_of_gptq, shape=self.shape, bits=bits, older=older, label=f"{bits} bits")
             return partial(make, columns=partial(of_layer, places))
         if main == "qweight":
@@ -297,7 +372,11 @@ class _Weight(NamedTuple):
             self.check("weight_zero_point", grid, self.parts["weight_scale"].shape)
         if "weight_g_idx" in self.parts:
             self.check("weight_g_idx", (inputs,))
-        make = partial(_of_packed, inputs=inputs, bits=bits, grid=grid, rows=rows)
+        if "weight_shape" in self.parts:
+            self.check("weight_shape", (2,))
+        make = partial(
+            _of_packed, name=self.name, shape=self.shape, bits=bits, grid=grid, rows=rows
+        )
         return partial(make, columns=partial(of_layer, columns), label=f"{bits} bits")
 
     @property
@@ -317,8 +396,12 @@ class _Weight(NamedTuple):
         else:
             own = {key: default for key in keys[:1] if not any(map(self.facts.get, keys))}
             sources = [own, self.facts, *(each for each in more if isinstance(each, Mapping))]
-        found = (each.get(key) for each in sources for key in keys)
-        return [int(value) for value in found if value]
+        found = [(key, each.get(key)) for each in sources for key in keys]
+        for key, value in found:
+            if value is not None and type(value) is not int:
+                problem = f"{key} is {str(value)[:60]}; it must be an integer"
+                raise ConfigError(f"config: {KEY}: {problem}")
+        return [value for _, value in found if value]
 
     def places(self, axis: int, count: int, known: Sequence[int]) -> Array:
         """Return which of ``count`` scales each row or column has, in groups of a known size."""
@@ -338,9 +421,10 @@ class _Weight(NamedTuple):
         blocks = [self.facts.get("weight_block_size", (128, 128))]  # as in transformers
         groups = self.facts.get("config_groups") or {}
         blocks += [group["weights"].get("block_structure") for group in groups.values()]
-        every = [each for each in blocks if isinstance(each, list | tuple) and len(each) == 2]
-        rows = self.places(0, first, [1, -1, *(int(each[0]) for each in every)])
-        widths = [-1, *self.known("group_size", default=-1), *(int(each[1]) for each in every)]
+        lists = [[*each] for each in blocks if isinstance(each, list | tuple)]
+        every = [each for each in lists if [type(size) for size in each] == [int, int]]
+        rows = self.places(0, first, [1, -1, *(each[0] for each in every)])
+        widths = [-1, *self.known("group_size", default=-1), *(each[1] for each in every)]
         return (first, second), rows, self.places(1, second, widths)
 
     def bits(self, words: int, known: Sequence[int]) -> int:
@@ -449,7 +533,8 @@ def _of_awq(state: Mapping[str, Array], *, outputs: int, columns: Array, label: 
 def _of_packed(
     state: Mapping[str, Array],
     *,
-    inputs: int,
+    name: str,
+    shape: tuple[int, ...],
     bits: int,
     grid: tuple[int, int],
     rows: Array,
@@ -457,14 +542,17 @@ def _of_packed(
     label: str,
 ) -> Array:
     """Return a weight of compressed-tensors, whose codes and zeros are from -2^(bits - 1) on."""
-    half = 1 << (bits - 1)
+    half, stored_shape = 1 << (bits - 1), tuple(map(int, state.get("weight_shape", shape)))
+    if stored_shape != shape:
+        problem = f"{name}: its weight_shape is {stored_shape}; config.json asks for {shape}"
+        raise ConfigError(f"{problem}; copy the checkpoint again, or correct config.json")
     zeros: Any = np.full(grid, half)
     stored = state.get("weight_zero_point")
     if stored is not None and stored.dtype == np.int32:  # packed along the rows
         zeros = unpacked(stored.T, bits, grid[0]).T
     elif stored is not None:
         zeros = zeros + stored.reshape(grid)
-    codes, order = unpacked(state["weight"], bits, inputs), columns(state.get("weight_g_idx"))
+    codes, order = unpacked(state["weight"], bits, shape[1]), columns(state.get("weight_g_idx"))
     return _scaled(codes, state["weight_scale"].reshape(grid), zeros, rows, order)
 
 

@@ -38,8 +38,8 @@ def weight_of(
     if kind.VALUES == 2:
         ordered = np.concatenate([codes & 15, codes >> 4], axis=-1)
         codes = ordered[..., ::2] | ordered[..., 1::2] << 4
-    if kind is Mxfp4 and bool((scales == LARGEST + 1).any()):
-        problem = f"a block of MXFP4 has the scale {LARGEST + 1}, which stands for no number"
+    if bool((scales > LARGEST).any() if kind is Mxfp4 else not np.isfinite(scales).all()):
+        problem = f"a block of {kind.KIND} has a scale that is not finite"
         raise ConfigError(f"load: {problem}; fetch the file again")
     packed = np.ascontiguousarray(codes).view(kind.CODES)
     return kind(packed.reshape(*data.shape[:-1], -1), scales, dtype=FLOAT32)

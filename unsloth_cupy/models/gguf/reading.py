@@ -176,7 +176,8 @@ class Rows:
     """A tensor of a file, of which rows are converted when they are asked for."""
 
     def __init__(self, file: GgufFile, name: str) -> None:
-        self.file, self.stored = file, file.tensors[name.removesuffix(AS_STORED)]
+        self.file, self.name = file, name.removesuffix(AS_STORED)
+        self.stored = file.tensors[self.name]
         self.as_stored = name.endswith(AS_STORED)
 
     def get_shape(self) -> list[int]:
@@ -200,11 +201,15 @@ class Rows:
 
     def _of(self, rows: slice) -> Array:
         shape, kind, data = self.stored
-        part, dtype = data[rows], CODES[self.get_dtype()]
+        part, dtype, coded = data[rows], CODES[self.get_dtype()], kind.name not in (*CODES, "F64")
         result = np.empty((len(part), *shape[1:]), dtype)
         step = max(1, AT_ONCE // max(1, result[:1].size))
         for top in range(0, len(part), step):
-            result[top : top + step] = _dense(part[top : top + step], kind)
+            dense = _dense(part[top : top + step], kind)
+            if coded and not np.isfinite(dense).all():
+                problem = f"a block of tensor {self.name!r} has a scale that is not finite"
+                raise ConfigError(f"{self.file.path}: {problem}; fetch the file again")
+            result[top : top + step] = dense
         return result
 
 

@@ -298,7 +298,8 @@ class Nf4(Quantized):
             codes = array_of(call, state, "weight.absmax", (blocks,), np.uint8)
             scale = array_of(call, state, "weight.nested_absmax", (-(-blocks // NESTED),), FLOAT32)
             offset = facts.get("nested_offset")
-            if facts.get("nested_blocksize") != NESTED or not isinstance(offset, float):
+            known = isinstance(offset, float) and math.isfinite(offset)
+            if facts.get("nested_blocksize") != NESTED or not known:
                 raise ConfigError(f"{call}: nested_blocksize or nested_offset of {facts} is wrong")
             scales = {"absmax_codes": codes, "absmax_scale": scale, "absmax_offset": offset}
         else:

@@ -18,8 +18,8 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Listener, Lora, Settings, Trainer
 from unsloth_cupy.finetune.listener import hearing
 from unsloth_cupy.finetune.reward_models import RewardModel
-from unsloth_cupy.finetune.reward_pool import ending_workers
-from unsloth_cupy.finetune.rewards import rewards_of, scores
+from unsloth_cupy.finetune.reward_pool import LateError, ending_workers
+from unsloth_cupy.finetune.rewards import _Call, rewards_of, scores
 from unsloth_cupy.models import load
 
 from ..golden import generate_methods as golden
@@ -184,6 +184,21 @@ class TestTime:
     ) -> None:
         with pytest.raises(ConfigError, match=re.escape(said.format(path=own))):
             judged(f"{own}:{name}", seconds=0.4)
+
+    @pytest.mark.parametrize("late", [[0, 1], [1, 2, 3], [0, 1, 3, 4], [0, 1, 2]])
+    def test_the_first_three_answers_that_are_late_end_the_run(
+        self, late: list[int], own: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        again = lambda _, part: LateError() if part[0] in late else {"values": [1]}  # noqa: E731
+        monkeypatch.setattr(_Call, "_again", again)
+        (reward,) = rewards_of([f"{own}:hangs"], seconds=0.5)
+        columns = {"prompts": [*"pqrst"], "completions": [*"abcde"]}
+        call = _Call(reward, columns, "row {}".format, columns, [])
+        if late == [0, 1, 2]:
+            with pytest.raises(ConfigError, match=r"for the answer 'a' .* and for 2 others"):
+                call._late(range(5))
+        else:
+            assert call._late(range(5)) == late
 
 
 def test_any_number_of_processes_gives_equal_bits(own: Path) -> None:

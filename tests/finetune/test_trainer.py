@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
@@ -20,12 +21,14 @@ from unsloth_cupy.finetune import Listener, Run, Settings, Trainer
 from unsloth_cupy.finetune.engine import noisy
 from unsloth_cupy.finetune.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.listener import announce
+from unsloth_cupy.finetune.loop import Loop, undecayed
 from unsloth_cupy.finetune.naming import named
 from unsloth_cupy.finetune.rates import rate_of
-from unsloth_cupy.models import Transformer
+from unsloth_cupy.models import Transformer, create
 from unsloth_cupy.models.objective import next_token
 
 from ..cli.test_cli import ROOT, assert_one_clear_error, numbers, run, weights
+from ..models.peers import CONFIGS, SIZES
 
 TINY: dict[str, Any] = {"batch": 2, "tokens": 16, "layers": 1, "hidden": 32, "vocabulary": 300}
 FLAGS = [word for name, value in TINY.items() for word in (f"--{name}", value)]
@@ -148,6 +151,29 @@ def test_norms_biases_and_embeddings_do_not_decay(text: Path, tmp_path: Path) ->
     said = [words for kind, words in (e[:2] for e in heard.events) if kind == "announce"]
     assert re.search(r"of which [\d,]+ in norms, biases and embeddings do not decay", said[0])
     assert "decay" not in said[1]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_does_not_decay_is_listed(tied: bool) -> None:
+    """Of a model with biases and a head of its own or not, and of rows of its table."""
+    model = create(SIZES | CONFIGS["qwen2"] | {"tie_word_embeddings": tied}, seed=0)
+    free = {n for n in model.trainable if n.endswith(("norm.weight", ".bias"))}
+    assert {*undecayed(model)} == free | {"model.embed_tokens.weight"}
+    assert len(free) == 3 * (2 + 3) + 1
+    model.add_adapter(2, tokens=[5])
+    assert all("embed_tokens" in name for name in undecayed(model))
+    assert undecayed(model)
+
+
+@pytest.mark.parametrize(
+    ("losses", "ends"),
+    [([3, 2, 2], False), ([3, 2, 2, 2], True), ([3, 2, 2, 1, 1], False), ([2, 3, 1, 2, 3], True)],
+)
+def test_an_equal_loss_is_no_better(losses: list[float], ends: bool) -> None:
+    plan = SimpleNamespace(patience=2, threshold=0.0)
+    run = SimpleNamespace(lines=lambda: [{"held_out_loss": loss} for loss in losses])
+    ranks = SimpleNamespace(first=True, broadcast=lambda value: value)
+    assert Loop._is_past_best(SimpleNamespace(plan=plan, run=run, ranks=ranks)) == ends  # type: ignore[arg-type]
 
 
 def test_a_stopped_run_goes_on_and_a_finished_one_gives_its_model(

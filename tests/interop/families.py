@@ -38,6 +38,14 @@ NINE: dict[str, dict[str, Any]] = {
     "phi3": {"sliding_window": 5, "partial_rotary_factor": 0.5},
     "olmo2": {},
 }
+SHARED = {  # of 4 layers the last two have the keys and values of the others
+    "num_hidden_layers": 4,
+    "num_kv_shared_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 5,
+    "vocab_size_per_layer_input": 97,
+    "hidden_size_per_layer_input": 8,
+}
 OTHERS: dict[str, dict[str, Any]] = {
     "apertus": {},
     "arcee": {},
@@ -51,6 +59,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "ernie4_5": {},
     "exaone4": {"sliding_window": 5},
     "falcon_h1": MAMBA | {"mamba_d_ssm": 128, "mamba_rms_norm": True},
+    "gemma3n_text": SHARED | {"laurel_rank": 8, "altup_num_inputs": 2},
+    "gemma4_text": SHARED | {"global_head_dim": 16},
     "glm": {},
     "glm4": {},
     "gpt2": {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},

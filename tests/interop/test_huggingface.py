@@ -13,13 +13,15 @@ pytest.importorskip("transformers", reason="needs the extra `peers` (transformer
 from unsloth_cupy import profile  # noqa: E402
 from unsloth_cupy.interop.huggingface import PARTS, _qk_norm, patch, unpatch  # noqa: E402
 
+from ..harness.parity import EPS  # noqa: E402
 from ..harness.sampling import Sample  # noqa: E402
-from .families import HYBRIDS, NINE, OTHERS, check, model_of, step, texts  # noqa: E402
+from ..harness.whole_models import largest_error  # noqa: E402
+from .families import HYBRIDS, NINE, OTHERS, SIZES, check, model_of, step, texts  # noqa: E402
 
 SCENES = ("left", "right", "whole", "packed")
 WHOLE = {"norm", "mlp", "rotary", "attention", "loss"}
 SOME = Sample.one_in(3, OTHERS)
-GENERATING = ("llama", "gemma3_text", "llama4_text", "gpt_oss", "mistral")
+GENERATING = ("llama", "gemma3_text", "gemma4_text", "llama4_text", "gpt_oss", "mistral")
 GENERATING += ("qwen3_5_text", "bamba", "mamba2")  # which keep states
 ALL_EXPERTS = {"gpt_oss": 2, "llama4_text": 2, "granitemoe": 2, "olmoe": 4, "qwen3_moe": 4}
 
@@ -408,6 +410,46 @@ def test_masks_are_the_same_by_the_positions_of_older_versions(
             assert now[1].pop(name) == str(value)
         assert then[1].pop("cache_position") == str(torch.arange(first, first + tokens))
         assert then == now
+
+
+@pytest.mark.parametrize("images_see", [None, "vision"])  # the tokens of an image each other
+def test_layers_that_share_keys_and_values_may_slice_masks(images_see):
+    """Gemma 4 with images: such layers compute the logits of few tokens for these alone."""
+    from transformers import AutoConfig, AutoModelForImageTextToText
+
+    text = SIZES | OTHERS["gemma4_text"] | {"use_bidirectional_attention": images_see}
+    vision = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16}
+    vision |= {"num_attention_heads": 2, "num_key_value_heads": 2, "patch_size": 2}
+    names = {"image_token_id": 1, "video_token_id": 2, "audio_token_id": 0, "audio_config": None}
+    config = AutoConfig.for_model(
+        "gemma4", text_config=text, vision_config=vision | {"pooling_kernel_size": 2}, **names
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").double()
+        pixels = torch.rand(2, 16, 12).double()
+    places = torch.tensor([[x, y] for y in range(4) for x in range(4)]).expand(2, -1, -1)
+    inputs = texts("left")
+    inputs["input_ids"][:, 10:14], inputs["labels"][:, 10:14] = 1, -100
+    inputs |= {"pixel_values": pixels, "image_position_ids": places}
+    inputs["mm_token_type_ids"] = (inputs["input_ids"] == 1).long()
+
+    def results():
+        model.zero_grad()
+        loss = model.train()(**inputs).loss
+        loss.backward()
+        given = {name: each for name, each in inputs.items() if name != "labels"}
+        with torch.no_grad():
+            last = [model.eval()(**given, logits_to_keep=count).logits for count in (1, 3)]
+        grads = {n: p.grad.numpy() for n, p in model.named_parameters() if p.grad is not None}
+        return [loss.detach().double(), *last], grads
+
+    (numbers, gradients), most = results(), 4 * EPS["float32"]  # in which it has norms and the loss
+    assert patch(model).taken["attention"] == 1
+    assert patch(model, parts=["attention"]).taken == {"attention": 1}
+    actual, slopes = results()
+    torch.testing.assert_close(actual, numbers, rtol=most, atol=most)
+    assert largest_error(slopes, gradients) <= most
 
 
 def test_warnings_stay_away():

@@ -639,3 +639,21 @@ def test_weights_that_a_mask_hides_may_hold_anything() -> None:
     expected = losses.policy(ROWS, hidden, ONES, weights=weights)
     weights[:, 2] = np.nan
     assert losses.policy(ROWS, hidden, ONES, weights=weights) == expected
+
+
+def test_a_lone_answer_has_no_advantage() -> None:
+    """Of a group of which one answer is rewarded, there are no others to compare it with."""
+    rewards = np.array([5.0, np.nan, np.nan, 1.0, 4.0, np.nan])
+    expected = [0, 0, 0, -3, 3, 0]
+    np.testing.assert_array_equal(losses.advantages(rewards, 3, kind="rloo"), expected)
+
+
+def test_a_far_reference_has_a_finite_loss() -> None:
+    """Exponents have a limit: a divergence of 1000 nats does not overflow float32."""
+    log_probs = np.full((2, 3), -1000, np.float32)
+    mask, gains = np.ones((2, 3), bool), np.zeros((2, 3), np.float32)
+    options = {"reference": np.zeros_like(log_probs), "old": log_probs, "beta": 0.1}
+    with np.errstate(all="raise"):
+        loss = losses.policy(log_probs, mask, gains, **options)
+    assert np.isfinite(loss)
+    assert loss > 0.1 * np.exp(79)

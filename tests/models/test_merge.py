@@ -3,6 +3,7 @@
 import json
 import shutil
 import tracemalloc
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from safetensors.numpy import load_file, save_file
 from unsloth_cupy import models
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.models.adapters.kept import Kept
 from unsloth_cupy.models.folders import checkpoint_files
 from unsloth_cupy.models.folders.stored import StoredModel
 
@@ -312,3 +314,13 @@ def test_a_merge_that_computes_something_else_is_refused(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["adapter", "base"]
     monkeypatch.undo()
     models.merge(tmp_path / "adapter", tmp_path / "out", dtype=dtype)
+
+
+@pytest.mark.parametrize("share", [0.89, 0.9, 0.91])
+def test_a_merge_warns_if_less_than_nine_tenths_are_kept(share: float) -> None:
+    kept = Kept({"w": (2 * share, 2.0)})
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        kept.warn("merge", "q4_0", "a cure")
+    expected = "merge: 89.0% of the adapter's change is kept"
+    assert [str(each.message).startswith(expected) for each in seen] == [True] * (share < 0.9)

@@ -1,6 +1,7 @@
 """What is saved or exported computes what the model does, or has no name."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ import pytest
 from unsloth_cupy import models
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models.adapters.adapter import Adapter
+from unsloth_cupy.models.adapters.probe import check_same, own_tokens
 from unsloth_cupy.models.folders import checkpoint_files
 
 from .exported import IN_LLAMA_CPP, make
@@ -119,3 +121,24 @@ def test_weights_that_are_not_finite_are_saved(tmp_path: Path) -> None:
     model.table[...] = np.nan
     model.save(tmp_path / "m")
     assert np.isnan(models.load(tmp_path / "m").table).all()
+
+
+def test_tokens_of_an_adapter_are_among_those_that_are_compared() -> None:
+    """Rows of a table that an adapter trains are few: random tokens would seldom be among them."""
+    model = models.create(SIZES | CONFIGS["llama"], seed=0)
+    model.add_adapter(2, tokens=[5, 90])
+    assert [*own_tokens(model.adapter)] == [5, 90]
+    assert [*own_tokens(None)] == []
+    compared = []
+
+    def numbers(tokens: Any) -> Any:
+        compared.append(tokens)
+        return np.ones((tokens.size, 4))
+
+    config = SimpleNamespace(vocab=10**9, experts=None)
+    model = SimpleNamespace(config=config, path="a", numbers=numbers)
+    assert check_same("call", model, model, own=[5, 90]) == 0  # type: ignore[arg-type]
+    assert {5, 90} < {*compared[0].ravel().tolist()}
+    check_same("call", model, model, own=range(100))  # type: ignore[arg-type]
+    assert compared[-1].shape == compared[0].shape
+    assert compared[-1].ravel().tolist() == [*range(8), *compared[0].ravel()[8:]]

@@ -3,7 +3,9 @@
 If a mask is causal, has the window of the config, or separates packed texts, layers get only which
 keys are not padding, (batch, keys), or the starts of the packed texts, (texts + 1,).  Any other
 mask, for example of images whose tokens see each other, is the full mask of transformers,
-(batch, 1, queries, keys).
+(batch, 1, queries, keys).  A decoder that slices masks by queries, as one whose last layers share
+keys and values does for the logits of few tokens, gets (batch, 1, 1, keys) in uint8 in place of
+(batch, keys), and full masks of packed texts.
 
 In models that have eager attention alone, a row that sees no key gets the mean of all values, as
 eager gives it; in others it gets zeros, as sdpa gives it.  Where weights are asked for, a layer's
@@ -26,6 +28,7 @@ from ._changes import IMPLEMENTATION, Changes
 from ._trials import Refused, Texts, near
 
 NAME, EAGER = "unsloth_cupy", "unsloth_cupy_eager"  # in place of sdpa and others, and of eager
+SLICED = "_sliced"  # added to both for decoders that slice masks by queries
 notes: list[tuple[Any, ...]] | None = None  # records the calls of a trial; None outside of one
 
 
@@ -38,7 +41,9 @@ def attention(
     """
     if notes is not None:
         notes.append(("attention", module, seen, options.get("sliding_window")))
-    eager = module.config._attn_implementation == EAGER
+    if seen is not None and seen.dtype is torch.uint8:
+        seen = seen[:, 0, 0].bool()
+    eager = is_eager(module.config)
     asked = options.get("output_attentions") or getattr(module.config, "output_attentions", False)
     if eager and asked:
         own = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
@@ -156,6 +161,23 @@ def mask(
     return seen
 
 
+def sliced_mask(*args: Any, **options: Any) -> Any:
+    """Return the mask that layers get if the decoder slices it by queries: None or of 4 axes."""
+    seen = mask(*args, **options)
+    if seen is not None and seen.ndim == 1:
+        seen = sdpa_mask(*args, **options | {"allow_is_causal_skip": False})
+    elif seen is not None and seen.ndim == 2:
+        seen = seen[:, None, None].to(torch.uint8)
+    if notes is not None:
+        notes[-1] = ("mask", seen, notes[-1][2])
+    return seen
+
+
+def is_eager(config: Any) -> bool:
+    """Return whether this attention is in place of eager attention."""
+    return str(config._attn_implementation).startswith(EAGER)
+
+
 def _end(q_offset: Any, q_length: int) -> int | None:
     """Return the position after the last query, or None if it is not known in a graph."""
     if isinstance(q_offset, torch.Tensor):
@@ -197,23 +219,34 @@ def _starts(function: Any, batch: int, tokens: int, device: Any) -> Any:
 
 def take(changes: Changes, model: Any, texts: Texts) -> None:
     """Let the layers of a model's decoder use this attention; raise Refused if one differs."""
+    count = len(changes)
+    try:
+        _take(changes, model, texts, "")
+    except IndexError:  # masks have fewer axes than the decoder slices
+        changes.since(count)
+        _take(changes, model, texts, SLICED)
+
+
+def _take(changes: Changes, model: Any, texts: Texts, form: str) -> None:
+    """Replace the attention, with one of both forms of masks."""
     decoder = model.get_decoder() or model
     for config in _configs(decoder):
         eager = config._attn_implementation == "eager"
         if eager and getattr(decoder, "_supports_sdpa", False):
             cure = 'set_attn_implementation("sdpa") before patch has it replaced'
             raise Refused(f"its config asks for eager attention, which returns weights; {cure}")
-        changes.set(config, IMPLEMENTATION, EAGER if eager else NAME)
+        changes.set(config, IMPLEMENTATION, (EAGER if eager else NAME) + form)
     with _noting() as noted:
         texts.run(model)
-    masks = {id(seen): (seen, size) for kind, seen, size, *_ in noted if kind == "mask"}
+    masks = {_key(seen): (seen, size) for kind, seen, size, *_ in noted if kind == "mask"}
     called = {note[1]: note[2:] for note in noted if note[0] == "attention"}
     if not called:
         raise Refused("it does not use the AttentionInterface")
     for module, (seen, window) in called.items():
-        if id(seen) not in masks:
+        if _key(seen) not in masks:
             raise Refused(f"{type(module).__name__} gets a mask that is not the interface's")
-        if seen.ndim < 4 and masks[id(seen)][1] != window:
+        compact = seen.ndim < 4 or seen.dtype is torch.uint8
+        if compact and masks[_key(seen)][1] != window:
             raise Refused(f"{type(module).__name__} does not pass the window of its mask")
     ours = changes[-len(_configs(decoder)) :]
     for owner, name, _, before in ours:
@@ -227,6 +260,12 @@ def take(changes: Changes, model: Any, texts: Texts) -> None:
         result = texts.kept(call.again(module, attention_mask=called[module][0]))
         if not near(result, texts.kept(call.result), model.dtype):
             raise Refused(f"{type(module).__name__} does more than the interface specifies")
+
+
+def _key(seen: Any) -> int:
+    """Return what identifies a mask, and a slice of one that has 4 axes."""
+    whole = seen is None or seen.ndim < 4
+    return id(seen) if whole else int(seen.untyped_storage().data_ptr())
 
 
 @contextmanager
@@ -247,5 +286,6 @@ def _configs(decoder: Any) -> list[Any]:
 
 
 for name in (NAME, EAGER):
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, mask)
+    for form, function in (("", mask), (SLICED, sliced_mask)):
+        AttentionInterface.register(name + form, attention)
+        AttentionMaskInterface.register(name + form, function)

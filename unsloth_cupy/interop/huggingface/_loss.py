@@ -22,8 +22,9 @@ from torch.nn.functional import linear, pad
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ...errors import GradientError
+from .._torch_operators import functorch
 from ..torch import linear_cross_entropy, linear_cross_entropy_gradients
-from ._attention import EAGER
+from ._attention import is_eager
 from ._changes import Changes, own_forward
 from ._trials import Refused, Texts, near
 
@@ -140,7 +141,7 @@ def _summed(x: Any, weight: Any, labels: Any, softcap: float | None) -> Any:
     """Return the sum of the losses; if gradients are required, compute them in the same pass."""
     max_bytes = None if x.is_cuda else HOST_BYTES
     records = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if torch.compiler.is_compiling() or not records:
+    if torch.compiler.is_compiling() or functorch() or not records:
         return linear_cross_entropy(x, weight, labels, softcap=softcap, max_bytes=max_bytes).sum()
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
@@ -216,7 +217,7 @@ def _model(plain: Any) -> Any:
 def _warn(model: Any, state: State, mask: Any) -> None:
     """Warn once if a row that sees no key predicts a label, in place of eager attention."""
     config = (model.get_decoder() or model).config
-    if config._attn_implementation != EAGER or torch.compiler.is_compiling():
+    if not is_eager(config) or torch.compiler.is_compiling() or functorch():
         return
     if not isinstance(mask, torch.Tensor) or mask.shape != state.labels.shape:
         return

@@ -1,7 +1,10 @@
 """``patch`` and ``unpatch``: parts are tried one after the other; those that fail are undone."""
 
+import copy
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import chain
+from types import MethodType
 from typing import Any
 
 from torch import nn
@@ -43,6 +46,9 @@ def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
     results as the part itself.  A model that is already patched is unpatched first, and patched
     again.  If patching fails, the model is left as it was, patched or not.
 
+    A deep copy of a patched model is patched.  ``torch.save`` and ``pickle`` store it as it was
+    before: patch what they load.
+
     Parameters
     ----------
     model : transformers.PreTrainedModel
@@ -79,6 +85,8 @@ def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
             unpatch(model)
         with at_rest(model):
             _Patching(inner, changes, report, chosen).run()
+        changes.set(inner, "__getstate__", MethodType(_unpatched, inner))
+        changes.set(inner, "__deepcopy__", MethodType(_copied, inner))
     except BaseException:
         changes.since(0)
         for owner, name, value in values:
@@ -148,6 +156,26 @@ def _check_weights(model: Any) -> None:
         there = ", ".join(sorted(places))
         cure = "bring it to one, or load it with device_map"
         raise FrameworkError(f"patch: the weights of the model are on {there}; {cure}")
+
+
+def _unpatched(model: Any) -> dict[str, Any]:
+    """Return what pickle stores of a patched model: a copy, with its tensors, that is unpatched."""
+    tensors = chain(model.parameters(), model.buffers())
+    twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
+    unpatch(twin)
+    for module in twin.modules():  # transformers' own hooks, added in the first call: no pickle
+        vars(module).pop("_output_capturing_hooks_installed", None)  # holds them; the next call
+        for key, hook in [*module._forward_hooks.items()]:  # adds them again
+            if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
+                del module._forward_hooks[key]
+    return vars(twin)
+
+
+def _copied(model: Any, memo: dict[int, Any]) -> Any:
+    """Return a deep copy of a patched model, which copies its attributes and not what is stored."""
+    twin = memo[id(model)] = type(model).__new__(type(model))
+    vars(twin).update(copy.deepcopy(vars(model), memo))
+    return twin
 
 
 class _Patching:

@@ -175,12 +175,7 @@ def _bound(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
                 raise DTypeError(shown(problem), expected=wanted, actual=array.dtype)
             wanted = (array.dtype,)
         if array.dtype not in wanted:
-            name, cure = array.dtype.name, " or ".join(d.name for d in wanted)
-            problem = f"{operand.name} is {name}; it must be {cure}"
-            if not array.dtype.isnative:
-                cure = f"{operand.name}.astype({name!r})"
-                problem = f"{operand.name} is {name} with swapped bytes; pass {cure}"
-            problem = _swapped(operand, array, present) or problem
+            problem = _swapped(operand, array, present) or _wrong_dtype(operand, array, wanted)
             raise DTypeError(shown(problem), expected=wanted, actual=array.dtype)
         fit(operand, array)
     for many, few in contract.multiples:
@@ -198,6 +193,15 @@ def _bound(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
         for o in contract.outputs
     ]
     return Bound(sizes, dtype, tuple(outputs))
+
+
+def _wrong_dtype(operand: Operand, array: Any, wanted: Sequence[np.dtype[Any]]) -> str:
+    """Return what is wrong with the dtype of an operand."""
+    name, cure = array.dtype.name, " or ".join(d.name for d in wanted)
+    if not array.dtype.isnative:
+        cure = f"{operand.name}.astype({name!r})"
+        return f"{operand.name} is {name} with swapped bytes; pass {cure}"
+    return f"{operand.name} is {name}; it must be {cure}"
 
 
 def _swapped(operand: Operand, array: Any, present: Sequence[tuple[Operand, Any]]) -> str | None:

@@ -153,9 +153,8 @@ def _fits_with_heads_first(op: str, contract: Contract, arrays: Sequence[Any]) -
 
 def _bound(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
     """Bind every axis name to one size, or raise an error that shows the whole call."""
-    pairs = [*zip(contract.inputs, arrays, strict=True)]
     shown: Any = lambda problem: explain(op, problem, contract.inputs, arrays)  # noqa: E731
-    present = [(operand, array) for operand, array in pairs if array is not None]
+    present = [(o, a) for o, a in zip(contract.inputs, arrays, strict=True) if a is not None]
     dtype = next((a.dtype for o, a in present if o.kind in LEADING), FLOAT32)
     sizes: Sizes = {}
 
@@ -163,7 +162,7 @@ def _bound(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
         if misfit := _bind(operand, array.shape, sizes):
             raise ShapeError(shown(misfit), expected=_expected(operand, sizes), actual=array.shape)
 
-    for operand, array in pairs:
+    for operand, array in zip(contract.inputs, arrays, strict=True):
         if array is None:
             if not operand.optional:
                 raise DTypeError(f"{op}: {operand.name} is missing; pass {operand}")
@@ -175,19 +174,14 @@ def _bound(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
                 raise DTypeError(shown(problem), expected=wanted, actual=array.dtype)
             wanted = (array.dtype,)
         if array.dtype not in wanted:
-            name, cure = array.dtype.name, " or ".join(d.name for d in wanted)
-            problem = f"{operand.name} is {name}; it must be {cure}"
-            if not array.dtype.isnative:
-                cure = f"{operand.name}.astype({name!r})"
-                problem = f"{operand.name} is {name} with swapped bytes; pass {cure}"
-            problem = _swapped(operand, array, present) or problem
+            problem = _swapped(operand, array, present) or _wrong_dtype(operand, array, wanted)
             raise DTypeError(shown(problem), expected=wanted, actual=array.dtype)
         fit(operand, array)
     for many, few in contract.multiples:
         if sizes[many] != sizes[few] * (sizes[many] // max(sizes[few], 1)):
-            problem = f"{many}={sizes[many]} must be a multiple of {few}={sizes[few]}"
             multiple = f"a multiple of {sizes[few]}"
-            raise ShapeError(shown(problem), expected=multiple, actual=sizes[many])
+            problem = shown(f"{many}={sizes[many]} must be a multiple of {few}={sizes[few]}")
+            raise ShapeError(problem, expected=multiple, actual=sizes[many])
     if contract.derived is not None:  # a gradient, or an output, may be all that has such an axis
         sizes |= contract.derived(sizes)
         for operand, array in present:
@@ -198,6 +192,15 @@ def _bound(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
         for o in contract.outputs
     ]
     return Bound(sizes, dtype, tuple(outputs))
+
+
+def _wrong_dtype(operand: Operand, array: Any, wanted: Sequence[np.dtype[Any]]) -> str:
+    """Return what is wrong with the dtype of an operand."""
+    name, cure = array.dtype.name, " or ".join(d.name for d in wanted)
+    if not array.dtype.isnative:
+        cure = f"{operand.name}.astype({name!r})"
+        return f"{operand.name} is {name} with swapped bytes; pass {cure}"
+    return f"{operand.name} is {name}; it must be {cure}"
 
 
 def _swapped(operand: Operand, array: Any, present: Sequence[tuple[Operand, Any]]) -> str | None:

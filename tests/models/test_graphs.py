@@ -72,10 +72,12 @@ def on_device(machine: Machine) -> Callable[..., Any]:
     that the kernel drops the same elements is what ``tests/ops/test_dropout.py`` shows.
     """
 
-    def dropped_rows(rows: Any, dropout: float, seed: Any, key: Any = None, out: Any = None) -> Any:
+    def dropped_rows(
+        rows: Any, dropout: float, seed: Any, key: Any = None, out: Any = None, first: int = 0
+    ) -> Any:
         if dropout and key is None:
             key = machine.place(np.array(seed, np.uint64).view(np.int64))
-        return plain.dropped_rows(rows, dropout, None, key, out)
+        return plain.dropped_rows(rows, dropout, None, key, out, first)
 
     return dropped_rows
 

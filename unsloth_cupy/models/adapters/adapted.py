@@ -90,25 +90,7 @@ class Adapted(Network):
                 " merge_adapter() to keep what it learned, or set adapter = None to drop it"
             )
         kind = options.pop("merge_into", None)
-        given = {name: options.get(name, ()) for name in ("tokens", "modules")}
-        outer = [n for n, each in given.items() if not isinstance(each, Sized) or len(each)]
-        targets, weights = options.get("targets"), self.parameters
-        listed = targets if isinstance(targets, Collection) else ()
-        outer += ["targets"] * any(name in listed for name in TABLES)
-        if outer and self.parts is not None:
-            weights = self.parts.outside(weights)
-        if [*options.get("modules", ())] == ["score"] and self.gather is None:
-            outer.remove("modules")  # of which ranks that divide weights have all
-        if outer and (self.division is not None or self.gather is not None):
-            self._require_whole(f"add_adapter({outer[0]}=)", "before the model is divided")
-        if options.get("init") is not None:
-            self._require_whole("add_adapter(init=)", "before the model is divided")
-        if options.get("init") == "loftq" and (self.stored is None or options.get("dora")):
-            problem = "loftq needs the dense folder of the model, and has no DoRA"
-            raise ConfigError(f"add_adapter(init='loftq'): {problem}; load one with quantize=")
-        if self.parts is not None and options.get("dora"):
-            problem = "norms are of whole rows, which ranks keep parts of"
-            raise ConfigError(f"add_adapter(dora=True): {problem}; use LoRA")
+        weights = self._weights_to_adapt(options)
         whole = self.config if self.division is None else self.division.whole
         known = options.get("base") is not None
         if not known:
@@ -127,6 +109,35 @@ class Adapted(Network):
                 self.adapter = before
                 raise
         self._adapters |= {} if name is None else {name: self.adapter}
+
+    def _weights_to_adapt(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Return the parameters beside which ``add_adapter`` makes an adapter.
+
+        Raises
+        ------
+        ConfigError
+            The options are not for this model, or not for one that ranks divide.
+        """
+        lists = {name: options.get(name, ()) for name in ("tokens", "modules")}
+        outer = [n for n, each in lists.items() if not isinstance(each, Sized) or len(each)]
+        targets, weights = options.get("targets"), self.parameters
+        listed = targets if isinstance(targets, Collection) else ()
+        outer += ["targets"] * any(name in listed for name in TABLES)
+        if outer and self.parts is not None:
+            weights = self.parts.outside(weights)
+        if [*options.get("modules", ())] == ["score"] and self.gather is None:
+            outer.remove("modules")  # of which ranks that divide weights have all
+        if outer and (self.division is not None or self.gather is not None):
+            self._require_whole(f"add_adapter({outer[0]}=)", "before the model is divided")
+        if options.get("init") is not None:
+            self._require_whole("add_adapter(init=)", "before the model is divided")
+        if options.get("init") == "loftq" and (self.stored is None or options.get("dora")):
+            problem = "loftq needs the dense folder of the model, and has no DoRA"
+            raise ConfigError(f"add_adapter(init='loftq'): {problem}; load one with quantize=")
+        if self.parts is not None and options.get("dora"):
+            problem = "norms are of whole rows, which ranks keep parts of"
+            raise ConfigError(f"add_adapter(dora=True): {problem}; use LoRA")
+        return weights
 
     def train_through(self, kind: str) -> None:
         """Train the adapter through the quantizer of the file that it will be merged into.

@@ -39,6 +39,14 @@ SAME = {
 ONLY_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 # Defaults of these classes that no field of theirs has.
 WITHOUT_FIELDS = {"glm4v_text": {"partial_rotary_factor": 1.0}}
+# Defaults that the class around a text_config has for it.
+OF_OUTER: Mapping[str, Mapping[str, Any]] = {
+    "voxtral": {
+        **{"vocab_size": 131_072, "hidden_size": 3072, "intermediate_size": 8192},
+        **{"num_hidden_layers": 30, "num_key_value_heads": 8, "head_dim": 128},
+        **{"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1e8},
+    },
+}
 # The classes for images have a head of their own, without what the text model does to its logits.
 PLAIN_HEAD = {
     "final_logit_softcapping": None,
@@ -80,7 +88,7 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     same = SAME.get(kind, kind) if isinstance(kind, str) else kind
     if kind in SAME:
         inner = without_ignored(inner, kind, Family())
-    text = {**_assumed(kind), **inner, "model_type": same}
+    text = {**_assumed(kind), **OF_OUTER.get(outer, {}), **inner, "model_type": same}
     text |= {key: values[key] for key in OUTER_KEYS if values.get(key) is not None}
     if (family := FAMILIES.get(same)) is not None:
         text |= {key: value for key, value in PLAIN_HEAD.items() if key in family.obeys}

@@ -84,8 +84,8 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(inner, Mapping):
         raise ConfigError(f"config: text_config is {str(inner)[:CUT]}; it must be a dict")
     given = inner.get("model_type")
-    kind = OUTER[outer] if given is None or given == outer else given
-    same = SAME.get(kind, kind) if isinstance(kind, str) else kind
+    kind = OUTER[outer] if given is None or given == outer else str(given)
+    same = SAME.get(kind, kind)
     if kind in SAME:
         inner = without_ignored(inner, kind, Family())
     text = {**_assumed(kind), **OF_OUTER.get(outer, {}), **inner, "model_type": same}
@@ -105,7 +105,7 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return text
 
 
-def _assumed(kind: Any) -> dict[str, Any]:
+def _assumed(kind: str) -> dict[str, Any]:
     """Return the defaults of transformers' class of a text_config, which may leave them out."""
     keys = keys_of(kind) or {}
     known = {key: value for key, value in keys.items() if key in READ and value is not None}

@@ -84,7 +84,7 @@ def test_what_a_config_leaves_out_is_as_in_transformers(kind: str) -> None:
 
 
 # Configs as they were released, with smaller sizes: what the text part says, and what is outside.
-SHORT = {key: SIZES[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads")}
+SHORT = {key: SIZES[key] for key in SIZES if key.startswith(("hidden", "num_"))}
 MROPE = {"type": "mrope", "mrope_section": [1, 1, 2]}
 VL = {
     **SIZES,

@@ -255,7 +255,6 @@ def _bit_layers(quantization: Mapping[str, Any]) -> bool:
     for key, values in known.items():
         if (value := quantization.get(key, default.get(key))) not in values:
             listed = " or ".join(map(repr, values))
-            raise ConfigError(
-                f"config: quantization_config of bitnet has {key}={value!r}; only {listed} is read"
-            )
+            problem = f"quantization_config of bitnet has {key}={str(value)[:CUT]}"
+            raise ConfigError(f"config: {problem}; only {listed} is read")
     return online and dense_modules in (None, [], ["lm_head"])

@@ -39,6 +39,14 @@ SAME = {
 ONLY_OF_IMAGES = ("mrope_section", "mrope_interleaved")
 # Defaults of these classes that no field of theirs has.
 WITHOUT_FIELDS = {"glm4v_text": {"partial_rotary_factor": 1.0}}
+# Defaults that the class around a text_config has for it.
+OF_OUTER: Mapping[str, Mapping[str, Any]] = {
+    "voxtral": {
+        **{"vocab_size": 131_072, "hidden_size": 3072, "intermediate_size": 8192},
+        **{"num_hidden_layers": 30, "num_key_value_heads": 8, "head_dim": 128},
+        **{"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1e8},
+    },
+}
 # The classes for images have a head of their own, without what the text model does to its logits.
 PLAIN_HEAD = {
     "final_logit_softcapping": None,
@@ -76,11 +84,11 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(inner, Mapping):
         raise ConfigError(f"config: text_config is {str(inner)[:CUT]}; it must be a dict")
     given = inner.get("model_type")
-    kind = OUTER[outer] if given is None or given == outer else given
-    same = SAME.get(kind, kind) if isinstance(kind, str) else kind
+    kind = OUTER[outer] if given is None or given == outer else str(given)
+    same = SAME.get(kind, kind)
     if kind in SAME:
         inner = without_ignored(inner, kind, Family())
-    text = {**_assumed(kind), **inner, "model_type": same}
+    text = {**_assumed(kind), **OF_OUTER.get(outer, {}), **inner, "model_type": same}
     text |= {key: values[key] for key in OUTER_KEYS if values.get(key) is not None}
     if (family := FAMILIES.get(same)) is not None:
         text |= {key: value for key, value in PLAIN_HEAD.items() if key in family.obeys}
@@ -97,7 +105,7 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     return text
 
 
-def _assumed(kind: Any) -> dict[str, Any]:
+def _assumed(kind: str) -> dict[str, Any]:
     """Return the defaults of transformers' class of a text_config, which may leave them out."""
     keys = keys_of(kind) or {}
     known = {key: value for key, value in keys.items() if key in READ and value is not None}

@@ -198,7 +198,8 @@ def check_quantization(facts: Mapping[str, Any]) -> None:
         problem = f"weight_block_size is {str(block)[:60]}; it must be two integers"
         raise ConfigError(f"config: {KEY} of {method}: {problem}")
     groups = facts.get("config_groups") or {}
-    for name, group in groups.items():
+    for key, group in groups.items():
+        name = str(key)[:60]
         if not isinstance(group, Mapping) or not isinstance(group.get("weights"), Mapping):
             problem = f"{KEY}: {name} of config_groups is {str(group)[:60]}, without its weights"
             raise ConfigError(f"config: {problem}; load the plain weights instead")

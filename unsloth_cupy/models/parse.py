@@ -2,11 +2,21 @@
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from ..errors import ConfigError
-from .configs.config import LINEAR, MLP, SLIDING, Config, Delta, Latent, Rope
+from .configs.config import (
+    LINEAR,
+    MLP,
+    SLIDING,
+    Config,
+    Delta,
+    Experts,
+    Latent,
+    Rope,
+    Structure,
+)
 from .configs.families import FAMILIES
 from .configs.family import Family
 from .configs.heads import CAUSAL, NONE, head_of, labels_of
@@ -22,6 +32,7 @@ from .folders.other_weights import KEYS, check_quantization
 from .folders.quantized_weights import GGUF, inverse_scales
 
 QUANTIZED = ("bitsandbytes", "bitnet", GGUF, *KEYS)  # supported values of quant_method
+SAID = ("qkv_bias", "output_bias", "mlp_bias", "head_bias", "interleaved", "parallel")  # or not
 CAUSALITY = {"use_bidirectional_attention": (None, False), "is_causal": (True,)}
 
 
@@ -52,62 +63,27 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     values = with_types(of_kimi(values) if family.delta == "short" else values)
     check_keys(values, family)
     read = Reader(values, family)
-    facts = values.get("quantization_config")
-    quantized: tuple[str, ...] = QUANTIZED
     hidden, heads, layers = (
         read.size(key) for key in ("hidden_size", "num_attention_heads", "num_hidden_layers")
     )
     experts = experts_of(read, layers)
-    if family.experts is not None and experts is not None:  # stacks of gpt-oss are in MXFP4
-        packed = ["mxfp4"] if family.experts.transposed else []
-        quantized = ("bitsandbytes", GGUF, *packed, *KEYS)
-    if facts and not (isinstance(facts, Mapping) and facts.get("quant_method") in quantized):
-        cure = "load the plain weights (float16, bfloat16 or float32) instead"
-        known = " or ".join(method for method in quantized if method != GGUF)
-        given = facts.get("quant_method") if isinstance(facts, Mapping) else facts
-        problem = f"quantization_config is of {str(given)[:60]}, which is not one of {known}"
-        raise ConfigError(f"config: {problem}; {cure}")
-    if facts:
-        check_quantization(facts)
+    facts = _quantization_of(values, family, experts)
     for key, known_values in CAUSALITY.items():
         if key in values and values[key] not in known_values:
             problem = f"{key} is {str(values[key])[:CUT]}"
             raise ConfigError(f"config: {problem}; only causal models are known")
-    shared = read.get("num_key_value_heads") is not None
-    kv_heads = read.size("num_key_value_heads") if shared else heads
     latent = latent_of(read, hidden, heads) if family.latent else None
-    if latent is not None:
-        if kv_heads != heads:
-            problem = f"num_key_value_heads={kv_heads} is not num_attention_heads={heads}"
-            raise ConfigError(f"config: {problem}, and all heads have keys of their own here")
-        read = Reader({**values, "head_dim": max(latent.dim, latent.value)}, family)
-    if read.get("head_dim") is None and hidden % heads:
-        raise ConfigError(
-            f"config: hidden_size={hidden} is not a multiple of num_attention_heads={heads};"
-            " change one of them or add head_dim"
-        )
-    if read.get("head_dim") is None:
-        read = Reader({**values, "head_dim": hidden // heads}, family)
+    read, kv_heads = _with_heads(read, hidden, heads, latent)
     dim = read.size("head_dim")
-    if heads % kv_heads:
-        raise ConfigError(
-            f"config: num_attention_heads={heads} is not a multiple of"
-            f" num_key_value_heads={kv_heads}"
-        )
     rotated, layer_types = layers_of(read, layers)
     turned = dim if latent is None else latent.rotated
     ropes = {kind: rope_of(read, kind, turned) for kind in sorted({*layer_types} - {LINEAR, MLP})}
     activation = activation_of(read)
-    parallel, norms = read.says(family.parallel), family.norms
-    embedding = read.obeyed("embedding_multiplier") or read.obeyed("scale_emb")
-    depth, base = read.obeyed("scale_depth"), read.obeyed("dim_model_base")
-    residual = read.obeyed("residual_multiplier") or (depth or layers**0.5) / layers**0.5
-    logit_scale = read.obeyed("logit_scale") or read.obeyed("lm_head_multiplier")
-    logit_scale = logit_scale or 1 / (read.obeyed("logits_scaling") or 1)
     normed = read.says(family.query_key_if)
     head = head_of(values)
     read.flag("attention_bias")
     return Config(
+        **_structure_of(read),
         model_type=values["model_type"],
         vocab=read.size("vocab_size"),
         hidden=hidden,
@@ -121,56 +97,110 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         layer_types=layer_types,
         window=read.size("sliding_window") if SLIDING in layer_types else None,
         ropes=ropes,
-        scale=(
-            latent_scale(latent, {} if family.rotates == "none" else ropes)
-            or read.obeyed("attention_multiplier")
-            or (read.obeyed("query_pre_attn_scalar") or dim) ** -0.5
-        )
-        * (read.obeyed("key_multiplier") or 1),
+        **_scales_of(read, hidden, layers),
+        scale=_scale_of(read, dim, latent, ropes),
         softcap=read.obeyed("attn_logit_softcapping"),
         logit_softcap=read.obeyed("final_logit_softcapping"),
-        norms=replace(norms, before_mlp=None) if parallel else norms,
-        norm_offset=family.norm_offset,
         query_key_norm=family.query_key_norm if normed else None,
         query_key_biases=normed and family.query_key_biases,
-        rotated_first=family.rotated_first,
-        embedding_scale=hidden**0.5 if family.scaled_embedding else embedding or 1.0,
-        qkv_bias=latent is None and read.says(family.qkv_bias),
-        output_bias=read.says(family.output_bias),
-        mlp_bias=read.says(family.mlp_bias),
-        head_bias=read.says(family.head_bias),
-        sinks=family.sinks,
         experts=experts,
-        left_out=family.left_out,
-        fused=family.fused,
-        bit_layers=_bit_layers(facts or {}),
+        bit_layers=_bit_layers(facts),
         inverse_scales=inverse_scales(values),
-        sub_norms=family.sub_norms,
         tied=read.flag("tie_word_embeddings") and head == CAUSAL,
         initializer_range=read.number("initializer_range"),
         positions=read.size("max_position_embeddings"),
         end_tokens=token_ids("eos_token_id", values),
         pad_token=next(iter(token_ids("pad_token_id", values)), None),
-        names=family.names,
         rotated=() if all(rotated) else rotated,
-        interleaved=read.says(family.interleaved),
         clip=read.obeyed("clip_qkv"),
-        parallel=parallel,
-        residual_scale=residual,
-        logit_scale=base / hidden if base else logit_scale,
         latent=latent,
         delta=None if family.delta is None else delta_of(read),
-        delta_norms=family.delta_norms,
         space=state_space_of(read),
-        single=family.single,
-        gated=family.gated,
-        wide=family.wide,
-        wide_in_float16=family.wide_in_float16,
         **multipliers_of(read),
-        gate=family.gate,
         head=head,
         labels=labels_of(values, head),
     )
+
+
+def _structure_of(read: Reader) -> dict[str, Any]:
+    """Return what the family says of blocks, where a key of config.json does not."""
+    family = read.family
+    values = {each.name: getattr(family, each.name) for each in fields(Structure)}
+    values |= {name: read.says(getattr(family, name)) for name in SAID}
+    if values["parallel"]:
+        values["norms"] = replace(family.norms, before_mlp=None)
+    return values | ({"qkv_bias": False} if family.latent else {})
+
+
+def _quantization_of(
+    values: Mapping[str, Any], family: Family, experts: Experts | None
+) -> Mapping[str, Any]:
+    """Return the quantization_config of a config.json, which has a supported method; {} if none."""
+    facts = values.get("quantization_config")
+    if not facts:
+        return {}
+    methods: tuple[str, ...] = QUANTIZED
+    if family.experts is not None and experts is not None:  # stacks of gpt-oss are in MXFP4
+        packed = ["mxfp4"] if family.experts.transposed else []
+        methods = ("bitsandbytes", GGUF, *packed, *KEYS)
+    if not (isinstance(facts, Mapping) and facts.get("quant_method") in methods):
+        cure = "load the plain weights (float16, bfloat16 or float32) instead"
+        known = " or ".join(method for method in methods if method != GGUF)
+        kind = facts.get("quant_method") if isinstance(facts, Mapping) else facts
+        problem = f"quantization_config is of {str(kind)[:60]}, which is not one of {known}"
+        raise ConfigError(f"config: {problem}; {cure}")
+    check_quantization(facts)
+    return facts
+
+
+def _with_heads(read: Reader, hidden: int, heads: int, latent: Latent | None) -> tuple[Reader, int]:
+    """Return a reader whose values have head_dim, and the number of heads of keys."""
+    shared = read.get("num_key_value_heads") is not None
+    kv_heads = read.size("num_key_value_heads") if shared else heads
+    dim = read.get("head_dim")
+    if latent is not None:
+        if kv_heads != heads:
+            problem = f"num_key_value_heads={kv_heads} is not num_attention_heads={heads}"
+            raise ConfigError(f"config: {problem}, and all heads have keys of their own here")
+        dim = max(latent.dim, latent.value)
+    if dim is None and hidden % heads:
+        raise ConfigError(
+            f"config: hidden_size={hidden} is not a multiple of num_attention_heads={heads};"
+            " change one of them or add head_dim"
+        )
+    read = Reader({**read.values, "head_dim": hidden // heads if dim is None else dim}, read.family)
+    read.size("head_dim")
+    if heads % kv_heads:
+        raise ConfigError(
+            f"config: num_attention_heads={heads} is not a multiple of"
+            f" num_key_value_heads={kv_heads}"
+        )
+    return read, kv_heads
+
+
+def _scale_of(read: Reader, dim: int, latent: Latent | None, ropes: Mapping[str, Rope]) -> float:
+    """Return the factor of attention's scores."""
+    scale = (
+        latent_scale(latent, {} if read.family.rotates == "none" else ropes)
+        or read.obeyed("attention_multiplier")
+        or (read.obeyed("query_pre_attn_scalar") or dim) ** -0.5
+    )
+    return scale * (read.obeyed("key_multiplier") or 1)
+
+
+def _scales_of(read: Reader, hidden: int, layers: int) -> dict[str, float]:
+    """Return the factors of the embedding, of branches and of logits, by the names in a Config."""
+    embedding = read.obeyed("embedding_multiplier") or read.obeyed("scale_emb")
+    depth, base = read.obeyed("scale_depth"), read.obeyed("dim_model_base")
+    logits = read.obeyed("logit_scale") or read.obeyed("lm_head_multiplier")
+    return {
+        "embedding_scale": hidden**0.5 if read.family.scaled_embedding else embedding or 1.0,
+        "residual_scale": read.obeyed("residual_multiplier")
+        or (depth or layers**0.5) / layers**0.5,
+        "logit_scale": base / hidden
+        if base
+        else logits or 1 / (read.obeyed("logits_scaling") or 1),
+    }
 
 
 def delta_of(read: Reader) -> Delta:

@@ -73,6 +73,34 @@ class Names:
 
 
 OWN_NAMES = Names()
+BEFORE = Norms()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Structure:
+    """What a family's blocks have, whatever its config.json says: of ``Family`` and ``Config``.
+
+    Queries and keys are normalised before the rotation unless ``rotated_first``.  ``fused`` lists
+    what a checkpoint stores in one matrix: "qkv", and "mlp" for gate and up.  Without ``gate`` the
+    MLP is down(activation(up(x))).  With ``sinks`` each head's attention has the score of a further
+    key, without a value.  ``left_out`` are further layers in the files, which only predict several
+    tokens at once.
+    """
+
+    norms: Norms = BEFORE
+    norm_offset: float = 0.0
+    rotated_first: bool = False
+    fused: tuple[str, ...] = ()
+    sub_norms: bool = False
+    names: Names = OWN_NAMES
+    gate: bool = True
+    sinks: bool = False
+    left_out: str = ""  # of the names of tensors in files: a pattern
+    delta_norms: Norms | None = None  # of blocks with a delta rule, where other than ``norms``
+    gated: bool = False  # the output of attention, by what its queries' projection has more
+    single: bool = False  # a block has one branch: attention, a recurrence or an MLP
+    wide: tuple[str, ...] = ()  # ends of names of parameters that 16 bits do not replace
+    wide_in_float16: tuple[str, ...] = ()  # that float16 does not, and bfloat16 does
 
 
 @dataclass(frozen=True)
@@ -260,25 +288,21 @@ class Delta:
         yield f"{output}.weight", (hidden, values)
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, kw_only=True)
+class Config(Structure):
     """A decoder-only transformer.
 
     ``window`` is the number of keys that a query of a sliding layer sees, its own included.
     ``query_key_norm`` is "head" (one weight for every head), "heads" (a row of weights for each),
     "modules" (the same, in a module for each), "projection" (over all heads) or None; it has
-    ``query_key_biases`` or not, and comes before the rotation unless ``rotated_first``.
+    ``query_key_biases`` or not.
     ``rotated`` says which layers rotate queries and keys, ``interleaved`` which pairs: see
     ``rope``.  ``clip`` bounds queries, keys and values.  ``parallel`` blocks compute the MLP from
     the input of attention.  Branches are multiplied by ``residual_scale``, logits by
-    ``logit_scale``.  Without ``gate`` the MLP is down(activation(up(x))).  ``fused`` lists what a
-    checkpoint stores in one matrix: "qkv", and "mlp" for gate and up.  With ``bit_layers`` all
-    linear layers but the head are ``bit_linear``: weights are rounded at every call.  With
-    ``inverse_scales`` the checkpoint's ternary weights are codes / scale, not codes * scale.
-    With ``sinks`` each head's attention has the score of a further key, without a value.
-    With ``latent`` queries, keys and values are made of short vectors; ``dim`` is then the length
-    of heads in caches.  ``experts`` are those of a mixture, ``left_out`` further layers in the
-    files, which only predict several tokens at once.
+    ``logit_scale``.  With ``bit_layers`` all linear layers but the head are ``bit_linear``: weights
+    are rounded at every call.  With ``inverse_scales`` the checkpoint's ternary weights are codes /
+    scale, not codes * scale.  With ``latent`` queries, keys and values are made of short vectors;
+    ``dim`` is then the length of heads in caches.  ``experts`` are those of a mixture.
     ``body`` is what transformers' model has before the names of the body's modules: another prefix
     in a model that reads images.  ``head`` is one of ``heads.HEADS``; only that of a language model
     can be ``tied``.
@@ -300,15 +324,11 @@ class Config:
     scale: float
     softcap: float | None
     logit_softcap: float | None
-    norms: Norms
-    norm_offset: float
     query_key_norm: str | None
     embedding_scale: float
     qkv_bias: bool
     output_bias: bool
     mlp_bias: bool
-    fused: tuple[str, ...]
-    sub_norms: bool
     tied: bool
     initializer_range: float
     positions: int
@@ -317,31 +337,21 @@ class Config:
     bit_layers: bool = False
     inverse_scales: bool = False
     body: str = TEXT
-    names: Names = OWN_NAMES
     rotated: tuple[bool, ...] = ()  # empty: all layers
     interleaved: bool = False
-    rotated_first: bool = False
     query_key_biases: bool = False
     clip: float | None = None
     parallel: bool = False
     residual_scale: float = 1.0
     logit_scale: float = 1.0
-    gate: bool = True
     head_bias: bool = False
-    sinks: bool = False
     experts: Experts | None = None
-    left_out: str = ""  # a pattern of names
     latent: Latent | None = None
     delta: Delta | None = None  # of the layers of type LINEAR
-    delta_norms: Norms | None = None  # of their blocks, where other than ``norms``
     space: StateSpace | None = None  # of the layers of type LINEAR, or of all
-    gated: bool = False  # the output of attention, by what its queries' projection has more
-    single: bool = False  # a block has one branch: attention, a recurrence or an MLP
     gate_scale: float = 1.0  # of an MLP
     down_scale: float = 1.0  # of its output
     attention_scales: tuple[float, float] = (1.0, 1.0)  # of its input and its output
-    wide: tuple[str, ...] = ()  # ends of names: see ``widened``
-    wide_in_float16: tuple[str, ...] = ()
 
     def rotates(self, layer: int) -> bool:
         """Return whether this layer rotates its queries and keys."""

@@ -117,7 +117,7 @@ DENSE: Mapping[str, Family] = {
     "gemma2": Family(
         {**GEMMA, **GEMMA2},
         "most",
-        AROUND,
+        norms=AROUND,
         activation="hidden_activation",
         norm_offset=1.0,
         scaled_embedding=True,
@@ -126,7 +126,7 @@ DENSE: Mapping[str, Family] = {
     "gemma3_text": Family(
         {**GEMMA, **GEMMA3},
         "most",
-        AROUND,
+        norms=AROUND,
         activation="hidden_activation",
         norm_offset=1.0,
         scaled_embedding=True,
@@ -136,7 +136,7 @@ DENSE: Mapping[str, Family] = {
     "vaultgemma": Family(
         {**GEMMA, **GEMMA2},
         "most",
-        Norms("input_layernorm", None, "pre_feedforward_layernorm"),
+        norms=Norms("input_layernorm", None, "pre_feedforward_layernorm"),
         activation="hidden_activation",
         norm_offset=1.0,
         scaled_embedding=True,
@@ -162,7 +162,7 @@ DENSE: Mapping[str, Family] = {
         mlp_bias="mlp_bias",
         rotates="listed",
     ),
-    "olmo3": Family(OLMO3, "most", AFTER, query_key_norm="projection", local=True),
+    "olmo3": Family(OLMO3, "most", norms=AFTER, query_key_norm="projection", local=True),
     "olmo": Family(norms=Norms(kind="layer", weights=False), eps=1e-5, obeys=("clip_qkv",)),
     "granite": Family(GRANITE_FACTORS, mlp_bias="mlp_bias", obeys=tuple(GRANITE_FACTORS)),
     "cohere": Family(
@@ -179,7 +179,7 @@ DENSE: Mapping[str, Family] = {
     "cohere2": Family(
         {**COHERE_KEYS, "sliding_window": 4096, "sliding_window_pattern": 4},
         "most",
-        COHERE,
+        norms=COHERE,
         eps="layer_norm_eps",
         interleaved=True,
         rotates="sliding",
@@ -248,7 +248,7 @@ DENSE: Mapping[str, Family] = {
             "sliding_window_pattern": 4,
         },
         "most",
-        AFTER,
+        norms=AFTER,
         query_key_norm="head",
         qkv_bias=False,
         output_bias=False,
@@ -285,7 +285,7 @@ DENSE: Mapping[str, Family] = {
             **DROPOUT,
         },
         "all",
-        LAYER,
+        norms=LAYER,
         eps="norm_epsilon",
         qkv_bias="use_bias",
         output_bias="use_bias",

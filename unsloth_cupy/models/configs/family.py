@@ -4,10 +4,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from .config import OWN_NAMES, Names, Norms
+from .config import Norms, Structure
 from .mixtures import Mixture
 
-BEFORE = Norms()
 AROUND = Norms(
     "input_layernorm",
     "post_attention_layernorm",
@@ -19,7 +18,7 @@ LAYER = Norms(kind="layer", biases=True)
 
 
 @dataclass(frozen=True)
-class Family:
+class Family(Structure):
     """One model type.  ``defaults`` are the values of keys that a config.json may leave out.
 
     A property that a string names is the value of that key.  ``windows`` says which layers see
@@ -34,22 +33,15 @@ class Family:
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     windows: str = "none"  # none, all, flagged, late, early or most
-    norms: Norms = BEFORE
-    norm_offset: float = 0.0
     eps: str | float = "rms_norm_eps"
     scaled_embedding: bool = False
     query_key_norm: str | None = None
     query_key_if: str | bool = True
     query_key_biases: bool = False
-    rotated_first: bool = False
     qkv_bias: str | bool = "attention_bias"
     output_bias: str | bool = "attention_bias"
     mlp_bias: str | bool = False
     head_bias: str | bool = False
-    fused: tuple[str, ...] = ()
-    sub_norms: bool = False
-    names: Names = OWN_NAMES
-    gate: bool = True
     interleaved: str | bool = False
     local: bool = False  # sliding layers keep their positions where rope_scaling stretches others
     of_rope: tuple[str, ...] = ()  # keys of rope_parameters that it alone reads
@@ -58,17 +50,10 @@ class Family:
     parallel: str | bool = False
     obeys: tuple[str, ...] = ()  # keys that scale, cap or clip, if it reads them
     facts: Mapping[str, Any] = field(default_factory=dict)
-    sinks: bool = False
     experts: Mixture | None = None
-    left_out: str = ""  # of the names of tensors in files: a pattern
     delta: str | None = None  # ``Delta.stored`` of layers with a delta rule
-    delta_norms: Norms | None = None  # of their blocks, where they are others
-    gated: bool = False  # the output of attention
     space: Mapping[str, str] | None = None  # keys of layers with a recurrence of Mamba2
     space_beside: bool = False  # beside attention in every layer
     inner: str = "intermediate_size"  # of dense layers
     activation: str = "hidden_act"
-    single: bool = False  # blocks have one branch
     latent: bool = False  # attention with short vectors of keys and values
-    wide: tuple[str, ...] = ()  # ends of names of parameters that 16 bits do not replace
-    wide_in_float16: tuple[str, ...] = ()  # that float16 does not, and bfloat16 does

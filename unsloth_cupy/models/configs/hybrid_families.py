@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .config import Names, Norms
+from .config import BEFORE, Names, Norms
 from .dense_families import GRANITE_FACTORS
-from .family import AFTER, BEFORE, Family
+from .family import AFTER, Family
 from .mixtures import (
     DEEPSEEK2,
     GLM4,
@@ -125,7 +125,7 @@ HYBRIDS: Mapping[str, Family] = {
             "max_position_embeddings": 65_536,
         },
         "linear",
-        AFTER,
+        norms=AFTER,
         query_key_norm="projection",
         rotates="by_theta",
         facts={
@@ -169,7 +169,7 @@ HYBRIDS: Mapping[str, Family] = {
             "max_position_embeddings": 262_144,
         },
         "linear",
-        BAMBA,
+        norms=BAMBA,
         mlp_bias="mlp_bias",
         names=Names(mlp="feed_forward", recurrent="mamba"),
         partial=True,
@@ -224,7 +224,7 @@ HYBRIDS: Mapping[str, Family] = {
             "max_position_embeddings": 2**20,  # as many as there are
         },
         "linear",
-        SINGLE,
+        norms=SINGLE,
         eps="layer_norm_epsilon",
         names=Names(recurrent="mixer"),
         facts={
@@ -246,7 +246,7 @@ HYBRIDS: Mapping[str, Family] = {
             "mlp_layer_types": None,
         },
         "linear",
-        SINGLE,
+        norms=SINGLE,
         eps="layer_norm_epsilon",
         qkv_bias=False,
         output_bias=False,

@@ -120,7 +120,7 @@ MIXTURES: Mapping[str, Family] = {
             "max_position_embeddings": 131_072,
         },
         "all",
-        LAYER,
+        norms=LAYER,
         of_rope=("short_mscale", "long_mscale"),
         head_bias="lm_head_bias",
         experts=PHIMOE,

@@ -22,13 +22,14 @@ from torch.nn.functional import linear, pad
 from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
 from ...errors import GradientError
-from .._torch_operators import functorch
 from ..torch import linear_cross_entropy, linear_cross_entropy_gradients
 from ._attention import is_eager
 from ._changes import Changes, own_forward
 from ._trials import Refused, Texts, near
 
 IGNORE, STATE = -100, "_unsloth_cupy_loss"
+C: Any = torch._C
+functorch = C._are_functorch_transforms_active
 HOST_BYTES = 2**25  # bytes of logits at a time on a CPU, where products in parts are as fast
 
 

@@ -173,7 +173,8 @@ def _unpatched(model: Any) -> dict[str, Any]:
 
 def _copied(model: Any, memo: dict[int, Any]) -> Any:
     """Return a deep copy of a patched model, which copies its attributes and not what is stored."""
-    twin = memo[id(model)] = type(model).__new__(type(model))
+    kind: Any = type(model)
+    twin = memo[id(model)] = kind.__new__(kind)
     vars(twin).update(copy.deepcopy(vars(model), memo))
     return twin
 

@@ -14,6 +14,9 @@ import numpy as np
 from ...errors import ConfigError
 from ...ops.position.rope_tables import RULES
 from ..configs.config import FULL, INNER_EPS, MLP, SLIDING, Config, Experts, Latent, Rope
+from ..configs.families import FAMILIES
+from ..configs.keys import COMMON
+from ..configs.parse_layers import ACTIVATIONS
 
 NORMALIZED = {True: "whose weights sum to 1", False: "whose weights are theirs", None: "as it says"}
 LEAST = 1e-3  # time_step_min of all released models of Nemotron-H, which no file has
@@ -61,14 +64,11 @@ class Architecture:
     """
 
     name: str
-    activation: str = "silu"
     interleaved: bool = False  # rotary pairs are adjacent: rows of q and k are reordered
     any_head: bool = True  # the length of a head need not be hidden / heads
     biases: bool = False  # the output projection and the MLP may have biases
     windows: bool = False
-    softcap: bool = False
     output: str = "either"
-    partial: bool = False  # a part of a head may be rotated
     scalings: tuple[str, ...] = ("default", "linear", "dynamic", "yarn")
     deep: int | None = None
     needs_biases: bool = False  # of the output projection and the MLP
@@ -76,20 +76,28 @@ class Architecture:
     rotates: str = "all"  # all, fourth, sliding, none or either
     fourth: bool = False
     windows_of: int | None = None
-    scales: bool = False  # of embedding, residual sums, scores and logits
-    logit_scale: bool = False
-    temperature: bool = False  # scores may grow with the position
-    xielu: bool = False
     experts: Mixtures | None = None
-    latent: bool = False
     absorbed: bool = True  # of latent attention: with one head of keys, of which values are a part
     fixed: tuple[float, float, float] | None = None  # scale_emb, scale_depth, dim_model_base
-    delta: bool = False  # it has layers with a delta rule
     doubled: bool = True  # layers with the recurrence of Mamba2 have twice the model's channels
     listed: bool = False  # attention.head_count_kv is 0 in layers without attention
     folds: bool = False  # the factors of a model are in its weights
     tiled: bool = False  # whose heads of values are in another order
     truncates: bool = True  # yarn's columns are rounded in models of this architecture, too
+    # what the family has, which ``_as_family`` adds
+    activation: str = "silu"
+    softcap: bool = False
+    partial: bool = False  # a part of a head may be rotated
+    scales: bool = False  # of embedding, residual sums, scores and logits
+    logit_scale: bool = False
+    temperature: bool = False  # scores may grow with the position
+    latent: bool = False
+    delta: bool = False  # it has layers with a delta rule
+
+    @property
+    def xielu(self) -> bool:
+        """Whether its activation has numbers of its own."""
+        return self.activation == "xielu"
 
 
 PLAIN = Architecture.scalings
@@ -97,26 +105,22 @@ LLAMA = Architecture(
     "llama", interleaved=True, biases=True, scalings=(*PLAIN, "llama3", "longrope")
 )
 OF_GRANITE: Mapping[str, Any] = {
-    **dict.fromkeys(("interleaved", "biases", "scales", "logit_scale"), True),
+    **dict.fromkeys(("interleaved", "biases"), True),
     "scalings": (*PLAIN, "llama3", "longrope"),
 }
-NEXT = Mixtures(shared="sized", shared_gate=True)
-OF_DEEPSEEK = Mixtures(normalize=None, shared="counted", dense="leading", scale=True, gating=True)
-DEEPSEEK = Architecture("deepseek2", interleaved=True, latent=True, scalings=("default", "yarn"))
-NEMOTRON = Architecture(
-    "nemotron_h", "relu2", biases=True, rotates="none", doubled=False, listed=True
-)
-ARCHITECTURES = {
+NEXT = Mixtures(shared="sized")
+OF_DEEPSEEK = Mixtures(normalize=None, shared="counted", dense="leading", gating=True)
+DEEPSEEK = Architecture("deepseek2", interleaved=True, scalings=("default", "yarn"))
+NEMOTRON = Architecture("nemotron_h", biases=True, rotates="none", doubled=False, listed=True)
+ROWS = {
     "llama": LLAMA,
     "mistral": LLAMA,
     "qwen2": Architecture("qwen2", any_head=False),
     "qwen3": Architecture("qwen3"),
-    "gemma": Architecture("gemma", "gelu_tanh", output="tied"),
-    "gemma2": Architecture(
-        "gemma2", "gelu_tanh", windows=True, softcap=True, output="tied", deep=46
-    ),
-    "gemma3_text": Architecture("gemma3", "gelu_tanh", windows=True, deep=62),
-    "phi3": Architecture("phi3", any_head=False, partial=True, scalings=(*PLAIN, "longrope")),
+    "gemma": Architecture("gemma", output="tied"),
+    "gemma2": Architecture("gemma2", windows=True, output="tied", deep=46),
+    "gemma3_text": Architecture("gemma3", windows=True, deep=62),
+    "phi3": Architecture("phi3", any_head=False, scalings=(*PLAIN, "longrope")),
     "olmo2": Architecture("olmo2", any_head=False, output="own"),
     "olmo3": Architecture("olmo2", any_head=False, output="own", windows=True, fourth=True),
     "olmo": Architecture("olmo", interleaved=True, any_head=False),
@@ -128,7 +132,6 @@ ARCHITECTURES = {
         any_head=False,
         output="tied",
         head_norms=64,
-        logit_scale=True,
     ),
     "cohere2": Architecture(
         "cohere2",
@@ -138,9 +141,8 @@ ARCHITECTURES = {
         windows=True,
         fourth=True,
         rotates="sliding",
-        logit_scale=True,
     ),
-    "glm4": Architecture("glm4", interleaved=True, partial=True),
+    "glm4": Architecture("glm4", interleaved=True),
     "ernie4_5": Architecture("ernie4_5", interleaved=True),
     "hunyuan_v1_dense": Architecture("hunyuan-dense"),
     "seed_oss": Architecture("seed_oss"),
@@ -153,43 +155,35 @@ ARCHITECTURES = {
         windows_of=64,
         scalings=(*PLAIN, "llama3"),
     ),
-    "arcee": Architecture("arcee", "relu2", interleaved=True, scalings=(*PLAIN, "llama3")),
-    "starcoder2": Architecture(
-        "starcoder2", "gelu_tanh", any_head=False, biases=True, needs_biases=True
-    ),
-    "stablelm": Architecture("stablelm", any_head=False, output="own", partial=True),
-    "nemotron": Architecture(
-        "nemotron", "relu2", any_head=False, biases=True, output="own", partial=True
-    ),
+    "arcee": Architecture("arcee", interleaved=True, scalings=(*PLAIN, "llama3")),
+    "starcoder2": Architecture("starcoder2", any_head=False, biases=True, needs_biases=True),
+    "stablelm": Architecture("stablelm", any_head=False, output="own"),
+    "nemotron": Architecture("nemotron", any_head=False, biases=True, output="own"),
     "ministral": LLAMA,
     "ministral3": Architecture(
-        "mistral3", interleaved=True, temperature=True, scalings=(*PLAIN, "llama3", "longrope")
+        "mistral3", interleaved=True, scalings=(*PLAIN, "llama3", "longrope")
     ),
     "apertus": Architecture(
         "apertus",
-        "xielu",
         biases=True,
         output="own",
-        xielu=True,
         scalings=(*PLAIN, "llama3", "longrope"),
     ),
     "phi": Architecture(
         "phi2",
-        "gelu_tanh",
         any_head=False,
         biases=True,
         needs_biases=True,
         output="own",
-        partial=True,
     ),
-    "jais2": Architecture("jais2", "relu2", biases=True, needs_biases=True),
-    "bitnet": Architecture("bitnet", "relu2", any_head=False, output="tied"),
+    "jais2": Architecture("jais2", biases=True, needs_biases=True),
+    "bitnet": Architecture("bitnet", any_head=False, output="tied"),
     "mixtral": replace(LLAMA, experts=Mixtures(own_size=False)),
     "qwen2_moe": Architecture(
         "qwen2moe",
         any_head=False,
         output="own",
-        experts=Mixtures(normalize=False, shared="sized", shared_gate=True),
+        experts=Mixtures(normalize=False, shared="sized"),
     ),
     "qwen3_moe": Architecture("qwen3moe", experts=Mixtures()),
     "olmoe": Architecture(
@@ -216,7 +210,6 @@ ARCHITECTURES = {
     ),
     "glm4_moe": Architecture(
         "glm4moe",
-        partial=True,
         experts=Mixtures(
             "sigmoid",
             normalize=None,
@@ -224,7 +217,6 @@ ARCHITECTURES = {
             dense="leading",
             corrected=True,
             groups=True,
-            scale=True,
             gating=True,
         ),
     ),
@@ -235,15 +227,12 @@ ARCHITECTURES = {
     ),
     "minimax_m2": Architecture(
         "minimax-m2",
-        partial=True,
         output="own",
         experts=Mixtures("sigmoid", corrected=True, gating=True),
     ),
-    "qwen3_next": Architecture("qwen3next", partial=True, delta=True, experts=NEXT),
-    "qwen3_5_text": Architecture("qwen35", partial=True, delta=True, tiled=True),
-    "qwen3_5_moe_text": Architecture(
-        "qwen35moe", partial=True, delta=True, tiled=True, experts=NEXT
-    ),
+    "qwen3_next": Architecture("qwen3next", experts=NEXT),
+    "qwen3_5_text": Architecture("qwen35", tiled=True),
+    "qwen3_5_moe_text": Architecture("qwen35moe", tiled=True, experts=NEXT),
     "mamba2": Architecture("mamba2"),
     "granitemoehybrid": Architecture(
         "granitehybrid",
@@ -256,7 +245,6 @@ ARCHITECTURES = {
         "granitehybrid",
         interleaved=True,
         biases=True,
-        partial=True,
         rotates="either",
         listed=True,
     ),
@@ -265,23 +253,19 @@ ARCHITECTURES = {
     "kimi_linear": Architecture(
         "kimi-linear",
         output="own",
-        latent=True,
         rotates="none",
         listed=True,
-        delta=True,
         experts=Mixtures(
             "sigmoid",
             shared="counted",
             dense="leading",
             corrected=True,
             groups=True,
-            scale=True,
             gating=True,
         ),
     ),
     "minicpm3": Architecture(
         "minicpm3",
-        latent=True,
         absorbed=False,
         fixed=(12.0, 1.4, 256.0),
         scalings=("default", "longrope"),
@@ -291,9 +275,8 @@ ARCHITECTURES = {
         DEEPSEEK, experts=replace(OF_DEEPSEEK, scores="sigmoid", corrected=True, groups=True)
     ),
 }
-# llama.cpp computes it as another family
-ARCHITECTURES["glm4_moe_lite"] = ARCHITECTURES["deepseek_v3"]
-MIXED = {  # of families whose models with experts have an architecture of their own
+ROWS["glm4_moe_lite"] = ROWS["deepseek_v3"]  # llama.cpp computes it as another family
+MIXED_ROWS = {  # of families whose models with experts have an architecture of their own
     "nemotron_h": replace(
         NEMOTRON,
         name="nemotron_h_moe",
@@ -304,10 +287,36 @@ MIXED = {  # of families whose models with experts have an architecture of their
             dense="single",
             corrected=True,
             groups=True,
-            scale=True,
         ),
     ),
 }
+
+
+def _as_family(kind: str, row: Architecture) -> Architecture:
+    """Return an architecture with what it has in common with a family, which says it already."""
+    family = FAMILIES[kind]
+    said = {**COMMON, **family.defaults}
+    own, obeys = str(said.get(family.activation, said["hidden_act"])), {*family.obeys}
+    mixture = row.experts
+    if mixture is not None and family.experts is not None:
+        shared, scaled = family.experts.shared_gate, family.experts.scale is not None
+        mixture = replace(mixture, scale=scaled, shared_gate=shared)
+    return replace(
+        row,
+        activation=ACTIVATIONS.get(own, own),
+        softcap="attn_logit_softcapping" in obeys,
+        partial=family.partial,
+        scales="embedding_multiplier" in obeys and "residual_multiplier" in obeys,
+        logit_scale=bool(obeys & {"logit_scale", "logits_scaling"}),
+        temperature="llama_4_scaling_beta" in obeys,
+        latent=family.latent,
+        delta=family.delta is not None,
+        experts=mixture,
+    )
+
+
+ARCHITECTURES = {kind: _as_family(kind, row) for kind, row in ROWS.items()}
+MIXED = {kind: _as_family(kind, row) for kind, row in MIXED_ROWS.items()}
 
 
 def known_as(call: str, config: Config) -> Architecture:

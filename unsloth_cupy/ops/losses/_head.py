@@ -3,12 +3,12 @@
 logits = x weight^T        dx = dlogits weight        dweight = dlogits^T x, summed in float32
 """
 
-from collections.abc import Callable, Iterator, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import numpy as np
 
-from ...core.arrays import empty, rounded
+from ...core.arrays import contiguous, empty, rounded, zeroed
 from ...core.dtypes import FLOAT32, Array
 from ...core.stand_in import representative_steps
 from ...errors import ConfigError
@@ -123,3 +123,88 @@ def _add_chunks(
             gemm(dlogits, weight, out=dx[part])
         if dweight is not None:
             weight_gradient(dlogits, rows[part], weight, dweight, part.start > 0)
+
+
+# ---- losses of rows -----------------------------------------------------------------------------
+class Rows:
+    """The rows that a head computes: those that a mask keeps or, on a GPU and by kernels, all.
+
+    The host does not read a mask of a GPU.  Rows that it hides are then zeros, unless the kernels
+    know them (``known``) and write the zeros themselves.
+    """
+
+    def __init__(self, mask: Array | None, *, kernels: bool, known: bool = False) -> None:
+        self.mask = None if mask is None else contiguous(mask).reshape(-1)
+        self.known, self.numbers = known, None
+        if isinstance(self.mask, np.ndarray) and not kernels:
+            self.numbers = np.flatnonzero(self.mask)
+
+    def of(self, array: Array) -> Array:
+        """Return these rows of the head's input; zeros for hidden ones: NaN would reach dweight."""
+        rows = flat(array)
+        return zeroed(rows, self.mask) if self._hides else self._chosen(rows)
+
+    def beside(self, array: Array) -> Array:
+        """Return what an array has for these rows."""
+        rows = contiguous(array).reshape(-1)
+        return zeroed(rows, self.mask) if self._hides and not self.known else self._chosen(rows)
+
+    @property
+    def _hides(self) -> bool:
+        """Whether hidden rows are computed, too."""
+        return self.mask is not None and self.numbers is None
+
+    def _chosen(self, rows: Array) -> Array:
+        return rows if self.numbers is None else rows[self.numbers]
+
+    def back(self, rows: Array) -> Array:
+        """Return an array of all rows, with zeros for those that are hidden."""
+        if self.mask is None or self.numbers is None:
+            return zeroed(rows, self.mask) if self._hides and not self.known else rows
+        whole = np.zeros_like(rows, shape=(self.mask.size, *rows.shape[1:]))
+        whole[self.numbers] = rows
+        return whole
+
+
+def check_head(call: str, temperature: float, scale: float, softcap: float | None) -> None:
+    """Raise ConfigError for an option of a head that is out of its range."""
+    if not temperature > 0:
+        raise ConfigError(f"{call}(temperature={temperature}): temperature must be above 0")
+    if scale == 0:
+        raise ConfigError(f"{call}(scale=0): all tokens would be as likely; pass another scale")
+    if softcap is not None and not softcap > 0:
+        raise ConfigError(f"{call}(softcap={softcap}): softcap must be positive; None for no cap")
+
+
+def head_gradients(
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    rows: Rows,
+    arrays: Sequence[Array | None],
+    max_bytes: int | None,
+    wanted: Set[str] | None,
+    write: Callable[[slice, Array, Any, Array], None],
+    *,
+    own_buffer: bool,
+) -> tuple[Array | None, Array | None, Array | None]:
+    """Return dx, dweight and dbias; None for one that is not wanted.
+
+    ``write(part, logits, arrays, out)`` writes the gradient of a chunk of logits, with the elements
+    of ``arrays`` for its rows.
+    """
+    each = [None if a is None else rows.beside(a) for a in arrays]
+    sums = None
+    if bias is not None and (wanted is None or "bias" in wanted):
+        sums = np.zeros_like(x, np.promote_types(x.dtype, FLOAT32), shape=(len(weight),))
+
+    def write_part(part: slice, logits: Array, out: Array) -> None:
+        write(part, logits, [None if a is None else a[part] for a in each], out)
+        if sums is not None:
+            np.add(sums, out.sum(axis=0, dtype=sums.dtype), out=sums)
+
+    dx, dweight = gradients(
+        rows.of(x), weight, max_bytes, write_part, own_buffer=own_buffer, wanted=wanted
+    )
+    dx = None if dx is None else rows.back(dx).reshape(x.shape)
+    return dx, dweight, None if sums is None or bias is None else sums.astype(bias.dtype)

@@ -9,13 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.arrays import contiguous, zeroed
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
-from ...errors import ConfigError
 from ..common.gemm import gemm
-from ..linear.linear import flat
-from ._head import check_max_bytes, chunks, gradients
+from ._head import Rows, check_head, check_max_bytes, chunks, head_gradients
 from ._rows import parts
 from .divergence import Head, Options, beta_of, check_options, launch, measured
 
@@ -240,51 +237,15 @@ def _check(
     check_head(call, temperature, teacher_scale, teacher_softcap)
 
 
-def check_head(call: str, temperature: float, scale: float, softcap: float | None) -> None:
-    """Raise ConfigError for an option of a head that is out of its range."""
-    if not temperature > 0:
-        raise ConfigError(f"{call}(temperature={temperature}): temperature must be above 0")
-    if scale == 0:
-        raise ConfigError(f"{call}(scale=0): all tokens would be as likely; pass another scale")
-    if softcap is not None and not softcap > 0:
-        raise ConfigError(f"{call}(softcap={softcap}): softcap must be positive; None for no cap")
-
-
 for each in (linear_divergence_forward, linear_divergence_backward):
     each.require(_check)
     each.require(check_max_bytes)
 
 
 # ---- chunks -------------------------------------------------------------------------------------
-def rows_of(array: Array, mask: Array | None, kernels: bool) -> Array:
-    """Return the rows of an array that a mask keeps.
-
-    Kernels and GPUs keep all rows, with zeros where it hides: the host does not read a mask there.
-    """
-    rows = flat(array)
-    if mask is None:
-        return rows
-    kept = contiguous(mask).reshape(-1)
-    if kernels or not isinstance(kept, np.ndarray):
-        return zeroed(rows, kept)
-    return rows[np.flatnonzero(kept)]
-
-
-def _spread(rows: Array, mask: Array | None, kernels: bool) -> Array:
-    """Return an array with zeros for the rows that a mask hides."""
-    if mask is None:
-        return rows
-    kept = contiguous(mask).reshape(-1)
-    if kernels or not isinstance(kept, np.ndarray):
-        return zeroed(rows, kept)
-    whole = np.zeros_like(rows, shape=(kept.size, *rows.shape[1:]))
-    whole[kept] = rows
-    return whole
-
-
 def _logits(head: Head, x: Array, mask: Array | None, kernels: bool) -> Callable[[slice], Array]:
     """Return the function that computes the logits of some rows of x."""
-    rows, weight = rows_of(x, mask, kernels), head.weight
+    rows, weight = Rows(mask, kernels=kernels).of(x), head.weight
     if rows.dtype != weight.dtype:  # products are of one dtype
         rows, weight = (array.astype(FLOAT32, copy=False) for array in (rows, weight))
     return lambda part: gemm(rows[part], weight.T)
@@ -320,11 +281,12 @@ def by_parts(
 def loss_of(x: Array, mask: Array | None, max_bytes: int | None, student: Student) -> Array:
     """Return the loss of each row."""
     head, kernels, write = student
-    rows = rows_of(x, mask, kernels)
-    loss = np.zeros_like(x, np.promote_types(x.dtype, FLOAT32), shape=(len(rows),))
-    for part, logits in chunks(rows, head.weight, max_bytes):
+    rows = Rows(mask, kernels=kernels)
+    own = rows.of(x)
+    loss = np.zeros_like(x, np.promote_types(x.dtype, FLOAT32), shape=(len(own),))
+    for part, logits in chunks(own, head.weight, max_bytes):
         write(part, logits, None, loss[part])
-    return _spread(loss, mask, kernels).reshape(x.shape[:-1])
+    return rows.back(loss).reshape(x.shape[:-1])
 
 
 def gradients_of(
@@ -336,23 +298,9 @@ def gradients_of(
     student: Student,
 ) -> tuple[Array | None, Array | None, Array | None]:
     """Return dx, dweight and dbias."""
-    (head, kernels, write), sums = student, None
-    dloss = contiguous(dloss).reshape(-1, 1)
-    rows, of_rows = (rows_of(array, mask, kernels) for array in (x, dloss))
-    if head.bias is not None and (wanted is None or "bias" in wanted):
-        kind = np.promote_types(x.dtype, FLOAT32)
-        sums = np.zeros_like(x, kind, shape=(len(head.weight),))
-
-    def write_part(part: slice, logits: Array, out: Array) -> None:
-        write(part, logits, of_rows[part], out)
-        if sums is not None:
-            np.add(sums, out.sum(axis=0, dtype=sums.dtype), out=sums)
-
-    dx, dweight = gradients(
-        *(rows, head.weight, max_bytes, write_part),
+    head, kernels, write = student
+    return head_gradients(
+        *(x, head.weight, head.bias, Rows(mask, kernels=kernels), [dloss], max_bytes, wanted),
+        lambda part, logits, arrays, out: write(part, logits, arrays[0][:, None], out),
         own_buffer=kernels and x.dtype != FLOAT32,
-        wanted=wanted,
     )
-    dx = None if dx is None else _spread(dx, mask, kernels).reshape(x.shape)
-    dbias = None if sums is None or head.bias is None else sums.astype(head.bias.dtype)
-    return dx, dweight, dbias

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.arrays import contiguous, empty, zeroed
+from ...core.arrays import contiguous, empty
 from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
@@ -20,8 +20,7 @@ from ...errors import ConfigError
 from ..activations.softmax import finite
 from ..common import faults
 from ..common.checks import refuse_number
-from ..linear.linear import flat
-from ._head import check_max_bytes, chunks, gradients
+from ._head import Rows, check_head, check_max_bytes, chunks, head_gradients
 from ._launch import Access, access_of, row_threads
 from ._rows import check_labels, parts
 
@@ -252,18 +251,12 @@ def _forward(
     write: Callable[[Array, Array, tuple[Array, ...]], None],
 ) -> tuple[Array, ...]:
     """Return all results; ``write(logits, labels, results)`` computes those of a chunk."""
-    rows, wanted, kept = _kept(x, labels, options)
-    results = _results(x, wanted)
-    for part, logits in chunks(rows, weight, max_bytes):
-        write(logits, wanted[part], tuple(result[part] for result in results))
-    whole = []
-    for result in results:
-        if kept is not None:
-            each = np.zeros_like(x, result.dtype, shape=(labels.size,))
-            each[kept] = result
-            result = each  # noqa: PLW2901
-        whole.append(result.reshape(labels.shape))
-    return tuple(whole)
+    rows = _rows(x, labels, options, forward=True)
+    own, labelled = rows.of(x), rows.beside(labels)
+    results = _results(x, labelled)
+    for part, logits in chunks(own, weight, max_bytes):
+        write(logits, labelled[part], tuple(result[part] for result in results))
+    return tuple(rows.back(result).reshape(labels.shape) for result in results)
 
 
 def _results(x: Array, labels: Array) -> tuple[Array, ...]:
@@ -273,16 +266,11 @@ def _results(x: Array, labels: Array) -> tuple[Array, ...]:
     return tuple(empty(labels.shape, np.dtype(kind), like=x) for kind in kinds)
 
 
-def _kept(x: Array, labels: Array, options: Options) -> tuple[Array, Array, Array | None]:
-    """Return the rows of x that have a label, their labels, and their numbers; None for all.
-
-    Kernels and GPUs keep all rows, as the host does not read labels there.
-    """
-    rows, wanted = flat(x), contiguous(labels).reshape(-1)
-    if options.keep_all or not isinstance(rows, np.ndarray):
-        return rows, wanted, None
-    kept = np.flatnonzero(wanted != options.ignore)
-    return rows[kept], wanted[kept], kept
+def _rows(x: Array, labels: Array, options: Options, *, forward: bool = False) -> Rows:
+    """Return the rows that have a label; forward, kernels and GPUs compute the others too."""
+    every = options.keep_all or not isinstance(x, np.ndarray)
+    mask = None if every and forward else labels != options.ignore
+    return Rows(mask, kernels=every, known=True)
 
 
 @linear_log_probs_forward.gradient(widen=False)
@@ -311,13 +299,17 @@ def linear_log_probs_backward(
     check_labels("linear_log_probs_backward", labels, ignore, len(weight))
     options = Options(temperature, scale, softcap, ignore)
 
-    def write(logits: Array, rows: Any, out: Array) -> None:
+    def write(_: slice, logits: Array, rows: Any, out: Array) -> None:
         for part in parts(logits):
             each = tuple(None if a is None else a[part] for a in rows)
             _gradient(logits[part], each, bias, options, out[part])
 
     arrays = labels, dlog_probs, dentropy, dlse, entropy, lse
-    return _backward(x, weight, bias, arrays, options, max_bytes, wanted, write, own_buffer=False)
+    dx, dweight, dbias = head_gradients(
+        *(x, weight, bias, _rows(x, labels, options), arrays, max_bytes, wanted, write),
+        own_buffer=False,
+    )
+    return dx, dweight, None, dbias
 
 
 @linear_log_probs_backward.kernel
@@ -342,7 +334,7 @@ def _launch_backward(
     options = Options(temperature, scale, softcap, ignore, keep_all=True)
     bias = None if bias is None else contiguous(bias)
 
-    def write(logits: Array, rows: Any, out: Array) -> None:
+    def write(_: slice, logits: Array, rows: Any, out: Array) -> None:
         labels, *others = rows
         chosen = _constants(*_forms(logits, out, labels, bias), softcap is not None, False)
         threads, lanes = chosen["THREADS"], chosen["LANES"]
@@ -353,65 +345,23 @@ def _launch_backward(
         )
 
     arrays = labels, dlog_probs, dentropy, dlse, entropy, lse
-    narrow = x.dtype != FLOAT32
-    return _backward(x, weight, bias, arrays, options, max_bytes, wanted, write, own_buffer=narrow)
-
-
-def _backward(
-    x: Array,
-    weight: Array,
-    bias: Array | None,
-    arrays: tuple[Any, ...],
-    options: Options,
-    max_bytes: int | None,
-    wanted: Set[str] | None,
-    write: Callable[[Array, Any, Array], None],
-    *,
-    own_buffer: bool,
-) -> tuple[Array | None, Array | None, None, Array | None]:
-    """Return dx, dweight, None and dbias; ``write(logits, arrays, out)`` is of a chunk."""
-    rows, labels, kept = _kept(x, arrays[0], options)
-    if kept is None:  # NaN in a row without a label would reach dweight
-        rows = zeroed(rows, labels != options.ignore)
-    each = [None if a is None else contiguous(a).reshape(-1) for a in arrays]
-    each = each if kept is None else [None if a is None else a[kept] for a in each]
-    sums = None
-    if bias is not None and (wanted is None or "bias" in wanted):
-        sums = np.zeros_like(x, np.promote_types(x.dtype, FLOAT32), shape=(len(weight),))
-
-    def write_part(part: slice, logits: Array, out: Array) -> None:
-        write(logits, [None if a is None else a[part] for a in each], out)
-        if sums is not None:
-            np.add(sums, out.sum(axis=0, dtype=sums.dtype), out=sums)
-
-    dx, dweight = gradients(
-        rows, weight, max_bytes, write_part, own_buffer=own_buffer, wanted=wanted
+    dx, dweight, dbias = head_gradients(
+        *(x, weight, bias, _rows(x, labels, options), arrays, max_bytes, wanted, write),
+        own_buffer=x.dtype != FLOAT32,
     )
-    if dx is not None and kept is not None:
-        whole = np.zeros_like(x, shape=(arrays[0].size, x.shape[-1]))
-        whole[kept] = dx
-        dx = whole
-    dx = None if dx is None else dx.reshape(x.shape)
-    return dx, dweight, None, None if sums is None or bias is None else sums.astype(bias.dtype)
+    return dx, dweight, None, dbias
 
 
-def _check(
-    call: str, labels: Any, ignore: int, temperature: float, scale: float, softcap: float | None
-) -> None:
-    """Raise ConfigError for an option out of its range."""
+def _check(call: str, labels: Any, ignore: int) -> None:
+    """Raise for labels that are a number, and for ignore that no label can be."""
     refuse_number(call, "labels", labels)
     if not -(2**63) <= ignore < 2**63:
         raise ConfigError(f"{call}(ignore={ignore}): ignore must be a 64-bit integer")
-    if not temperature > 0:
-        raise ConfigError(f"{call}(temperature={temperature}): temperature must be above 0")
-    if scale == 0:
-        raise ConfigError(f"{call}(scale=0): all tokens would be as likely; pass another scale")
-    if softcap is not None and not softcap > 0:
-        raise ConfigError(f"{call}(softcap={softcap}): softcap must be positive; None for no cap")
 
 
 for each in (linear_log_probs_forward, linear_log_probs_backward):
     each.require(_check)
+    each.require(check_head)
     each.require(check_max_bytes)
 linear_log_probs_backward.facts["operations"] = lambda a: (
     2

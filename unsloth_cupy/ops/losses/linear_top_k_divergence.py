@@ -19,10 +19,10 @@ from ...errors import ConfigError, RangeError
 from ..activations.softmax import finite
 from ..common import faults
 from ..linear.linear import flat
-from ._head import check_max_bytes
+from ._head import Rows, check_head, check_max_bytes
 from ._launch import Access, access_of, row_threads
 from .divergence import Head, log_softmax, numbers_of, of_kernels
-from .linear_divergence import Student, by_parts, check_head, gradients_of, loss_of, rows_of
+from .linear_divergence import Student, by_parts, gradients_of, loss_of
 from .linear_log_probs import LEAST
 
 # Of probabilities of a row.  bfloat16 rounds each log_t by 2**-9 of it, and their sum by 2**-9 of
@@ -206,7 +206,7 @@ def _student(
         kept = None if mask is None else contiguous(mask).reshape(-1)
         rows = *(contiguous(flat(array)) for array in (tokens, of_kernels(log_probs))), kept
         return Student(head, True, partial(_by_kernel, head, rows, tail))
-    chosen, logs = (rows_of(array, mask, False) for array in (tokens, log_probs))
+    chosen, logs = map(Rows(mask, kernels=False).of, (tokens, log_probs))
     return Student(head, False, partial(by_parts, head, partial(_measured, chosen, logs, tail)))
 
 
@@ -224,7 +224,7 @@ def _check_teacher(call: str, tokens: Any, log_probs: Any, mask: Array | None, v
     """
     if not isinstance(tokens, np.ndarray) or not tokens.size:
         return
-    ordered = np.sort(rows_of(tokens, mask, False), axis=-1)
+    ordered = np.sort(Rows(mask, kernels=False).of(tokens), axis=-1)
     wrong = ordered[(ordered < 0) | (ordered >= vocab)]
     twice = ordered[:, 1:][ordered[:, 1:] == ordered[:, :-1]]
     if wrong.size:
@@ -235,7 +235,7 @@ def _check_teacher(call: str, tokens: Any, log_probs: Any, mask: Array | None, v
         raise RangeError(f"{call}: tokens holds {problem}")
     if isinstance(log_probs, np.ndarray):
         with np.errstate(over="ignore"):
-            shares = np.exp(rows_of(log_probs, mask, False).astype(np.float64)).sum(axis=-1)
+            shares = np.exp(Rows(mask, kernels=False).of(log_probs).astype(np.float64)).sum(axis=-1)
         if (shares > MOST).any():
             problem = f"log_probs of a row are of probabilities that sum to {shares.max():.4g}"
             raise ConfigError(

@@ -40,7 +40,7 @@ from unsloth_cupy.memory.planned import Planned, PlannedOnHost, recording_in
 from unsloth_cupy.memory.planned_functions import reshaped
 from unsloth_cupy.memory.planned_model import new_adapter
 from unsloth_cupy.models.objective import next_token
-from unsloth_cupy.models.optimizers import OPTIMIZERS, optimizer_of
+from unsloth_cupy.models.optimizers import OPTIMIZERS, of_tables, optimizer_of
 from unsloth_cupy.ops.common import threads
 from unsloth_cupy.ops.losses._head import CHUNK_BYTES
 from unsloth_cupy.training import tape
@@ -130,7 +130,7 @@ WAYS: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16", "rank": 8, "checkpoint_every": 1, "accumulate": 2, "state_bits": 8,
     },
 }  # fmt: skip
-OTHERS = {name: {"optimizer": name, "dtype": "bfloat16"} for name in OPTIMIZERS[1:]}
+OTHERS = {name: {"optimizer": name, "dtype": "bfloat16"} for name in [*OPTIMIZERS][1:]}
 CHUNKED: dict[str, dict[str, Any]] = {
     "chunked MLP": {"chunked_mlp": True},
     "chunked MLP, most others": {
@@ -370,9 +370,10 @@ def test_logits_are_at_most_a_chunk() -> None:
 
 
 def test_the_other_parts_follow_from_the_weights() -> None:
-    parameters = models.create(SMALL, seed=0).parameters.values()
-    weights = sum(p.size for p in parameters)
-    vectors = sum(p.size for p in parameters if p.ndim == 1)
+    parameters = models.create(SMALL, seed=0).parameters
+    weights = sum(p.size for p in parameters.values())
+    vectors = sum(p.size for p in parameters.values() if p.ndim == 1)
+    tables = sum(parameters[name].size for name in of_tables(parameters))
     options: dict[str, Any] = {"batch": 1, "tokens": 8, "device": "cpu"}
     full = plan_memory(SMALL, dtype="float32", **options)
     assert (full.weights, full.optimizer, full.master) == (4 * weights, 8 * weights, 0)
@@ -382,7 +383,8 @@ def test_the_other_parts_follow_from_the_weights() -> None:
     alone = plan_memory(SMALL, dtype="bfloat16", optimizer="none", **options)
     assert (alone.weights, alone.optimizer, alone.master) == (2 * weights, 0, 0)
     coded = plan_memory(SMALL, dtype="float32", state_bits=8, **options)
-    assert full.optimizer / 4 < coded.optimizer < full.optimizer / 3
+    inner = 8 * (weights - tables)  # tables of tokens and heads keep 32 bits
+    assert inner / 4 < coded.optimizer - 8 * tables < inner / 3
     adapted = plan_memory(SMALL, dtype="float32", rank=4, **options)
     learned = adapted.weights - full.weights
     assert (adapted.optimizer, adapted.master) == (2 * learned, 0)

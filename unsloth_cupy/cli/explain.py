@@ -14,9 +14,10 @@ from ..files import read_json
 from ..finetune.limit import quantized_kind, tokens_of
 from ..finetune.run_folder import config_file
 from ..memory.ledger import Ledger
-from ..memory.plan import CLIPPED, OPTIMIZERS
+from ..memory.plan import CLIPPED
 from ..memory.planned import Planned, recording_in
 from ..memory.planned_model import new_adapter, planned_training
+from ..models.optimizers import OPTIMIZERS
 from ..models.parse import parse
 from ..models.quantizer import Quantizer
 from ..profiling.explain import explain as explained
@@ -35,7 +36,12 @@ from .options import QUANTIZE, option
 )
 @option("--batch", click.IntRange(1), "Rows of a step.", 1)
 @option("--tokens", click.IntRange(1), "Tokens in a row.  [default: 2048, or all positions]")
-@option("--optimizer", click.Choice(OPTIMIZERS), "none: forward and backward pass only.", "adamw")
+@option(
+    "--optimizer",
+    click.Choice([*OPTIMIZERS, "none"]),
+    "none: forward and backward pass only.",
+    "adamw",
+)
 @option("--lora", click.IntRange(1), "Train adapters of this rank; the model is frozen.")
 @option("--quantize", QUANTIZE, "Store the model in fewer bits; with --lora.")
 def explain(

@@ -17,11 +17,12 @@ from ..finetune.reference import folder_of, with_teacher
 from ..finetune.run_folder import config_file, model_folder, model_without_weights
 from ..finetune.settings import Settings, check_optimizer
 from ..memory.ledger import MemoryPlan
-from ..memory.plan import OPTIMIZERS, plan_memory
+from ..memory.plan import plan_memory
 from ..memory.planned_model import DEVICES
 from ..memory.stage_plan import Layout
 from ..models.adapters.into import CHOICES
 from ..models.gguf.opening import source_of
+from ..models.optimizers import OPTIMIZERS
 from ..profiling.scale import plan_ranks
 from .options import (
     ATTENTION,
@@ -48,7 +49,7 @@ RANK = 16  # of the adapters in the comparison table, unless --lora sets one
 @option(
     "--dtype", click.Choice(["float16", "bfloat16", "float32"]), "Of the computation.", "bfloat16"
 )
-@option("--optimizer", click.Choice(OPTIMIZERS), "none: no optimizer.", "adamw")
+@option("--optimizer", click.Choice([*OPTIMIZERS, "none"]), "none: no optimizer.", "adamw")
 @option("--state-bits", click.Choice(["32", "8"]), "Bits of the optimizer's averages.", "32")
 @option("--method", click.Choice([*METHODS]), "What is learned; of pairs, a row is two.", "sft")
 @option("--teacher", FILE, "Folder of the model that distill learns from.")

@@ -31,7 +31,7 @@ from .progress import progress
 )
 @option("--lora", click.IntRange(1), "Train adapters of this rank.")
 @option("--quantize", QUANTIZE, "Store the model in fewer bits; without --lora only to generate.")
-@option("--optimizer", click.Choice(OPTIMIZERS), "Of the training.", "adamw")
+@option("--optimizer", click.Choice([*OPTIMIZERS]), "Of the training.", "adamw")
 @option("--state-bits", click.Choice(["32", "8"]), "Bits of the optimizer's averages.", "32")
 @option("--checkpoint-every", click.IntRange(1), "Keep the input of one block in N.")
 @click.option("--chunked-mlp", is_flag=True, help="Compute MLPs in chunks of rows, twice.")

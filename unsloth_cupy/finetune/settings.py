@@ -41,10 +41,8 @@ EVALUATIONS = 10  # by default, of a run
 PYTHON = "Python's documentation"
 MORE = ("steps", "epochs", "evaluate_every")  # settings that may change when a run is finished
 ABOUT = ("text_file", "text_bytes")  # settings that only describe a text that has changed
-OPTIMIZERS = ("adamw", "adamw8bit", *KINDS[1:])
-# default rates beside AdamW's: of weights, of adapters (Adafactor's are shares of a weight, and at
-# first those of an adapter are 0)
-RATES = {"adafactor": (10.0, 300.0), "lion": (0.3, 0.3), "schedulefree": (2.5, 2.5)}
+SMALL = "adamw8bit"  # adamw with state_bits=8
+NAMES = ("adamw", SMALL, *[name for name in KINDS if name != "adamw"])
 DTYPES = ("float32", "bfloat16", "float16")
 LOSSES = tuple(dict.fromkeys(kind for method in METHODS.values() for kind in method.losses))
 KEPT = (  # in settings.json, in this order: a run of other ones is another run
@@ -213,7 +211,7 @@ class Settings:
     )  # fmt: skip
     optimizer: str = setting(
         "training", "adamw8bit has averages of 8 bits; muon is for matrices, beside adamw.",
-        "adamw", choices=OPTIMIZERS,
+        "adamw", choices=NAMES,
     )  # fmt: skip
     weight_decay: float = setting(
         "training", "Share of the weights removed per step, times lr.", 0.1, least=0
@@ -317,7 +315,8 @@ class Settings:
             self.optimizer, self.state_bits, self.tensor_parallel or 1, self.zero,
             self.expert_parallel or 1,
         )  # fmt: skip
-        if self.optimizer == "schedulefree" and self.decay not in (None, "constant"):
+        kind = KINDS[self.kind]
+        if kind.constant and self.decay not in (None, kind.decay):
             problem = f"{named(optimizer=self.optimizer)} averages steps of one rate"
             raise ConfigError(f"{problem}; leave {named(decay=self.decay)} out")
 
@@ -461,15 +460,14 @@ class Settings:
         ends = steps or self.steps or STEPS
         whole, adapted = METHODS[self.method].rates or (RATE, ADAPTER_RATE)
         rate = NEW_RATE if new else whole if self.lora is None else adapted
-        share = RATES.get(self.optimizer, (1.0, 1.0))[self.lora is not None]
-        falls = "constant" if self.optimizer == "schedulefree" else "cosine"
+        share = KINDS[self.kind].rates[self.lora is not None]
         defaults = {
             "steps": ends,
             "lr": self.lr or rate * share,
-            "decay": self.decay or falls,
+            "decay": self.decay or KINDS[self.kind].decay,
             "tokens": self.tokens or TOKENS,
             "evaluate_every": self.evaluate_every or math.ceil(ends / EVALUATIONS),
-            "state_bits": 8 if self.optimizer == "adamw8bit" else self.state_bits,
+            "state_bits": 8 if self.optimizer == SMALL else self.state_bits,
             "data_seed": self.seed if self.data_seed is None else self.data_seed,
             "quantize": None if self.train_weights else self.quantize,  # of frozen weights
         }

@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from ..models.configs.config import Config
     from .stage_plan import Job, Layout
 
-OPTIMIZERS = ("adamw", "muon", "adafactor", "lion", "schedulefree", "none")
 ALIKE = 2  # forward passes to run: the first begins the sum of gradients, all others are alike
 CLIPPED = 0.5  # the factor of gradients: any but 1, which would save a copy
 
@@ -71,8 +70,8 @@ def plan_memory(
     dtype : dtype or its name
         The dtype of computation: float16, bfloat16 or float32.
     optimizer : str
-        adamw, muon (of matrices, beside adamw), adafactor, lion, schedulefree, or none: a forward
-        and a backward pass, of weights in dtype.
+        A name in ``models.optimizers.OPTIMIZERS`` (muon is for matrices, beside adamw), or none: a
+        forward and a backward pass, of weights in dtype.
     state_bits : int
         Of the averages, 32 or, of adamw, 8.
     rank : int, optional
@@ -234,9 +233,9 @@ def _check_inputs(inputs: Any, ranks: int) -> None:
 
 
 def _check_optimizer(optimizer: str, state_bits: int, tensor_parallel: int) -> None:
-    from ..models.optimizers import conflict
+    from ..models.optimizers import OPTIMIZERS, conflict
 
-    check_choice("plan_memory", "optimizer", optimizer, OPTIMIZERS)
+    check_choice("plan_memory", "optimizer", optimizer, (*OPTIMIZERS, "none"))
     problem = conflict(optimizer, state_bits=state_bits, tensor_parallel=tensor_parallel)
     if problem is not None:
         settings, why = problem

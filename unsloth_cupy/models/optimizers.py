@@ -1,6 +1,7 @@
-"""The optimizer of a model by its name, and what it cannot be combined with."""
+"""The optimizers that a run may name: one table, and the optimizer of a model."""
 
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from ..training.adafactor import Adafactor
@@ -14,9 +15,75 @@ from .configs.config import Config
 from .configs.names import SCORE
 from .ranks.pipeline_stages import EMBEDDING, HEAD
 
-OPTIMIZERS = ("adamw", "muon", "adafactor", "lion", "schedulefree")
-WHOLE = ("muon", "adafactor")  # a step needs whole matrices
 BETAS = (0.9, 0.95)  # a run is short: the second moment must decay faster than by 0.999
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One optimizer that a run may name.
+
+    ``rates`` are its default rates, of weights and of adapters, as multiples of AdamW's.
+    ``undivided`` has the settings of ranks that it cannot be combined with, and why.
+    """
+
+    create: Callable[..., Optimizer | Joined]
+    rates: tuple[float, float] = (1.0, 1.0)
+    decay: str = "cosine"  # how the rate falls by default
+    constant: bool = False  # it averages steps of one rate, and takes no other ``decay``
+    small: bool = False  # its averages may have 8 bits, and data ranks may divide them
+    undivided: Mapping[str, str] = field(default_factory=dict)
+
+
+def _muon(model: Any, parameters: dict[str, Any], **options: Any) -> Optimizer | Joined:
+    """Return Muon of the matrices in blocks, and AdamW of all others."""
+    adapted = () if model.adapter is None else model.adapter.stacks.values()
+    stacked = {name for each in adapted for name in (each.down, each.up)}
+    inner = parameters.keys() - {EMBEDDING, HEAD, *stacked}
+    matrices = {n: p for n, p in parameters.items() if p.ndim == 2 and n in inner}
+    rows = {n: _rows(n, model.config) for n in matrices}
+    parts = {n: each for n, each in rows.items() if sum(each) == len(matrices[n])}
+    groups = options.pop("groups")
+    muon = Muon(
+        matrices, adjust="match_rms_adamw", parts=parts, groups=groups(matrices),
+        **{name: options[name] for name in ("lr", "weight_decay")},
+    )  # fmt: skip
+    others = {n: p for n, p in parameters.items() if n not in matrices}
+    adamw = _adamw(model, others, groups=groups, **options)
+    return Joined([muon, adamw])
+
+
+def _adamw(_: Any, parameters: dict[str, Any], **options: Any) -> AdamW:
+    options["groups"] = options["groups"](parameters)
+    whole = [*of_tables(parameters), *(parameters.keys() & {SCORE})]
+    return AdamW(parameters, betas=BETAS, whole=whole, **options)
+
+
+def _plain(kind: Callable[..., Optimizer], **fixed: Any) -> Callable[..., Optimizer]:
+    """Return a function that makes an optimizer of all parameters."""
+
+    def create(_: Any, parameters: dict[str, Any], **options: Any) -> Optimizer:
+        del options["state_bits"]  # 32: see ``conflict``
+        options["groups"] = options["groups"](parameters)
+        return kind(parameters, **fixed, **options)
+
+    return create
+
+
+MATRICES = {"tensor_parallel": "its steps need whole matrices"}
+STACKS = {"expert_parallel": "its steps need whole stacks of experts"}
+OPTIMIZERS: Mapping[str, Kind] = {
+    "adamw": Kind(_adamw, small=True),
+    "muon": Kind(_muon, undivided=MATRICES),
+    # its rates are shares of a weight, and at first the weights of an adapter are 0
+    "adafactor": Kind(_plain(Adafactor), rates=(10.0, 300.0), undivided=MATRICES | STACKS),
+    "lion": Kind(_plain(Lion), rates=(0.3, 0.3)),
+    "schedulefree": Kind(
+        _plain(ScheduleFreeAdamW, betas=BETAS),
+        rates=(2.5, 2.5),
+        decay="constant",
+        constant=True,
+    ),
+}
 
 
 def optimizer_of(
@@ -38,53 +105,28 @@ def optimizer_of(
     Muon has the matrices other than the embedding and the head, with AdamW's rate and decay, and
     AdamW the rest: also stacks of experts, and what adapters have of those.
     """
-    parameters, made = dict(model.trainable), list[Optimizer]()
-    if name == "muon":
-        adapted = () if model.adapter is None else model.adapter.stacks.values()
-        stacked = {name for each in adapted for name in (each.down, each.up)}
-        inner = parameters.keys() - {EMBEDDING, HEAD, *stacked}
-        matrices = {n: p for n, p in parameters.items() if p.ndim == 2 and n in inner}
-        rows = {n: _rows(n, model.config) for n in matrices}
-        parts = {n: each for n, each in rows.items() if sum(each) == len(matrices[n])}
-        muon = Muon(
-            matrices, lr=lr, weight_decay=weight_decay, adjust="match_rms_adamw", parts=parts,
-            groups=_groups(matrices, undecayed, embedding_lr),
-        )  # fmt: skip
-        made.append(muon)
-        parameters = {n: p for n, p in parameters.items() if n not in matrices}
-    groups = _groups(parameters, undecayed, embedding_lr)
-    shared: dict[str, Any] = {"lr": lr, "weight_decay": weight_decay, "groups": groups}
-    match name:
-        case "adafactor":
-            return Adafactor(parameters, **shared)
-        case "lion":
-            return Lion(parameters, **shared)
-        case "schedulefree":
-            return ScheduleFreeAdamW(parameters, betas=BETAS, **shared)
-    whole = [*of_tables(parameters), *(parameters.keys() & {SCORE})]
-    made.append(AdamW(parameters, betas=BETAS, state_bits=state_bits, whole=whole, **shared))
-    return made[0] if len(made) == 1 else Joined(made)
+
+    def groups(parameters: Collection[str]) -> list[dict[str, Any]]:
+        return _groups(parameters, undecayed, embedding_lr)
+
+    options = {"lr": lr, "weight_decay": weight_decay, "state_bits": state_bits, "groups": groups}
+    return OPTIMIZERS[name].create(model, dict(model.trainable), **options)
 
 
 def conflict(
-    optimizer: str,
-    *,
-    state_bits: int = 32,
-    tensor_parallel: int = 1,
-    zero: int = 0,
-    expert_parallel: int = 1,
+    optimizer: str, *, state_bits: int = 32, zero: int = 0, **ranks: int
 ) -> tuple[dict[str, Any], str] | None:
     """Return settings that an optimizer cannot be combined with, and why; None if it can."""
-    if optimizer not in OPTIMIZERS[1:]:
+    kind = OPTIMIZERS.get(optimizer)
+    if kind is None or kind.small:
         return None
     if state_bits != 32:
         return {"state_bits": state_bits}, "AdamW alone has averages of 8 bits"
     if zero:
         return {"zero": zero}, "data ranks divide the averages of AdamW alone"
-    if tensor_parallel > 1 and optimizer in WHOLE:
-        return {"tensor_parallel": tensor_parallel}, "its steps need whole matrices"
-    if expert_parallel > 1 and optimizer == "adafactor":
-        return {"expert_parallel": expert_parallel}, "its steps need whole stacks of experts"
+    for setting, why in kind.undivided.items():
+        if ranks.get(setting, 1) > 1:
+            return {setting: ranks[setting]}, why
     return None
 
 

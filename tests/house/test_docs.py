@@ -472,3 +472,14 @@ def test_diagrams_are_drawn_as_the_code_is(module: str) -> None:
     done = subprocess.run(command, cwd=DOCS, capture_output=True, text=True, check=True)
     drawn = "".join((DOCS / file).read_text() for file in DIAGRAMS[module])
     assert done.stdout == drawn, f"run python docs/{module}.py"
+
+
+def test_the_walk_of_a_model_names_what_is_there() -> None:
+    """Each file and name of the table "One model, from top to bottom"."""
+    page = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    part = page.split("## One model, from top to bottom")[1].split("\n## ")[0]
+    rows = re.findall(r"^\|[^|`]*\| `([\w/.]+\.py)` \| `(\w+)` \|", part, re.M)
+    assert len(rows) >= 17
+    for file, name in rows:
+        source = (ROOT / "unsloth_cupy/models" / file).read_text(encoding="utf-8")
+        assert re.search(rf"^\s*(def|class) {name}\b|^{name}\b", source, re.M), (file, name)

@@ -100,13 +100,13 @@ def project_of(
     division: Division | None,
     tokens: Any,
     offsets: Any = None,
-    first: int = 0,
+    numbers: Array | None = None,
 ) -> Project:
     """Return the linear layers of a call on some tokens, as ``(parameters, names, x)``."""
     if isinstance(adapter, ByRows):
         return adapter.project(tokens, offsets, seed, _plain)
     if adapter is not None:
-        return partial(adapter.linears, seed=seed, first=first)
+        return partial(adapter.linears, seed=seed, numbers=numbers)
     return partial(_rounded, division) if config.bit_layers else _plain
 
 

@@ -211,3 +211,29 @@ def test_draws_are_of_tokens_whichever_rank_holds_them(kind: str, packed: bool) 
         close(own[0], losses)
         for name, gradient in gradients.items():
             close(own[1][name], gradient)
+
+
+@pytest.mark.parametrize("offsets", [None, [0, 3, 15, 22], [0, 6, 18, 22]], ids=str)
+def test_several_adapters_of_texts_that_ranks_divide(offsets: list[int] | None) -> None:
+    """Each drops what it drops in one process; a rank may have no token of an adapter."""
+    tokens = np.random.default_rng(0).integers(1, 90, (2, 11) if offsets is None else (1, 22))
+    packed = None if offsets is None else np.array(offsets)
+
+    def step(comm: Any) -> Any:
+        model = create(SIZES | {"model_type": "llama"}, seed=0)
+        for number, name in enumerate("ab"):
+            model.add_adapter(2, name=name, dropout=0.4)
+            for array in model.trainable.values():
+                array[...] = np.random.default_rng(number).normal(0, 0.1, array.shape)
+        model.context = comm if comm.size > 1 else None
+        model = model.by_rows(["a", "b"] if packed is None else ["a", "b", "a"])
+        batch = {"labels": tokens, "offsets": packed, "count": 18, "seed": 3}
+        loss, gradients = model.loss_and_gradients(tokens, **batch)
+        gradients = {name: comm.all_reduce(each) for name, each in gradients.items()}
+        return comm.all_reduce(np.array(float(loss))), gradients
+
+    loss, gradients = step(COMM)
+    for own in by_threads(2, step):
+        close(own[0], loss)
+        for name, gradient in gradients.items():
+            close(own[1][name], gradient)

@@ -270,12 +270,10 @@ class Network(Summary):
             latents=latents_of(rows), whole=whole_of(self.adapter),
         )  # fmt: skip
         stacks = {} if self.adapter is None else self.adapter.used_stacks()
-        numbers = None
-        if seed is not None:
-            numbers = token_numbers(context, in_rows(tokens, offsets), self.first_token)
         project = project_of(
-            self.config, self.adapter, seed, self.division, tokens, offsets, numbers
-        )
+            self.config, self.adapter, seed, self.division, in_rows(tokens, offsets), offsets,
+            context, self.first_token,
+        )  # fmt: skip
         return Call(
             self.config, used, project, attention,
             Mixtures(stacks, routers, routes, self.expert_ranks),

@@ -222,6 +222,7 @@ SLOPES = {
     "bias": None,
     "factor": None,
     "key": None,
+    "numbers": None,
 }
 SLOPES |= {"x": X, "weight": FROZEN, "a": W[:2], "b": W[:, :2], "low": X[:, :2]}
 GATED = {"dy": X, "x": X, "gate_weight": FROZEN, "up_weight": W, "down_weight": W.T}

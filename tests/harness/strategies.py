@@ -363,6 +363,7 @@ VALUES: Mapping[str, Callable[..., Any]] = {  # by operand, or by op and operand
     "starts": _starts,
     "positions": lambda rng, shape, sizes: rng.integers(0, max(sizes.get("length", 99), 1), shape),
     "key_lengths": lambda rng, shape, sizes: rng.integers(0, sizes["keys"] + 1, shape),
+    "numbers": lambda rng, shape, sizes: rng.integers(-3, 2**31, shape),
     "query_start": lambda rng, shape, sizes: rng.integers(-3, 9, shape),
     "alibi": lambda rng, shape, sizes: rng.random(shape),
     "planes": _codes,

@@ -73,11 +73,11 @@ def on_device(machine: Machine) -> Callable[..., Any]:
     """
 
     def dropped_rows(
-        rows: Any, dropout: float, seed: Any, key: Any = None, out: Any = None, first: int = 0
+        rows: Any, dropout: float, seed: Any, key: Any = None, out: Any = None, numbers: Any = None
     ) -> Any:
         if dropout and key is None:
             key = machine.place(np.array(seed, np.uint64).view(np.int64))
-        return plain.dropped_rows(rows, dropout, None, key, out, first)
+        return plain.dropped_rows(rows, dropout, None, key, out, numbers)
 
     return dropped_rows
 

@@ -237,6 +237,7 @@ def test_gradients_go_straight_through(dropout: float, dtype: str) -> None:
         for shape in ((2, 5, 12), (8, 12), (3, 12), (8, 3), (8,), (2, 5, 8))
     )
     made: list[Any] = []
+    numbers = draw.permutation(20)[:10].reshape(2, 5)
 
     def make(*parts: Any) -> Any:
         made.append(np.round(lora_sum(*parts) * 2) / 2)
@@ -247,7 +248,14 @@ def test_gradients_go_straight_through(dropout: float, dtype: str) -> None:
         operands = [tape.watch(each) for each in (x, a, b, bias)]
         seed = 5 if dropout else None
         y = through_linear(
-            operands[0], w, *operands[1:], scale=0.5, make=make, dropout=dropout, seed=seed
+            operands[0],
+            w,
+            *operands[1:],
+            scale=0.5,
+            make=make,
+            dropout=dropout,
+            seed=seed,
+            numbers=numbers,
         )
         return y.value, tape.gradients(y, operands, dy)
 
@@ -260,7 +268,7 @@ def test_gradients_go_straight_through(dropout: float, dtype: str) -> None:
     if dropout:
         plain = run(0.0)
         np.testing.assert_array_equal(plain[0], linear(x, made[-1], bias))
-        mask = dropped_rows(np.ones_like(rows), dropout, 5)
+        mask = dropped_rows(np.ones((20, 12), dtype), dropout, 5)[numbers.reshape(-1)]
         read = rows * mask
     expected = rows @ q.T + bias + 0.5 * (read - rows) @ a.T @ b.T
     np.testing.assert_allclose(y.reshape(10, 8), expected, **close)

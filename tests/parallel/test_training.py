@@ -1,6 +1,7 @@
 """Training on many devices, in one process: all checks, and what is refused."""
 
 import weakref
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,13 +9,15 @@ import pytest
 
 from unsloth_cupy import AdamW, Tape, linear
 from unsloth_cupy.errors import ConfigError, ShapeError
+from unsloth_cupy.finetune.engine import beginning_at, noisy
 from unsloth_cupy.models import create
-from unsloth_cupy.parallel import DataParallel, SingleCommunicator, Zero1, Zero3
+from unsloth_cupy.models.objective import next_token
+from unsloth_cupy.parallel import DataParallel, SingleCommunicator, Zero1, Zero3, grid
 from unsloth_cupy.parallel.communicator import part
 from unsloth_cupy.parallel.zero import divided
 from unsloth_cupy.training.tape import take_gradients
 
-from ..models.peers import SIZES
+from ..models.peers import MIXTURES, SIZES
 from .ranks import close
 from .threads import by_threads
 from .training import all_checks, new_model
@@ -164,3 +167,73 @@ def test_blocks_are_gathered_one_by_one_without_gradients_too() -> None:
     model.gather = gather
     np.testing.assert_array_equal(model.log_probs(tokens, tokens).log_probs, expected)
     assert [each for each in seen if each] == [{"0"}, {"1"}, {"2"}]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_draws_are_of_tokens_whichever_rank_holds_them(kind: str, packed: bool) -> None:
+    """Of two data ranks, each of two that divide texts, which they fill up; a shared expert, too.
+
+    Dropout of the adapter and noise of the embeddings are those of one process.
+    """
+    model = {**MIXTURES["qwen2_moe types"], "num_key_value_heads": 4, "num_hidden_layers": 2}
+    model["layer_types"] = model["layer_types"][:2]
+    tokens = np.random.default_rng(0).integers(1, 90, (2, 11))
+    parts = [tokens[:1], tokens[1:]]
+    starts, texts = [0, 11], [None, None, None]
+    if packed:
+        tokens = tokens.reshape(1, -1)
+        parts, starts = [tokens[:, :15], tokens[:, 15:]], [0, 15]
+        texts = [np.array(each) for each in ([0, 3, 4, 15, 22], [0, 3, 4, 15], [0, 7])]
+
+    def step(comm: Any) -> Any:
+        places = grid(comm, data=2, context=2) if comm.size > 1 else None
+        many = create(SIZES | model, seed=0)
+        many.add_adapter(2, dropout=0.4, targets=["q_proj", "o_proj", "up_proj", "down_proj"])
+        for name, array in many.trainable.items():  # else the gradients of A are 0
+            array[...] = np.random.default_rng(len(name)).normal(0, 0.1, array.shape)
+        first, rows, offsets = 0, tokens, texts[0]
+        if places is not None:
+            many.context, many.context_attention = places.context, kind
+            number = places.data.rank
+            first, rows, offsets = starts[number], parts[number], texts[1 + number]
+        batch = {"tokens": rows, "labels": rows, "offsets": offsets, "count": 18}
+        noise = {"noise_key": np.array(9), **batch}
+        function = partial(beginning_at, first, noisy, next_token, 50.0, **noise)
+        loss, gradients = many.value_and_gradients(function, seed=3)
+        plain = many.value_and_gradients(partial(next_token, **batch))[0]
+        total = comm.all_reduce(np.array([loss, plain], np.float64))
+        return total, {name: comm.all_reduce(each) for name, each in gradients.items()}
+
+    losses, gradients = step(COMM)
+    assert abs(losses[0] - losses[1]) > 1e-3
+    for own in by_threads(4, step):
+        close(own[0], losses)
+        for name, gradient in gradients.items():
+            close(own[1][name], gradient)
+
+
+@pytest.mark.parametrize("offsets", [None, [0, 3, 15, 22], [0, 6, 18, 22]], ids=str)
+def test_several_adapters_of_texts_that_ranks_divide(offsets: list[int] | None) -> None:
+    """Each drops what it drops in one process; a rank may have no token of an adapter."""
+    tokens = np.random.default_rng(0).integers(1, 90, (2, 11) if offsets is None else (1, 22))
+    packed = None if offsets is None else np.array(offsets)
+
+    def step(comm: Any) -> Any:
+        model = create(SIZES | {"model_type": "llama"}, seed=0)
+        for number, name in enumerate("ab"):
+            model.add_adapter(2, name=name, dropout=0.4)
+            for array in model.trainable.values():
+                array[...] = np.random.default_rng(number).normal(0, 0.1, array.shape)
+        model.context = comm if comm.size > 1 else None
+        model = model.by_rows(["a", "b"] if packed is None else ["a", "b", "a"])
+        batch = {"labels": tokens, "offsets": packed, "count": 18, "seed": 3}
+        loss, gradients = model.loss_and_gradients(tokens, **batch)
+        gradients = {name: comm.all_reduce(each) for name, each in gradients.items()}
+        return comm.all_reduce(np.array(float(loss))), gradients
+
+    loss, gradients = step(COMM)
+    for own in by_threads(2, step):
+        close(own[0], loss)
+        for name, gradient in gradients.items():
+            close(own[1][name], gradient)

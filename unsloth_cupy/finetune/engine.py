@@ -11,6 +11,7 @@ from ..core.stand_in import is_planned
 from ..errors import ConfigError
 from ..models.adapters.adapter import Adapter
 from ..models.graphs import Sums
+from ..models.layers.context import Context, own_tokens
 from ..models.objective import Objective, TrainingStep, next_token
 from ..models.ranks.division import apart
 from ..models.ranks.gather import whole_parameters
@@ -116,7 +117,7 @@ class Engine:
         ``numbers`` are those of the passes among all of a run: with ``step.seed`` they determine
         what dropout leaves out, and what noise is added to embeddings.  Both are drawn for a token
         by its number in the batch, whichever rank holds it: ``starts`` are those of this rank's
-        first tokens.  Ranks that divide the tokens of a row draw by their own number, too.
+        first tokens.
         """
         if self.stages is None:
             trained = self.model if self.parts is None else self.parts
@@ -124,19 +125,16 @@ class Engine:
             for place, batch in enumerate(passes):
                 function, seed, first = partial(self.objective, **batch), None, 0
                 if numbers is not None and (self.drops or noise):
-                    random = np.random.default_rng(
-                        [step.seed or 0, numbers[place], self.ranks.groups.context.rank]
-                    )
+                    random = np.random.default_rng([step.seed or 0, numbers[place]])
                     seed = int(random.integers(2**63)) if self.drops else None
                     first = starts[place] if starts else 0
                     if noise:
                         key = to_device_of(np.array(random.integers(2**63)), self.model.table)
-                        drawn_by = {"noise_key": key, "first_token": first}
-                        function = partial(noisy, self.objective, noise, **drawn_by, **batch)
-                if seed is not None and first:
-                    function = partial(
-                        beginning_at, first, function.func, *function.args, **function.keywords
-                    )
+                        function = partial(noisy, self.objective, noise, noise_key=key, **batch)
+                    if first:
+                        function = partial(
+                            beginning_at, first, function.func, *function.args, **function.keywords
+                        )
                 own = step._replace(seed=seed)
                 if not self.graph:
                     yield trained.value_and_gradients(function, **own._asdict())
@@ -287,7 +285,7 @@ class Engine:
 
 
 def beginning_at(first: int, objective: Objective, *arguments: Any, **batch: Any) -> Any:
-    """Return an objective of a model, the last argument, that draws dropout from a token on."""
+    """Return an objective of a model, the last argument, whose first token has the number."""
     arguments[-1].first_token = first
     return objective(*arguments, **batch)
 
@@ -298,31 +296,28 @@ def noisy(
     model: "Transformer",
     *,
     noise_key: Any,
-    first_token: int = 0,
     **batch: Any,
 ) -> Any:
     """Return an objective of a model whose embeddings have noise added (NEFTune).
 
     The noise of a text of L tokens is uniform in -1 .. 1, times size / sqrt(L hidden); that of a
-    token is drawn by its number in the batch of all ranks, in which the first here has
-    ``first_token``.  Source: Jain et al., NEFTune: Noisy Embeddings Improve Instruction Finetuning,
-    2023.
+    token is drawn by its number in the batch of all ranks.  Source: Jain et al., NEFTune: Noisy
+    Embeddings Improve Instruction Finetuning, 2023.
     """
     offsets = batch.get("offsets")
 
-    def add_noise(x: Any) -> Any:
+    def add_noise(x: Any, numbers: Any = None, context: Context | None = None) -> Any:
         value: Any = x.value if type(x) is Var else x
-        _, tokens, hidden = value.shape
+        tokens, hidden = value.shape[1:]
         if is_planned(value):
             return add(x, value.of(value.shape, value.dtype))
-        sizes = None
+        sizes, tokens = None, tokens if context is None else context.length
         if offsets is not None:
             after = np.searchsorted(offsets, np.arange(tokens, like=offsets), side="right")
             lengths = offsets[after] - offsets[after - 1]
             sizes = (size / np.sqrt(lengths * hidden)).astype(np.float32)
-        return add(
-            x, drawn(value, size / math.sqrt(tokens * hidden), noise_key, sizes, first_token)
-        )
+            sizes = own_tokens(context, sizes[None])[0]
+        return add(x, drawn(value, size / math.sqrt(tokens * hidden), noise_key, sizes, numbers))
 
     model.noise = add_noise
     return objective(model, **batch)

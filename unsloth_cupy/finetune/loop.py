@@ -433,8 +433,8 @@ class Loop:
             problem = f"the run has {self.plan.steps} steps, none of which it would change"
             cure = "give fewer, or leave it out"
             raise ConfigError(f"{named(merge_from=self.plan.merge_from)}: {problem}; {cure}")
-        if self.plan.neftune and (self.engine.stages or self.model.context):
-            problem = "is for ranks that hold all blocks and all tokens"
+        if self.plan.neftune and self.engine.stages:
+            problem = "is for ranks that hold all blocks"
             raise ConfigError(f"{named('neftune')} {problem}; leave it out")
         if self.plan.sample_prompt and not self.ranks.whole:
             problem = "is for a model that no ranks divide"

@@ -31,7 +31,7 @@ from .invariant import check_invariant, without_padding
 from .layers.attending import absorbs, attend_of, latents_of, project_of, whole_of
 from .layers.block import blocks, embedded, rope_rows
 from .layers.call import Attention, Call, Gather, Mixtures, Recurrence, unkept
-from .layers.context import Context, own_tokens
+from .layers.context import Context, own_tokens, token_numbers
 from .layers.head import logits_of
 from .layers.mlp_branch import check_chunked
 from .layers.norms import join
@@ -82,8 +82,8 @@ class Network(Summary):
     stored: Callable[[str], Any] | None = None  # returns its model as it is stored, for a call
     words: Path | None = None  # where its tokenizer is
     step = TrainingStep()  # of the model on a tape
-    noise: Callable[[Any], Any] | None = None  # changes embeddings in a step of training
-    first_token = 0  # number of the first token, for dropout, in the batch of all ranks
+    noise: Callable[..., Any] | None = None  # changes embeddings in a step of training
+    first_token = 0  # its number in the batch of all data ranks, by which dropout and noise draw
     # takes what routers said in a pass, and the number of layers with experts before theirs
     seen: Callable[[Sequence[Any], int], None] | None = None
     reached: Reached | None = None  # what the stages of a pipeline have computed
@@ -213,10 +213,11 @@ class Network(Summary):
         if self.seen is not None and arguments.get("routers") is None:
             arguments["routers"] = list[Any]()
         call = self.call(parameters, tokens, **arguments)
-        rows = tokens if arguments.get("offsets") is None else tokens.reshape(1, -1)
-        own = own_tokens(arguments.get("context"), rows)
+        context, rows = call.context, in_rows(tokens, arguments.get("offsets"))
+        own = own_tokens(context, rows)
         branch = embedded(self.config, parameters, own, self.slices)
-        branch = branch if self.noise is None else self.noise(branch)
+        if self.noise is not None:
+            branch = self.noise(branch, token_numbers(context, rows, self.first_token), context)
         branch, stream = blocks(call, branch, self.step.checkpoint)
         self.tell(call)
         return join(call, "model.", self.config.norms.last, branch, stream)[0]
@@ -270,8 +271,9 @@ class Network(Summary):
         )  # fmt: skip
         stacks = {} if self.adapter is None else self.adapter.used_stacks()
         project = project_of(
-            self.config, self.adapter, seed, self.division, tokens, offsets, self.first_token
-        )
+            self.config, self.adapter, seed, self.division, in_rows(tokens, offsets), offsets,
+            context, self.first_token,
+        )  # fmt: skip
         return Call(
             self.config, used, project, attention,
             Mixtures(stacks, routers, routes, self.expert_ranks),
@@ -415,3 +417,8 @@ class Network(Summary):
             logits: Array = logits_of(self.config, parameters, x, self.slices)
         # ranks have the same rows, whose last bits may differ by their places among others' rows
         return logits if self.expert_ranks is None else self.expert_ranks.broadcast(logits)
+
+
+def in_rows(tokens: Array, offsets: Any) -> Array:
+    """Return tokens as (rows, tokens); packed texts are one row."""
+    return tokens if offsets is None else tokens.reshape(1, -1)

@@ -177,19 +177,21 @@ class Adapter:
         modules: Sequence[str],
         x: Any,
         seed: int | Seeds | None,
-        first: int = 0,
+        numbers: Array | None = None,
     ) -> list[Any]:
         """Return the outputs of the linear layers ``modules`` for the input x, with their adapters.
 
         ``parameters`` holds the weights of both, by name.  Without dropout one ``lora_linears``
-        reads x once for all adapters; with dropout each adapter has its own mask, of the tokens
-        from number ``first`` of a batch on.
+        reads x once for all adapters; with dropout each adapter has its own mask, which a token
+        draws by its number in a batch: see ``token_numbers``.
         """
         dropout = self.dropout if seed is not None else 0.0
+        if numbers is not None:
+            numbers = numbers.reshape(x.shape[:-1])
         if is_fixed():  # what these layers give to dx is added up first, as in a batch of several
             x = taped("linears", value_of(x), lambda dx, wanted: {"x": dx}, x=x)
         if self.through:
-            return [self._through(parameters, name, x, dropout, seed, first) for name in modules]
+            return [self._through(parameters, name, x, dropout, seed, numbers) for name in modules]
         adapted = {name: self._layer(parameters, name) for name in modules if name in self.scales}
         if len(adapted) > 1 and not dropout:
             outputs = dict(zip(adapted, lora_linears(x, [*adapted.values()]), strict=True))
@@ -199,7 +201,7 @@ class Adapter:
                     x,
                     **layer._asdict(),
                     dropout=dropout,
-                    **_draw(seed, name) | {"first": first} if dropout else {},
+                    **_draw(seed, name) | {"numbers": numbers} if dropout else {},
                 )
                 for name, layer in adapted.items()
             }
@@ -222,7 +224,7 @@ class Adapter:
         x: Any,
         dropout: float,
         seed: int | Seeds | None,
-        first: int,
+        numbers: Array | None,
     ) -> Any:
         """Return the output of a layer whose weight is that of the file."""
         name = f"{module}.weight"
@@ -237,7 +239,7 @@ class Adapter:
             make=partial(self.into.of_sum, name),
             dropout=dropout,
             seed=None if not dropout or isinstance(seed, Seeds | None) else _seed(seed, module),
-            first=first,
+            numbers=numbers,
         )
 
     def file_weights(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:

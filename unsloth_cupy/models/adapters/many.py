@@ -21,6 +21,7 @@ from ...ops.linear.linear import linear
 from ...parallel.taped import taped, value_of
 from ...placement import to_device_of, to_numpy
 from ..layers.call import Project
+from ..layers.context import Context, own_tokens
 from ..layers.elements import taken
 from .adapter import BIAS, CONFIG, DOWN, MAGNITUDE, PREFIX, UP, Adapter, module_of
 from .outer_weights import made_of
@@ -57,17 +58,26 @@ class ByRows(Adapter):
             for name, array in adapter.parameters.items()
         }
 
-    def project(self, tokens: Any, offsets: Any, seed: int | None, plain: Project) -> Project:
+    def project(
+        self, tokens: Any, offsets: Any, seed: int | None, plain: Project, context: Context | None
+    ) -> Project:
         """Return the linear layers of a call on rows of tokens, or on packed texts."""
         if offsets is None:
             self.check(len(tokens))
         else:
             self.check(len(offsets) - 1, "packed texts")
         names = self.names(offsets)
-        places = {key: np.flatnonzero(names == key) for key in dict.fromkeys(self.rows)}
         axis = 0 if offsets is None else 1
+        own = own_tokens(context, names[None])[0] if axis else names
+        places = {key: np.flatnonzero(own == key) for key in dict.fromkeys(self.rows)}
         places = {key: place for key, place in places.items() if place.size}
-        return partial(self._linears, places, axis, seed, plain)
+        numbers = {}
+        if context is not None and self.dropout and seed is not None:
+            every = np.broadcast_to(names if axis else names[:, None], tokens.shape)
+            for key in places:  # those that its tokens have in a batch of its own
+                number = np.cumsum(every == key, dtype=np.int32).reshape(every.shape) - 1
+                numbers[key] = context.own(number)[context.own(every) == key]
+        return partial(self._linears, places, numbers, axis, seed, plain)
 
     def check(self, count: int, what: str = "rows") -> None:
         """Raise a ShapeError unless there are as many names as rows, or packed texts."""
@@ -85,6 +95,7 @@ class ByRows(Adapter):
     def _linears(
         self,
         places: Mapping[str | None, Array],
+        numbers: Mapping[str | None, Array],
         axis: int,
         seed: int | None,
         plain: Project,
@@ -94,12 +105,12 @@ class ByRows(Adapter):
     ) -> list[Any]:
         """Return the outputs of linear layers, each with the adapters of its rows."""
         if len(places) == 1:
-            return self._of_one(next(iter(places)), seed, plain, parameters, modules, x)
+            return self._of_one(next(iter(places)), numbers, seed, plain, parameters, modules, x)
         own = {key: to_device_of(place, value_of(x)) for key, place in places.items()}
         rows = {key: taken(x, place, axis) for key, place in own.items()}
         if not self.plain or (self.dropout and seed is not None) or is_fixed():
             parts = [
-                self._of_one(key, seed, plain, parameters, modules, part)
+                self._of_one(key, numbers, seed, plain, parameters, modules, part)
                 for key, part in rows.items()
             ]
         else:
@@ -127,6 +138,7 @@ class ByRows(Adapter):
     def _of_one(
         self,
         key: str | None,
+        numbers: Mapping[str | None, Array],
         seed: int | None,
         plain: Project,
         parameters: Mapping[str, Any],
@@ -136,7 +148,8 @@ class ByRows(Adapter):
         """Return the outputs of linear layers with one adapter, or with none."""
         if key is None:
             return plain(parameters, modules, x)
-        return self.adapters[key].linears(Own(parameters, key), modules, x, seed)
+        own = to_device_of(numbers[key], value_of(x)) if key in numbers else None
+        return self.adapters[key].linears(Own(parameters, key), modules, x, seed, own)
 
     def row(self, index: int) -> "ByRows":
         """Return the adapter of one row, as of a batch of it alone."""

@@ -44,7 +44,7 @@ def through_linear(
     make: Make,
     dropout: float = 0.0,
     seed: int | None = None,
-    first: int = 0,
+    numbers: Array | None = None,
 ) -> Any:
     """Return the output of a layer whose weight is made of its sum with an adapter."""
     rows, low, up, added = (value_of(each) for each in (x, a, b, bias))
@@ -52,7 +52,7 @@ def through_linear(
     made = _maker(make, weight, low, up, scale, rows.dtype)
     y: Array = linear(rows, made(), added)
     if dropout:
-        change = dropped_rows(flat, dropout, seed, first=first) - flat
+        change = dropped_rows(flat, dropout, seed, numbers=numbers) - flat
         short = gemm(change, in_dtype(low, rows.dtype).T)
         gemm(
             short,
@@ -68,11 +68,11 @@ def through_linear(
         if names:
             dx, _, dbias = _linear_backward(dy, rows, made(), added, wanted=names)
             gradients |= {"x": dx, "bias": dbias}
-        read = dropped_rows(flat, dropout, seed, first=first)
+        read = dropped_rows(flat, dropout, seed, numbers=numbers)
         gradients["a"], gradients["b"], dlow = straight_gradients(dy, read, low, up, scale)
         if dropout and "x" in wanted:
             change = gemm(dlow, in_dtype(low, rows.dtype))
-            change = dropped_rows(change, dropout, seed, first=first) - change
+            change = dropped_rows(change, dropout, seed, numbers=numbers) - change
             gradients["x"] = gradients["x"] + change.reshape(rows.shape)
         return gradients
 

@@ -22,7 +22,7 @@ from ..adapters.many import ByRows
 from ..configs.config import Config
 from ..ranks.division import Division, bits
 from .call import Attend, Latents, Project, Whole
-from .context import Context
+from .context import Context, token_numbers
 
 
 def attend_of(
@@ -98,15 +98,20 @@ def project_of(
     adapter: Adapter | None,
     seed: int | None,
     division: Division | None,
-    tokens: Any,
+    tokens: Array,
     offsets: Any = None,
+    context: Context | None = None,
     first: int = 0,
 ) -> Project:
-    """Return the linear layers of a call on some tokens, as ``(parameters, names, x)``."""
+    """Return the linear layers of a call on (rows, tokens), as ``(parameters, names, x)``.
+
+    ``first`` is the number of the first token: see ``token_numbers``.
+    """
     if isinstance(adapter, ByRows):
-        return adapter.project(tokens, offsets, seed, _plain)
+        return adapter.project(tokens, offsets, seed, _plain, context)
     if adapter is not None:
-        return partial(adapter.linears, seed=seed, first=first)
+        numbers = None if seed is None else token_numbers(context, tokens, first)
+        return partial(adapter.linears, seed=seed, numbers=numbers)
     return partial(_rounded, division) if config.bit_layers else _plain
 
 

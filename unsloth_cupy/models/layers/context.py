@@ -132,6 +132,18 @@ def own_tokens(context: Context | None, tokens: Array) -> Array:
     return tokens if context is None else context.own(tokens)
 
 
+def token_numbers(context: Context | None, tokens: Array, first: int) -> Array | None:
+    """Return the number in the batch of all ranks of each of this rank's tokens, (rows, tokens).
+
+    ``tokens`` are whole rows, whose first token has the number ``first``.  None: they are 0, 1, 2
+    and so on.
+    """
+    if context is None and first == 0:
+        return None
+    numbers = np.arange(first, first + tokens.size, dtype=np.int32, like=tokens)
+    return own_tokens(context, numbers.reshape(tokens.shape))
+
+
 def real_tokens(context: Context | None, mask: Array | None, like: Array) -> Array | None:
     """Return which of this rank's tokens are real, (rows, tokens): those of the mask; None: all.
 

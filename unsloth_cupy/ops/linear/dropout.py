@@ -23,19 +23,19 @@ def dropped_rows(
     seed: int | None,
     key: Any = None,
     out: Array | None = None,
-    first: int = 0,
+    numbers: Any = None,
 ) -> Array:
     """Return the rows after dropout, written to out; the same array if dropout is 0.
 
     ``key`` () int is the seed where a device holds it.  A kernel that reads it there can be part
-    of a CUDA graph, which draws by another seed in each launch.  ``first`` is the number of the
-    first row, by which it draws.
+    of a CUDA graph, which draws by another seed in each launch.  A row draws by its number, one of
+    ``numbers``, an array of integers: 0, 1, 2 and so on without them.
     """
     if not dropout:
         return rows
     if rows.size and rows.dtype in KERNEL_DTYPES and target_of(rows) is not None:
-        return _launch(contiguous(rows), dropout, seed, key, out, first)
-    number = np.arange(first, first + len(rows), like=rows)
+        return _launch(contiguous(rows), dropout, seed, key, out, contiguous(numbers))
+    number = _numbers(numbers, 0, len(rows), rows)
     bits: Any = int(seed or 0) if key is None else np.asarray(key).astype(np.uint64)
     kept = philox.keep_mask(bits, dropout, (0 * number, 0 * number, number), 0, rows.shape[1])
     dropped = times(rows * kept, 1 / (1 - dropout))
@@ -45,28 +45,28 @@ def dropped_rows(
     return out
 
 
-def _launch(rows: Any, dropout: float, seed: int | None, key: Any, out: Any, first: int) -> Any:
+def _launch(rows: Any, dropout: float, seed: int | None, key: Any, out: Any, numbers: Any) -> Any:
     """Launch the kernel."""
     result = empty(rows.shape, rows.dtype, like=rows) if out is None else out
     columns = rows.shape[1]
     width = lanes(columns, rows, result)
     tiles = -(-columns // (THREADS * width))
     bits = int(seed or 0)
-    chosen = _constants(rows.dtype, np.dtype("int64") if key is None else key.dtype, width)
+    chosen = _constants(rows.dtype, _dtype(key), _dtype(numbers), width)
     kernel = load("dropout.cu", "dropout", rows, chosen)
     kernel[rows.shape[0] * tiles, THREADS](
-        *(rows, result, key, columns, tiles, bits & philox.WORD, bits >> 32 & philox.WORD),
-        *(round(dropout * 2**32), 1 / (1 - dropout), first),
+        *(rows, result, key, numbers, columns, tiles, bits & philox.WORD),
+        *(bits >> 32 & philox.WORD, round(dropout * 2**32), 1 / (1 - dropout)),
     )
     return result
 
 
-def noise(x: Any, size: float, key: Any, sizes: Any = None, first: int = 0) -> Any:
+def noise(x: Any, size: float, key: Any, sizes: Any = None, numbers: Any = None) -> Any:
     """Return noise of the shape (batch, tokens, columns) and dtype of x, uniform in -size .. size.
 
     ``key`` () int64 is the seed, in an array: see ``dropped_rows``.  ``sizes`` (tokens,) float32
-    are those of the tokens of each batch, in place of ``size``.  ``first`` is the number of the
-    first token.
+    are those of the tokens of each batch, in place of ``size``; ``numbers`` are those
+    of the tokens.
     """
     _, tokens, columns = x.shape
     result = empty(x.shape, x.dtype, like=x)
@@ -74,23 +74,38 @@ def noise(x: Any, size: float, key: Any, sizes: Any = None, first: int = 0) -> A
     if x.size and x.dtype in KERNEL_DTYPES and target_of(x) is not None:
         width = lanes(columns, result)
         tiles = -(-columns // (THREADS * width))
-        kernel = load("dropout.cu", "noise", result, _constants(x.dtype, key.dtype, width))
+        chosen = _constants(x.dtype, key.dtype, _dtype(numbers), width)
+        kernel = load("dropout.cu", "noise", result, chosen)
         kernel[len(rows) * tiles, THREADS](
-            *(result, key, sizes, columns, tiles, tokens, size, first)
+            *(result, key, contiguous(numbers), sizes, columns, tiles, tokens, size)
         )
         return result
     bits: Any = np.asarray(key).astype(np.uint64)
     step = max(1, DRAWN // columns)
     for top in range(0, len(rows), step):
-        number = np.arange(top, min(top + step, len(rows)), like=x)
-        drawn = philox.row_words(bits, (0 * number, 0 * number, first + number), 0, columns)
+        stop = min(top + step, len(rows))
+        number = _numbers(numbers, top, stop, x)
+        drawn = philox.row_words(bits, (0 * number, 0 * number, number), 0, columns)
         values = drawn.astype(FLOAT32) * FLOAT32.type(2**-31) - FLOAT32.type(1)
-        values *= FLOAT32.type(size) if sizes is None else sizes[number % tokens][:, None]
-        rows[top : top + step] = values
+        token = np.arange(top, stop, like=x) % tokens
+        values *= FLOAT32.type(size) if sizes is None else sizes[token, None]
+        rows[top:stop] = values
     return result
 
 
+def _numbers(numbers: Any, start: int, stop: int, like: Any) -> Any:
+    """Return the numbers of the rows start .. stop, of which 32 bits count."""
+    if numbers is None:
+        return np.arange(start, stop, like=like)
+    return numbers.reshape(-1)[start:stop].astype(np.uint32)
+
+
+def _dtype(integers: Any) -> Any:
+    """Return the dtype of an array of integers, and one of them if there is no array."""
+    return np.dtype("int64") if integers is None else integers.dtype
+
+
 @cache
-def _constants(dtype: Any, key: Any, width: int) -> Constants:
+def _constants(dtype: Any, key: Any, number: Any, width: int) -> Constants:
     """Return the constants of dropout.cu."""
-    return Constants(T=dtype, K=key, LANES=width, THREADS=THREADS)
+    return Constants(T=dtype, K=key, I=number, LANES=width, THREADS=THREADS)

@@ -13,7 +13,7 @@ from typing import Any
 from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...core.op import op
-from ...errors import ConfigError, naming
+from ...errors import naming
 from ..common import philox
 from ..common.checks import requested_gradients
 from ..common.columns import row_sum
@@ -38,8 +38,8 @@ def lora_linear(
     magnitude: Array | None = None,
     dropout: float = 0.0,
     seed: int | None = None,
-    first: int = 0,
     key: Array | None = None,
+    numbers: Array | None = None,
 ) -> Array:
     """Multiply rows by a weight and its low-rank update, whose product is never formed.
 
@@ -71,12 +71,13 @@ def lora_linear(
         multiplied by ``1 / (1 - dropout)``.
     seed : int
         The seed of dropout, in 0 .. 2**64 - 1: Philox of (seed, row, column).
-    first : int
-        The number of x's first row, which counts rows for dropout: of a part of a batch, the number
-        of rows before it, so that parts drop what the whole batch drops.
     key : () int64, optional
         The 64 bits of a seed, in place of ``seed``.  They are read where they lie: a CUDA graph
         draws by what key holds at each launch.
+    numbers : (*rows) int, optional
+        The number by which dropout draws each row, modulo 2**32: 0, 1, 2 and so on if it is left
+        out.  A part of a batch drops what the whole batch drops if its rows have the numbers that
+        they have there.
 
     Returns
     -------
@@ -111,24 +112,22 @@ def lora_linear(
         bias,
         factor,
         key=key,
+        numbers=numbers,
         scale=scale,
         dropout=dropout,
         seed=seed,
-        first=first,
     )[0]
 
 
-def _check_draw(call: str, key: Any, dropout: float, seed: int | None, first: int) -> None:
+def _check_draw(call: str, key: Any, dropout: float, seed: int | None) -> None:
     """Raise ConfigError unless dropout is below 1 and, if not 0, has a seed or a key."""
-    if not 0 <= first < 2**31:
-        raise ConfigError(f"{call}(first={first}): pass the number of a row, from 0 to 2**31 - 1")
     philox.check(call, dropout, seed if key is None else 0)
 
 
 @op(
     "x(*rows, inputs), weight(outputs, inputs): weight, a(rank, inputs): param,"
-    " b(outputs, rank): param, bias?(outputs): param, factor?(outputs): param, key?: int"
-    " -> y(*rows, outputs), low(*rows, rank)",
+    " b(outputs, rank): param, bias?(outputs): param, factor?(outputs): param, key?: int,"
+    " numbers?(*rows): int -> y(*rows, outputs), low(*rows, rank)",
     widen=False,  # products take 16-bit operands as they are
     operations=lambda a: (
         2 * a["x"].size // a["x"].shape[-1] * (a["weight"].size + a["a"].size + a["b"].size)
@@ -143,17 +142,17 @@ def lora_linear_forward(
     factor: Array | None = None,
     *,
     key: Array | None = None,
+    numbers: Array | None = None,
     scale: float = 1.0,
     dropout: float = 0.0,
     seed: int | None = None,
-    first: int = 0,
 ) -> tuple[Array, Array]:
     """Return y of lora_linear, with DoRA's factor as an input, and ``low`` for the backward op.
 
     ``key`` is the seed where an array holds it.
     """
     rows = flat(x)
-    dropped = dropped_rows(rows, dropout, seed, key, first=first)
+    dropped = dropped_rows(rows, dropout, seed, key, numbers=numbers)
     low = empty((*x.shape[:-1], a.shape[0]), x.dtype, like=x)
     gemm(dropped, in_dtype(a, x.dtype).T, out=flat(low))
     return adapted(x, rows, dropped, weight, flat(low), b, bias, factor, scale), low
@@ -175,15 +174,15 @@ def lora_linear_backward(
     low: Array,
     *,
     key: Array | None = None,
+    numbers: Array | None = None,
     scale: float = 1.0,
     dropout: float = 0.0,
     seed: int | None = None,
-    first: int = 0,
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, ...]:
     """Return the gradients of the arrays, in order; None for those that are not ``wanted``."""
     rows, dy_rows = flat(x), flat(dy)
-    dropped = dropped_rows(rows, dropout, seed, key, first=first)
+    dropped = dropped_rows(rows, dropout, seed, key, numbers=numbers)
     operands = {"x": x, "weight": weight, "a": a, "b": b, "bias": bias, "factor": factor}
     needed = requested_gradients("lora_linear_backward", wanted, **operands)
     dproduct, dlows, db, dbias, dfactor = adapted_gradients(
@@ -201,7 +200,7 @@ def lora_linear_backward(
             gemm(up, in_dtype(a, x.dtype), out=to)
             if not whole:
                 gemm(dproduct - dy_rows, weight, out=to, add=True)
-            dropped_rows(to, dropout, seed, key, out=to, first=first)
+            dropped_rows(to, dropout, seed, key, out=to, numbers=numbers)
         gemm(dproduct if whole else dy_rows, weight, out=to, add=dropout > 0)
         if not dropout:
             add_low_rank_rows(to, up, a)

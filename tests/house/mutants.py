@@ -15,12 +15,12 @@ in ``harmless.toml``, with a reason.
 
 import argparse
 import ast
+import bisect
 import gc
 import importlib
 import itertools
 import os
 import pickle
-import re
 import shutil
 import signal
 import sys
@@ -44,6 +44,7 @@ from ..harness.tracked import ROOT, tracked
 
 HARMLESS = tomllib.loads(Path(__file__).with_name("harmless.toml").read_text())
 SURVIVES = 3  # exit code of a fork whose tests pass
+MEASURED, KILLER = Path("measured"), Path("killer")  # what a fork reports
 SECONDS = 30  # of tests for one mutant, as they last without it
 EFFECTS = ast.Expr, ast.AugAssign, ast.Raise, ast.Continue, ast.Break, ast.Delete
 PAIRS = "Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, And Or, Add Sub, Mult Div, BitAnd BitOr"
@@ -74,10 +75,10 @@ class Mutant(NamedTuple):
         module = sys.modules[self.file.removesuffix(".py").replace("/", ".")]
         before = {**vars(module)}
         exec(self.constant, vars(module))
-        for name, value in before.items():
+        for name in [n for n in before if vars(module)[n] is not before[n]]:
             for each in [*sys.modules.values()]:
-                if getattr(module, name) is not value and vars(each).get(name, each) is value:
-                    setattr(each, name, getattr(module, name))
+                if vars(each).get(name, each) is before[name]:
+                    setattr(each, name, vars(module)[name])
 
 
 def other(operator: ast.AST) -> Any:
@@ -142,25 +143,42 @@ def key(code: CodeType) -> Key:
     return code.co_qualname, code.co_firstlineno, min(columns, default=0)
 
 
+def text(node: ast.AST, field: str, value: Any, place: ast.AST, name: str, _: Any = None) -> str:
+    """Return a change in words."""
+    old, before = getattr(node, field), ast.unparse(node)
+    setattr(node, field, value)
+    change = f"{before} -> {ast.unparse(node)}"
+    setattr(node, field, old)
+    if field == "test":
+        change = f"{ast.unparse(old)} -> {ast.unparse(value)}"
+    elif isinstance(value, list) and isinstance(old[0], ast.stmt):
+        change = f"{ast.unparse(place)} is removed"
+    return f"{name}: {' '.join(change.split())}"
+
+
 def mutants(file: str, functions: dict[Key, Any], every: int, day: int) -> Iterator[Mutant]:
     """Yield one in ``every`` mutants of a file that change a function or a constant."""
     tree = ast.parse(Path(file).read_text())
     plain = codes(tree, file)
-    for i, (node, field, value, place, name, constant) in enumerate(places(tree, "", None)):
+    for i, change in enumerate(places(tree, "", None)):
         if i % every != day % every:
             continue
-        old, before = getattr(node, field), ast.unparse(node)
+        node, field, value, place, _, constant = change
+        what, old = text(*change), getattr(node, field)
         setattr(node, field, value)
         changed = {k: c for k, c in codes(tree, file).items() if k in functions and c != plain[k]}
         if changed or constant:
-            gone = isinstance(value, list) and isinstance(old[0], ast.stmt)
-            what = f"{ast.unparse(place)} is removed" if gone else f"{before} -> {ast.unparse(node)}"
-            if field == "test":
-                what = f"{ast.unparse(old)} -> {ast.unparse(value)}"
-            what = f"{name}: {' '.join(what.split())}"
             line = ast.unparse(constant) if constant and not changed else ""
             yield Mutant(file, place.lineno, what, ast.unparse(tree), changed, line)
         setattr(node, field, old)
+
+
+class Test(NamedTuple):
+    """A test, its time, and the lines that it executes, each a file and a number."""
+
+    item: pytest.Item
+    seconds: float
+    lines: set[tuple[str, int]]
 
 
 class Judge:
@@ -168,6 +186,7 @@ class Judge:
 
     def __init__(self, files: list[str], every: int, day: int) -> None:
         self.files, self.every, self.day = files, every, day
+        self.kills = Counter[str]()
         self.report = os.fdopen(os.dup(1), "w")  # pytest captures the other
 
     def print(self, line: str) -> None:
@@ -175,9 +194,9 @@ class Judge:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         """Run all tests once, then those of each mutant; print what survives and the share."""
-        self.items = session.items
-        forked(lambda: Path("measured").write_bytes(pickle.dumps([*map(self.measured, self.items)])))
-        self.seconds, self.lines = zip(*pickle.loads(Path("measured").read_bytes()), strict=True)
+        forked(lambda: MEASURED.write_bytes(pickle.dumps([*map(self.measured, session.items)])))
+        measured = zip(session.items, pickle.loads(MEASURED.read_bytes()), strict=True)
+        self.tests = [Test(item, *each) for item, each in measured]
         os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # else that of one mutant is run for another
         functions = self.functions()
         counts = Counter[str]()
@@ -225,26 +244,33 @@ class Judge:
 
     def judged(self, mutant: Mutant, functions: dict[Key, list[FunctionType]]) -> str:
         """Return what becomes of a mutant, in a fork of this process."""
-        if any(re.fullmatch(pattern, str(mutant)) for pattern in HARMLESS):
+        if str(mutant) in HARMLESS:
             return "harmless"
         place = mutant.file, 0 if mutant.constant else mutant.line
-        covering = [pair for pair in zip(self.seconds, self.lines, self.items) if place in pair[1]]
-        covering.sort(key=lambda each: each[0])
-        ends = itertools.accumulate(each[0] for each in covering)
-        tests = [each[2] for each, end in zip(covering, ends, strict=True) if end < SECONDS]
+        tests = [test for test in self.tests if place in test.lines]
+        tests.sort(key=lambda test: (-self.kills[test.item.nodeid], test.seconds))
+        ends = [*itertools.accumulate(test.seconds for test in tests)]
+        tests = tests[: bisect.bisect(ends, SECONDS)]
         if not tests:
             return "unseen, as no test executes it"
 
         def judge() -> None:
-            signal.alarm(10 + int(5 * sum(each[0] for each in covering)))  # of an endless loop
+            signal.alarm(10 + int(5 * sum(test.seconds for test in tests)))  # of an endless loop
             Path(mutant.file).write_text(mutant.text)
             mutant.apply(functions)
-            os._exit(SURVIVES if all(map(passes, tests)) else 0)
+            for test in tests:
+                KILLER.write_text(test.item.nodeid)
+                if not passes(test.item):
+                    os._exit(0)
+            os._exit(SURVIVES)
 
         plain = Path(mutant.file).read_text()
         status = forked(judge)
         Path(mutant.file).write_text(plain)
-        return f"survives {len(tests)} tests" if status == SURVIVES else "killed"
+        if status == SURVIVES:
+            return f"survives {len(tests)} tests"
+        self.kills[KILLER.read_text()] += 1
+        return "killed"
 
 
 def forked(work: Callable[[], object]) -> int:

@@ -234,6 +234,7 @@ class Judge:
         """Return the functions of every file, of which several may have one code."""
         for file in self.files:
             importlib.import_module(file.removesuffix(".py").replace("/", "."))
+        importlib.import_module("tests.harness.isolation").names()  # else each fork imports all
         gc.unfreeze()
         functions: Any = defaultdict(lambda: defaultdict(list))
         for each in gc.get_objects():

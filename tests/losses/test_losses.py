@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import Tape, losses
-from unsloth_cupy.errors import ConfigError, ShapeError
+from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
 from unsloth_cupy.losses import _rows, policies, preferences
 
 from ..conftest import FOLDER
@@ -474,6 +474,7 @@ BROKEN[1, 2] = -np.inf
         (lambda: losses.reward(A[:, 0], center=-1.0), "center must be 0 or more"),
         (lambda: losses.nll(A, M, count=0), "count must be above 0"),
         (lambda: losses.nll(A, np.where(M, 5, -100)), "mask holds 5; pass True or 1 for tokens"),
+        (lambda: losses.nll(A, [[1, 0, 1], [0, 7, 1], [0, 5, 0], [1, 1, 1]] + 0 * A), "holds 7.0;"),
         (lambda: losses.nll(A, A * np.nan), "mask holds nan"),
         (lambda: losses.kto(A, M, A, M[:, 0], k=np.nan), r"kto\(k=nan\): k must be a finite"),
     ],
@@ -481,6 +482,11 @@ BROKEN[1, 2] = -np.inf
 def test_bad_options(call: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         call()
+
+
+def test_a_mask_of_texts_is_no_mask() -> None:
+    with pytest.raises(DTypeError, match="mask is <U1; pass an array of True and False, or of 1"):
+        losses.nll(A, np.full((4, 3), "x"))
 
 
 MEANS = (
@@ -511,6 +517,7 @@ def test_a_part_of_a_batch_may_have_no_rows(call: Any) -> None:
         ),
         (lambda: losses.policy(A, M, A[:, 0], kind="gmpo", weights=A), r"must be \(rows, 1\)"),
         (lambda: losses.advantages(A[:, 0], 3), "4 rows are not whole groups of 3"),
+        (lambda: losses.reward(A[:3, 0]), "3 rows are not pairs"),
         (lambda: losses.reward(A[:, 0], margin=A[:, 0]), "margin has 4 numbers for 2 pairs"),
         (lambda: losses.contrastive(A, A[:3]), "3 documents for 4 queries; pass at least as many"),
         (lambda: losses.wpo_weights(A[:3], A[:3], M[:3]), "3 rows are not pairs"),
@@ -520,6 +527,24 @@ def test_a_part_of_a_batch_may_have_no_rows(call: Any) -> None:
 def test_shapes_that_do_not_fit(call: Any, words: str) -> None:
     with pytest.raises(ShapeError, match=words):
         call()
+
+
+@pytest.mark.parametrize(
+    ("call", "expected", "actual"),
+    [
+        (lambda: losses.nll(A[:0], M[:0]), "a row", 0),
+        (lambda: losses.reward(A[:3, 0]), "an even number of rows", 3),
+        (lambda: losses.reward(A[:, 0], margin=A[:, 0]), (2,), (4,)),
+        (lambda: losses.preference(A, M, weights=A[:, 0]), (2,), (4,)),
+        (lambda: losses.advantages(A[:, 0], 3), "a multiple of 3", 4),
+        (lambda: losses.advantages(A[:, 0], 2, weights=A[:, 0]), (1,), (4,)),
+        (lambda: losses.contrastive(A, A[:3]), 4, 3),
+    ],
+)
+def test_errors_have_both_shapes(call: Any, expected: Any, actual: Any) -> None:
+    with pytest.raises(ShapeError) as error:
+        call()
+    assert (error.value.expected, error.value.actual) == (expected, actual)
 
 
 ONES, ROWS = np.ones(4, np.float32), np.full((4, 3), -1.0, np.float32)

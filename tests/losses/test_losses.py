@@ -679,6 +679,15 @@ def test_a_ratio_at_a_limit_is_kept() -> None:
         np.testing.assert_array_equal(kept, ratio * expected)
 
 
+@pytest.mark.parametrize(
+    ("kind", "divisor"), [("dapo", 1), ("grpo", 2), ("luspo", 2), ("dr_grpo", 6), ("bnpo", 1)]
+)
+def test_what_a_policy_divides_by(kind: str, divisor: int) -> None:
+    """Of two rows of three tokens, one token counts, whose ratio is 1."""
+    mask = np.array([[True, False, False], [False] * 3])
+    assert losses.policy(A[:2], mask, A[:2, 0], kind=kind) == 1 / divisor
+
+
 def test_vespo_has_the_shapes_of_its_docstring() -> None:
     def of(**options: Any) -> Any:
         return losses.policy(

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import Tape, losses
-from unsloth_cupy.errors import ConfigError, ShapeError
-from unsloth_cupy.losses import _rows, policies, preferences
+from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
+from unsloth_cupy.losses import _rows, constants, policies, preferences
 
 from ..conftest import FOLDER
 from ..golden.golden import OpCase, op_cases
@@ -462,6 +462,9 @@ BROKEN[1, 2] = -np.inf
         (lambda: losses.policy(A, M, A[:, 0], clip=(-0.1, 0.2)), r"clip\[0\] must be 0 or more"),
         (lambda: losses.policy(A, M, A[:, 0], beta=0.1), r"beta=0.1\): pass reference"),
         (lambda: losses.policy(A, M, A[:, 0], reference=A), "beta=0 does not use reference"),
+        (lambda: losses.policy(A, M, A[:, 0], weighted_kl=True), "beta=0 does not use weighted_kl"),
+        (lambda: losses.policy(A, M, A[:, 0], level="row"), "level='row'; choose from token, seq"),
+        (lambda: constants.advantages_forward(A[:, 0], kind="a"), "kind='a'; choose from grpo"),
         (lambda: losses.advantages(A[:, 0], 4, kind="gdpo", scale="group"), "not use scale"),
         (lambda: losses.advantages(A[:, 0], 4, kind="rloo", scale="group"), "choose from none, b"),
         (lambda: losses.advantages(-BROKEN[:, 2], 2), "holds an infinity in row 1; pass NaN"),
@@ -474,6 +477,7 @@ BROKEN[1, 2] = -np.inf
         (lambda: losses.reward(A[:, 0], center=-1.0), "center must be 0 or more"),
         (lambda: losses.nll(A, M, count=0), "count must be above 0"),
         (lambda: losses.nll(A, np.where(M, 5, -100)), "mask holds 5; pass True or 1 for tokens"),
+        (lambda: losses.nll(A, [[1, 0, 1], [0, 7, 1], [0, 5, 0], [1, 1, 1]] + 0 * A), "holds 7.0;"),
         (lambda: losses.nll(A, A * np.nan), "mask holds nan"),
         (lambda: losses.kto(A, M, A, M[:, 0], k=np.nan), r"kto\(k=nan\): k must be a finite"),
     ],
@@ -481,6 +485,11 @@ BROKEN[1, 2] = -np.inf
 def test_bad_options(call: Any, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         call()
+
+
+def test_a_mask_of_texts_is_no_mask() -> None:
+    with pytest.raises(DTypeError, match="mask is <U1; pass an array of True and False, or of 1"):
+        losses.nll(A, np.full((4, 3), "x"))
 
 
 MEANS = (
@@ -510,7 +519,9 @@ def test_a_part_of_a_batch_may_have_no_rows(call: Any) -> None:
             r"advantages of kind='rloo' must be \(rows,\)",
         ),
         (lambda: losses.policy(A, M, A[:, 0], kind="gmpo", weights=A), r"must be \(rows, 1\)"),
+        (lambda: losses.advantages(A[:, 0], 2, weights=[1, 2]), "2 numbers for 1 functions"),
         (lambda: losses.advantages(A[:, 0], 3), "4 rows are not whole groups of 3"),
+        (lambda: losses.reward(A[:3, 0]), "3 rows are not pairs"),
         (lambda: losses.reward(A[:, 0], margin=A[:, 0]), "margin has 4 numbers for 2 pairs"),
         (lambda: losses.contrastive(A, A[:3]), "3 documents for 4 queries; pass at least as many"),
         (lambda: losses.wpo_weights(A[:3], A[:3], M[:3]), "3 rows are not pairs"),
@@ -520,6 +531,24 @@ def test_a_part_of_a_batch_may_have_no_rows(call: Any) -> None:
 def test_shapes_that_do_not_fit(call: Any, words: str) -> None:
     with pytest.raises(ShapeError, match=words):
         call()
+
+
+@pytest.mark.parametrize(
+    ("call", "expected", "actual"),
+    [
+        (lambda: losses.nll(A[:0], M[:0]), "a row", 0),
+        (lambda: losses.reward(A[:3, 0]), "an even number of rows", 3),
+        (lambda: losses.reward(A[:, 0], margin=A[:, 0]), (2,), (4,)),
+        (lambda: losses.preference(A, M, weights=A[:, 0]), (2,), (4,)),
+        (lambda: losses.advantages(A[:, 0], 3), "a multiple of 3", 4),
+        (lambda: losses.advantages(A[:, 0], 2, weights=A[:, 0]), (1,), (4,)),
+        (lambda: losses.contrastive(A, A[:3]), 4, 3),
+    ],
+)
+def test_errors_have_both_shapes(call: Any, expected: Any, actual: Any) -> None:
+    with pytest.raises(ShapeError) as error:
+        call()
+    assert (error.value.expected, error.value.actual) == (expected, actual)
 
 
 ONES, ROWS = np.ones(4, np.float32), np.full((4, 3), -1.0, np.float32)
@@ -639,6 +668,39 @@ def test_weights_that_a_mask_hides_may_hold_anything() -> None:
     expected = losses.policy(ROWS, hidden, ONES, weights=weights)
     weights[:, 2] = np.nan
     assert losses.policy(ROWS, hidden, ONES, weights=weights) == expected
+
+
+def test_a_ratio_at_a_limit_is_kept() -> None:
+    sampler = ROWS - np.log(np.float32([1, 2, 4]))  # ratios of 1, 2 and 4
+    ratio = np.exp(ROWS - sampler)
+    _, two, four = ratio[0]
+    for least, most, expected in ((two, four, [0, 1, 1]), (None, two, [1, 1, 0])):
+        kept = losses.sampler_ratio(ROWS, sampler, COUNTED, kind="token_mask", limits=(least, most))
+        np.testing.assert_array_equal(kept, ratio * expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "divisor"), [("dapo", 1), ("grpo", 2), ("luspo", 2), ("dr_grpo", 6), ("bnpo", 1)]
+)
+def test_what_a_policy_divides_by(kind: str, divisor: int) -> None:
+    """Of two rows of three tokens, one token counts, whose ratio is 1."""
+    mask = np.array([[True, False, False], [False] * 3])
+    assert losses.policy(A[:2], mask, A[:2, 0], kind=kind) == 1 / divisor
+
+
+def test_vespo_has_the_shapes_of_its_docstring() -> None:
+    def of(**options: Any) -> Any:
+        return losses.policy(
+            0.5 * ROWS, M, A[:, 0] * [1, -1, 2, -2], old=ROWS, kind="vespo", **options
+        )
+
+    assert of() == of(vespo=((2, 3), (3, 2)))
+
+
+def test_sizes_of_results_are_known_before_a_call() -> None:
+    for kind, width in (("sequence_mask", 1), ("sequence_truncate", 1), ("token_mask", 5)):
+        assert constants._tokens((4, 5), kind=kind) == {"width": width}
+    assert constants._pairs((4, 5)) == {"pairs": 2}
 
 
 def test_a_lone_answer_has_no_advantage() -> None:

@@ -22,7 +22,7 @@ def printable(text: str) -> str:
     All that is printed and may come from a file, a model or another process passes through here.
     Lines and tabs stay.
     """
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+    return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def shortened(text: str) -> str:

@@ -253,12 +253,12 @@ class TestStopStrings:
             expected = ends[0].removesuffix(max((s for s in stops if ends[0].endswith(s)), key=len))
         for seed in range(20):
             draw, rest, stream, shown = random.Random(seed), text, StopStrings(stops), ""
-            while rest and not stream.found:
+            while rest and not stream.has_match:
                 size = draw.randint(1, 4)
                 shown += stream.push(rest[:size])
                 rest = rest[size:]
                 assert expected.startswith(shown)
-            assert stream.found == bool(ends)
+            assert stream.has_match == bool(ends)
             assert shown + stream.flush() == expected
 
     def test_nothing_waits_that_begins_no_string(self) -> None:

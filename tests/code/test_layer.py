@@ -155,7 +155,7 @@ def test_a_step_of_an_adapter_is_a_graph_and_three_launches() -> None:
             measure = measure_gradients(gradients, 1.0, scaler=scaler)
             optimizer.step(gradients, lr=1e-3, finite=measure.finite, factor=measure.factor)
             scaler.update(measure.finite)
-        assert [each.captured.graph.launched for each in model.graphs.made.values()] == [2]
+        assert [each.captured.graph.launched for each in model.graphs.by_form.values()] == [2]
         kernels = [launch.kernel for launch in machine.launches]
         assert kernels == ["measure", "adamw_step", "loss_scaler"]
         assert not machine.products

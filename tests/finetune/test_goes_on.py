@@ -155,7 +155,7 @@ def test_a_request_is_answered_while_python_runs_no_handler(
 
         def ask() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
-            if stop.told.wait(60):
+            if stop.announcement.wait(60):
                 times["told"] = time.monotonic()
 
         asking = threading.Timer(0.05, ask)

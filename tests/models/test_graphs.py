@@ -83,7 +83,7 @@ def on_device(machine: Machine) -> Callable[..., Any]:
 
 
 def graphs_of(model: Any) -> list[Any]:
-    return [each.captured.graph for each in model.graphs.made.values() if each.captured.graph]
+    return [each.captured.graph for each in model.graphs.by_form.values() if each.captured.graph]
 
 
 def steps(

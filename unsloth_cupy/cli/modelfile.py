@@ -71,11 +71,11 @@ def begin_of(chat: Chat, tokenizer: Any) -> str:
 def go_template(turns: Turns, begin: str) -> str:
     """Return a chat template in the language of Ollama, without the text ``begin`` at its start."""
     texts = [turns.first, turns.next, turns.answer, turns.end, *(turns.system or ())]
-    first, later, answer, end, *around = (_literal(text.removeprefix(begin)) for text in texts)
+    first, later, answer, end, *parts = (_literal(text.removeprefix(begin)) for text in texts)
     before = f"{{{{ if eq $i 0 }}}}{first}{{{{ else }}}}{later}{{{{ end }}}}"
     system = ""
     if turns.system is not None:
-        opening, closing = around
+        opening, closing = parts
         system = f'{{{{ if eq .Role "system" }}}}{opening}{{{{ .Content }}}}{closing}{{{{ end }}}}'
         # a system message has written what stands before the first question
         before = (

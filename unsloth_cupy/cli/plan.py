@@ -123,13 +123,13 @@ def plan(
     sizes = (
         tensor_parallel, pipeline_parallel, data_parallel, context_parallel, expert_parallel
     )  # fmt: skip
-    given: dict[str, Any] = {
+    arguments: dict[str, Any] = {
         "teacher": teacher, "samples": samples, "max_new_tokens": max_new_tokens, "reward": reward,
         "accumulate": accumulate, "zero": int(zero), "data_parallel": data_parallel,
         "tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel,
         "context_parallel": context_parallel, "expert_parallel": expert_parallel,
     }  # fmt: skip
-    learning = learning_of(method, given)
+    learning = learning_of(method, arguments)
     folder, values, adapter, stored = facts_of(config, {} if learning is None else learning.loading)
     quantize = quantized_kind(folder and source_of(folder), quantize, lora, adapter, stored)
     if adapter is not None and lora is not None:
@@ -217,9 +217,9 @@ def facts_of(config: Path, head: dict[str, Any]) -> tuple[Path | None, Any, Any,
     return folder, values, *known
 
 
-def learning_of(name: str, given: dict[str, Any]) -> Any:
+def learning_of(name: str, options: dict[str, Any]) -> Any:
     """Return a method with its teacher's config; None for the next token of texts."""
-    settings, teacher = Settings(method=name, **given), given["teacher"]
+    settings, teacher = Settings(method=name, **options), options["teacher"]
     settings.check_method(whole=not METHODS[name].draws)
     folders = {} if teacher is None else {"teacher": folder_of(teacher)}
     return None if name == "sft" else with_teacher(settings.learning, folders)

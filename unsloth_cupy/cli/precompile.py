@@ -71,12 +71,12 @@ def precompile(
         "accumulate": accumulate,
     }
     root, rows_of = cache.folder(), numbers("--batch", batch)
-    wanted: list[int | None] = [None] if tokens is None else [*numbers("--tokens", tokens)]
+    counts: list[int | None] = [None] if tokens is None else [*numbers("--tokens", tokens)]
     for card in cards(arch):
         if refused := cache.refusal(card.architecture, cupy().cuda.nvrtc):
             raise ConfigError(f"precompile: {refused}")
         try:
-            lengths = [tokens_of(each, parse(values).positions) for each in wanted]
+            lengths = [tokens_of(each, parse(values).positions) for each in counts]
             launches = [
                 launch
                 for rows in rows_of

@@ -84,7 +84,7 @@ class Printer(Listener):
             for needed in ("matplotlib.figure", "rich.table"):
                 import_module(needed)
             if self.profile is not None:
-                self.profiled = run.loop.around = Steps(run.loop, self.profile)
+                self.profiled = run.loop.step_context = Steps(run.loop, self.profile)
 
     def began(self, step: int, steps: int) -> None:
         """Show the bar."""

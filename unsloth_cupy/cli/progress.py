@@ -21,9 +21,9 @@ def progress(
 
         yield from track(items, doing, count, console=Console(stderr=True), transient=True)
         return
-    said = -SECONDS_BETWEEN_LINES
+    last_time = -SECONDS_BETWEEN_LINES
     for number, item in enumerate(items, 1):
-        if (now := time.monotonic()) - said >= SECONDS_BETWEEN_LINES:
-            said = now
+        if (now := time.monotonic()) - last_time >= SECONDS_BETWEEN_LINES:
+            last_time = now
             echo(f"{doing} {number} of {count}: {named(item)}", err=True)
         yield item

@@ -306,5 +306,5 @@ def coerce_option(op: str, parameters: Parameters, name: str, value: Any) -> Any
     raise ConfigError(f"{op}({name}={reprlib.repr(value)}): {name} must be {words}")
 
 
-def _too_many(op: str, wanted: str) -> None:
-    raise DTypeError(f"{op} takes ({wanted}); pass other arrays by keyword")
+def _too_many(op: str, parameters: str) -> None:
+    raise DTypeError(f"{op} takes ({parameters}); pass other arrays by keyword")

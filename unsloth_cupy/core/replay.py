@@ -29,9 +29,9 @@ persistent_arrays: list[Any] = []  # they outlive every call: kernels report to 
 ALLOWED = {"data", "ctypes", "device", "base"}  # for addresses and for limits of the device
 
 
-def choosing(those: tuple[Any, ...], function: Any, *arguments: Any, **options: Any) -> Any:
-    """Call a function; its launches choose by ``those``, if there are any: those of its forward."""
-    token = choices.set(those or choices.get())
+def choosing(marks: tuple[Any, ...], function: Any, *arguments: Any, **options: Any) -> Any:
+    """Call a function; its launches choose by ``marks``, if there are any: those of its forward."""
+    token = choices.set(marks or choices.get())
     try:
         return function(*arguments, **options)
     finally:

@@ -140,13 +140,13 @@ def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
 
 def _fits_with_heads_first(op: str, contract: Contract, arrays: Sequence[Any]) -> bool:
     """Return whether a call that does not fit has its heads before its tokens."""
-    swapped, found = [*arrays], False
+    swapped, has_heads = [*arrays], False
     for i, (operand, array) in enumerate(zip(contract.inputs, arrays, strict=True)):
         if operand.axes[2:3] in (("heads",), ("kv_heads",)) and getattr(array, "ndim", 0) == 4:
             shape = *array.shape[:1], *array.shape[2:0:-1], *array.shape[3:]
-            swapped[i], found = SimpleNamespace(shape=shape, dtype=array.dtype), True
+            swapped[i], has_heads = SimpleNamespace(shape=shape, dtype=array.dtype), True
     try:
-        return found and bool(_bound(op, contract, swapped))
+        return has_heads and bool(_bound(op, contract, swapped))
     except (ShapeError, DTypeError):
         return False
 
@@ -167,15 +167,15 @@ def _bound(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
             if not operand.optional:
                 raise DTypeError(f"{op}: {operand.name} is missing; pass {operand}")
             continue
-        wanted = allowed(operand.kind, dtype)
+        expected = allowed(operand.kind, dtype)
         if isinstance(array, Stored):
             if operand.kind != "weight":
                 problem = f"{operand.name} is quantized; pass {operand.name}.dequantize()"
-                raise DTypeError(shown(problem), expected=wanted, actual=array.dtype)
-            wanted = (array.dtype,)
-        if array.dtype not in wanted:
-            problem = _swapped(operand, array, present) or _wrong_dtype(operand, array, wanted)
-            raise DTypeError(shown(problem), expected=wanted, actual=array.dtype)
+                raise DTypeError(shown(problem), expected=expected, actual=array.dtype)
+            expected = (array.dtype,)
+        if array.dtype not in expected:
+            problem = _swapped(operand, array, present) or _wrong_dtype(operand, array, expected)
+            raise DTypeError(shown(problem), expected=expected, actual=array.dtype)
         fit(operand, array)
     for many, few in contract.multiples:
         if sizes[many] != sizes[few] * (sizes[many] // max(sizes[few], 1)):
@@ -194,9 +194,9 @@ def _bound(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
     return Bound(sizes, dtype, tuple(outputs))
 
 
-def _wrong_dtype(operand: Operand, array: Any, wanted: Sequence[np.dtype[Any]]) -> str:
+def _wrong_dtype(operand: Operand, array: Any, dtypes: Sequence[np.dtype[Any]]) -> str:
     """Return what is wrong with the dtype of an operand."""
-    name, cure = array.dtype.name, " or ".join(d.name for d in wanted)
+    name, cure = array.dtype.name, " or ".join(d.name for d in dtypes)
     if not array.dtype.isnative:
         cure = f"{operand.name}.astype({name!r})"
         return f"{operand.name} is {name} with swapped bytes; pass {cure}"
@@ -268,8 +268,8 @@ def parts(axis: str) -> tuple[str, str, str]:
 
 def _droppable(axes: tuple[str, ...]) -> int | None:
     """Return the first axis that may be absent: any ``name?``, or a leading ``name|1``."""
-    found = (i for i, a in enumerate(axes) if a.endswith("?") or (i == 0 and a.endswith("|1")))
-    return next(found, None)
+    indices = (i for i, a in enumerate(axes) if a.endswith("?") or (i == 0 and a.endswith("|1")))
+    return next(indices, None)
 
 
 def explain(op: str, problem: str, operands: Sequence[Operand], arrays: Sequence[Any]) -> str:

@@ -141,10 +141,10 @@ EVENTS = [name for name in vars(Callback) if name.startswith("on_")]
 
 def checked(callbacks: Iterable[Any]) -> list[Any]:
     """Return callbacks, of classes an instance; raise a ConfigError for what is not one."""
-    given: Any = callbacks
-    if not isinstance(given, list | tuple):
-        raise ConfigError(f"Trainer(callbacks={given!r}): pass a list of them")
-    each = [callback() if isinstance(callback, type) else callback for callback in given]
+    values: Any = callbacks
+    if not isinstance(values, list | tuple):
+        raise ConfigError(f"Trainer(callbacks={values!r}): pass a list of them")
+    each = [callback() if isinstance(callback, type) else callback for callback in values]
     for callback in each:
         if not any(callable(getattr(callback, event, None)) for event in EVENTS):
             cure = f"subclass Callback, and define one of {', '.join(EVENTS)}"
@@ -170,8 +170,8 @@ class Callbacks:
         loop, state = self.loop, self.state
         state.global_step = loop.step
         accumulate = loop.plan.accumulate
-        begun = loop.step - loop.step % loop.method.updates(accumulate)
-        first = loop.method.first(begun, accumulate)
+        start = loop.step - loop.step % loop.method.updates(accumulate)
+        first = loop.method.first(start, accumulate)
         state.epoch = loop.training_data.batches.epoch(first)
 
     def call(self, event: str, **more: Any) -> None:

@@ -123,12 +123,12 @@ class Chat(Template):
             As ``spans``.
         """
         render = functools.partial(self.rendered, tools=tools, options=options)
-        said = self._accepted([*map(_unweighted, messages)], render)
-        text = self.question(said, tools=tools, options=options, today=False)
+        chat = self._accepted([*map(_unweighted, messages)], render)
+        text = self.question(chat, tools=tools, options=options, today=False)
         if tools:
-            without = self.question(said, options=options, today=False)
+            without = self.question(chat, options=options, today=False)
             self._check_tools(text, without)
-        self._count(said, text, options)
+        self._count(chat, text, options)
         return text
 
     def spans(
@@ -149,12 +149,12 @@ class Chat(Template):
         if not turns:
             return []
         render = functools.partial(self.rendered, tools=tools, options=options)
-        said = self._accepted([*map(_unweighted, messages[: turns[-1] + 1])], render)
-        answers, text = self._answers(said, turns, render)
+        chat = self._accepted([*map(_unweighted, messages[: turns[-1] + 1])], render)
+        answers, text = self._answers(chat, turns, render)
         if text is not None:
             if tools:
-                self._check_tools(text, self.rendered([(said, False)], options=options)[0].text)
-            self._count(said, text, options)
+                self._check_tools(text, self.rendered([(chat, False)], options=options)[0].text)
+            self._count(chat, text, options)
         lessons: list[Lesson] = []
         for answer in reversed(answers):
             if not any(_added(lesson, answer) for lesson in lessons) and answer.spans:
@@ -308,8 +308,8 @@ class Chat(Template):
                 # behind a text that the template puts first, be it with other spaces
                 words = r"\s*".join(map(re.escape, request.split()))
                 forms = (re.escape(request), rf"{words}\s*") if words else ()
-                found = [re.compile(form).finditer(text, shared, header) for form in forms]
-                places = next(filter(None, map(list, found)), [])
+                matches = [re.compile(form).finditer(text, shared, header) for form in forms]
+                places = next(filter(None, map(list, matches)), [])
                 if places:
                     start = places[-1].end()
                 elif shared < agreed < header and began.strip():
@@ -346,17 +346,17 @@ class Chat(Template):
         end, by which a model may stop.  Words behind the end that are not there once a message
         follows, as a request to the model, are not the answer's.
         """
-        mark, said = placeholder(messages), messages[answer.turn]
-        asked: list[dict[str, Any]] = [{"role": "user", "content": mark}]
+        mark, message = placeholder(messages), messages[answer.turn]
+        question: list[dict[str, Any]] = [{"role": "user", "content": mark}]
         results = [
             {"role": "tool", "content": mark, "name": call.get("function", call).get("name")}
             | ({"tool_call_id": call["id"]} if "id" in call else {})
-            for call in said.get("tool_calls") or []
+            for call in message.get("tool_calls") or []
         ]
-        begun, nexts = messages[: answer.turn + 1], [each for each in (results, asked) if each]
-        after = render([([*begun, *each], False) for each in nexts])
+        history, nexts = messages[: answer.turn + 1], [each for each in (results, question) if each]
+        after = render([([*history, *each], False) for each in nexts])
         (start, stop), text, end = answer.spans[0], answer.text, answer.end
-        own, content = text[start:end], said.get("content")
+        own, content = text[start:end], message.get("content")
         if isinstance(content, str) and content.strip() and own.endswith(content.strip()):
             own = content.strip()  # reasoning may be left out once a question follows
         whole = next((each.text for each in after if mark in each.text), "")
@@ -424,8 +424,8 @@ def _longest(text: str) -> str:
 
 def _leading(text: str) -> set[str]:
     """Return the tags that a text begins with."""
-    begun = ENDED.match(text)
-    return set(TAGS.findall(begun[0]) if begun else [])
+    match = ENDED.match(text)
+    return set(TAGS.findall(match[0]) if match else [])
 
 
 def _outside(text: str, start: int, stop: int, *, after: bool = False) -> int:

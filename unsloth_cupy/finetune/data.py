@@ -34,8 +34,8 @@ class DataFiles(NamedTuple):
         if not self.files:
             return split("python-docs", python_documentation())
         if self.lines:
-            given = (self.files, self.name, self.ignore, self.note, self.method)
-            return read_records(*given, whole=whole)
+            arguments = (self.files, self.name, self.ignore, self.note, self.method)
+            return read_records(*arguments, whole=whole)
         (file,) = self.files
         if self.ignore or file.weight != 1:
             what = "a weight" if file.weight != 1 else "a column to ignore"
@@ -44,7 +44,7 @@ class DataFiles(NamedTuple):
         return read_text(plain.path, self.name, plain.keep)
 
 
-def found(
+def find_data(
     data: Any, ignore: Collection[str] = (), call: str = "read_data", method: str = "sft"
 ) -> DataFiles:
     """Return the files of training data that ``read_data`` reads."""
@@ -88,4 +88,4 @@ def read_data(data: Any, *, ignore: Collection[str] = (), method: str = "sft") -
         or is for another method; the message has file, line, column and cure.  A row may have
         1 MiB; a packed file may grow to 1 GiB or 100 times its size.
     """
-    return found(data, ignore, method=method).read()
+    return find_data(data, ignore, method=method).read()

@@ -168,13 +168,13 @@ def _in_folder(folder: Path) -> tuple[list[Path], str]:
         return _in_folder(folder / chosen)[0], note
     if state.is_file():
         return [folder / name for name in _listed(state, "_data_files")], ""
-    found = list[Path]()
+    paths = list[Path]()
     for place, folders, names in os.walk(folder):
         folders[:] = sorted(name for name in folders if name[0] not in "._")
-        found += [Path(place) / name for name in sorted(names) if name[0] not in "._"]
-        if len(found) > MOST_FILES:
+        paths += [Path(place) / name for name in sorted(names) if name[0] not in "._"]
+        if len(paths) > MOST_FILES:
             raise ConfigError(f"{folder} holds more than {MOST_FILES:,} files; name those to read")
-    data = [path for path in found if _kind_named(path)[0] and not ABOUT.match(path.name)]
+    data = [path for path in paths if _kind_named(path)[0] and not ABOUT.match(path.name)]
     tables = [path for path in data if _kind_named(path)[0] != "text"]
     read = tables or data
     known = {path: _split_of(path.relative_to(folder)) for path in read}
@@ -267,13 +267,13 @@ def content(head: bytes, kind: str) -> str:
         return _text_kind(head) or "text"
     if b"\0" in head and kind != "text":
         return "binary data"
-    found = _text_kind(head)
-    if kind == "JSON" and found == "JSON lines":
+    text_kind = _text_kind(head)
+    if kind == "JSON" and text_kind == "JSON lines":
         return ""  # both are called .json
     long = len(head) == HEAD and b"\n" not in head  # a list that may be one of many lines
-    if kind in ("JSON lines", "JSON") and (found == "" or (long and kind == "JSON lines")):
+    if kind in ("JSON lines", "JSON") and (text_kind == "" or (long and kind == "JSON lines")):
         return ""  # the error of its first line says more
-    return found
+    return text_kind
 
 
 def _text_kind(head: bytes) -> str:

@@ -18,7 +18,7 @@ from ..errors import ConfigError
 from ..files import path_of
 from ..models.text.chat import REASONING
 from .chat import Chat, LeftOut, Lesson, left_out_by
-from .data import found
+from .data import find_data
 from .listener import reading
 from .messages import shown
 from .records import Record, Records
@@ -105,7 +105,7 @@ def inspect_data(
         As ``read_data``, or the folder holds no model.
     """
     if not isinstance(data, Text | Records):
-        data = found(data, ignore, "inspect_data", method).read()
+        data = find_data(data, ignore, "inspect_data", method).read()
     words = Words(model, runs_on=isinstance(data, Text))
     lengths, learned, total, unlearned, shown = array("q"), 0, 0, 0, list[Shown]()
     left_out, chat = Counter[LeftOut](), words.chat
@@ -180,10 +180,10 @@ class Words:
     def counts(self, record: Record, where: str) -> tuple[int, int]:
         """Return the length of a text, and how much of it is learned."""
         if self.tokenizer is None:
-            said = [(_characters(m), m) for m in record.messages]
-            answers = [n for n, m in said if m["role"] == "assistant" and m.get("weight", 1)]
+            lengths = [(_characters(m), m) for m in record.messages]
+            answers = [n for n, m in lengths if m["role"] == "assistant" and m.get("weight", 1)]
             beside = len(record.prompt) + len(record.answer)
-            return sum(n for n, _ in said) + beside, sum(answers) + len(record.answer)
+            return sum(n for n, _ in lengths) + beside, sum(answers) + len(record.answer)
         lessons = [self._encoded(record, lesson) for lesson in self._lessons(record, where)]
         return len(lessons[0][0]), sum(int(learned.sum()) for _, learned in lessons)
 

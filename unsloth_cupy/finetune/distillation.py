@@ -63,8 +63,8 @@ class Distill(Method):
             problem = "holds the likeliest tokens, and all but the forward divergence need others"
             cure = f"leave {named('loss')} and {named('beta')} out, or give the model itself"
             raise ConfigError(f"{named(teacher=taught.folder)} {problem}; {cure}")
-        given = {"temperature": float(taught.facts["temperature"])}
-        return dataclasses.replace(self, given=given, taught=taught)
+        options = {"temperature": float(taught.facts["temperature"])}
+        return dataclasses.replace(self, given=options, taught=taught)
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return a batch, with what is stored of the token after each."""

@@ -186,14 +186,14 @@ class Engine:
     def _held_out(self, batch: Mapping[str, Any], sums: int) -> tuple[float, ...]:
         """Return the loss of a batch, without a backward pass, and its counts or sums."""
         sink: list[Any] = []
-        given = {**batch, "sink": sink} if sums else batch
+        arguments = {**batch, "sink": sink} if sums else batch
         if self.stages is not None:
             stage = ModelStage(self.model, {}, TrainingStep(), self.objective)
-            loss = pipeline_loss(stage, given)
+            loss = pipeline_loss(stage, arguments)
             own = to_numpy(sink[0]).astype(np.float64) if sink else np.zeros(sums)
             return loss, *(self.stages.shared(own) if sums else Counts())
         if sums:
-            loss = float(self.objective(self.model, **given))
+            loss = float(self.objective(self.model, **arguments))
             return loss, *to_numpy(sink[0]).tolist()
         watch = Watch(self.model)
         loss = float(self.objective(watch.view, **batch))
@@ -231,14 +231,14 @@ class Engine:
         if division is None and self.states is None:
             return check_learns(adapter, gradients)
         whole = self.gathered(gradients if self.states is None else self.states.gathered(gradients))
-        told = ""
+        outcome = ""
         if ranks.first and whole is not None:
             try:
-                said = check_learns(adapter, whole, None if division is None else division.shapes)
-                told = "later" if said is None else f"said {said}"
+                report = check_learns(adapter, whole, None if division is None else division.shapes)
+                outcome = "later" if report is None else f"said {report}"
             except ConfigError as error:
-                told = f"wrong {error}"
-        kind, _, text = ranks.broadcast(told).partition(" ")
+                outcome = f"wrong {error}"
+        kind, _, text = ranks.broadcast(outcome).partition(" ")
         if kind == "wrong":
             raise ConfigError(text)
         return None if kind == "later" else text
@@ -349,8 +349,8 @@ def share_of(
 ) -> Any:
     """Return a rank's share of a loss of all tokens, which ``size`` ranks compute, and add sums."""
     own: list[Any] = []
-    given: dict[str, Any] = {} if sink is None else {"sink": own}
-    loss = method(model, **batch, **given)
+    options: dict[str, Any] = {} if sink is None else {"sink": own}
+    loss = method(model, **batch, **options)
     for each in own:
         each[: len(each) - method.largest] /= size
     if sink is not None:

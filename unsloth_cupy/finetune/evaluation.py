@@ -24,7 +24,7 @@ from ..models.text.tokenizer import check_tokens
 from ..ops.common.checks import check_choice
 from ..placement import to_numpy
 from .chat import Chat
-from .data import found
+from .data import find_data
 from .embedding_method import pooling_of
 from .limit import tokens_of
 from .listener import announce
@@ -48,7 +48,7 @@ def read(data: Any, method: str = "sft") -> Text | Records:
     """Return the text of a file, or what was read from one before."""
     if isinstance(data, Text | Records):
         return data
-    return found(data, (), "evaluate", method).read(whole=True)
+    return find_data(data, (), "evaluate", method).read(whole=True)
 
 
 def whole(data: Text | Records) -> Text | Records:
@@ -170,15 +170,15 @@ def evaluate(
     paths = [path_of("evaluate: data", each) for each in (data if several else [data])]
     if not paths:
         raise ConfigError("evaluate(data=[]): name at least one file")
-    given = isinstance(model, models.Transformer)
-    source = model.folder if given else model_folder(path_of("evaluate: model", model))
+    is_model = isinstance(model, models.Transformer)
+    source = model.folder if is_model else model_folder(path_of("evaluate: model", model))
     if source is None:
         cure = "load it from its folder"
         raise ConfigError(f"evaluate: the model has no folder, and no tokenizer; {cure}")
     words = words_folder(source, base)
     tokenizer, chat = load_tokenizer(words), Chat(words)
     with on_device("evaluate", device):
-        if not given:
+        if not is_model:
             home = base_of(source, base)
             lora = None if home is None else source
             model = models.load(home or source, lora=lora, quantize=quantize, device=device)
@@ -200,10 +200,12 @@ def evaluate(
                         problem = f"has {own.said or 'pairs'}, the model {config.labels} outputs"
                         raise ConfigError(f"evaluate: {path} {problem}; give the model's own rows")
                     shape = Shape(batch, length, True, pad, own)
-                    made = from_records(held, tokenizer, config, shape, 0, chat)
-                    of_source = made.held_out
+                    training_data = from_records(held, tokenizer, config, shape, 0, chat)
+                    of_source = training_data.held_out
                     announce(held.note)
-                    announce(f"{path}: {made.note.replace('are learned', 'are measured', 1)}")
+                    announce(
+                        f"{path}: {training_data.note.replace('are learned', 'are measured', 1)}"
+                    )
                 elif learning.sums:
                     raise ConfigError(f"evaluate: {path} is running text, for sft alone; give rows")
                 else:
@@ -233,8 +235,8 @@ def of_itself(name: str, model: "Transformer", folder: Path) -> Any:
     if learning.draws:
         cure = "finetune measures it on held-out prompts"
         raise ConfigError(f"evaluate(method={name!r}): it needs rewards; {cure}")
-    if (wanted := learning.head or CAUSAL) != model.head:
-        problem = f"is of the head {wanted}, and the model's is {model.head}"
+    if (head := learning.head or CAUSAL) != model.head:
+        problem = f"is of the head {head}, and the model's is {model.head}"
         raise ConfigError(f"evaluate(method={name!r}): it {problem}; choose another method")
     pooling = pooling_of(folder) if name == "embed" else None
     return learning.bound(Settings(method=name, pooling=pooling))

@@ -136,9 +136,9 @@ def content_of(
         return Content(form, [], "", text_of(row["text"], form.columns["text"]))
     tools, options = _tools(row, form), _object(row.get("options"), form.columns.get("options"))
     if form.kind == "chat":
-        given = parsed(row["chat"])
-        chat = checked_messages(given, form.columns["chat"])
-        form = form._replace(name=form.name + (" (ShareGPT)" if "from" in given[0] else ""))
+        messages = parsed(row["chat"])
+        chat = checked_messages(messages, form.columns["chat"])
+        form = form._replace(name=form.name + (" (ShareGPT)" if "from" in messages[0] else ""))
         return Content(form, _with_system(row, form, chat), "", "", tools, options)
     return _pair(row, form, tools, options)
 
@@ -160,16 +160,16 @@ _BLANK: tuple[Any, ...] = ("", [], {})
 def _pair(row: Any, form: Form, tools: Any, options: Any) -> Content:
     """Return the content of a question and its answer: texts, or lists of messages."""
     names = form.columns
-    asked, said, (question, _, answer) = row["question"], row["answer"], form.name.partition("/")
+    request, reply, (question, _, answer) = row["question"], row["answer"], form.name.partition("/")
     raw = question == "prompt" and answer in RAW
-    if isinstance(asked, list):
-        if isinstance(said, str):
+    if isinstance(request, list):
+        if isinstance(reply, str):
             if normal(names["answer"]) in ("answer", "solution"):
                 raise ConfigError(_prompts(names["question"], names["answer"]))
             cure = f'write {names["answer"]} as [{{"role": "assistant", "content": "..."}}]'
             _wrong(f"{names['question']} is a list of messages, {names['answer']} is text", cure)
-        before = checked_messages(asked, names["question"], answered=False)
-        after = checked_messages(said, names["answer"])
+        before = checked_messages(request, names["question"], answered=False)
+        after = checked_messages(reply, names["answer"])
         # the completion alone is learned
         before = [m | {"weight": 0} if m["role"] == "assistant" else m for m in before]
         chat = _with_system(row, form, before + after)
@@ -180,12 +180,12 @@ def _pair(row: Any, form: Form, tools: Any, options: Any) -> Content:
             _wrong(f"has {extra[0]} beside prompt and completion", "write messages in their place")
         prompt = text_of(row["question"], names["question"], 0)
         return Content(form, [], prompt, text_of(row["answer"], names["answer"]))
-    question = text_of(asked, names["question"])
+    question = text_of(request, names["question"])
     if row.get("context") not in (None, ""):
         question += "\n\n" + text_of(row["context"], names["context"])
     chat = _history(row.get("history"), names.get("history", ""))
     chat.append({"role": "user", "content": question})
-    chat.append({"role": "assistant", "content": text_of(said, names["answer"])})
+    chat.append({"role": "assistant", "content": text_of(reply, names["answer"])})
     return Content(form, _with_system(row, form, chat), "", "", tools, options)
 
 

@@ -28,8 +28,8 @@ class Stop:
     ----------
     signal : int or None
         The signal of the request; None: there was none.
-    told : threading.Event
-        Set when the message about the request is told.
+    announcement : threading.Event
+        Set when the message about the request is announced.
     doing : str
         The current work, which a request abandons or waits for.
     interruptible : bool
@@ -40,7 +40,7 @@ class Stop:
 
     def __init__(self) -> None:
         self.signal: int | None = None
-        self.told = threading.Event()
+        self.announcement = threading.Event()
         self.doing, self.interruptible, self.together = "the preparation", True, False
 
     def check(self) -> None:
@@ -91,14 +91,14 @@ def stop_request(announce: Callable[[str], None]) -> Iterator[Stop]:
     def handle(number: int, _: object) -> None:
         for each, handler in before.items():
             signal.signal(each, handler)
-        stop.told.wait(SECONDS_TO_SAY)
+        stop.announcement.wait(SECONDS_TO_SAY)
         stop.request(number)
 
     def tell() -> None:
         while data := receiver.recv(1):
             if data[0] in SIGNALS:
                 announce(stop.message(data[0]))
-                stop.told.set()
+                stop.announcement.set()
                 return
 
     receiver, sender = socket.socketpair()

@@ -59,8 +59,8 @@ def labelled_of(values: Any, ignore: Collection[str] = ()) -> Content:
         _wrong(f"holds {listed(more)} beside {text} and {label}", leave)
     unused = tuple(name for name in values if name not in (text, label))
     form = Form(f"{normal(text)}/{normal(label)}", "text", {}, unused)
-    said = text_of(row[text], text)
-    return Content(form, [], "", said, value=_label(parsed(row[label]), label))
+    content = text_of(row[text], text)
+    return Content(form, [], "", content, value=_label(parsed(row[label]), label))
 
 
 def _label(value: Any, name: str) -> Any:

@@ -137,8 +137,8 @@ def _order(name: str) -> int:
 
 def _as_known(names: tuple[str, ...], known: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the classes of a classifier, among which these are."""
-    given = known.get("id2label") or {}
-    every = tuple(str(given.get(str(n), n)) for n in range(len(given) or known["num_labels"]))
+    labels = known.get("id2label") or {}
+    every = tuple(str(labels.get(str(n), n)) for n in range(len(labels) or known["num_labels"]))
     if all(each == f"LABEL_{n}" for n, each in enumerate(every)):  # without names
         every = tuple(map(str, range(len(every))))
     if other := [name for name in names if name not in every]:

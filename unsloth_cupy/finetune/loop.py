@@ -118,8 +118,8 @@ class Loop:
         self.step, self.seconds = 0, 0.0
         self.rollout: list[Batch] = []  # answers that were drawn, for some steps
         self.measured: dict[str, float | None] = {}  # by the method, in the newest step
-        self.begun = -1  # step of the checkpoint; later lines of the log are removed. -1: all
-        self.around: Callable[[], AbstractContextManager[Any]] = nullcontext  # context of a step
+        self.checkpoint_step = -1  # later lines of the log are removed; -1: all
+        self.step_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.learns: str | None = None  # what the first gradients of adapters say
         self.unproven: str | None = None  # newest checkpoint, until a step from it has succeeded
         self._settle()
@@ -162,7 +162,7 @@ class Loop:
         self.callbacks = callbacks or self.callbacks
         self.callbacks.call("on_init_end")
         if ranks.first:
-            self.run.trim(self.begun)
+            self.run.trim(self.checkpoint_step)
         started = time.perf_counter() - self.seconds
         learned, states = self._learned(), self._own().state()
         weights, averages = (sum(a.nbytes for a in s.values()) for s in (learned, states))
@@ -184,24 +184,24 @@ class Loop:
         ):
             try:
                 self._evaluate_if_due()
-                asked = self.callbacks.take()
+                control = self.callbacks.take()
                 while self.step < steps and not (
-                    asked.should_training_stop or self._is_past_best()
+                    control.should_training_stop or self._is_past_best()
                 ):
                     ranks.agree(stop)
                     epoch = self.callbacks.state.epoch
-                    with self.around():
+                    with self.step_context():
                         self._one_step()
                     self.seconds = time.perf_counter() - started
-                    asked = self.callbacks.take()
-                    self._evaluate_if_due(asked=asked.should_evaluate)
+                    control = self.callbacks.take()
+                    self._evaluate_if_due(now=control.should_evaluate)
                     self.seconds = time.perf_counter() - started
                     due = self.step % self.plan.save_every == 0 or self.step == steps
-                    if due or asked.should_save:
+                    if due or control.should_save:
                         self.save()
                     self.callbacks.epochs(epoch)
-                    ends, asked = asked.should_training_stop, self.callbacks.take()
-                    asked.should_training_stop |= ends
+                    ends, control = control.should_training_stop, self.callbacks.take()
+                    control.should_training_stop |= ends
                 self.save()
             except Interrupted:
                 if ranks.broadcast(bool(self.run.lines())):
@@ -218,10 +218,10 @@ class Loop:
         finally:
             self.callbacks.call("on_train_end")
 
-    def _evaluate_if_due(self, *, asked: bool = False) -> None:
+    def _evaluate_if_due(self, *, now: bool = False) -> None:
         """Evaluate if it is time, unless the log already has the loss of this step."""
         due = self.step % self.plan.evaluate_every == 0 or self.step == self.plan.steps
-        if (due or asked) and not self.ranks.broadcast(self.run.evaluated(self.step)):
+        if (due or now) and not self.ranks.broadcast(self.run.evaluated(self.step)):
             with (
                 self.averages(),
                 self.stop.interruptible_block(f"the held-out loss after step {self.step}"),
@@ -652,7 +652,7 @@ class Loop:
                 with opened(checkpoint / ANSWERS) as file:
                     each = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
                 self.rollout = batches_of(each)
-            self.begun = self.step
+            self.checkpoint_step = self.step
             self._settle()
             for name in SCALER:
                 setattr(self.scaler, name, state["scaler"][name])

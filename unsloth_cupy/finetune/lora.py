@@ -133,10 +133,10 @@ def check_learns(
         count, outputs, _ = adapted.stack.shape if shapes is None else shapes[name]
         of_experts = gradients[adapted.up].reshape(outputs, -1, count).any(axis=(0, 1))
         chosen.setdefault(adapted.stack.parameter.rpartition(".")[0], of_experts)
-    said = f"adapters of {len(ups)} layers, all with a gradient"
+    report = f"adapters of {len(ups)} layers, all with a gradient"
     if not chosen:
-        return said
+        return report
     flags = to_numpy(np.stack([*chosen.values()]))
-    said += f", {len(adapter.stacks)} of them of stacks of experts"
+    report += f", {len(adapter.stacks)} of them of stacks of experts"
     idle = flags.size - int(flags.sum())
-    return said + f"; no token of this step chose {idle} of the {flags.size} experts" * (idle > 0)
+    return report + f"; no token of this step chose {idle} of the {flags.size} experts" * (idle > 0)

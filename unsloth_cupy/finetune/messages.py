@@ -94,15 +94,15 @@ def _message(value: Any, name: str) -> dict[str, Any]:
     key = "value" if "value" in value and "content" not in value else "content"
     if role_key not in value:
         _wrong(f"{name} has no {role_key}", "each message has a role and a content")
-    said = value[role_key]
-    role = OTHERS.get(said, said) if isinstance(said, str) else said
+    raw_role = value[role_key]
+    role = OTHERS.get(raw_role, raw_role) if isinstance(raw_role, str) else raw_role
     if role not in ROLES:
-        _wrong(f"{name} has the role {shown(said)}", f"choose from {', '.join(ROLES)}")
+        _wrong(f"{name} has the role {shown(raw_role)}", f"choose from {', '.join(ROLES)}")
     more = {k: v for k, v in value.items() if k not in (role_key, key) and v is not None}
     if isinstance(more.get("function_call"), dict):  # as OpenAI wrote it before there were tools
         more["tool_calls"] = [{"type": "function", "function": more.pop("function_call")}]
     content = value.get(key)
-    if said in CALLS:
+    if raw_role in CALLS:
         more["tool_calls"], content = _calls(content, f"{name}.{key}"), None
     if "tool_calls" in more:
         more["tool_calls"] = _checked_calls(more["tool_calls"], f"{name}.tool_calls")

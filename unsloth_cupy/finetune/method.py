@@ -292,17 +292,17 @@ def answers(batch: Batch, order: Sequence[int], *, reference: bool) -> dict[str,
     token.  ``reference`` holds the log-probabilities of the batch at these places.
     """
     starts, labels = starts_of(batch), batch.labels.reshape(-1)
-    found = [
+    indices = [
         np.flatnonzero(labels[starts[text] + 1 : starts[text + 1]] != IGNORE) + starts[text]
         for text in order
     ]
-    longest = max(map(len, found), default=0)
-    places = np.full((len(found), longest), max(0, labels.size - 1))
-    said = np.zeros(places.shape, bool)
-    for row, own, each in zip(places, said, found, strict=True):
+    longest = max(map(len, indices), default=0)
+    places = np.full((len(indices), longest), max(0, labels.size - 1))
+    mask = np.zeros(places.shape, bool)
+    for row, own, each in zip(places, mask, indices, strict=True):
         row[: len(each)], own[: len(each)] = each, True
-    arrays = {"places": places, "said": said}
+    arrays = {"places": places, "said": mask}
     if reference:  # of a token, which is predicted at the place before it
         known = np.append(batch.beside["reference"].reshape(-1)[1:], np.float32(0))
-        arrays["reference"] = known[places] * said
+        arrays["reference"] = known[places] * mask
     return arrays

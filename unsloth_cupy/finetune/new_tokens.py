@@ -71,11 +71,11 @@ def account(tokenizer: Any, tokens: Sequence[int], training_data: TrainingData) 
         counts += np.bincount(part[part < len(counts)], minlength=len(counts))
     seen = counts[list(tokens)]
     never = [tokenizer.id_to_token(t) for t, n in zip(tokens, seen, strict=True) if not n]
-    said = f"{len(tokens)} new tokens stand {int(seen.sum()):,} times in the text"
+    report = f"{len(tokens)} new tokens stand {int(seen.sum()):,} times in the text"
     if never:
         shown = ", ".join(map(repr, never[:SHOWN])) + ", ..." * (len(never) > SHOWN)
-        said += f", {len(never)} of them never: {shown}"
-    return said
+        report += f", {len(never)} of them never: {shown}"
+    return report
 
 
 def parts_of(training_data: TrainingData) -> Iterator[Array]:

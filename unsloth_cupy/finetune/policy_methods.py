@@ -103,13 +103,13 @@ class Policy(Method):
 
     def bound(self, settings: Any) -> Self:
         """Return this method with the values of settings."""
-        given, limits = self.options(settings), dict[str, Any]()
+        options, limits = self.options(settings), dict[str, Any]()
         for name in LIMITS:
-            if name in given:
-                limits[name.removeprefix("reward_")] = given.pop(name)
-        at_once = given.pop("steps_per_generation", settings.accumulate)
-        rewards = rewards_of(given.pop("reward", ()), **limits)
-        return dataclasses.replace(self, given=given, rewards=rewards, drawn_at_once=at_once)
+            if name in options:
+                limits[name.removeprefix("reward_")] = options.pop(name)
+        at_once = options.pop("steps_per_generation", settings.accumulate)
+        rewards = rewards_of(options.pop("reward", ()), **limits)
+        return dataclasses.replace(self, given=options, rewards=rewards, drawn_at_once=at_once)
 
     def with_models(self, read: Callable[[Any], Any]) -> Self:
         """Return this method with what ``read`` knows of the folders of models that reward."""
@@ -262,9 +262,11 @@ class Policy(Method):
         Ranks that hold the same weights answer some of the prompts each, and get the answers of
         all; those that divide a model draw the same tokens, and one of them gets the rewards.
         """
-        made = [self._drawn(loop, *each) for each in zip(batches, numbers, strict=True)]
-        tokens = sum(int((batch.labels != IGNORE).sum()) for batch in made) / len(made)
-        return [batch._replace(facts={**batch.facts, "tokens": np.array(tokens)}) for batch in made]
+        results = [self._drawn(loop, *each) for each in zip(batches, numbers, strict=True)]
+        tokens = sum(int((batch.labels != IGNORE).sum()) for batch in results) / len(results)
+        return [
+            batch._replace(facts={**batch.facts, "tokens": np.array(tokens)}) for batch in results
+        ]
 
     def _drawn(self, loop: Any, batch: Batch, number: int) -> Batch:
         """Return the answers to the prompts of a batch."""
@@ -290,13 +292,13 @@ class Policy(Method):
         self, loop: Any, batch: Batch, seed: int, first: int, shape: Any
     ) -> tuple[list[Example], Array, int]:
         """Return the answers to prompts, their rewards, and how many took a function too long."""
-        prompts, found, rewards, late = self.answered(
+        prompts, rollouts, rewards, late = self.answered(
             loop, batch, self.samples, temperature=self.temperature, seed=seed, first=first
         )
-        known, mask, real = map(to_numpy, (found.log_probs, found.mask, found.real))
-        routes = None if found.routes is None else to_numpy(found.routes)
+        known, mask, real = map(to_numpy, (rollouts.log_probs, rollouts.mask, rollouts.real))
+        routes = None if rollouts.routes is None else to_numpy(rollouts.routes)
         texts = []
-        for row, answer in enumerate(found.completions()):
+        for row, answer in enumerate(rollouts.completions()):
             prompt = prompts[row // self.samples]
             labels = np.append(np.full(len(prompt), IGNORE), answer)
             old = np.append(np.zeros(len(prompt), FLOAT32), known[row][mask[row]])

@@ -140,14 +140,14 @@ class Kto(Method):
 
     def bound(self, settings: Any) -> Self:
         """Return this method with the values of settings; one loss needs no second text."""
-        given = self.options(settings)
-        return dataclasses.replace(self, given=given, group=1 + (given["kind"] == "kto"))
+        options = self.options(settings)
+        return dataclasses.replace(self, given=options, group=1 + (options["kind"] == "kto"))
 
     def check(self, settings: Any) -> None:
         """Raise as the loss does, for an answer of one token."""
         one = np.zeros((1, 1), FLOAT32)
-        given = {n: v for n, v in self.given.items() if n in ("kind", "beta")}
-        kto(one, one == 0, one, one[0] == 0, **given)
+        options = {n: v for n, v in self.given.items() if n in ("kind", "beta")}
+        kto(one, one == 0, one, one[0] == 0, **options)
 
     def __call__(self, model: Any, **batch: Any) -> Any:
         """Return the loss of answers."""

@@ -54,16 +54,16 @@ def pair_of(values: Any, ignore: Collection[str] = ()) -> Content:
     sides = [_side(row.pop(name), name) for name in names]
     if len({type(side) for side in sides}) > 1:
         _wrong(f"{names[0]} and {names[1]} differ: text and messages", "write two of a kind")
-    asked = [known[each] for each in (*CHATS, *QUESTIONS) if known.get(each) in row]
-    if isinstance(sides[0], str) and not asked:
+    prompts = [known[each] for each in (*CHATS, *QUESTIONS) if known.get(each) in row]
+    if isinstance(sides[0], str) and not prompts:
         if sides[0] == sides[1]:
             _wrong(f"{names[0]} and {names[1]} are equal", "remove the line")
         row["prompt"] = _shared(*sides)
         sides = [side[len(row["prompt"]) :] for side in sides]
     elif isinstance(sides[0], list) and sides[0][0]["role"] != "assistant":
-        _whole_chats(row, asked, sides, names)
-    elif asked:
-        _as_prompt(row, asked, sides)
+        _whole_chats(row, prompts, sides, names)
+    elif prompts:
+        _as_prompt(row, prompts, sides)
     contents = [
         content_of(row | {side: answer}, ignore, answers=(side,))
         for side, answer in zip(SIDES, sides, strict=True)
@@ -153,7 +153,7 @@ def _shared(chosen: str, rejected: str) -> str:
     return chosen[: stop - (stop > 0 and chosen[stop - 1] == " ")]
 
 
-def _whole_chats(row: Any, asked: list[str], sides: list[Any], names: list[str]) -> None:
+def _whole_chats(row: Any, prompts: list[str], sides: list[Any], names: list[str]) -> None:
     """Divide chats that begin with the question into that, the row's prompt, and two answers."""
     chosen, rejected = sides
     pairs = enumerate(zip(chosen, rejected, strict=False))
@@ -162,16 +162,16 @@ def _whole_chats(row: Any, asked: list[str], sides: list[Any], names: list[str])
     for name, side in zip(names, (chosen[stop:], rejected[stop:]), strict=True):
         if not shared or all(message["role"] != "assistant" for message in side):
             _wrong(f"{name} does not answer what both chats ask", "begin both with one question")
-    for name in asked:
-        value, said = parsed(row.pop(name)), shared[-1]["content"]
-        if isinstance(value, str) and value.strip() != str(said).strip():
+    for name in prompts:
+        value, question = parsed(row.pop(name)), shared[-1]["content"]
+        if isinstance(value, str) and value.strip() != str(question).strip():
             _wrong(f"{name} is not what {names[0]} asks", f"leave {name} out, or write it in both")
     row["prompt"], sides[:] = shared, [chosen[stop:], rejected[stop:]]
 
 
-def _as_prompt(row: Any, asked: list[str], sides: list[Any]) -> None:
+def _as_prompt(row: Any, prompts: list[str], sides: list[Any]) -> None:
     """Let a question that is messages have answers that are messages, and the other way round."""
-    chat = next((name for name in asked if normal(name) in CHATS), asked[0])
+    chat = next((name for name in prompts if normal(name) in CHATS), prompts[0])
     value = parsed(row[chat])
     if isinstance(value, list) and isinstance(sides[0], str):
         sides[:] = [[{"role": "assistant", "content": side}] for side in sides]

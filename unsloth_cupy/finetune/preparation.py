@@ -65,14 +65,15 @@ def prepare(
     source: Path | None,
     ranks: Ranks,
     objective: Objective = next_token,
-    given: models.Transformer | None = None,
+    transformer: models.Transformer | None = None,
 ) -> Loop:
     """Return a loop with model and tokenizer, loaded from the newest checkpoint if any.
 
-    ``given`` is the model itself, if it is in memory; ``source`` is then the folder it came from.
+    ``transformer`` is the model itself, if it is in memory; ``source`` is then the folder that it
+    came from.
     """
     plan, checkpoint = settings.decided(new=source is None), run.newest_checkpoint()
-    folder, method = checkpoint or source, fitted(plan, text, source, given)
+    folder, method = checkpoint or source, fitted(plan, text, source, transformer)
     words = None if folder is None else words_folder(folder, plan.base)
     chat = Chat(words)
     has_chats = isinstance(text, Records) and text.chats
@@ -88,7 +89,7 @@ def prepare(
     else:
         tokenizer = load_tokenizer(words)
         config, adapter, kind = facts_of(
-            folder, plan, given, source, method, new_adapter=new_adapter
+            folder, plan, transformer, source, method, new_adapter=new_adapter
         )
     settings, config = with_new_tokens(settings, tokenizer, config, adapter, ranks)
     settings = with_tokens(settings, text, tokenizer, chat, config, method)
@@ -117,8 +118,8 @@ def prepare(
         else objective
     )
     model = (
-        in_place(given, checkpoint)
-        if given
+        in_place(transformer, checkpoint)
+        if transformer
         else new_or_loaded(folder, values, plan, ranks, **method.loading)
     )
     model.tokenizer = Tokenizer.of(tokenizer, chat)
@@ -186,7 +187,7 @@ def new_or_loaded(
 def facts_of(
     folder: Path,
     plan: Plan,
-    given: models.Transformer | None,
+    transformer: models.Transformer | None,
     source: Path | None,
     method: Method,
     *,
@@ -197,11 +198,11 @@ def facts_of(
     It is that in a folder, which is ``source`` in a new run, or one in memory.
     """
     source = source_of(source) if isinstance(source, Path) else source  # as it was named
-    facts = _facts_of(folder, plan, given, method)
-    _check_head(facts, source, given, method, named(method=plan.method))
+    facts = _facts_of(folder, plan, transformer, method)
+    _check_head(facts, source, transformer, method, named(method=plan.method))
     into = None if facts.adapter is None else facts.adapter.into
-    wanted = plan.quantize or (None if into is None else into.quantize)
-    kind = quantized_kind(source, wanted, plan.lora, facts.adapter, facts.quantized)
+    quantize = plan.quantize or (None if into is None else into.quantize)
+    kind = quantized_kind(source, quantize, plan.lora, facts.adapter, facts.quantized)
     if plan.merge_into is not None:
         shown = named(merge_into=plan.merge_into)
         if plan.lora is None and facts.adapter is None:
@@ -213,26 +214,26 @@ def facts_of(
             check_tokenizer(shown, words, facts.config)
     if new_adapter and facts.adapter is not None:
         cure = f"leave {named('lora')} out"
-        holder = source if given is None else "the model"
+        holder = source if transformer is None else "the model"
         raise ConfigError(f"{holder} holds adapters, which are trained further; {cure}")
     return facts._replace(quantized=kind)
 
 
 def fitted(
-    plan: Plan, text: Text | Records, source: Path | None, given: models.Transformer | None
+    plan: Plan, text: Text | Records, source: Path | None, transformer: models.Transformer | None
 ) -> Method:
     """Return the method of a plan, with what the data tell."""
     if source is None or isinstance(text, Text):
         return plan.learning
-    return plan.learning.fitted(text, values_of(source, plan, given))
+    return plan.learning.fitted(text, values_of(source, plan, transformer))
 
 
 def values_of(
-    source: Path, plan: Plan, given: models.Transformer | None = None
+    source: Path, plan: Plan, transformer: models.Transformer | None = None
 ) -> Mapping[str, Any]:
     """Return the config.json of a model as it is given, with the labels of an adapter."""
-    if given is not None:
-        return given.texts["config.json"]
+    if transformer is not None:
+        return transformer.texts["config.json"]
     base = base_of(source, plan.base)
     if base is None:
         return read_config(source)[1]["config.json"]
@@ -240,43 +241,45 @@ def values_of(
     return with_labels(source, texts["config.json"])
 
 
-def _facts_of(folder: Path, plan: Plan, given: models.Transformer | None, method: Method) -> Facts:
+def _facts_of(
+    folder: Path, plan: Plan, transformer: models.Transformer | None, method: Method
+) -> Facts:
     """Return the properties of the model in a folder, or of one in memory."""
-    if given is None:
+    if transformer is None:
         facts = model_without_weights(folder, plan.base, **method.loading)
         # sizes that no weights have take no memory
         base = base_of(folder, plan.base) or folder
         config, _, choice = read_config(base, **method.loading)
         find_tensors(base, config, choice)
         return facts
-    if given.adapter is not None and given.adapter.initial:
+    if transformer.adapter is not None and transformer.adapter.initial:
         problem = "the model's adapter began with a part of its weights, which a run does not keep"
         cure = "save_adapter makes it a plain one of twice the rank: load and train that"
         raise ConfigError(f"Trainer: {problem}; {cure}")
-    values: Iterable[Any] = given.parameters.values()
+    values: Iterable[Any] = transformer.parameters.values()
     weight = next((value for value in values if isinstance(value, Quantized)), None)
     kind: Any = None if weight is None else getattr(weight, "kind", weight.KIND)
     kind = f"{kind}-double" if kind == "nf4" and getattr(weight, "double", False) else kind
-    return Facts(given.config, given.adapter, kind)
+    return Facts(transformer.config, transformer.adapter, kind)
 
 
 def _check_head(
     facts: Facts,
     source: Path | None,
-    given: models.Transformer | None,
+    transformer: models.Transformer | None,
     method: Method,
     shown: str,
 ) -> None:
     """Raise a ConfigError for a model without the head that a method trains."""
-    wanted, config = method.loading, facts.config
-    if given is not None and wanted and (config.head, config.labels) != (
-        wanted["head"], wanted["labels"] or 0
+    loading, config = method.loading, facts.config
+    if transformer is not None and loading and (config.head, config.labels) != (
+        loading["head"], loading["labels"] or 0
     ):  # fmt: skip
-        call = ", ".join(f"{name}={value!r}" for name, value in wanted.items() if value)
+        call = ", ".join(f"{name}={value!r}" for name, value in loading.items() if value)
         problem = f"{shown} needs another head than the model's, {config.head}"
         raise ConfigError(f"{problem}; load it with models.load(folder, {call})")
     adapted = {ADAPTED + SCORE} if facts.adapter is None else facts.adapter.parameters
-    if wanted.get("head") in CLASSIFIERS and ADAPTED + SCORE not in adapted:
+    if loading.get("head") in CLASSIFIERS and ADAPTED + SCORE not in adapted:
         cure = "merge it first: unsloth-cupy merge, or models.merge"
         raise ConfigError(f"{source} holds adapters without the head of {shown}; {cure}")
 
@@ -346,7 +349,7 @@ def with_steps(settings: Settings, plan: Plan, training_data: TrainingData, *, n
     Without epochs and steps, a model that exists is trained for 3, 2 or 1: as many as have at most
     1,000 steps.
     """
-    said = [training_data.note] if training_data.note else []
+    notes = [training_data.note] if training_data.note else []
     epochs, count = settings.epochs, training_data.batches.count
     chosen = epochs is None and settings.steps is None and not new
 
@@ -357,10 +360,10 @@ def with_steps(settings: Settings, plan: Plan, training_data: TrainingData, *, n
         epochs = next((n for n in (3, 2) if steps_of(n) <= MOST_STEPS), 1)
     if epochs is not None:
         steps, others = steps_of(epochs), f"; {named('epochs')} or {named('steps')} give others"
-        said.append(f"{float(epochs)} epochs are {steps:,} steps{others * chosen}")
+        notes.append(f"{float(epochs)} epochs are {steps:,} steps{others * chosen}")
         plan = settings.decided(new=new, steps=steps)
-    if said:
-        announce("; ".join(said))
+    if notes:
+        announce("; ".join(notes))
     return plan
 
 

@@ -43,21 +43,21 @@ def prompt_of(values: Any, ignore: Collection[str] = ()) -> Content:
     """
     check_object(values, WRITE)
     row = {name: value for name, value in values.items() if name not in ignore}
-    asked = {name: value for name, value in row.items() if value is not None}
-    asked = {name: value for name, value in asked.items() if normal(name) in ASKS}
-    known = {normal(name): name for name in reversed(asked)}
+    columns = {name: value for name, value in row.items() if value is not None}
+    columns = {name: value for name, value in columns.items() if normal(name) in ASKS}
+    known = {normal(name): name for name in reversed(columns)}
     name = next((known[each] for each in (*CHATS, *QUESTIONS) if each in known), None)
     if name is None:
         _wrong(f"holds {listed(row) or 'nothing'}", WRITE)
     if taken := [name for name in row if name in GIVEN]:
         _wrong(f"holds {listed(taken)}, which rewards get of the answers", "name it in another way")
     # as a row to be learned, whose answer then leaves it
-    value, answer = parsed(asked[name]), [{"role": "assistant", "content": "-"}]
+    value, answer = parsed(columns[name]), [{"role": "assistant", "content": "-"}]
     if normal(name) in CHATS:
-        asked[name] = [*value, *answer] if isinstance(value, list) else value
+        columns[name] = [*value, *answer] if isinstance(value, list) else value
     else:
-        asked[SAID] = answer if isinstance(value, list) else "-"
-    content = content_of(asked)
+        columns[SAID] = answer if isinstance(value, list) else "-"
+    content = content_of(columns)
     messages = [
         {key: each for key, each in message.items() if key != "weight"}
         for message in content.messages[:-1]

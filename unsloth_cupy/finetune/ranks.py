@@ -258,11 +258,11 @@ def _ranks(
     """Return the ranks of a communicator in a grid, or raise a ConfigError."""
     if comm.size > 1 and device is not None:
         device = f"cuda:{gpu.cupy().cuda.runtime.getDevice()}"
-    wanted = math.prod(sizes.values()) * (data or 1)
-    if comm.size % wanted or (data is not None and comm.size != wanted):
+    count = math.prod(sizes.values()) * (data or 1)
+    if comm.size % count or (data is not None and comm.size != count):
         every = {**sizes, "data": data or 1}
         listed = named(**{f"{name}_parallel": size for name, size in every.items()})
-        cure = f"start it with mpiexec -n {wanted} unsloth-cupy, torchrun or srun"
+        cure = f"start it with mpiexec -n {count} unsloth-cupy, torchrun or srun"
         raise ConfigError(f"{listed} is not a grid of {comm.size} ranks; {cure}")
     groups = grid(comm, data=data, **sizes)
     if zero and groups.data.size * groups.context.size * groups.expert.size == 1:

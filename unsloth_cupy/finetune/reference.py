@@ -198,11 +198,11 @@ def compute(model: "Transformer", parts: Sequence[Examples], shape: Shape, ranks
                 continue
             batch = texts.batch_of([part[each] for each in range(first, last)])
             arrays = placed(texts.method.inputs(batch), model.table)
-            found = to_numpy(model.log_probs(**arrays).log_probs).reshape(-1)
+            log_probs = to_numpy(model.log_probs(**arrays).log_probs).reshape(-1)
             for text, start in zip(range(first, last), starts_of(batch), strict=False):
                 begin, stop = part.ends[text], part.ends[text + 1]
                 # a token is predicted at the place before it
-                result[begin + 1 : stop] = found[start : start + stop - begin - 1]
+                result[begin + 1 : stop] = log_probs[start : start + stop - begin - 1]
         together = model.gather is not None or model.expert_ranks is not None
         if together and data.rank >= len(places) % data.size > 0:
             one = placed(texts.method.inputs(texts.batch_of([part[0]])), model.table)

@@ -132,8 +132,8 @@ class RewardModel:
             tokens, offsets = (
                 to_device_of(each, self.model.table) for each in (np.concatenate(own)[None], ends)
             )
-            found = to_numpy(self.model.logits(tokens, offsets=offsets))
-            result[first : first + AT_ONCE] = found[:, 0]
+            logits = to_numpy(self.model.logits(tokens, offsets=offsets))
+            result[first : first + AT_ONCE] = logits[:, 0]
         if not np.isfinite(result).all():
             problem = f"{self.path} gives rewards that are not finite"
             raise ConfigError(f"{problem}; copy the model again, or give another {named('dtype')}")

@@ -33,17 +33,17 @@ def taken(function: Any) -> Any:
     return any(one.kind is kinds.VAR_KEYWORD for one in each), names
 
 
-def judged(function: Callable[..., Any], count: int, given: Mapping[str, Sequence[Any]]) -> Any:
+def judged(function: Callable[..., Any], count: int, arguments: Mapping[str, Sequence[Any]]) -> Any:
     """Return {"values": a number or None for each answer}; or {"wrong": (answer, the problem)}.
 
     The answer is None if the problem is not that of one alone.
     """
     try:
-        values = function(**given)
+        values = function(**arguments)
     except (Exception, SystemExit) as error:
         for number in range(count):  # which answer it was
             try:
-                function(**{name: [each[number]] for name, each in given.items()})
+                function(**{name: [each[number]] for name, each in arguments.items()})
             except (Exception, SystemExit) as own:
                 return {"wrong": (number, f"raised {type(own).__name__}: {own}")}
         problem = f"raised {type(error).__name__}: {error}, for no answer alone"

@@ -79,17 +79,17 @@ class RewardFunction:
         ``late`` gets the answers that take too long.
         """
         takes_all, names = self.takes
-        given = dict(columns)
+        arguments = dict(columns)
         if not takes_all:
-            given = {name: columns[name] for name, _ in names if name in columns}
+            arguments = {name: columns[name] for name, _ in names if name in columns}
         count = len(columns["completions"])
         size = -(-count // group // self.processes) * group
         parts = [range(n, min(n + size, count)) for n in range(0, count, max(1, size))]
         pool = workers(self.path, self.digest, self.name, len(parts))
         for worker, part in zip(pool, parts, strict=True):
-            worker.send(_request(given, part))
+            worker.send(_request(arguments, part))
         until = time.monotonic() + self.seconds
-        call = _Call(self, columns, place, given, [] if late is None else late)
+        call = _Call(self, columns, place, arguments, [] if late is None else late)
 
         def finish() -> Array:
             result = np.full(count, np.nan)
@@ -108,7 +108,7 @@ class _Call:
     reward: RewardFunction
     columns: Mapping[str, Sequence[Any]]
     place: Callable[[int], str]
-    given: Mapping[str, Sequence[Any]]
+    arguments: Mapping[str, Sequence[Any]]
     late: list[int]
 
     def judge(self, result: Array, part: Sequence[int], reply: Any) -> None:
@@ -154,15 +154,15 @@ class _Call:
         """Return the reply to another call."""
         reward = self.reward
         (worker,) = workers(reward.path, reward.digest, reward.name, 1)
-        worker.send(_request(self.given, part))
+        worker.send(_request(self.arguments, part))
         return _reply(worker, reward.seconds)
 
     def _of(self, number: int) -> str:
         """Return in words which answer it is, to which prompt."""
         prompt, answer = (self.columns[name][number] for name in ("prompts", "completions"))
         texts = (e[-1]["content"] if isinstance(e, list) and e else e for e in (answer, prompt))
-        said, asked = (shown(text) for text in texts)
-        return f"for the answer {said!r} to {asked!r} ({self.place(number)})"
+        reply, question = (shown(text) for text in texts)
+        return f"for the answer {reply!r} to {question!r} ({self.place(number)})"
 
     def _wrong(self, number: int | None, problem: str) -> NoReturn:
         """Raise a ConfigError for an answer, or for all."""
@@ -191,9 +191,9 @@ def _reply(worker: Worker, seconds: float) -> Any:
         return error
 
 
-def _request(given: Mapping[str, Sequence[Any]], part: Sequence[int]) -> tuple[int, Any]:
+def _request(arguments: Mapping[str, Sequence[Any]], part: Sequence[int]) -> tuple[int, Any]:
     """Return the request to judge a part of the answers."""
-    return len(part), {name: [each[n] for n in part] for name, each in given.items()}
+    return len(part), {name: [each[n] for n in part] for name, each in arguments.items()}
 
 
 Reward = RewardFunction | RewardModel

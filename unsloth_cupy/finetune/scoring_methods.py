@@ -134,27 +134,27 @@ class Classify(Scoring):
         values = batch.beside["value"].reshape(-1)[starts_of(batch)[:-1]]
         problem = self.labels.problem
         if problem == MULTI:
-            wanted = np.array(self.labels.vectors(), FLOAT32)[values.astype(np.int64)]
+            targets = np.array(self.labels.vectors(), FLOAT32)[values.astype(np.int64)]
         else:
-            wanted = values.astype(np.int64 if problem == SINGLE else FLOAT32)
-        return super().inputs(batch) | {"wanted": wanted}
+            targets = values.astype(np.int64 if problem == SINGLE else FLOAT32)
+        return super().inputs(batch) | {"wanted": targets}
 
     def __call__(self, model: Any, **batch: Any) -> Any:
         """Return the loss of texts."""
-        outputs, wanted = self.outputs(model, batch), batch["wanted"]
+        outputs, targets = self.outputs(model, batch), batch["wanted"]
         if (sink := batch.get("sink")) is not None:
-            sink.append(self._sums(value_of(outputs), wanted))
-        return mean_of_losses(model, outputs, wanted, batch["count"])
+            sink.append(self._sums(value_of(outputs), targets))
+        return mean_of_losses(model, outputs, targets, batch["count"])
 
-    def _sums(self, z: Array, wanted: Array) -> Array:
+    def _sums(self, z: Array, targets: Array) -> Array:
         """Return texts, right ones or errors; and of each class right, predicted, actual ones."""
         if self.labels.problem == REGRESSION:
-            return stacked([len(z), np.abs(z[:, 0] - wanted).sum(), 0, 0, 0], z)
+            return stacked([len(z), np.abs(z[:, 0] - targets).sum(), 0, 0, 0], z)
         if self.labels.problem == MULTI:
-            guessed, actual = z > 0, wanted > 0
+            guessed, actual = z > 0, targets > 0
         else:
             places = np.arange(z.shape[1], like=z)
-            guessed, actual = z.argmax(axis=1)[:, None] == places, wanted[:, None] == places
+            guessed, actual = z.argmax(axis=1)[:, None] == places, targets[:, None] == places
         right = (guessed == actual).all(axis=1).sum()
         each = (n.sum(axis=0).astype(z.dtype) for n in (guessed & actual, guessed, actual))
         return np.concatenate([stacked([len(z), right], z), *each])

@@ -173,11 +173,11 @@ def _json_values(file: Located, stream: BinaryIO, digest: Any) -> Iterator[Row]:
         if len(text) > LONGEST:
             _wrong(file, line, f"an object has more than {LONGEST >> 20} MiB", "divide its text")
         # as much again: a long object is not decoded at every piece
-        wanted, parts, more = max(2**12, len(text)), [text], False
+        remainder, parts, more = max(2**12, len(text)), [text], False
         for share, piece in pieces:
             parts.append(piece)
-            read, wanted, more = read + len(share), wanted - len(piece), True
-            if wanted <= 0:
+            read, remainder, more = read + len(share), remainder - len(piece), True
+            if remainder <= 0:
                 break
         text = "".join(parts)
 

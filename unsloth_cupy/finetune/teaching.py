@@ -22,7 +22,7 @@ from ..models.loss import IGNORE, next_labels
 from ..ops.losses.divergence import log_softmax
 from ..placement import to_numpy
 from .chat import Chat
-from .data import found
+from .data import find_data
 from .evaluation import whole
 from .listener import announce, reading
 from .method import placed
@@ -96,7 +96,7 @@ def teach(
     if not (is_integer(top_k, 1) and temperature > 0):
         problem = f"teach(top_k={top_k}, temperature={temperature})"
         raise ConfigError(f"{problem}: give 1 or more tokens, and a temperature above 0")
-    records = found(data, ignore, "teach").read()
+    records = find_data(data, ignore, "teach").read()
     if not isinstance(records, Records):
         shown = named(text=records.path)
         raise ConfigError(f"{shown} is one running text; give lines, as of a .jsonl file")

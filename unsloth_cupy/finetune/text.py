@@ -271,16 +271,16 @@ def _last(file: BinaryIO, size: int, characters: int) -> int:
     return size - len(tail[len(tail) - characters :].encode())
 
 
-def _seen(file: BinaryIO, cut: int, wanted: set[str]) -> tuple[set[str], Any]:
+def _seen(file: BinaryIO, cut: int, paragraphs: set[str]) -> tuple[set[str], Any]:
     """Return which of the wanted paragraphs are in a file before the cut, and its digest so far."""
     seen, digest, rest = set[str](), hashlib.sha256(), ""
     for data, text in reading(decoded(file, cut, BLOCK), cut, "comparing"):
         digest.update(data)
         *whole, rest = re.split(BREAK, rest + text)
-        seen.update(wanted.intersection(map(str.strip, whole)))
+        seen.update(paragraphs.intersection(map(str.strip, whole)))
         if len(rest) > 2 * FARTHEST:  # longer than any held-out paragraph
             rest = rest[-FARTHEST:]
-    seen.update(wanted.intersection([rest.strip()]))
+    seen.update(paragraphs.intersection([rest.strip()]))
     return seen, digest
 
 

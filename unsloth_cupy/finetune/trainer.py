@@ -28,7 +28,7 @@ from ..models.transformer import Transformer
 from ..ops.quantized.weight import held_arrays
 from ..placement import to_numpy
 from .callbacks import Callbacks, checked
-from .data import DataFiles, found
+from .data import DataFiles, find_data
 from .evaluation import held_out_of
 from .interrupt import Stop
 from .listener import Listener, announce, hearing
@@ -70,10 +70,11 @@ class Run:
         name: str,
         files: RunFolder,
         loop: Loop | None,
-        given: Transformer | None = None,
+        transformer: Transformer | None = None,
         **place: Any,
     ) -> None:
-        self.name, self.files, self.loop, self.given, self.place = name, files, loop, given, place
+        self.name, self.files, self.loop = name, files, loop
+        self.transformer, self.place = transformer, place
 
     @property
     def folder(self) -> Path:
@@ -85,8 +86,8 @@ class Run:
         """The trained model; loaded from the folder if an earlier run was finished."""
         if self.loop is not None:
             return self.loop.model
-        if self.given is not None:
-            return in_place(self.given, self.files.model)
+        if self.transformer is not None:
+            return in_place(self.transformer, self.files.model)
         return load(self.files.model, **self.place)
 
     @property
@@ -148,9 +149,9 @@ class Trainer:
         objective: Objective = next_token,
         listener: Listener | None = None,
     ) -> None:
-        given: Any = settings
-        if not (given is None or isinstance(given, Settings)):
-            raise ConfigError(f"Trainer(settings={given!r}): pass Settings(...), or None")
+        value: Any = settings
+        if not (value is None or isinstance(value, Settings)):
+            raise ConfigError(f"Trainer(settings={value!r}): pass Settings(...), or None")
         each = Settings() if settings is None else settings
         if lora is not None:
             each = _with_lora(each, lora)
@@ -160,10 +161,10 @@ class Trainer:
         self.evaluate: Any = each.eval
         if not isinstance(each.eval, int | float | Records | Text | None):
             self.evaluate = path_of("Trainer: evaluate", each.eval)
-        self.given = model if isinstance(model, Transformer) else None
-        if self.given is not None:
-            each = dataclasses.replace(each, device=device_name(self.given))
-            model = _home(self.given)
+        self.transformer = model if isinstance(model, Transformer) else None
+        if self.transformer is not None:
+            each = dataclasses.replace(each, device=device_name(self.transformer))
+            model = _home(self.transformer)
         self.settings = each
         self.callbacks = checked(callbacks)
         self.objective, self.listener = objective, Listener() if listener is None else listener
@@ -183,14 +184,16 @@ class Trainer:
                 raise ConfigError("Trainer(ignore=) is for files; give it to read_data")
             if not self.ranks.alone and "-" in (text if isinstance(text, list) else [text]):
                 raise ConfigError("ranks do not share standard input; name a file in place of -")
-            self.text: Any = text if known else found(text, ignore, "Trainer: text", each.method)
+            self.text: Any = (
+                text if known else find_data(text, ignore, "Trainer: text", each.method)
+            )
             self.lines = isinstance(text, Records) or (
                 isinstance(self.text, DataFiles) and self.text.lines
             )
             each.check(self.source, lines=self.lines)
             self._check_method()
             self.callbacks += reporters(each.report_to)
-            if self.given is not None and not self.ranks.alone:
+            if self.transformer is not None and not self.ranks.alone:
                 problem = "a model in memory is trained by one process"
                 raise ConfigError(f"Trainer: {problem}; pass its folder, {self.source}")
             self.base = None if self.source is None else base_of(self.source, each.base)
@@ -206,7 +209,7 @@ class Trainer:
         """Raise a ConfigError if data or objective are not those of the method."""
         method, reads = self.settings.method, METHODS[self.settings.method].reads
         if method == "sft":
-            given = getattr(self.text, "method", "sft")
+            data_method = getattr(self.text, "method", "sft")
         elif not self.lines:
             if reads == METHODS["sft"].reads and not is_taught(Path(self.settings.teacher or "")):
                 return
@@ -214,10 +217,12 @@ class Trainer:
             cure = f"give {named('text')}, a file of {what}"
             raise ConfigError(f"{named(method=method)} learns from lines; {cure}")
         else:
-            given = self.text.method
-        if METHODS[given].reads != reads:
+            data_method = self.text.method
+        if METHODS[data_method].reads != reads:
             cure = f"read it by read_data(..., method={method!r})"
-            raise ConfigError(f"Trainer(text=...): it was read for the method {given}; {cure}")
+            raise ConfigError(
+                f"Trainer(text=...): it was read for the method {data_method}; {cure}"
+            )
         data = self.ranks.data.size  # of which the command may not speak
         self.settings.learning.check(dataclasses.replace(self.settings, data_parallel=data))
         if self.objective is not next_token and method != "sft":
@@ -258,11 +263,11 @@ class Trainer:
                 if ranks.broadcast(files.finished):
                     kind = None if self.settings.train_weights else self.settings.quantize
                     place = {"dtype": "float32", "device": ranks.device, **ranks.placing}
-                    run = Run(name, files, None, self.given, quantize=kind, **place)
+                    run = Run(name, files, None, self.transformer, quantize=kind, **place)
                     self.listener.finished(run)
                     return run
                 loop = prepare(
-                    files, self.settings, text, self.source, ranks, self.objective, self.given
+                    files, self.settings, text, self.source, ranks, self.objective, self.transformer
                 )
                 run = Run(name, files, loop)
                 stack.enter_context(blas_threads(loop.model.config.hidden))
@@ -298,9 +303,9 @@ class Trainer:
         """Return the settings to keep, with digests of the base model's files if it is adapted."""
         adapted, base = self.settings.lora is not None, dict[str, Any]()
         folder = self.source if adapted else self.base
-        if self.given is not None:
-            frozen = adapted or self.given.adapter is not None
-            base = {"the model": digest_of(self.given.parameters)} if frozen else {}
+        if self.transformer is not None:
+            frozen = adapted or self.transformer.adapter is not None
+            base = {"the model": digest_of(self.transformer.parameters)} if frozen else {}
         elif folder is not None and self.files is not None:
             path = self.files.settings
             known = read_settings(path) if path.is_file() else {}

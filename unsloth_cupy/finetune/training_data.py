@@ -189,10 +189,10 @@ class Packed:
 
     def count(self, epochs: float) -> int:
         """Return the number of batches in ``epochs`` passes through the examples."""
-        step, wanted = 0, epochs * len(self.lengths)
-        while self.starts[-1] < wanted:
+        step, examples = 0, epochs * len(self.lengths)
+        while self.starts[-1] < examples:
             self._find_batches(len(self.starts))
-        while self.starts[step] < wanted:
+        while self.starts[step] < examples:
             step += 1
         return step
 

@@ -32,13 +32,13 @@ class Turns(NamedTuple):
 
     def text(self, messages: Sequence[Message]) -> str:
         """Return a chat that ends in a question as text, up to where its answer begins."""
-        parts, begun = [], False
+        parts, has_system = [], False
         for place, message in enumerate(messages):
             if message["role"] == "system" and self.system is not None:
-                begun = True
+                has_system = True
                 parts += [self.system[0], message["content"], self.system[1]]
             elif message["role"] == "user":
-                before = self.next if place > begun else "" if begun else self.first
+                before = self.next if place > has_system else "" if has_system else self.first
                 parts += [before, message["content"], self.answer]
             else:
                 parts += [message["content"], self.end]
@@ -123,8 +123,8 @@ def turns_of(chat: Chat) -> Turns:
         end = ""  # it is written once the next question comes
     system = None
     try:
-        before, found, rest = asking([message("system", SYSTEM), ask]).partition(SYSTEM)
-        system = (before, rest.partition(ASK)[0]) if found else None
+        before, separator, rest = asking([message("system", SYSTEM), ask]).partition(SYSTEM)
+        system = (before, rest.partition(ASK)[0]) if separator else None
     except ConfigError:
         pass  # the template takes no system message
     turns = Turns(system, first, answer, end, between.removeprefix(end))

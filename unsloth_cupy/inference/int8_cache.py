@@ -67,8 +67,8 @@ def check_latent(call: str, latent: Any, kv_heads: int, dim: int, kind: np.dtype
 
 def check_latent_options(call: str, options: dict[str, Any]) -> None:
     """Raise ConfigError unless options are those of attention over a latent cache."""
-    given = {name for name, value in options.items() if value is not None}
-    if unknown := sorted(given - {"scale", "causal", "mask"}):
+    names = {name for name, value in options.items() if value is not None}
+    if unknown := sorted(names - {"scale", "causal", "mask"}):
         cure = "it has scale, causal and mask"
         raise ConfigError(f"{call}: a latent cache has no option {unknown[0]!r}; {cure}")
     if options.get("scale") is None:
@@ -100,8 +100,8 @@ def check_new(
     for name, array in (("k", k), ("v", v)):
         shape = getattr(array, "shape", None)
         if shape != (rows, tokens, kv_heads, dim):
-            wanted = f"({axis}={rows}, tokens, kv_heads={kv_heads}, dim={dim})"
-            problem = f"{call}: {name} is {shape}; it must be {wanted}"
+            form = f"({axis}={rows}, tokens, kv_heads={kv_heads}, dim={dim})"
+            problem = f"{call}: {name} is {shape}; it must be {form}"
             raise ShapeError(problem, expected=(rows, "tokens", kv_heads, dim), actual=shape)
         if storage.dtype == INT8 and (array.dtype not in KERNEL_DTYPES or array.dtype != k.dtype):
             cure = "pass k and v of one dtype: float16, bfloat16 or float32"

@@ -344,9 +344,9 @@ class KVCache:
         self._check_layer("attend", layer)
         check_library("KVCache.attend: q", q)
         if q.ndim != 4:
-            wanted = "(batch, tokens, heads, dim)"
-            problem = f"KVCache.attend: q is {q.shape}; it must be {wanted}"
-            raise ShapeError(problem, expected=wanted, actual=tuple(q.shape))
+            axes = "(batch, tokens, heads, dim)"
+            problem = f"KVCache.attend: q is {q.shape}; it must be {axes}"
+            raise ShapeError(problem, expected=axes, actual=tuple(q.shape))
         kept, new = self.windows[layer], q.shape[1]
         match window:
             case None | (None, _):
@@ -425,9 +425,9 @@ class KVCache:
         if real is not None:
             check_library("KVCache.note: real", real)
             if real.ndim != 2 or len(real) != len(self.real) or real.shape[1] > stop:
-                wanted = (len(self.real), stop)
-                problem = f"KVCache.note: real is {real.shape}; it must be {wanted}, or narrower"
-                raise ShapeError(problem, expected=wanted, actual=tuple(real.shape))
+                expected = (len(self.real), stop)
+                problem = f"KVCache.note: real is {real.shape}; it must be {expected}, or narrower"
+                raise ShapeError(problem, expected=expected, actual=tuple(real.shape))
         self.padded |= real is not None
         if not self.padded:
             return None

@@ -135,10 +135,10 @@ class PagedKVCache:
         if not is_integer(tokens):
             cure = "pass an integer, 0 or more"
             raise ConfigError(f"PagedKVCache.allocate(tokens={tokens!r}): {cure}")
-        wanted = -(-tokens // self.keys.shape[2])
-        self._check_free("allocate", wanted)
+        pages = -(-tokens // self.keys.shape[2])
+        self._check_free("allocate", pages)
         sequence = next(self.numbers)
-        self.tables[sequence] = [self._take() for _ in range(wanted)]
+        self.tables[sequence] = [self._take() for _ in range(pages)]
         self.filled[sequence] = [0] * len(self.keys)
         return sequence
 
@@ -302,16 +302,16 @@ class PagedKVCache:
     def _make_room(self, sequences: Sequence[int], starts: Sequence[int], new: int) -> None:
         """Give each sequence unshared pages for its new tokens, or raise and change nothing."""
         page = self.keys.shape[2]
-        shared, wanted = [], 0
+        shared, pages = [], 0
         leaving: dict[int, int] = {}
         for sequence, start in zip(sequences, starts, strict=True):
             table = self.tables[sequence]
-            wanted += max(0, -(-(start + new) // page) - len(table))
+            pages += max(0, -(-(start + new) // page) - len(table))
             for index in range(start // page, min(-(-(start + new) // page), len(table))):
                 if self.uses[table[index]] - leaving.get(table[index], 0) > 1:
                     shared.append((table, index))
                     leaving[table[index]] = leaving.get(table[index], 0) + 1
-        self._check_free("append", wanted + len(shared))
+        self._check_free("append", pages + len(shared))
         for table, index in shared:
             old, table[index] = table[index], self._take()
             for storage in self.stored:
@@ -351,14 +351,14 @@ class PagedKVCache:
                 cure = "pass what allocate or fork returned, before it is freed"
                 raise RangeError(f"PagedKVCache.{call}: there is no sequence {sequence!r}; {cure}")
 
-    def _check_free(self, call: str, wanted: int) -> None:
+    def _check_free(self, call: str, pages: int) -> None:
         free = len(self.free_pages)
-        if wanted > free:
+        if pages > free:
             bytes_of_page = sum(storage[:, :1].nbytes for storage in self.stored)
             raise DeviceMemoryError(
-                f"PagedKVCache.{call}: {wanted} pages are needed, {free} of {len(self.uses)} are"
+                f"PagedKVCache.{call}: {pages} pages are needed, {free} of {len(self.uses)} are"
                 " free; free a sequence, or make the cache with more pages",
-                (len(self.uses) - free + wanted) * bytes_of_page,
+                (len(self.uses) - free + pages) * bytes_of_page,
                 len(self.uses) * bytes_of_page,
             )
 

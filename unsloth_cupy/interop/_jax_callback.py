@@ -43,14 +43,14 @@ def on_buffers(
     names: tuple[str, ...],
     fixed: Mapping[str, Any],
     outputs: tuple[str, ...],
-    those: tuple[Any, ...],
+    marks: tuple[Any, ...],
 ) -> Callable[..., None]:
     """Return the callback of a call, which writes these outputs into XLA's buffers.
 
     ``names`` are the operands in XLA's buffers; ``fixed`` holds options and other operands, and
-    ``those`` what launches choose by: XLA calls from a thread of its own.
+    ``marks`` what launches choose by: XLA calls from a thread of its own.
     """
-    scope: dict[str, Any] = {"op": partial(choosing, those, op), "number": _number, "fixed": fixed}
+    scope: dict[str, Any] = {"op": partial(choosing, marks, op), "number": _number, "fixed": fixed}
     numbers = {operand.name for operand in op.contract.inputs if may_be_number(operand)}
     values = dict.fromkeys(op.names[: op.positional], "None")
     values |= {name: f"number({name})" if name in numbers else name for name in names}

@@ -248,8 +248,8 @@ def sampler_ratio_forward(
 ) -> Array:
     """Return the ratio, with limits as two options."""
     known = log_probabilities("sampler_ratio", old, mask, "old")
-    given = np.where(np.isnan(sampler), known, sampler.astype(old.dtype))
-    difference = known - log_probabilities("sampler_ratio", given, mask, "sampler")
+    log_probs = np.where(np.isnan(sampler), known, sampler.astype(old.dtype))
+    difference = known - log_probabilities("sampler_ratio", log_probs, mask, "sampler")
     if kind.startswith("sequence"):
         difference = difference.sum(axis=1, keepdims=True)
     with np.errstate(over="ignore"):

@@ -275,9 +275,9 @@ def _check(
                 array is not None
                 and array.ndim + (name == "weights" and array.shape[1] != 1) != axes
             ):
-                wanted = "(rows,)" if axes == 1 else "(rows, 1)"
-                problem = f"{call}: {name} of kind={kind!r} must be {wanted}, one for each row"
-                raise ShapeError(problem, expected=wanted, actual=array.shape)
+                form = "(rows,)" if axes == 1 else "(rows, 1)"
+                problem = f"{call}: {name} of kind={kind!r} must be {form}, one for each row"
+                raise ShapeError(problem, expected=form, actual=array.shape)
 
 
 policy_backward.require(_check)

@@ -139,8 +139,8 @@ def plan_memory(
         parsed, rank, adapter, quantization, objective, merge_into,
         tensor_parallel * pipeline_parallel,
     )  # fmt: skip
-    given = checkpoint_every
-    parts = given if isinstance(given, CheckpointConfig | None) else CheckpointConfig(True, given)
+    every = checkpoint_every
+    parts = every if isinstance(every, CheckpointConfig | None) else CheckpointConfig(True, every)
     layout = Layout(tensor_parallel, pipeline_parallel)
     _check_inputs(inputs, layout.ranks)
     if layout.ranks > 1:

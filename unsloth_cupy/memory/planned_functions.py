@@ -160,23 +160,23 @@ def dtypes_of(ufunc: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 @cache
 def reduced_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype of a sum, a maximum, ... of an array of this dtype, by the method's name."""
-    found: np.dtype[Any] = getattr(np.ones(1, dtype), name)().dtype
-    return found
+    result: np.dtype[Any] = getattr(np.ones(1, dtype), name)().dtype
+    return result
 
 
 @lru_cache(maxsize=4096)
 def view_of(
-    shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], wanted: tuple[int, ...]
+    shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], target: tuple[int, ...]
 ) -> Any:
     """Return an array that has another shape in the same memory; None if it takes a copy."""
-    found = reshaped(shape, strides, wanted)
-    if found is None:
+    new_strides = reshaped(shape, strides, target)
+    if new_strides is None:
         return None
-    return np.lib.stride_tricks.as_strided(np.empty((), dtype), wanted, found)
+    return np.lib.stride_tricks.as_strided(np.empty((), dtype), target, new_strides)
 
 
 def reshaped(
-    shape: Sequence[int], strides: Sequence[int], wanted: Sequence[int]
+    shape: Sequence[int], strides: Sequence[int], target: Sequence[int]
 ) -> list[int] | None:
     """Return the strides of a view in another shape of equal size; None if it takes a copy.
 
@@ -184,9 +184,9 @@ def reshaped(
     """
     axes = [(n, stride) for n, stride in zip(shape, strides, strict=True) if n != 1]
     result: list[int] = []
-    if 0 in wanted:
-        return [0] * len(wanted)
-    for size in reversed(wanted):  # the last axis first: each takes a part of an old axis
+    if 0 in target:
+        return [0] * len(target)
+    for size in reversed(target):  # the last axis first: each takes a part of an old axis
         if size == 1:
             result.append(0)
             continue

@@ -81,9 +81,9 @@ class Graphs:
 
     def clear(self) -> None:
         """Drop all graphs with their memory."""
-        self.place, self.made = Place(), dict[Any, Graph]()
+        self.place, self.by_form = Place(), dict[Any, Graph]()
         self.met, self.world = set[Any](), tuple[Any, ...]()
-        self.begun: Graph | None = None  # whose gradients are the sums of the running step
+        self.graph_of_sums: Graph | None = None  # whose gradients are the sums of the running step
         self.alive: Any = None  # what graphs read: their numbers must stay theirs
 
     def __call__(
@@ -102,7 +102,7 @@ class Graphs:
         try:
             return self._graphed(model, call)
         except MemoryError:
-            if not self.made:
+            if not self.by_form:
                 raise
         self.clear()
         self.why = self.failed = "the GPU has no memory for graphs beside all else"
@@ -137,17 +137,17 @@ class Graphs:
     def _graphed(self, model: Any, call: Call) -> tuple[Any, dict[str, Any]]:
         """Return the results of a graph, or of a run on the way to one."""
         function, sums, first = call.function, call.sums, call.sums == {}
-        given, sink = {**function.keywords}, function.keywords.get(SINK)
+        arguments, sink = {**function.keywords}, function.keywords.get(SINK)
         counts = any(each is next_token for each in (function.func, *function.args))
-        if counts and is_integer(given.get(COUNT)):  # another in every batch
-            given[COUNT] = to_device_of(np.asarray(given[COUNT]), model.table)
-        arrays = {name: each for name, each in given.items() if gpu.is_cupys(each.__class__)}
+        if counts and is_integer(arguments.get(COUNT)):  # another in every batch
+            arguments[COUNT] = to_device_of(np.asarray(arguments[COUNT]), model.table)
+        arrays = {name: each for name, each in arguments.items() if gpu.is_cupys(each.__class__)}
         seed = call.step.seed
         if seed is not None:
             arrays[SEEDS] = to_device_of(model.adapter.seeds(seed), model.table)
-        fixed = {n: each for n, each in given.items() if n not in arrays and n != SINK}
+        fixed = {n: each for n, each in arguments.items() if n not in arrays and n != SINK}
         self._enter(model, call.step)
-        begun = self.begun = self._beginning(sums)
+        graph_of_sums = self.graph_of_sums = self._beginning(sums)
         constants = (*function.args, *fixed.values(), call.step.checkpoint, choices.get())
         if unknown := [type(each).__name__ for each in constants if not _is_constant(each)]:
             cure = "pass arrays of the GPU by keyword"
@@ -157,9 +157,9 @@ class Graphs:
             *(Itself(function.func), *fixed),
             *((type(each), each) for each in constants),
             *((name, each.shape, each.dtype.str) for name, each in arrays.items()),
-            *(sink is None, sums is None, first, id(begun)),
+            *(sink is None, sums is None, first, id(graph_of_sums)),
         )
-        graph = None if sums and begun is None else self._graph(form, arrays)
+        graph = None if sums and graph_of_sums is None else self._graph(form, arrays)
         if graph is None:  # as are all whose sums are new arrays in each step
             return call(function)
 
@@ -178,31 +178,31 @@ class Graphs:
             self.clear()
             self.why = self.failed = graph.captured.why
         elif first and graph.captured.graph is not None:
-            self.begun = graph
+            self.graph_of_sums = graph
         return value, sums or {**gradients}
 
     def _beginning(self, sums: Sums) -> Graph | None:
         """Return the graph whose gradients these sums are; None if they are others."""
-        if not sums or self.begun is None:
+        if not sums or self.graph_of_sums is None:
             return None
-        own: dict[str, Any] = self.begun.captured.result[1]
-        return self.begun if all(own[name] is each for name, each in sums.items()) else None
+        own: dict[str, Any] = self.graph_of_sums.captured.result[1]
+        return self.graph_of_sums if all(own[name] is each for name, each in sums.items()) else None
 
     def _graph(self, form: Any, arrays: Mapping[str, Any]) -> Graph | None:
         """Return the graph of a form with these arrays in it, or a new one if the form repeats."""
-        graph = self.made.get(form)
+        graph = self.by_form.get(form)
         if graph is not None:
             for name, each in arrays.items():
                 graph.arrays[name][...] = each
         elif form not in self.met:
             self.met = {*(self.met if len(self.met) < MET else ()), form}
-        elif len(self.made) == KEPT:
+        elif len(self.by_form) == KEPT:
             self.why = f"calls of {KEPT} other forms are graphs already"
         else:
-            if not self.made:  # what the runs before have freed is needed now
+            if not self.by_form:  # what the runs before have freed is needed now
                 gpu.cupy().get_default_memory_pool().free_all_blocks()
             copies = {name: each.copy() for name, each in arrays.items()}
-            graph = self.made[form] = Graph(Captured(self.place), copies)
+            graph = self.by_form[form] = Graph(Captured(self.place), copies)
         return graph
 
     def _enter(self, model: Any, step: TrainingStep) -> None:

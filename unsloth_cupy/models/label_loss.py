@@ -76,8 +76,8 @@ def _problem(model: Any, logits: Any, labels: Array) -> str:
             f"loss: labels are {tuple(labels.shape)}, of a head with one output: pass"
             " labels.reshape(-1) for a squared error, or set problem_type in config.json"
         )
-    told = SINGLE if whole else REGRESSION if labels.ndim == 1 else MULTI
-    return str(named or told)
+    kind = SINGLE if whole else REGRESSION if labels.ndim == 1 else MULTI
+    return str(named or kind)
 
 
 def _check(problem: str, logits: Any, labels: Array) -> None:
@@ -98,8 +98,8 @@ def _check(problem: str, logits: Any, labels: Array) -> None:
         if outputs == 1 and tuple(labels.shape) == shape:
             expected = shape
     if tuple(labels.shape) != expected:
-        told = f"loss: labels are {tuple(labels.shape)}, logits {shape}: of a {problem} the labels"
-        raise ShapeError(f"{told} must be {expected}", expected=expected, actual=labels.shape)
+        text = f"loss: labels are {tuple(labels.shape)}, logits {shape}: of a {problem} the labels"
+        raise ShapeError(f"{text} must be {expected}", expected=expected, actual=labels.shape)
     if kind == "i" or type(labels) is not np.ndarray:
         return
     floats = labels.astype(np.float64)
@@ -115,16 +115,16 @@ def _losses(problem: str, logits: Any, labels: Array) -> Any:
         return cross_entropy(logits, labels, ignore=IGNORE)
     if logits.dtype.itemsize < FLOAT32.itemsize:
         logits = cast(logits, "float32")
-    wanted = labels.astype(logits.dtype)
+    targets = labels.astype(logits.dtype)
     if problem == REGRESSION:
-        difference = logits.reshape(*wanted.shape) - wanted
+        difference = logits.reshape(*targets.shape) - targets
         return difference * difference
     z = getattr(logits, "value", logits)
-    losses = z.clip(0) - z * wanted + np.log1p(np.exp(-np.abs(z)))
+    losses = z.clip(0) - z * targets + np.log1p(np.exp(-np.abs(z)))
     if type(logits) is not Var:
         return losses
     result = Var(losses, logits.tape)
-    values = {"z": z, "labels": wanted}
+    values = {"z": z, "labels": targets}
     logits.tape.note(BinaryRecord(values, {"z": logits.index}, {"loss": result.index}))
     return result
 

@@ -29,10 +29,10 @@ class Summary:
         )
         if own.head != "causal_lm":
             sizes += f", {own.head}" + f" of {own.labels} labels" * (own.labels > 0)
-        told = [sizes, f"{table.dtype} on {place}", *(f"{kind} weights" for kind in kinds)]
+        parts = [sizes, f"{table.dtype} on {place}", *(f"{kind} weights" for kind in kinds)]
         if self.adapter is not None:
-            told.append(f"adapter: {self.num_parameters(only_trainable=True):,} parameters")
-        return f"<{type(self).__name__} {own.model_type}: {', '.join(told)}>"
+            parts.append(f"adapter: {self.num_parameters(only_trainable=True):,} parameters")
+        return f"<{type(self).__name__} {own.model_type}: {', '.join(parts)}>"
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """Return the number of parameters; a quantized weight has as many as the dense one.

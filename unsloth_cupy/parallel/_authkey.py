@@ -49,16 +49,16 @@ def kept(path: Path) -> bytes:
     """Return what a file holds that only this user can read; make it if there is none."""
     path.parent.mkdir(0o700, parents=True, exist_ok=True)
     while not path.is_symlink() and not path.exists():
-        handle, made = tempfile.mkstemp(dir=path.parent)
+        handle, draft = tempfile.mkstemp(dir=path.parent)
         try:
             with open(handle, "w", encoding="ascii") as file:
                 if not is_own(os.fstat(handle)):  # this disk has no permissions
                     raise PermissionError
                 file.write(secrets.token_hex())
             with suppress(FileExistsError):  # another rank was first
-                os.link(made, path)
+                os.link(draft, path)
         finally:
-            os.unlink(made)
+            os.unlink(draft)
     try:
         with open(os.open(path, FLAGS), "rb") as opened:
             status, key = os.fstat(opened.fileno()), opened.read(LONGEST)

@@ -99,8 +99,8 @@ class Door:
         self.homes[rank] = link.getpeername()[0], port
         return int(rank)
 
-    def _proof(self, *said: bytes) -> bytes:
-        return proof(self.key, self.peers.rank, *said)
+    def _proof(self, *messages: bytes) -> bytes:
+        return proof(self.key, self.peers.rank, *messages)
 
 
 class Caller:
@@ -195,8 +195,8 @@ def listening(rank: int, host: str, port: int, backlog: int) -> socket.socket:
     cure = "set MASTER_ADDR to an address of rank 0"
     if problem.errno in (errno.EADDRINUSE, errno.EACCES):
         cure = "set another MASTER_PORT"
-    said = f"rank {rank} cannot listen at {host}:{port} ({problem.strerror or problem}); {cure}"
-    raise CommunicationError(said, rank=rank) from problem
+    message = f"rank {rank} cannot listen at {host}:{port} ({problem.strerror or problem}); {cure}"
+    raise CommunicationError(message, rank=rank) from problem
 
 
 def reached(peers: Peers, other: int, host: str, port: int, limit: float) -> socket.socket:
@@ -248,6 +248,6 @@ def call(door: Door, other: int, host: str, port: int, limit: float) -> None:
         return
 
 
-def proof(key: bytes, listener: int, *said: bytes) -> bytes:
+def proof(key: bytes, listener: int, *messages: bytes) -> bytes:
     """Return the HMAC of what was said to a listener; an answer makes it longer than a caller's."""
-    return hmac.digest(key, b"%d " % listener + b"".join(said), "sha256")
+    return hmac.digest(key, b"%d " % listener + b"".join(messages), "sha256")

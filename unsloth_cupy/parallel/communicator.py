@@ -197,12 +197,12 @@ def check_axes(call: str, x: Any, divided: int, joined: int) -> tuple[int, int]:
 def check_counts(comm: Communicator, x: Any, counts: Sequence[int]) -> None:
     """Raise ShapeError unless counts say for every rank how many of the rows of x it gets."""
     framework_of(x, "all_to_all_rows: x")
-    given: Any = [*counts]
+    sizes: Any = [*counts]
     rows = x.shape[0] if x.ndim else 0
-    if not x.ndim or len(given) != comm.size or min(given) < 0 or sum(given) != rows:
-        problem = f"all_to_all_rows(x{tuple(x.shape)}, counts={given}): {comm.size} ranks get rows"
+    if not x.ndim or len(sizes) != comm.size or min(sizes) < 0 or sum(sizes) != rows:
+        problem = f"all_to_all_rows(x{tuple(x.shape)}, counts={sizes}): {comm.size} ranks get rows"
         cure = f"pass {comm.size} numbers, 0 or more, whose sum is {rows}"
-        raise ShapeError(f"{problem}; {cure}", expected=rows, actual=sum(given))
+        raise ShapeError(f"{problem}; {cure}", expected=rows, actual=sum(sizes))
 
 
 def check_rank(comm: Communicator, call: str, rank: int, *, other: bool = False) -> None:
@@ -215,8 +215,8 @@ def check_rank(comm: Communicator, call: str, rank: int, *, other: bool = False)
 
 def check_reduction(op: str) -> None:
     """Raise ConfigError unless op is a reduction."""
-    given: Any = op
-    if not isinstance(given, str) or op not in ("sum", "max"):
+    name: Any = op
+    if not isinstance(name, str) or op not in ("sum", "max"):
         raise ConfigError(f"all_reduce(op={op!r}) is not a reduction; choose 'sum' or 'max'")
 
 

@@ -107,11 +107,11 @@ class MpiCommunicator(Exchanges):
 
     def _wait(self, call: str, pending: list[tuple[Any, int, Any]]) -> None:
         """Wait until all messages have arrived; at the time limit raise, naming the late ranks."""
-        begun = time.monotonic()
+        start = time.monotonic()
         polls = 0 if self._cores else SPINS
         while pending:
             pending = [each for each in pending if not self._done(call, *each)]
-            polls, waited = polls + 1, time.monotonic() - begun
+            polls, waited = polls + 1, time.monotonic() - start
             if pending and waited > self.timeout:
                 late = sorted({rank for _, rank, _ in pending})
                 for request, _, array in pending:

@@ -54,13 +54,13 @@ def run_pipeline(
     check_communicator("run_pipeline", comm)
     try:
         count = 1 + max(step.microbatch for steps in schedule for step in steps)
-        given = len(microbatches)
+        batches = len(microbatches)
     except (TypeError, ValueError, AttributeError):
         cure = "pass what pipeline_schedule returns, and a list of microbatches"
         raise ConfigError(f"run_pipeline(schedule={reprlib.repr(schedule)}): {cure}") from None
-    if len(schedule) != comm.size or count != given:
+    if len(schedule) != comm.size or count != batches:
         actual = f"{len(schedule)} stages and {count} microbatches"
-        expected = f"{comm.size} ranks and {given}"
+        expected = f"{comm.size} ranks and {batches}"
         cure = "make one with pipeline_schedule(ranks, microbatches)"
         raise ConfigError(f"run_pipeline: a schedule of {actual} is not one of {expected}; {cure}")
     stages, chunks, rank = len(schedule), chunks_of(schedule), comm.rank

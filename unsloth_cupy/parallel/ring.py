@@ -53,8 +53,8 @@ def ring_order(tokens: int, comm: Communicator, *, causal: bool) -> Any:
         comm is not a communicator, causal not a bool, or tokens not a number of tokens.
     """
     check_communicator("ring_order", comm)
-    given: Any = causal
-    if not isinstance(given, bool) or not is_integer(tokens):
+    flag: Any = causal
+    if not isinstance(flag, bool) or not is_integer(tokens):
         problem = f"ring_order(tokens={tokens!r}, causal={causal!r})"
         raise ConfigError(f"{problem}: pass an integer, 0 or more, and True or False")
     check_bytes(f"ring_order(tokens={tokens})", 8 * tokens // comm.size)

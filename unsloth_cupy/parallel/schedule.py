@@ -186,12 +186,12 @@ def _messages(
                 timed.append((ends[source], Message(source[0], stage, step)))
     timed.sort(key=lambda each: each[0])
     result: list[list[list[Message]]] = [[[] for _ in range(len(s) + 1)] for s in schedule]
-    begun = [0] * len(schedule)
+    positions = [0] * len(schedule)
     for time, message in timed:
         for stage in (message.source, message.to):
-            while begun[stage] < len(spans[stage]) and spans[stage][begun[stage]][0] < time:
-                begun[stage] += 1
-            result[stage][begun[stage]].append(message)
+            while positions[stage] < len(spans[stage]) and spans[stage][positions[stage]][0] < time:
+                positions[stage] += 1
+            result[stage][positions[stage]].append(message)
     return result
 
 

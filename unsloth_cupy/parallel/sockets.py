@@ -135,12 +135,12 @@ class SocketCommunicator(Exchanges):
             own, member = self._members[self.rank], self._members[rank]
             ended = member in self.peers.gone
             what = "has ended" if ended else f"did not come within {self.timeout:g} s"
-            failed, told = self.peers.failed(), False
+            failed, is_known = self.peers.failed(), False
             if failed is not None:  # probably why the other one ended
                 member, what = failed[0], f"has failed: {failed[1]}"
-                told = self.peers.tells(*failed)
+                is_known = self.peers.tells(*failed)
             problem = f"rank {own}: {call}: rank {member} {what}"
-            raise CommunicationError(f"{problem}; see what it printed", rank=member, told=told)
+            raise CommunicationError(f"{problem}; see what it printed", rank=member, told=is_known)
         if len(data) != array.nbytes:
             cure = MIXED if self.checked else "try checked=True, which compares calls"
             problem = f"{call}: rank {rank} sent {len(data)} bytes, not the {array.nbytes}"

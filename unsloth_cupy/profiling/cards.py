@@ -158,8 +158,8 @@ def card_named(name: str) -> Card:
         its = f"{name} is sm_{architecture}" if older else f"sm_{architecture} is older"
         raise ConfigError(f"kernels need sm_{OLDEST} or newer, and {its}; name one as l4, rtx 3090")
     short = {re.sub(r"\W|rtx", "", key): key for key in CARDS}
-    if found := short.get(plain.replace("rtx", "")) or _matching(name):
-        return CARDS[found]
+    if card_key := short.get(plain.replace("rtx", "")) or _matching(name):
+        return CARDS[card_key]
     known = {re.sub(r"\W", "", each): each for each in NAMES}
     close = [known[each] for each in difflib.get_close_matches(plain, known, cutoff=0.5)]
     cure = f"did you mean {', '.join(close)}" if close else f"choose from {', '.join(NAMES)}"
@@ -169,8 +169,8 @@ def card_named(name: str) -> Card:
 def _matching(name: str) -> str | None:
     """Return the key of the card that has all words of a name that matter, and most of them."""
     words = _words(name)
-    heard = {word for word in words if not re.fullmatch(SILENT, word)}
-    matches = [key for key in CARDS if heard <= _words(key) <= words | {"rtx"}]
+    terms = {word for word in words if not re.fullmatch(SILENT, word)}
+    matches = [key for key in CARDS if terms <= _words(key) <= words | {"rtx"}]
     return max(matches, key=lambda key: len(_words(key)), default=None)
 
 
@@ -184,9 +184,9 @@ def card_here(number: int) -> Card:
     A part of a GPU, and one for laptops, has fewer processors than the card of that name.
     """
     gpu_name = gpu.cupy().cuda.runtime.getDeviceProperties(number)["name"].decode()
-    limits, found = gpu.limits_of(number), _matching(gpu_name)
-    same = found is not None and CARDS[found][1:3] == (limits.architecture, limits.processors)
-    rates = CARDS[str(found)][3:] if same else ()
+    limits, card_key = gpu.limits_of(number), _matching(gpu_name)
+    same = card_key is not None and CARDS[card_key][1:3] == (limits.architecture, limits.processors)
+    rates = CARDS[str(card_key)][3:] if same else ()
     return Card(gpu_name, limits.architecture, limits.processors, *rates)
 
 

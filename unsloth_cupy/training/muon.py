@@ -70,17 +70,17 @@ class Muon(Optimizer):
         }
         super().__init__(parameters, groups, lr=lr, weight_decay=weight_decay)
         sizes = {name: len(parameter) for name, parameter in self.parameters.items()}
-        given: Any = {} if parts is None else parts
-        fits = isinstance(given, Mapping) and all(
+        rows_by_name: Any = {} if parts is None else parts
+        fits = isinstance(rows_by_name, Mapping) and all(
             isinstance(rows, tuple | list)
             and all(is_integer(each, 1) for each in rows)
             and sizes.get(name) == sum(rows)
-            for name, rows in given.items()
+            for name, rows in rows_by_name.items()
         )
         if not fits:
             cure = "pass {name: rows of each matrix in it}, which add up to its own rows"
             raise ConfigError(f"Muon(parts={reprlib.repr(parts)}): {cure}")
-        self.parts: dict[str, Sequence[int]] = dict(given)
+        self.parts: dict[str, Sequence[int]] = dict(rows_by_name)
 
     def _tensor(self, name: str, parameter: Any) -> Tensor:
         if parameter.ndim != 2:

@@ -90,8 +90,10 @@ class Optimizer:
     def _prepare(self) -> None:
         arrays = [a for t in self.tensors.values() for a in (t.parameter, t.copy) if a is not None]
         groups = self._names() if launchable(arrays) else []
-        made = (self._launcher({name: self.tensors[name] for name in names}) for names in groups)
-        self.launchers = [launcher for launcher in made if launcher is not None]
+        launchers = (
+            self._launcher({name: self.tensors[name] for name in names}) for names in groups
+        )
+        self.launchers = [launcher for launcher in launchers if launcher is not None]
 
     def _names(self) -> list[list[str]]:
         """Return the names of each group that has some."""
@@ -272,9 +274,9 @@ class Optimizer:
         )
         if state.keys() != names or not fits:
             different = sorted(map(str, state.keys() ^ names))
-            told = ", ".join(f"{name} is {number}" for name, number in numbers.items())
+            counters = ", ".join(f"{name} is {number}" for name, number in numbers.items())
             raise ConfigError(
-                f"{self.call}.load_state: names differ in {different}, {told};"
+                f"{self.call}.load_state: names differ in {different}, {counters};"
                 " pass what state() returned for the same parameters"
             )
         check_states(self.call, own, state)
@@ -320,12 +322,12 @@ def matching(what: str, patterns: Any, parameters: Collection[str]) -> dict[str,
         raise ConfigError(f"{what}: pass names of parameters, or patterns such as '*norm*'")
     own: dict[str, None] = {}
     for pattern in names:
-        found = [pattern] if pattern in parameters else []
-        found = found or [name for name in parameters if fnmatchcase(name, pattern)]
-        if not found:
+        matches = [pattern] if pattern in parameters else []
+        matches = matches or [name for name in parameters if fnmatchcase(name, pattern)]
+        if not matches:
             some = ", ".join(list(parameters)[:3])
             raise ConfigError(f"{what}: no parameter is named {pattern!r}; names are as {some}")
-        own |= dict.fromkeys(found)
+        own |= dict.fromkeys(matches)
     return own
 
 
@@ -367,11 +369,11 @@ def check_rates(call: str, options: Mapping[str, Any]) -> None:
 
 def _check(what: str, array: Array, model: Array, dtypes: Sequence[Any]) -> None:
     """Raise unless array has the library and shape of model and one of the dtypes."""
-    place, wanted = (framework_of(a, what) for a in (array, model))
-    if several_gpus() and place == wanted == "cupy":
-        place, wanted = (f"cupy {a.device}" for a in (array, model))
-    if place != wanted:
-        raise FrameworkError(f"{what} comes from {place}; it must come from {wanted}")
+    place, model_place = (framework_of(a, what) for a in (array, model))
+    if several_gpus() and place == model_place == "cupy":
+        place, model_place = (f"cupy {a.device}" for a in (array, model))
+    if place != model_place:
+        raise FrameworkError(f"{what} comes from {place}; it must come from {model_place}")
     if array.shape != model.shape:
         problem = f"{what} has shape {array.shape}; it must be {model.shape}"
         raise ShapeError(problem, expected=tuple(model.shape), actual=tuple(array.shape))

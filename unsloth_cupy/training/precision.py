@@ -215,14 +215,14 @@ def compute_copies(parameters: Mapping[str, Array], dtype: Any) -> dict[str, Arr
     DTypeError, FrameworkError
         A parameter is not a float32 array of NumPy or CuPy.
     """
-    wanted = DTYPES[MixedPrecisionConfig(dtype).compute_dtype]
+    copy_dtype = DTYPES[MixedPrecisionConfig(dtype).compute_dtype]
     check_mapping("compute_copies", parameters)
     parameters = {n: array for n, array in parameters.items() if not isinstance(array, Stored)}
     check_floats("compute_copies", parameters)
     for name, array in parameters.items():
         if array.dtype != FLOATS[2]:
             raise DTypeError(f"compute_copies: {name} is {array.dtype}; masters must be float32")
-    if wanted == FLOATS[2]:
+    if copy_dtype == FLOATS[2]:
         return {}
     with np.errstate(over="ignore"):  # float16 overflow gives inf, as on a GPU
-        return {n: array.astype(wanted) for n, array in parameters.items() if array.ndim > 1}
+        return {n: array.astype(copy_dtype) for n, array in parameters.items() if array.ndim > 1}

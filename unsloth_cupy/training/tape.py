@@ -132,9 +132,9 @@ class Tape:
         framework_of(seed, "Tape.gradients: seed")  # raises for a number too
         common("Tape.gradients", ("of", "seed"), (of.value, seed))
         if tuple(seed.shape) != tuple(of.shape):
-            wanted, actual = tuple(of.shape), tuple(seed.shape)
-            problem = f"Tape.gradients: seed has shape {actual}; it must be {wanted}"
-            raise ShapeError(problem, expected=wanted, actual=actual)
+            expected, actual = tuple(of.shape), tuple(seed.shape)
+            problem = f"Tape.gradients: seed has shape {actual}; it must be {expected}"
+            raise ShapeError(problem, expected=expected, actual=actual)
         if seed.dtype != of.dtype:
             raise DTypeError(f"Tape.gradients: seed is {seed.dtype}; it must be {of.dtype}")
         values = [value for entry in self.entries for value in entry.values.values()]
@@ -188,10 +188,10 @@ class Tape:
 
         ``done(place)`` is called after each entry, with its index.
         """
-        wanted = set(kept)  # and the Vars in between: no other gradient is computed
+        targets = set(kept)  # and the Vars in between: no other gradient is computed
         for entry in self.entries:
-            if not wanted.isdisjoint(entry.inputs.values()):
-                wanted.update(entry.outputs.values())
+            if not targets.isdisjoint(entry.inputs.values()):
+                targets.update(entry.outputs.values())
         entries = self.entries if release else self.entries.copy()
         while entries:
             entry = entries.pop()
@@ -199,10 +199,10 @@ class Tape:
                 name: grads.get(i) if i in kept else grads.pop(i, None)
                 for name, i in entry.outputs.items()
             }
-            inputs = {name: i for name, i in entry.inputs.items() if i in wanted}
+            inputs = {name: i for name, i in entry.inputs.items() if i in targets}
             if inputs and any(grad is not None for grad in take.values()):
-                those = self.choices.get(len(entries), ())
-                choosing(those, entry.add_back, take, inputs, grads)
+                marks = self.choices.get(len(entries), ())
+                choosing(marks, entry.add_back, take, inputs, grads)
             done(len(entries))
 
     def record(self, op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -230,8 +230,8 @@ class Tape:
 
     def note(self, entry: Any) -> None:
         """Append a call to the tape."""
-        if (those := choices.get()) or self.choices:
-            self.choices[len(self.entries)] = those
+        if (marks := choices.get()) or self.choices:
+            self.choices[len(self.entries)] = marks
         self.entries.append(entry)
 
 

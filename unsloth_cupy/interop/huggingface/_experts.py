@@ -138,8 +138,8 @@ def _forms(module: Any) -> list[dict[str, Any]]:
 
 
 def _number(module: Any, names: tuple[str, ...]) -> float | None:
-    found = (getattr(module, name, None) for name in names)
-    return next((float(value) for value in found if isinstance(value, int | float)), None)
+    values = (getattr(module, name, None) for name in names)
+    return next((float(value) for value in values if isinstance(value, int | float)), None)
 
 
 def _gated(both: torch.Tensor, activation: str, **numbers: float) -> torch.Tensor:

@@ -93,12 +93,12 @@ def _joined(module: nn.Module, names: tuple[str, str], turn: Forward) -> Forward
     forward: Any = type(module).forward
     plain = inspect.unwrap(forward)
     function, rotary = _source(forward, plain), next(iter(named(module)), "")
-    asked = {rotary: 1, **dict.fromkeys(names, 1)}
+    counts = {rotary: 1, **dict.fromkeys(names, 1)}
     nodes = [*ast.walk(function)]
     used = [getattr(node, "attr", getattr(node, "id", None)) for node in nodes]
     writer = _Writer(function.args.args[0].arg, rotary, names)
     writer.visit(function)
-    if writer.written != asked or any(used.count(name) != 1 for name in asked):
+    if writer.written != counts or any(used.count(name) != 1 for name in counts):
         raise Refused("it does not always norm and turn, once each")
     scope = plain.__globals__ | {rotary: turn}
     del scope["__name__"]  # with it, torch.compile would use the globals of the module

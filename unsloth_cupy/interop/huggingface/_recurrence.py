@@ -82,15 +82,15 @@ def take(changes: Changes, module: nn.Module, notes: Notes) -> None:
 @functools.cache
 def _computing(forward: Any, functions: tuple[tuple[str, Function], ...]) -> Function:
     """Return a forward that calls ops; one for all layers, so that they compile once."""
-    made = {name: _made(function) for name, function in functions}
-    return with_functions(forward, made)
+    replacements = {name: _made(function) for name, function in functions}
+    return with_functions(forward, replacements)
 
 
 @functools.cache
 def _made(function: Function) -> Function:
     make: Any = _kind(function)
-    made: Function = functools.wraps(function)(make(function))
-    return made
+    wrapper: Function = functools.wraps(function)(make(function))
+    return wrapper
 
 
 def _try(name: str, function: Function, arguments: dict[str, Any]) -> None:
@@ -98,9 +98,9 @@ def _try(name: str, function: Function, arguments: dict[str, Any]) -> None:
     names = inspect.signature(function).parameters
     calls = [{name: _wide(value) for name, value in arguments.items()}]
     for state in {"initial_state", "initial_states"} & {*names}:
-        wanted = {n: True for n in {"output_final_state", "return_final_states"} & {*names}}
-        _, final = _call(function, calls[0] | wanted)
-        calls.append(calls[0] | wanted | {state: draw(*final.shape, like=final)})
+        flags = {n: True for n in {"output_final_state", "return_final_states"} & {*names}}
+        _, final = _call(function, calls[0] | flags)
+        calls.append(calls[0] | flags | {state: draw(*final.shape, like=final)})
     for call in calls:
         if not near(_call(_made(function), call), _call(function, call), torch.float32):
             raise Refused(f"{name} computes otherwise")

@@ -80,21 +80,21 @@ class Trial:
         tensors["weight"][:, 0] = 1.0
         self.x = draw(ROWS, tensors["weight"].shape[1])
         self.x[ROWS // 2 :, 0] = -12.0
-        given = [draw(len(tensors["weight"])) + shift for _ in _arguments(module)]
+        arguments = [draw(len(tensors["weight"])) + shift for _ in _arguments(module)]
         shifted = {n: t + shift * n.endswith(CORRECTIONS) for n, t in tensors.items()}
         self.module, self.tensors = module, {n: t.to(device) for n, t in shifted.items()}
-        self.x, *self.given = (each.to(device) for each in (self.x, *given))
+        self.x, *self.arguments = (each.to(device) for each in (self.x, *arguments))
         self.expected = self.run()
 
     def correction(self) -> torch.Tensor | None:
         """Return what is added to scores for the choice; None if nothing is."""
         own = [each for name, each in self.tensors.items() if name.endswith(CORRECTIONS)]
-        return next((each.flatten() for each in (*self.given, *own)), None)
+        return next((each.flatten() for each in (*self.arguments, *own)), None)
 
     def run(self, rows: torch.dtype | None = None, tensors: torch.dtype | None = None) -> Any:
         """Return logits, weights and experts, of rows and weights in these dtypes."""
         own = {name: each.to(tensors) for name, each in self.tensors.items()}
-        args = self.x.to(rows), *self.given
+        args = self.x.to(rows), *self.arguments
         results = torch.func.functional_call(self.module, own, args)
         if not isinstance(results, tuple) or len(results) != 3:
             raise Refused("it returns something else than logits, weights and experts")
@@ -114,15 +114,15 @@ def _options(module: Any, trials: list[Trial]) -> dict[str, Any]:
     for options in _combinations(module):
         if options["corrected"] and trials[0].correction() is None:
             continue
-        corrected, found = options.pop("corrected"), []
+        corrected, pairs = options.pop("corrected"), []
         for trial in trials:
             logits, weights = _whole(trial.expected)
             bias = trial.correction() if corrected else None
             routes = route(logits, k=module.top_k, bias=bias, **options)
             plain = _whole((logits, routes.weights, routes.experts.long()))[1]
-            found.append((plain, weights))
+            pairs.append((plain, weights))
         for scale in scales:
-            if all(near(plain * scale, weights, torch.float32) for plain, weights in found):
+            if all(near(plain * scale, weights, torch.float32) for plain, weights in pairs):
                 return {"corrected": corrected, "k": module.top_k, "scale": scale, **options}
     raise Refused("no formula known gives the same")
 
@@ -146,7 +146,7 @@ def _forward(precision: Precision, corrected: bool, **options: Any) -> Callable[
     """Return the forward of a router."""
     wide, exact, wide_logits, wide_weights = precision
 
-    def routed(self: Any, rows: Any, given: Any) -> Any:
+    def routed(self: Any, rows: Any, corrections: Any) -> Any:
         x, weight, bias = (
             rows.reshape(-1, rows.shape[-1]),
             self.weight,
@@ -161,17 +161,17 @@ def _forward(precision: Precision, corrected: bool, **options: Any) -> Callable[
         if corrected:
             owner = getattr(self, STATICS, self)
             own = (getattr(owner, name, None) for name in CORRECTIONS)
-            correction = next(each for each in (*given, *own) if each is not None)
+            correction = next(each for each in (*corrections, *own) if each is not None)
             correction = correction.flatten().float()
         scored = logits.float() if wide_weights else logits
         chosen, weights = route(scored, bias=correction, **options)
         return logits, weights.to(torch.float32 if wide_weights else rows.dtype), chosen.long()
 
-    def forward(self: Any, hidden_states: Any, *given: Any) -> Any:
+    def forward(self: Any, hidden_states: Any, *corrections: Any) -> Any:
         if not exact:
-            return routed(self, hidden_states, given)
+            return routed(self, hidden_states, corrections)
         with torch.autocast(hidden_states.device.type, enabled=False):
-            return routed(self, hidden_states, given)
+            return routed(self, hidden_states, corrections)
 
     return forward
 

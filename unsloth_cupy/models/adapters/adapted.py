@@ -173,14 +173,14 @@ class Adapted(Network):
             Other weights are quantized than those that ``load(quantize=)`` quantizes.
         """
         kinds = {n: kind_of(w) for n, w in self.parameters.items()}
-        found = {kind for kind in kinds.values() if kind is not None}
+        quantizations = {kind for kind in kinds.values() if kind is not None}
         stored = stored_kind(self.texts["config.json"])
         homes = {} if self.stored is None else self.stored("add_adapter").homes
         dtype = homes[TABLE].dtype if TABLE in homes else self.table.dtype
-        anew = stored in OF_FILES and stored not in found  # as those of a GGUF file may be
-        if not found or not (stored is None or anew):
+        anew = stored in OF_FILES and stored not in quantizations  # as those of a GGUF file may be
+        if not quantizations or not (stored is None or anew):
             return None, dtype
-        rule = Quantizer(call, kind := min(found))
+        rule = Quantizer(call, kind := min(quantizations))
         for name, weight in self.parameters.items():
             if (kinds[name] == kind) != rule.makes(name, weight.shape):
                 problem = f"{name} is not quantized as load(quantize={kind!r}) does it"

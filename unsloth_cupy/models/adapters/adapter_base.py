@@ -68,12 +68,12 @@ def base_of(folder: Path, base: str | os.PathLike[str] | None = None) -> Path | 
     name = known if base is None else os.fspath(base)
     named = isinstance(name, str) and name.strip(" ./")
     places = _places(folder, str(name), settings.get("revision")) if named else []
-    found = next((place for place in places if _is_model(place)), None)
-    if found is None:
-        said = f"{folder / ADAPTER}: {BASE} is {name!r}" if base is None else f"base={name!r}"
+    base_folder = next((place for place in places if _is_model(place)), None)
+    if base_folder is None:
+        setting = f"{folder / ADAPTER}: {BASE} is {name!r}" if base is None else f"base={name!r}"
         advice = missing_folder_advice(Path(str(name)), CURE)
-        raise ConfigError(f"{said}, which is not a folder here; {advice}")
-    return folder_of(found)
+        raise ConfigError(f"{setting}, which is not a folder here; {advice}")
+    return folder_of(base_folder)
 
 
 def _is_model(path: Path) -> bool:
@@ -87,8 +87,8 @@ def _places(adapter: Path, name: str, revision: Any) -> list[Path]:
     if NAME.fullmatch(name):
         try:
             with opened(adapter / WEIGHTS) as tensors:
-                said = (tensors.metadata() or {}).get(f"folder of {name}")
-            places += [Path(json.loads(said))] if said else []
+                entry = (tensors.metadata() or {}).get(f"folder of {name}")
+            places += [Path(json.loads(entry))] if entry else []
         except (ConfigError, ValueError, TypeError):
             pass  # the adapter is read later, with its errors
         places += cached(name, revision if isinstance(revision, str) else "main")

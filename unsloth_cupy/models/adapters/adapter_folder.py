@@ -241,16 +241,14 @@ def _check(path: Path, settings: Mapping[str, Any]) -> None:
         value = settings.get(key, default)
         if value != default and value not in (None, [], {}, False):
             raise ConfigError(f"{path}: {key} is {value!r}, which is not supported; {MERGE}")
-    begun = settings.get("init_lora_weights")
-    if isinstance(begun, str) and begun not in INITIAL:
-        if begun.startswith(RESIDUAL):
+    init = settings.get("init_lora_weights")
+    if isinstance(init, str) and init not in INITIAL:
+        if init.startswith(RESIDUAL):
             cure = "in peft: save_pretrained(path_initial_model_for_weight_conversion=...)"
-            problem = f"it needs the base weights that {begun!r} changed"
+            problem = f"it needs the base weights that {init!r} changed"
             raise ConfigError(f"{path}: {problem}; convert it {cure}")
-        if begun.lower() not in PLAIN:
-            raise ConfigError(
-                f"{path}: init_lora_weights is {begun!r}, which is not known; {MERGE}"
-            )
+        if init.lower() not in PLAIN:
+            raise ConfigError(f"{path}: init_lora_weights is {init!r}, which is not known; {MERGE}")
     unread = [key for key, value in settings.items() if key not in KNOWN and value]
     if unread:
         problem = "settings that are not known here, and are ignored as in a peft without them"

@@ -27,9 +27,9 @@ def by_pattern(
 ) -> list[Any]:
     """Return for each name the value of the first pattern of a setting that matches its end."""
     patterns = settings.get(key) or {}
-    found = _matches(f"{path}: {key}", "match", r"(.*\.)?({})$", [*patterns], names)
+    matches = _matches(f"{path}: {key}", "match", r"(.*\.)?({})$", [*patterns], names)
     values = [*patterns.values()]
-    return [otherwise if match is None else values[match[0]] for match in found]
+    return [otherwise if match is None else values[match[0]] for match in matches]
 
 
 def targeted(path: Any, settings: Mapping[str, Any], names: Sequence[str]) -> list[str]:
@@ -48,10 +48,10 @@ def targeted(path: Any, settings: Mapping[str, Any], names: Sequence[str]) -> li
             raise ConfigError(
                 f"{path}: layers_pattern is {patterns!r}; it must be a list or a text"
             )
-        found = _matches(f"{path}: layers_pattern", "match", form, patterns, names)
-        wanted = {str(n) for n in (layers if isinstance(layers, list) else [layers])}
-        numbers = {name: str(int(m[1])) for name, m in zip(names, found, strict=True) if m}
-        chosen = {n for n in chosen if n in targets or numbers.get(n) in wanted}
+        matches = _matches(f"{path}: layers_pattern", "match", form, patterns, names)
+        layer_numbers = {str(n) for n in (layers if isinstance(layers, list) else [layers])}
+        numbers = {name: str(int(m[1])) for name, m in zip(names, matches, strict=True) if m}
+        chosen = {n for n in chosen if n in targets or numbers.get(n) in layer_numbers}
     return [name for name in names if name in chosen]
 
 
@@ -59,8 +59,8 @@ def _chosen(path: Any, settings: Mapping[str, Any], key: str, names: Sequence[st
     """Return the names that a setting lists, by their ends, or that match its pattern."""
     value = settings.get(key) or []
     if isinstance(value, str):
-        found = _matches(f"{path}: {key}", "fullmatch", "{}", [value], names)
-        return {name for name, match in zip(names, found, strict=True) if match}
+        matches = _matches(f"{path}: {key}", "fullmatch", "{}", [value], names)
+        return {name for name, match in zip(names, matches, strict=True) if match}
     if not isinstance(value, list) or not all(isinstance(each, str) for each in value):
         raise ConfigError(f"{path}: {key} is {value!r}; it must be a list of names or a pattern")
     ends = tuple(f".{each}" for each in value)
@@ -80,13 +80,13 @@ def _matches(
     request = method, [form.replace("{}", each) for each in patterns], names
     plain = not any(map(SLOW.search, patterns)) or patterns == [ANY_LAYERS]
     if plain and len(patterns) * len(names) <= PAIRS:
-        found = matching.matches(*request)
+        results = matching.matches(*request)
     else:
-        found = _in_time(setting, json.dumps(request))
-    if len(found) == 2 and isinstance(found[1], str):
-        pattern, problem = patterns[found[0]], found[1]
+        results = _in_time(setting, json.dumps(request))
+    if len(results) == 2 and isinstance(results[1], str):
+        pattern, problem = patterns[results[0]], results[1]
         raise ConfigError(f"{setting} has the pattern {pattern[:80]!r}: {problem}; correct it")
-    return found
+    return results
 
 
 def _in_time(setting: str, request: str) -> list[Any]:
@@ -102,5 +102,5 @@ def _in_time(setting: str, request: str) -> list[Any]:
             "a repetition of what holds a repetition, as in (a+)+, may take for ever: simplify it"
         )
         raise ConfigError(f"{setting}: matching takes too long; {cure}") from None
-    found: list[Any] = json.loads(answer.stdout)
-    return found
+    results: list[Any] = json.loads(answer.stdout)
+    return results

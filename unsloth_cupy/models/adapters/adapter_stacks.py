@@ -44,7 +44,7 @@ class Stack(NamedTuple):
 
 def stacks_of(config: Config, chosen: Callable[[str], bool]) -> dict[str, Stack]:
     """Return the stacks whose names are ``chosen``, by their modules in an adapter."""
-    found: dict[str, Stack] = {}
+    stacks: dict[str, Stack] = {}
     experts, shapes = config.experts, config.shapes()
     for layer in range(config.layers) if experts is not None else ():
         if experts is None or not experts.sparse[layer]:
@@ -55,8 +55,8 @@ def stacks_of(config: Config, chosen: Callable[[str], bool]) -> dict[str, Stack]
             module = f"{outer}.base_layer" if len(names) > 1 and name == names[0] else outer
             count, outputs, inputs = shapes[name]
             turns = experts.transposed and name.endswith(STACKS[0])
-            found[module] = Stack(name, module, (count, outputs, inputs), turns)
-    return found
+            stacks[module] = Stack(name, module, (count, outputs, inputs), turns)
+    return stacks
 
 
 def targets_of(config: Config) -> tuple[str, ...]:
@@ -102,8 +102,8 @@ def listed_stacks(
         raise ConfigError(f"{path}: target_parameters is {listed!r}; it must be a list of names")
     shapes = config.shapes() if listed else {}
     own = [name for name in shapes if named_alone(settings, name)]
-    found = stacks_of(config, own.__contains__) if own else {}
-    known = {stack.parameter for stack in found.values()}
+    stacks = stacks_of(config, own.__contains__) if own else {}
+    known = {stack.parameter for stack in stacks.values()}
     known |= {f"{layer}.weight" for layer in layers}
     lost = [each for each in listed if not any(f".{n}".endswith(f".{each}") for n in known)]
     if lost or (other := next((name for name in own if name not in known), None)):
@@ -113,14 +113,14 @@ def listed_stacks(
             f" the weight of a linear layer of its blocks; {MERGE}"
         )
     if own:
-        if (begun := settings.get("init_lora_weights")) in INITIAL:
-            problem = f"init_lora_weights is {begun!r}, and adapters of target_parameters have none"
+        if (init := settings.get("init_lora_weights")) in INITIAL:
+            problem = f"init_lora_weights is {init!r}, and adapters of target_parameters have none"
             raise ConfigError(f"{path}: {problem}; train the adapter without it")
         for key in ("lora_dropout", "lora_bias", "use_dora"):
             if settings.get(key):
                 problem = f"{key} is {settings[key]!r}, and adapters of target_parameters have none"
                 raise ConfigError(f"{path}: {problem}; train the adapter without it")
-    return found
+    return stacks
 
 
 class Adapted(NamedTuple):

@@ -136,8 +136,8 @@ class Into:
     def _parts(self, name: str, weight: Any) -> tuple[str, Reader | None, int | None]:
         """Return the kind of a weight in the file; without a kernel, also what reads its blocks."""
         if self.in_folder:
-            made = self._quantizer.makes(name, weight.shape)
-            return (self.kind, None, None) if made else (self.dtype.name, partial(self, name), 1)
+            coded = self._quantizer.makes(name, weight.shape)
+            return (self.kind, None, None) if coded else (self.dtype.name, partial(self, name), 1)
         if (type_of := self._types.get(name)) is None:
             return "f32", partial(self, name), 1
         kind = type_of.name.lower()
@@ -176,8 +176,8 @@ class Into:
             if weight is not before:
                 if not self.rounds(name, weight):
                     continue
-                made = self(name, weight)
-                after = made if isinstance(made, Quantized) else made.astype(weight.dtype)
+                value = self(name, weight)
+                after = value if isinstance(value, Quantized) else value.astype(weight.dtype)
                 self._fixed[name] = weight, after
             result[name] = after
         return result

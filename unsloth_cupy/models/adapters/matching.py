@@ -27,12 +27,12 @@ def matches(method: str, expressions: Sequence[str], names: Sequence[str]) -> li
             compiled.append(getattr(re.compile(expression), method))
         except (re.error, RecursionError, OverflowError, MemoryError) as error:
             return [number, str(error) or type(error).__name__]
-    found: list[Any] = []
+    pairs: list[Any] = []
     for name in names:
         results = ((number, match(name)) for number, match in enumerate(compiled))
         first = next((each for each in results if each[1]), None)
-        found.append(first and [first[0], first[1].groupdict().get("idx")])
-    return found
+        pairs.append(first and [first[0], first[1].groupdict().get("idx")])
+    return pairs
 
 
 def main() -> None:

@@ -46,10 +46,10 @@ def implied_head(lora: Path, base: Path, labels: int | None) -> tuple[str | None
 
 
 def _implied_head(lora: Path, base: Path, labels: int | None) -> tuple[str | None, int | None]:
-    wanted = {"SEQ_CLS": SEQUENCE, "TOKEN_CLS": TOKEN, "FEATURE_EXTRACTION": NONE}
+    heads = {"SEQ_CLS": SEQUENCE, "TOKEN_CLS": TOKEN, "FEATURE_EXTRACTION": NONE}
     if not (lora / CONFIG).is_file() or not (base / "config.json").is_file():
         return None, labels
-    head = wanted.get(str(read_settings(lora).get("task_type")))
+    head = heads.get(str(read_settings(lora).get("task_type")))
     if head is None or head_of(read_json(base / "config.json")) == head:
         return None, labels
     if labels is None and head != NONE and (lora / WEIGHTS).is_file():
@@ -83,15 +83,15 @@ def base_for(
     begins as the table.
     """
     file = lora / WEIGHTS
-    settings, found = of_one_save(lora, CONFIG, lambda: _settings_and_shapes(lora))
+    settings, shapes = of_one_save(lora, CONFIG, lambda: _settings_and_shapes(lora))
     if settings is None:
         return config
     tokens = listed_tokens(f"{lora / CONFIG}: {TOKENS}", settings.get(TOKENS) or ())
     whole = listed_modules(settings) & {"embed_tokens", "lm_head"}
     changes: dict[str, Any] = {}
-    low = any(".layers." not in name and ".lora_" in name for name in found)
+    low = any(".layers." not in name and ".lora_" in name for name in shapes)
     rows = whole or low or tokens.get(HEAD, tokens.get(TABLE)) != tokens.get(TABLE)
-    if config.tied and TABLE in tokens and LOW_RANK[HEAD][0] in found:
+    if config.tied and TABLE in tokens and LOW_RANK[HEAD][0] in shapes:
         problem = "lm_head has low-rank weights beside rows of the table that it is tied to"
         cure = "peft's own merge loses these rows, too: train it again without one of the two"
         raise ConfigError(f"{file}: {problem}; {cure}")
@@ -99,13 +99,13 @@ def base_for(
         changes["tie_word_embeddings"] = False
         config = replace(config, tied=False)
         homes |= {HEAD: homes[TABLE]} if TABLE in homes else {}
-    tables, size = base_tables(found, whole), config.vocab
+    tables, size = base_tables(shapes, whole), config.vocab
     if changes and tables:  # the head begins as the table, and the file may have either
         tables = {TABLE: tables.get(TABLE, tables.get(HEAD, "")), **tables}
         tables = {HEAD: tables[TABLE], **tables}
     for name in [TABLE] + [HEAD] * (not config.tied):
         stored = tables.get(name)
-        shape = tuple(found[stored]) if stored else (config.vocab, config.hidden)
+        shape = tuple(shapes[stored]) if stored else (config.vocab, config.hidden)
         if len(shape) != 2 or shape[1] != config.hidden or (name == HEAD and shape[0] != size):
             problem = f"{file}: {stored or name} is {shape}, of another model than the base"
             cure = "pass the model that the adapter is for"
@@ -169,18 +169,18 @@ def outer_tensors(
         for name in (*inner, *(name for each in modules for name in OUTER[each]))
         if name in shapes
     }
-    found: dict[str, tuple[str, Array]] = {}
+    arrays: dict[str, tuple[str, Array]] = {}
     for name in [*tensors]:
         module, own = module_of(name), name.removeprefix(PREFIX)
         whole = parameter_name(f"{module}.weight") or ""
         own = PREFIX + whole.removesuffix("weight") + own.removeprefix(f"{module}.")
         if own in expected:
-            found[name] = own, tensors.pop(name)
-    names = {own: name for name, (own, _) in found.items()}
+            arrays[name] = own, tensors.pop(name)
+    names = {own: name for name, (own, _) in arrays.items()}
     for own, shape in expected.items():
         if own not in names:
             raise ConfigError(f"{path / WEIGHTS}: {own} is missing; copy the adapter again")
-        array = found[names[own]][1]
+        array = arrays[names[own]][1]
         if array.shape != shape or array.dtype not in FLOATS:
             problem = f"{names[own]} is {array.dtype} {array.shape}; it must be floats, {shape}"
             raise ConfigError(f"{path / WEIGHTS}: {problem}")
@@ -191,15 +191,15 @@ def outer_tensors(
             problem = "lora_A and lora_B of lm_head are not those of its table"
             raise ConfigError(f"{path / WEIGHTS}: {problem}; {UNTIE}")
     follows = tensors.pop(rows_name(HEAD), None) if tied else None
-    if follows is not None and not np.array_equal(follows, found[names[rows_name(TABLE)]][1]):
+    if follows is not None and not np.array_equal(follows, arrays[names[rows_name(TABLE)]][1]):
         raise ConfigError(f"{path / WEIGHTS}: rows of lm_head differ from its table's; {UNTIE}")
     bases = {name: tensors.pop(name) for name in [*tensors] if BASE_TABLE.fullmatch(name)}
     copies = base_tables(bases, ())
     if tied and HEAD in copies:
         trained = PREFIX + TABLE in names
         other: Any = bases.get(copies.get(TABLE, ""))
-        table = found[names[PREFIX + TABLE]][1] if trained else other
+        table = arrays[names[PREFIX + TABLE]][1] if trained else other
         if not np.array_equal(bases[copies[HEAD]], table):
             problem = "lm_head is not equal to embed_tokens, though config.json ties them"
             raise ConfigError(f"{path / WEIGHTS}: {problem}; {UNTIE}")
-    return found
+    return arrays

@@ -49,8 +49,8 @@ def through_linear(
     """Return the output of a layer whose weight is made of its sum with an adapter."""
     rows, low, up, added = (value_of(each) for each in (x, a, b, bias))
     flat = rows.reshape(-1, rows.shape[-1])
-    made = _maker(make, weight, low, up, scale, rows.dtype)
-    y: Array = linear(rows, made(), added)
+    merged_weight = _maker(make, weight, low, up, scale, rows.dtype)
+    y: Array = linear(rows, merged_weight(), added)
     if dropout:
         change = dropped_rows(flat, dropout, seed, numbers=numbers) - flat
         short = gemm(change, in_dtype(low, rows.dtype).T)
@@ -66,7 +66,7 @@ def through_linear(
         gradients: dict[str, Any] = {}
         names = frozenset({"x", "bias"} & wanted)
         if names:
-            dx, _, dbias = _linear_backward(dy, rows, made(), added, wanted=names)
+            dx, _, dbias = _linear_backward(dy, rows, merged_weight(), added, wanted=names)
             gradients |= {"x": dx, "bias": dbias}
         read = dropped_rows(flat, dropout, seed, numbers=numbers)
         gradients["a"], gradients["b"], dlow = straight_gradients(dy, read, low, up, scale)
@@ -89,14 +89,16 @@ def through_stack(
     rows, low, up, added = (value_of(each) for each in (x, a, b, bias))
     down, out = (contiguous(each.astype(rows.dtype, copy=False)) for each in (low, up))
 
-    made = _maker(make, weight, low, up, scale, rows.dtype)
-    y: Array = grouped_linear(rows, made(), offsets, added)
+    merged_weight = _maker(make, weight, low, up, scale, rows.dtype)
+    y: Array = grouped_linear(rows, merged_weight(), offsets, added)
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
         gradients: dict[str, Any] = {}
         if "x" in wanted:
             only = frozenset({"x"})
-            gradients["x"] = _grouped_backward(dy, rows, made(), offsets, None, wanted=only)[0]
+            gradients["x"] = _grouped_backward(
+                dy, rows, merged_weight(), offsets, None, wanted=only
+            )[0]
         if {"a", "b"} & wanted:
             both, weights = frozenset({"x", "weight"}), frozenset({"weight"})
             short = grouped_linear(rows, down, offsets)
@@ -119,7 +121,7 @@ def _maker(
     """
     kept: list[SummedWeight] = []
 
-    def made() -> Any:
+    def merged_weight() -> Any:
         if kept:
             return kept[0]
         weight_of_file = make(weight, a, b, scale)
@@ -128,7 +130,7 @@ def _maker(
         coded = isinstance(weight_of_file, Chunked)
         return weight_of_file if coded else weight_of_file.astype(dtype, copy=False)
 
-    return made
+    return merged_weight
 
 
 def file_weight(
@@ -151,10 +153,10 @@ def file_weight(
         total = lora_sum(weight, a, b, scale)
     if exact:
         return total
-    made = into(name, total)
-    coded = isinstance(made, Quantized)
-    dense = made.dequantize(FLOAT32) if coded and kept is not None else made
-    result = made.computed_in(weight.dtype) if coded and requantize else made.astype(weight.dtype)
+    value = into(name, total)
+    coded = isinstance(value, Quantized)
+    dense = value.dequantize(FLOAT32) if coded and kept is not None else value
+    result = value.computed_in(weight.dtype) if coded and requantize else value.astype(weight.dtype)
     if kept is not None and adapted:
         before = weight.computed_in(FLOAT32) if isinstance(weight, Quantized) else weight
         rounded_to = dense if isinstance(result, Quantized) else result
@@ -166,7 +168,7 @@ def file_weights(adapter: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
     """Return all parameters as the file has them; dense ones in the dtype of the model."""
     dtype, result = parameters[TABLE].dtype, {}
     for name, weight in parameters.items():
-        made = adapter.merge(name, weight, requantize=True)
-        dense = isinstance(weight, Quantized) and not isinstance(made, Quantized)
-        result[name] = made.astype(dtype) if dense else made
+        value = adapter.merge(name, weight, requantize=True)
+        dense = isinstance(weight, Quantized) and not isinstance(value, Quantized)
+        result[name] = value.astype(dtype) if dense else value
     return result

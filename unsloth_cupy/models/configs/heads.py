@@ -53,11 +53,11 @@ def head_of(values: Mapping[str, Any]) -> str:
     """
     named = values.get("architectures") or ["ForCausalLM"]
     first = str(named[0] if isinstance(named, list) else named)
-    found = next((head for end, head in ENDS.items() if first.endswith(end)), None)
-    if found is None:
+    known_head = next((head for end, head in ENDS.items() if first.endswith(end)), None)
+    if known_head is None:
         cure = f"name the head that you want: load(folder, head=), one of {', '.join(HEADS)}"
         raise ConfigError(f"config: architectures is {first}, whose head is not known; {cure}")
-    return found
+    return known_head
 
 
 def labels_of(values: Mapping[str, Any], head: str) -> int:

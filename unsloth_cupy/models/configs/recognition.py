@@ -55,10 +55,10 @@ def recognised(values: Mapping[str, Any], parse_as: Parse) -> tuple[Family, Mapp
         text = json.dumps(values, sort_keys=True)
     except (TypeError, ValueError):
         raise ConfigError(problem) from None
-    found = _found(text, parse_as)
-    if isinstance(found, str):
-        raise ConfigError(f"{problem}; {found}")
-    return found
+    result = _found(text, parse_as)
+    if isinstance(result, str):
+        raise ConfigError(f"{problem}; {result}")
+    return result
 
 
 @lru_cache(maxsize=16)
@@ -78,8 +78,8 @@ def _found(text: str, parse_as: Parse) -> tuple[Family, Mapping[str, Any]] | str
             return f"no known structure reads its config.json: {reason}"
         small = AutoConfig.for_model(kind, **_small(whole))
     except Exception as error:
-        said = next(iter(str(error).splitlines()), type(error).__name__)
-        return f"transformers refuses the config: {said}"
+        message = next(iter(str(error).splitlines()), type(error).__name__)
+        return f"transformers refuses the config: {message}"
     settings = _plain(small)
     known = [(family, parse_as(settings, family)) for family in rows]
     try:

@@ -83,8 +83,8 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     inner = values.get("text_config", flat)
     if not isinstance(inner, Mapping):
         raise ConfigError(f"config: text_config is {str(inner)[:CUT]}; it must be a dict")
-    given = inner.get("model_type")
-    kind = OUTER[outer] if given is None or given == outer else str(given)
+    model_type = inner.get("model_type")
+    kind = OUTER[outer] if model_type is None or model_type == outer else str(model_type)
     same = SAME.get(kind, kind)
     if kind in SAME:
         inner = without_ignored(inner, kind, Family())

@@ -116,14 +116,16 @@ def find_tensors(
         _find(folder / file, config, homes, quantized, choice, method, others, experts)
     known = shapes | {HEAD: shapes[TABLE]} | experts.matrices
     facts, note = with_zeros(facts, others, partial(_read, folder))
-    made = {name: stored_weight(facts, name, known[name], each) for name, each in others.items()}
+    weights = {name: stored_weight(facts, name, known[name], each) for name, each in others.items()}
     if note:
-        made = {n: home._replace(format=f"{home.format} ({note})") for n, home in made.items()}
-    for name in experts.matrices.keys() & made.keys():
-        experts.holds(folder, name, made.pop(name))
+        weights = {
+            n: home._replace(format=f"{home.format} ({note})") for n, home in weights.items()
+        }
+    for name in experts.matrices.keys() & weights.keys():
+        experts.holds(folder, name, weights.pop(name))
     experts.enter(folder, homes)
     table = homes.get(TABLE)
-    for name, home in made.items():
+    for name, home in weights.items():
         if name in homes:
             part = min(others[name])
             problem = f"tensor {name!r} is there, and so is {part!r} of a quantized one"

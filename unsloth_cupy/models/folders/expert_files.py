@@ -115,8 +115,8 @@ class Stack(NamedTuple):
                 stop = max(first, min(rows.stop - before, place.shape[0]))
                 where = slice(first, stop), *rest[1:]
                 if first < stop:
-                    made = self.made.get(part)
-                    one = files[file].get_slice(name) if made is None else made(files)
+                    function = self.made.get(part)
+                    one = files[file].get_slice(name) if function is None else function(files)
                     target[at : at + stop - first] = one[where]
                 at += stop - first
         return out
@@ -135,22 +135,22 @@ class Stack(NamedTuple):
 
 def places(config: Config) -> dict[str, Place]:
     """Return the tensors that a file may hold in place of parameters, by their names there."""
-    found: dict[str, Place] = {}
+    tensors: dict[str, Place] = {}
     experts = config.experts
     for layer in range(config.layers) if experts is not None else ():
         if experts is not None and experts.sparse[layer]:
             prefix = f"model.layers.{layer}."
             outer = BACKBONE + prefix.removeprefix(TEXT) if config.single else prefix
-            found |= {outer + name: place for name, place in _of_layer(config, experts, prefix)}
+            tensors |= {outer + name: place for name, place in _of_layer(config, experts, prefix)}
     if config.single:
-        found |= dict(_of_backbone(config))
+        tensors |= dict(_of_backbone(config))
     if config.delta is not None and config.delta.stored in ("apart", "short"):
-        found |= dict(_of_convolutions(config, config.delta))
+        tensors |= dict(_of_convolutions(config, config.delta))
     if config.delta is not None and config.delta.stored == "apart":
-        found |= dict(_of_olmo(config))
+        tensors |= dict(_of_olmo(config))
     if config.delta is not None and config.delta.stored == "short":
-        found |= dict(_of_kimi(config, config.delta))
-    return found
+        tensors |= dict(_of_kimi(config, config.delta))
+    return tensors
 
 
 def _of_backbone(config: Config) -> Iterator[tuple[str, Place]]:

@@ -42,7 +42,7 @@ class ExpertHomes:
         self.forms: dict[tuple[str, bool], list[str]] = {}  # parameter, whether packed: its tensors
         for name, place in self.known.items():
             self.forms.setdefault((place.parameter, place.packed), []).append(name)
-        self.found: dict[tuple[str, bool], dict[str, tuple[str, str, str]]] = {}
+        self.tensors: dict[tuple[str, bool], dict[str, tuple[str, str, str]]] = {}
         self.matrices = {  # that other programs may have quantized, of each expert
             name: (place.shape[0], place.shape[1])
             for name, place in self.known.items()
@@ -56,18 +56,18 @@ class ExpertHomes:
         place = self.known.get(name)
         if place is None:
             return False
-        found = self.found.setdefault((place.parameter, place.packed), {})
+        tensors = self.tensors.setdefault((place.parameter, place.packed), {})
         expected = place.shape or self.shapes[place.parameter]
         problem = None
-        if name in found:
-            problem = f"is also in {found[name][0]}; keep one"
+        if name in tensors:
+            problem = f"is also in {tensors[name][0]}; keep one"
         elif (shape[1:] != expected[1:]) if place.rows is not None else (shape != expected):
             problem = f"has shape {shape}; config.json asks for {expected}"
         elif (code != CODES) if place.packed else (code not in DTYPES):
             problem = f"is {code}; it must be {CODES if place.packed else ', '.join(DTYPES)}"
         if problem:
             raise ConfigError(f"{path}: tensor {stored!r} {problem}")
-        found[name] = path.name, stored, code
+        tensors[name] = path.name, stored, code
         if place.rows is not None:
             self.rows[place.parameter] = self.rows.get(place.parameter, 0) + shape[0]
         return True
@@ -75,22 +75,22 @@ class ExpertHomes:
     def holds(self, folder: Path, name: str, home: StoredTensor) -> None:
         """Add a matrix of an expert that another program quantized."""
         place = self.known[name]
-        found = self.found.setdefault((place.parameter, place.packed), {})
-        if name in found:
-            problem = f"tensor {found[name][1]!r} is there, and so is {home.stored!r}"
+        tensors = self.tensors.setdefault((place.parameter, place.packed), {})
+        if name in tensors:
+            problem = f"tensor {tensors[name][1]!r} is there, and so is {home.stored!r}"
             raise ConfigError(f"{folder}: {problem} of a quantized one; keep one")
-        found[name] = home.file, home.stored, QUANTIZED
+        tensors[name] = home.file, home.stored, QUANTIZED
         self.quantized[name] = home
 
     def enter(self, folder: Path, homes: dict[str, StoredTensor]) -> None:
         """Add the parameters to homes; raise where a part is missing, or another form is there."""
-        for (parameter, packed), found in self.found.items():
+        for (parameter, packed), tensors in self.tensors.items():
             names = self.forms[parameter, packed]
-            if missing := [name for name in names if name not in found]:
+            if missing := [name for name in names if name not in tensors]:
                 more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
                 problem = f"tensor {missing[0]!r}{more} missing"
                 raise ConfigError(f"{folder}: {problem}; copy the checkpoint again")
-            own = [found[name] for name in names]
+            own = [tensors[name] for name in names]
             if parameter in homes:
                 problem = f"tensors {own[0][1]!r} and {homes[parameter].stored!r} are of the same"
                 raise ConfigError(f"{folder}: {problem} parameter; keep one")
@@ -107,8 +107,8 @@ class ExpertHomes:
                 raise ConfigError(f"{folder}: {problem}; config.json asks for {shape[0]}")
             plain = not (changed or packed)
             coded = {i: self.quantized[n] for i, n in enumerate(names) if n in self.quantized}
-            made = {i: partial(_whole, home) for i, home in coded.items()}
-            stack = None if plain else Stack(place, tuple((f, s) for f, s, _ in own), made)
+            parts = {i: partial(_whole, home) for i, home in coded.items()}
+            stack = None if plain else Stack(place, tuple((f, s) for f, s, _ in own), parts)
             wide = self.widened(parameter)
             kind = Mxfp4 if packed else None
             home = StoredTensor(

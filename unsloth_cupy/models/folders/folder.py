@@ -236,12 +236,12 @@ def _origin(stored_in: Mapping[str, StoredTensor], path: Path, config: Config) -
     As in transformers, which has ``output_router_logits`` False for such files, the router's loss
     is off.
     """
-    said = [each] if (each := formats_of(stored_in)) else []
+    notes = [each] if (each := formats_of(stored_in)) else []
     if config.experts is not None and (path / MARK).is_file():
         known = FAMILIES[config.model_type].experts
         if known is not None and known.balanced:
-            said.append("router's loss: off, as GGUF has no coefficient for it")
-    return "; ".join(said) or None
+            notes.append("router's loss: off, as GGUF has no coefficient for it")
+    return "; ".join(notes) or None
 
 
 def _kept(
@@ -394,14 +394,14 @@ def _division(
     experts: Communicator | None,
 ) -> Division | None:
     """Return the division that says which part this rank holds; None if it holds the model."""
-    given = {"communicator": communicator, "pipeline": pipeline, "experts": experts}
-    given = {name: comm for name, comm in given.items() if comm is not None}
-    if not given:
+    communicators = {"communicator": communicator, "pipeline": pipeline, "experts": experts}
+    communicators = {name: comm for name, comm in communicators.items() if comm is not None}
+    if not communicators:
         return None
     if experts is not None and config.head != CAUSAL:
         problem = f"it has the head {config.head!r}, and experts of language models are divided"
         raise ConfigError(f"load(experts=): {problem}; divide its tensors, blocks or batch")
-    for name, comm in given.items():
+    for name, comm in communicators.items():
         check_communicator(f"load({name}=)", comm)
     if not is_integer(chunks, 1):
         raise ConfigError(f"load(chunks={chunks!r}): pass an integer, 1 or more")

@@ -102,8 +102,8 @@ class LazyParameter:
         if home.stack is not None:
             return self._stacked(home.stack, ...)
         if home.dense is not None:
-            made: Any = home.dense({key: each[...] for key, each in self.tensors().items()})
-            return self._cast(made) if home.kind is None else made.computed_in(self._dtype)
+            weight: Any = home.dense({key: each[...] for key, each in self.tensors().items()})
+            return self._cast(weight) if home.kind is None else weight.computed_in(self._dtype)
         if home.kind is None:
             return self._cast(self.files[home.file].get_tensor(home.stored))
         return self._assembled({key: each[...] for key, each in self.tensors().items()}, home.shape)

@@ -397,12 +397,12 @@ class _Weight(NamedTuple):
         else:
             own = {key: default for key in keys[:1] if not any(map(self.facts.get, keys))}
             sources = [own, self.facts, *(each for each in more if isinstance(each, Mapping))]
-        found = [(key, each.get(key)) for each in sources for key in keys]
-        for key, value in found:
+        pairs = [(key, each.get(key)) for each in sources for key in keys]
+        for key, value in pairs:
             if value is not None and type(value) is not int:
                 problem = f"{key} is {str(value)[:60]}; it must be an integer"
                 raise ConfigError(f"config: {KEY}: {problem}")
-        return [value for _, value in found if value]
+        return [value for _, value in pairs if value]
 
     def places(self, axis: int, count: int, known: Sequence[int]) -> Array:
         """Return which of ``count`` scales each row or column has, in groups of a known size."""

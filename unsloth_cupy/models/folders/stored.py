@@ -121,7 +121,7 @@ def stored_model(
     home = base_of(path, base)
     whole = home or path
 
-    def found() -> tuple[Any, ...]:
+    def read() -> tuple[Any, ...]:
         head, labels = (None, None) if home is None else implied_head(path, whole, None)
         config, texts, choice = read_config(whole, head, labels)
         homes, files = find_tensors(whole, config, choice)
@@ -130,7 +130,7 @@ def stored_model(
             homes.setdefault(name, StoredTensor(files[-1], name, shape, homes[TABLE].dtype))
         return config, texts, homes, files_state(whole)
 
-    config, texts, homes, state = of_one_save(whole, "config.json", found)
+    config, texts, homes, state = of_one_save(whole, "config.json", read)
     if home is None:
         return StoredModel(call, path, whole, config, texts, homes, None, state)
     model = StoredModel(call, path, whole, config, texts, homes, None, state)

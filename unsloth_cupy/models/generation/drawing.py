@@ -43,20 +43,20 @@ def draw_all(logits: Array, options: Any, uniform: Array) -> Array:
     return (index if order is None else np.take_along_axis(order, index, axis=-1))[:, 0]
 
 
-def planned_draw(found: Any) -> tuple[Any, ...]:
+def planned_draw(planned_logits: Any) -> tuple[Any, ...]:
     """Hold with planned logits what a draw of all rows holds; return what the next step meets."""
-    logits, (rows, vocab), of = wide(found), found.shape, found.of
+    logits, (rows, vocab), of = wide(planned_logits), planned_logits.shape, planned_logits.of
     np.isnan(logits).any(axis=-1)
-    if isinstance(found, np.ndarray):  # row by row: tokens, their logits, weights and sums
+    if isinstance(planned_logits, np.ndarray):  # row by row: tokens, their logits, weights and sums
         held = [of((vocab,), np.float64) for _ in range(4)]
         del held
         chosen = of((rows,), np.int64)
     else:
         options = SimpleNamespace(temperature=1.0, top_k=None, top_p=None, min_p=None)
         chosen = draw_all(logits, options, of((rows, 1), np.float64))
-    floats = found.astype(np.promote_types(found.dtype, FLOAT32), copy=False)
+    floats = planned_logits.astype(np.promote_types(planned_logits.dtype, FLOAT32), copy=False)
     of_logits(floats, chosen, 1.0)
-    return found, logits
+    return planned_logits, logits
 
 
 def likeliest(logits: Array, count: int) -> Array:

@@ -170,7 +170,7 @@ class PagedLogits:
         samples: int = 1,
     ) -> None:
         self.of_prompts, self.like, self.samples = model.settled(), like, samples
-        self.model, self.begun = of_samples(self.of_prompts, samples), False
+        self.model, self.past_prompts = of_samples(self.of_prompts, samples), False
         self.cache, self.sequences = cache, sequences
         if isinstance(model.adapter, ByRows):
             model.adapter.check(len(sequences))
@@ -180,10 +180,10 @@ class PagedLogits:
 
         ``real`` has the shape of tokens, and is False at padding.
         """
-        if self.begun or (real.all() and self.samples == 1):
-            new, self.begun = tokens[:, -1:] if self.begun else tokens, True
+        if self.past_prompts or (real.all() and self.samples == 1):
+            new, self.past_prompts = tokens[:, -1:] if self.past_prompts else tokens, True
             return self._last(self.model, new, self.sequences)
-        self.begun, first = True, slice(None, None, self.samples)
+        self.past_prompts, first = True, slice(None, None, self.samples)
         rows = zip(tokens[first], real[first], self.sequences, strict=True)
         logits_by_row = [
             self._last(of_row(self.of_prompts, index), row[is_real][None], [sequence])

@@ -68,9 +68,9 @@ def rollouts(model: Network, prompts: Any, samples: int, options: Options) -> Ro
         to[width - len(row) :], is_real[width - len(row) :] = row, True
     ends = options.end_tokens(model.config)
     routes: list[Array] = []
-    made = list(sample(model, tokens, real, ends, options, samples, routes))
-    new = np.stack([to_numpy(token) for token, _ in made], axis=1)
-    log_probs = np.stack([to_numpy(each) for _, each in made], axis=1)
+    steps = list(sample(model, tokens, real, ends, options, samples, routes))
+    new = np.stack([to_numpy(token) for token, _ in steps], axis=1)
+    log_probs = np.stack([to_numpy(each) for _, each in steps], axis=1)
     ended = np.isin(new, ends).cumsum(axis=1)
     sampled = ended - np.isin(new, ends) == 0  # up to the token that ends the row
     new[~sampled] = log_probs[~sampled] = 0

@@ -86,13 +86,13 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.stops, self.held, self.found = stops, "", False
+        self.stops, self.held, self.has_match = stops, "", False
 
     def push(self, text: str) -> str:
         """Add a piece of text; return the text that is certainly before any stop string."""
         self.held += text
         places = [(at + len(s), at) for s in self.stops if (at := self.held.find(s)) >= 0]
-        self.found = bool(places)
+        self.has_match = bool(places)
         ready = min(places)[1] if places else len(self.held) - self._begun()
         shown, self.held = self.held[:ready], self.held[ready:]
         return shown
@@ -105,7 +105,7 @@ class StopStrings:
 
     def flush(self) -> str:
         """Return the held text after the last piece; nothing if a stop string was found."""
-        return "" if self.found else self.held
+        return "" if self.has_match else self.held
 
 
 class Continuation:
@@ -174,7 +174,7 @@ class Continuation:
         for token in stream(self.model, prompt, None, self.options):
             self.count += 1
             yield stops.push(pieces.push(int(token[0])))
-            if stops.found:
+            if stops.has_match:
                 return
         yield stops.push(pieces.flush()) + stops.flush()
         self.full = self.count == self.room < self.most

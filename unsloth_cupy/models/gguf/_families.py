@@ -295,8 +295,8 @@ MIXED_ROWS = {  # of families whose models with experts have an architecture of 
 def _as_family(kind: str, row: Architecture) -> Architecture:
     """Return an architecture with what it has in common with a family, which says it already."""
     family = FAMILIES[kind]
-    said = {**COMMON, **family.defaults}
-    own, obeys = str(said.get(family.activation, said["hidden_act"])), {*family.obeys}
+    defaults = {**COMMON, **family.defaults}
+    own, obeys = str(defaults.get(family.activation, defaults["hidden_act"])), {*family.obeys}
     mixture = row.experts
     if mixture is not None and family.experts is not None:
         shared, scaled = family.experts.shared_gate, family.experts.scale is not None

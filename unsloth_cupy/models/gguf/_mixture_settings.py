@@ -21,8 +21,8 @@ def latent_settings(keys: Keys, known: Architecture, heads: int, hidden: int) ->
         value = keys.take("attention.value_length") or hidden // heads
         lengths = {"head_count_kv": heads}
     for key, size in lengths.items():
-        if (found := keys.take(f"attention.{key}")) not in (None, size):
-            keys.refuse(f"{keys.name}.attention.{key} is {found}, not {size}")
+        if (actual := keys.take(f"attention.{key}")) not in (None, size):
+            keys.refuse(f"{keys.name}.attention.{key} is {actual}, not {size}")
     return {
         "kv_lora_rank": rank,
         "q_lora_rank": keys.take("attention.q_lora_rank"),

@@ -289,9 +289,9 @@ def parts_of(call: str, config: Config, known: Architecture) -> Callable[[str], 
         latent, module = config.latent, f"{config.names.recurrent}."
         if config.delta is not None and inner.startswith(module):
             own = inner.removeprefix(module)
-            found = _of_delta(config.delta, known.tiled, own, layer, shape)
-            if found is not None:
-                return found
+            parts = _of_delta(config.delta, known.tiled, own, layer, shape)
+            if parts is not None:
+                return parts
         own = inner.removeprefix(module)
         if config.space is not None and own != inner and own in SPACE:
             return _of_space(config.space, own, layer, shape)

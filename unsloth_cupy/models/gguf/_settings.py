@@ -134,8 +134,8 @@ def _model_type(keys: Keys, window: Any, pattern: Any) -> tuple[str, Architectur
         listed = ", ".join(sorted({known.name for _, known in every}))
         keys.refuse(f"its architecture is {keys.name!r}; known are {listed}")
     some = isinstance(pattern, list) and len({*pattern}) > 1
-    wanted = ("none",) if window is None else ("named", "most") if some else ("all", "most")
-    kind = next((kind for kind in types if FAMILIES[kind].windows in wanted), types[0])
+    windows = ("none",) if window is None else ("named", "most") if some else ("all", "most")
+    kind = next((kind for kind in types if FAMILIES[kind].windows in windows), types[0])
     return kind, named[kind]
 
 
@@ -323,8 +323,8 @@ def _stretched(factors: Array, rotated: int, base: float, positions: int) -> dic
         scaling: dict[str, Any] = {"rope_type": "llama3", "factor": shortest(most), **each}
         if scaling["original_max_position_embeddings"] < 1 or scaling["high_freq_factor"] <= 1:
             continue
-        made = frequencies(rotated, base) / RULES["llama3"](scaling, 1, rotated, base)[0]
-        if np.allclose(made, factors, rtol=CLOSE, atol=0):
+        ratios = frequencies(rotated, base) / RULES["llama3"](scaling, 1, rotated, base)[0]
+        if np.allclose(ratios, factors, rtol=CLOSE, atol=0):
             return scaling
     plain = [shortest(each) for each in factors]
     return {

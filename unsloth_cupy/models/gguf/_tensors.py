@@ -50,10 +50,10 @@ def tensors(
     whole = functools.lru_cache(maxsize=1)(read)  # of which several tensors are parts
 
     def add(stored: str, part: Part, several: bool = False, role: str = "") -> None:
-        wanted = Type.MXFP4 if stored in packed else kind.of(part.name, part.shape, config, head)
-        own = dividing(part.shape, wanted)
+        target = Type.MXFP4 if stored in packed else kind.of(part.name, part.shape, config, head)
+        own = dividing(part.shape, target)
         reader = _reader(config, known, stored, whole if several else read, part, own.name, role)
-        result.append(Tensor(part.name, stored, part.shape, own, reader, wanted))
+        result.append(Tensor(part.name, stored, part.shape, own, reader, target))
 
     for stored in config.shapes():
         if ".act_fn." in stored:  # which are in the metadata

@@ -70,8 +70,8 @@ def tokenizer(
     ConfigError
         There is no tokenizer.json, it is broken, or llama.cpp has no equivalent tokenizer.
     """
-    words, around = read(folder), _around(folder)
-    words, beyond = _without_beyond(words, config.vocab, [*around[0], *around[1]])
+    words, affixes = read(folder), _around(folder)
+    words, beyond = _without_beyond(words, config.vocab, [*affixes[0], *affixes[1]])
     characters = bool(words.model.get("byte_fallback"))
     values: Values = {"model": "llama" if characters else "gpt2"}
     texts, types = _tokens(words, config.vocab, characters)
@@ -91,7 +91,7 @@ def tokenizer(
     template = _template(words)
     turns = [] if stop is None else [stop]
     turns += _turn_ends(words, template.get("chat_template", ""))
-    special, more = _special(words, config, begin, around, turns)
+    special, more = _special(words, config, begin, affixes, turns)
     values |= special | template
     notes = [*beyond, *notes, *more]
     return {f"tokenizer.{_key(name)}": value for name, value in values.items()}, notes
@@ -115,7 +115,7 @@ def _of_added(words: Vocabulary) -> Iterator[str]:
 
 
 def _without_beyond(
-    words: Vocabulary, size: int, around: Sequence[int]
+    words: Vocabulary, size: int, affixes: Sequence[int]
 ) -> tuple[Vocabulary, list[str]]:
     """Return a vocabulary without added tokens that the embedding table has no row for, and a note.
 
@@ -126,7 +126,7 @@ def _without_beyond(
     texts = {number: text for text, number in vocab.items()}
     texts |= {number: token["content"] for number, token in words.added.items()}
     beyond = sorted(number for number in texts if number >= size)
-    if wrong := [number for number in beyond if number not in words.added or number in around]:
+    if wrong := [number for number in beyond if number not in words.added or number in affixes]:
         raise ConfigError(
             f"export_gguf: the tokenizer's token {wrong[-1]} ({texts[wrong[-1]]!r}) is beyond the"
             f" model's vocabulary of {size}; they do not belong together: copy both from one place"
@@ -234,11 +234,11 @@ def _special(
     words: Vocabulary,
     config: Config,
     begin: int | None,
-    around: tuple[list[int], list[int]],
+    affixes: tuple[list[int], list[int]],
     turns: Sequence[int],
 ) -> tuple[Values, list[str]]:
     """Return the keys of special tokens: their ids, and whether a text begins and ends with one."""
-    first, last = around
+    first, last = affixes
     notes = []
     if len(first) > 1 or len(last) > 1:
         notes.append(f"llama.cpp adds one token around a text; this tokenizer {first} and {last}")

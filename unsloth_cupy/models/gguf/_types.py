@@ -158,8 +158,8 @@ def packed(call: str, name: str, array: Array, kind: Type) -> Array:
     for top in range(0, rows.shape[0], step):
         part = np.ascontiguousarray(rows[top : top + step], np.float32)
         _check(call, name, part, kind)
-        made = quantize(part, kind) if kind in FORMATS else gguf.quants.quantize(part, kind)
-        result[top : top + step] = made.view(np.uint8)
+        blocks = quantize(part, kind) if kind in FORMATS else gguf.quants.quantize(part, kind)
+        result[top : top + step] = blocks.view(np.uint8)
     return result
 
 

@@ -47,7 +47,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     begins = keys.get("add_bos_token", characters or ALIASES.get(name, name) in BEGUN)
     ids = {role: keys.get(f"{theirs}_token_id") for role, theirs in SPECIAL.items()}
     named = {role: texts[n] for role, n in ids.items() if n is not None and 0 <= n < len(texts)}
-    around = {"bos": bool(begins), "eos": bool(keys.get("add_eos_token"))}
+    flags = {"bos": bool(begins), "eos": bool(keys.get("add_eos_token"))}
     unknown = named.get("unk") if characters else None
     ignored = words.pop("ignore_merges", False)
     tokenizer = {
@@ -56,7 +56,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
         "padding": None,
         "added_tokens": added,
         **words,
-        "post_processor": _template({r: (named[r], ids[r]) for r in named if around.get(r)}),
+        "post_processor": _template({r: (named[r], ids[r]) for r in named if flags.get(r)}),
         "model": {
             "type": "BPE", "dropout": None, "unk_token": unknown,
             "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": characters,
@@ -68,7 +68,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         **{f"{role}_token": text for role, text in named.items()},
-        **{f"add_{role}_token": adds for role, adds in around.items()},
+        **{f"add_{role}_token": adds for role, adds in flags.items()},
     }
     if isinstance(template := file.values.get("tokenizer.chat_template"), str):
         settings["chat_template"] = template
@@ -105,15 +105,15 @@ def _merges(
 ) -> Iterator[tuple[str, str]]:
     """Yield every pair of tokens that make one, those of the highest score first."""
     special = {each["content"] for each in added if each["special"]}
-    found = []
+    merges = []
     for text, number in vocab.items():
         if text in special:
             continue
         for cut in range(1, len(text)):
             left, right = vocab.get(text[:cut]), vocab.get(text[cut:])
             if left is not None and right is not None:
-                found.append((-scores[number], number, left, right, cut, text))
-    for *_, cut, text in sorted(found):
+                merges.append((-scores[number], number, left, right, cut, text))
+    for *_, cut, text in sorted(merges):
         yield text[:cut], text[cut:]
 
 
@@ -156,14 +156,14 @@ def _bytes(file: GgufFile, name: str) -> dict[str, Any]:
     }
 
 
-def _template(around: Mapping[str, tuple[str, Any]]) -> dict[str, Any] | None:
+def _template(special: Mapping[str, tuple[str, Any]]) -> dict[str, Any] | None:
     """Return the step that adds tokens around a text, by role."""
-    if not around:
+    if not special:
         return None
     single: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
     pair = [*single, {"Sequence": {"id": "B", "type_id": 1}}]
     tokens = {}
-    for role, (text, number) in around.items():
+    for role, (text, number) in special.items():
         tokens[text] = {"id": text, "ids": [number], "tokens": [text]}
         step = {"SpecialToken": {"id": text, "type_id": 0}}
         single, pair = (

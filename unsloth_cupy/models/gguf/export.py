@@ -181,9 +181,11 @@ def export_gguf(
     known = architecture(call, source.config)
     begin = next(iter(token_ids("bos_token_id", source.texts["config.json"])), None)
     words, notes = tokenizer_values(_tokenizer_folder(source), source.config, begin, stop)
-    made = functools.partial(tensors, call, source.config, known, KINDS[kind], packed=source.packed)
-    tensor_list, kept = made(source.read), Kept()
-    plain = made(source.plain) if source.adapter else []
+    tensors_of = functools.partial(
+        tensors, call, source.config, known, KINDS[kind], packed=source.packed
+    )
+    tensor_list, kept = tensors_of(source.read), Kept()
+    plain = tensors_of(source.plain) if source.adapter else []
     before = {t.name: t.read for t in plain if source.adapter and source.adapter.adds_to(t.stored)}
     notes = [*warnings_of(source.config, known), *notes, *_stand_ins(tensor_list)]
     values = {
@@ -263,7 +265,7 @@ def export_adapter_gguf(
     if parts := {each for each in parts if each}:
         cure = "export_gguf merges it into the weights"
         raise ConfigError(f"{call}: llama.cpp does not add {min(parts)}; {cure}")
-    made, alpha = adapter_tensors(call, source.config, known, KINDS[kind].type, adapter)
+    tensor_list, alpha = adapter_tensors(call, source.config, known, KINDS[kind].type, adapter)
     values = {
         "general.type": "adapter",
         "general.name": source.name,
@@ -271,8 +273,8 @@ def export_adapter_gguf(
         "adapter.type": "lora",
         "adapter.lora.alpha": alpha,
     }
-    _write(call, path, known.name, values, made, False, {}, Kept())
-    types = Counter(tensor.type.name.lower() for tensor in made)
+    _write(call, path, known.name, values, tensor_list, False, {}, Kept())
+    types = Counter(tensor.type.name.lower() for tensor in tensor_list)
     notes = tuple(warnings_of(source.config, known))
     return Export(path, path.stat().st_size, dict(types), notes, Kept())
 
@@ -418,10 +420,10 @@ def _stand_ins(tensors: Iterable["Tensor"]) -> Iterator[str]:
         if tensor.type != tensor.wanted:
             pair = (tensor.wanted.name.lower(), tensor.type.name.lower())
             replaced.setdefault(pair, []).append(tensor.name)
-    for (wanted, chosen), names in replaced.items():
+    for (type_name, chosen), names in replaced.items():
         count = f"{len(names)} tensor" + "s" * (len(names) > 1)
         shown = ", ".join(names[:SHOWN]) + (" and others" if len(names) > SHOWN else "")
-        yield f"blocks of {wanted} do not divide the rows of {count}: {chosen} ({shown})"
+        yield f"blocks of {type_name} do not divide the rows of {count}: {chosen} ({shown})"
 
 
 def _write(

@@ -49,8 +49,8 @@ def at_their_ranks(
     own = spread(arrived, assignments[:, 1] + before, experts.k)
     ones = np.ones_like(value_of(own), shape=(len(assignments), 1))
     numbers = assignments[:, :1] - part(experts.count, comm).start
-    made = computed(own, Routes(numbers, ones))
-    results, _ = comm.all_to_all_rows(value_of(made), from_ranks)
+    outputs = computed(own, Routes(numbers, ones))
+    results, _ = comm.all_to_all_rows(value_of(outputs), from_ranks)
 
     def returned(dy: Array, factors: Array) -> tuple[Array, Array]:
         factors, _ = comm.all_to_all_rows(factors, counts)
@@ -58,7 +58,7 @@ def at_their_ranks(
         return dy[assignments[:, 1] + before], factors
 
     weights = routes.weights.reshape(-1, experts.k)
-    return sorted_rows.summed(made, weights, (results, returned)).reshape(*x.shape)
+    return sorted_rows.summed(outputs, weights, (results, returned)).reshape(*x.shape)
 
 
 def pairs_of(every: Array, comm: Communicator, count: int) -> tuple[Array, Array, list[int]]:

@@ -137,13 +137,13 @@ def router_logits(call: Call, module: str, x: Any) -> Any:
     return call.project(parameters, [name], x)[0]
 
 
-def routes_of(experts: Experts, logits: Any, correction: Any, given: Any = None) -> Routes:
+def routes_of(experts: Experts, logits: Any, correction: Any, numbers: Any = None) -> Routes:
     """Return the experts of each token, and their weights.
 
-    ``given`` are experts that were chosen before, -1 where the router chooses now.
+    ``numbers`` are experts that were chosen before, -1 where the router chooses now.
     """
     if experts.jitter is not None:
-        return sparse_mixer(logits, experts.jitter, given)
+        return sparse_mixer(logits, experts.jitter, numbers)
     options: dict[str, Any] = {
         "k": experts.k,
         "scores": experts.scores,
@@ -152,11 +152,11 @@ def routes_of(experts: Experts, logits: Any, correction: Any, given: Any = None)
         "top_groups": experts.top_groups,
         "scale": experts.scale,
     }
-    if given is None:
+    if numbers is None:
         return route(logits, bias=correction, **options)
     value, bias = value_of(logits), value_of(correction)
     own = route(value, bias=bias, **options).experts
-    chosen = np.where(given < 0, own, given).astype(np.int32)
+    chosen = np.where(numbers < 0, own, numbers).astype(np.int32)
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
         return {"logits": route_backward(dy, value, bias, chosen, **options)[0]}
@@ -165,10 +165,10 @@ def routes_of(experts: Experts, logits: Any, correction: Any, given: Any = None)
     return Routes(chosen, taped("replayed", weights, back, logits=logits))
 
 
-def sparse_mixer(logits: Any, jitter: float, given: Any = None) -> Routes:
+def sparse_mixer(logits: Any, jitter: float, choices: Any = None) -> Routes:
     """Return the two experts with the largest logits, without the noise of pretraining.
 
-    ``given`` are chosen instead, where they are not -1.  The weight of each is its share in the
+    ``choices`` are chosen instead, where they are not -1.  The weight of each is its share in the
     softmax of the logits that are nearly as large as its own: ``(own - logit) / max(abs(logit),
     own) <= 2 * jitter``, for the second without the first.
 
@@ -179,8 +179,8 @@ def sparse_mixer(logits: Any, jitter: float, given: Any = None) -> Routes:
     numbers, rest, parts = np.arange(wide.shape[-1], like=value), wide, []
     for number in range(2):
         first = rest.argmax(axis=-1)[..., None]
-        if given is not None:
-            before = given[..., number : number + 1]
+        if choices is not None:
+            before = choices[..., number : number + 1]
             first = np.where(before < 0, first, before)
         top = np.take_along_axis(rest, first, axis=-1)
         near = (top - wide) / np.maximum(np.abs(wide), top) <= 2 * jitter

@@ -131,5 +131,5 @@ def _expanded(kv: Any, rotated: Any, latent: Latent, dim: int) -> tuple[Any, Any
             dkv[..., plain:] = dv[..., : latent.value]
         return {"kv": dkv, "rotated": shared}
 
-    made: tuple[Any, Any] = taped("latent_attention", (k, v), back, kv=kv, rotated=rotated)
-    return made
+    heads: tuple[Any, Any] = taped("latent_attention", (k, v), back, kv=kv, rotated=rotated)
+    return heads

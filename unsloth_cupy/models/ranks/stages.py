@@ -98,8 +98,8 @@ class ModelStage:
         if sums:  # their gradients come with that of y
             both = {"hidden": dy, "sums": dsums[0]}
             y = taped("passed on", y.value, lambda dy, wanted: both, hidden=y, sums=sums[0])
-        wanted = [*watched.values(), *xs]
-        gradients = tape.gradients(y, wanted, dy, release=True)
+        variables = [*watched.values(), *xs]
+        gradients = tape.gradients(y, variables, dy, release=True)
         for name, gradient in zip(watched, gradients, strict=False):
             if name in self.sums:
                 accumulate_(self.sums[name], gradient)

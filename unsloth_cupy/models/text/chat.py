@@ -154,9 +154,9 @@ class Chat:
         asked, plain, other = self.rendered(requests, tools, now, options)
         if asked.error:
             raise self.refused(asked.error)
-        begun = other.text.partition(mark)[0].rstrip(" ")
-        alone = plain.text == asked.text and mark in other.text and begun.startswith(asked.text)
-        return begun if alone else asked.text
+        prefix = other.text.partition(mark)[0].rstrip(" ")
+        alone = plain.text == asked.text and mark in other.text and prefix.startswith(asked.text)
+        return prefix if alone else asked.text
 
     def rendered(
         self,
@@ -253,8 +253,8 @@ class Template:
             answers, ended = _request(self.process, calls[start : start + AT_ONCE])
             if ended:
                 return [Rendered("", [], ended)] * len(calls)
-            for made, why in answers:
-                text, marks = made or ("", [])
+            for content, why in answers:
+                text, marks = content or ("", [])
                 result.append(Rendered(text, [Span(*each) for each in marks], why))
         return result
 

@@ -50,9 +50,9 @@ class Tokenizer:
     @classmethod
     def of(cls, backend: Any, template: Chat) -> "Tokenizer":
         """Return the tokenizer of a ``tokenizers.Tokenizer`` and a chat template."""
-        made = cls.__new__(cls)
-        made.backend, made.template = backend, template
-        return made
+        instance = cls.__new__(cls)
+        instance.backend, instance.template = backend, template
+        return instance
 
     def __deepcopy__(self, memo: Any) -> "Tokenizer":
         return self  # it does not change

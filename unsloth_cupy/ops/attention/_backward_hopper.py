@@ -139,15 +139,15 @@ def takes_one_pass(q: Array, v: Array, call: KernelOptions, width: int) -> bool:
     It does if it can and an option requests it or, by default, if it is faster.
     """
     start = asked_for()
-    wanted = one_pass if start is None else start.one_pass
+    choice = one_pass if start is None else start.one_pass
     flags = call.constants
-    if width not in ONE_PASS or flags["BLOCK_MASK"] or wanted is False:
+    if width not in ONE_PASS or flags["BLOCK_MASK"] or choice is False:
         return False
     hides = flags["LEFT"] + flags["RIGHT"] + (flags["LENGTHS"] or flags["STARTS"])
     if width > 64 and hides > 1 and not flags["VARLEN"]:
         return False
     # two launches are faster up to 64: 1.07 to 1.13 times on an H200, from 1k to 32k tokens
-    return bool(wanted) or (width > 64 and pays(ONE_PASS[width], q, v))
+    return bool(choice) or (width > 64 and pays(ONE_PASS[width], q, v))
 
 
 def pays(own: OnePass, q: Array, v: Array) -> bool:

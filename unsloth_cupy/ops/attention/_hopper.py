@@ -77,8 +77,8 @@ def forward_tiles(q: Array, v: Array, call: KernelOptions) -> Forward | None:
     start, flags = asked_for(), call.constants
     fits = q.dtype.itemsize == 2 and narrow >= LEAST and wide <= WIDEST
     fits = fits and q.shape[-3] >= FEWEST and min(q.size, v.size) > 0
-    wanted = requested if start is None else start.warpgroups
-    if not fits or not wanted or flags["DROPOUT"] or limits(q).architecture != 90:
+    choice = requested if start is None else start.warpgroups
+    if not fits or not choice or flags["DROPOUT"] or limits(q).architecture != 90:
         return None
     width = next(width for width in TABLE if wide <= width)
     plain = flags["FOLD"] and not flags["MASK"]

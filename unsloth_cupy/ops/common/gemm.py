@@ -279,10 +279,10 @@ def _workspace(cuda: Any, device: int, stream: int) -> tuple[Any, int]:
     if key not in workspaces:
         try:
             with cuda.using_allocator(None):  # in a pool it would pin a whole chunk
-                made = cuda.alloc(size)
+                memory = cuda.alloc(size)
         except RuntimeError:  # from CUDA: the pool holds all memory, but some of it may be unused
-            made = cuda.alloc(size)
-        workspaces.setdefault(key, made)
+            memory = cuda.alloc(size)
+        workspaces.setdefault(key, memory)
     return workspaces[key], size
 
 

@@ -1,21 +1,21 @@
 """How many threads share a row in kernels that reduce along rows."""
 
 
-def spread(wanted: int, clusters: bool) -> tuple[int, int]:
-    """Return threads per block and blocks that share a row, for a number of threads wanted.
+def spread(count: int, clusters: bool) -> tuple[int, int]:
+    """Return threads per block and blocks that share a row, for ``count`` threads.
 
     ``clusters``: the GPU has clusters of blocks, sm_90 or later.
 
-    wanted <= 32          a power of two of threads; several rows per block, no barrier
-    wanted <= 512         one block per row
+    count <= 32           a power of two of threads; several rows per block, no barrier
+    count <= 512          one block per row
     more, sm_90           2, 4 or 8 blocks of up to 512 threads in a cluster; then 8 of up to 1024
     more, before sm_90    one block of up to 1024 threads
     """
-    if wanted <= 32:
-        return 1 << (wanted - 1).bit_length(), 1
+    if count <= 32:
+        return 1 << (count - 1).bit_length(), 1
     sizes = (1, 2, 4, 8) if clusters else (1,)
-    cluster = next((size for size in sizes if wanted <= 512 * size), sizes[-1])
-    return min(1024, -(-wanted // (32 * cluster)) * 32), cluster
+    cluster = next((size for size in sizes if count <= 512 * size), sizes[-1])
+    return min(1024, -(-count // (32 * cluster)) * 32), cluster
 
 
 def held_rows(columns: int, most: int, lanes: int, clusters: bool) -> dict[str, int]:
@@ -32,8 +32,8 @@ def held_rows(columns: int, most: int, lanes: int, clusters: bool) -> dict[str, 
         longer rows          are read twice; with a cluster fewer rows are in work at a time, and
                              they are still in L2 when they are read again
     """
-    wanted = max(min(512, -(-columns // 16)), -(-columns // most))
-    row_threads, cluster = spread(wanted, clusters)
+    count = max(min(512, -(-columns // 16)), -(-columns // most))
+    row_threads, cluster = spread(count, clusters)
     threads = row_threads if row_threads > 32 else 128
     values = -(-columns // (cluster * row_threads * lanes)) * lanes
     return {

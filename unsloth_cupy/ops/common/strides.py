@@ -129,13 +129,13 @@ def key_strides(
     Both can be copied 16 bytes at a time.  ``dense``: nothing lies between the tokens of a batch;
     ``packed``: nor between batches, but for what lies between their tokens.
     """
-    found = [_token_layout(a, dense) for a in (k, v)]
-    tokens = {each and each[0] for each in found}
+    layouts = [_token_layout(a, dense) for a in (k, v)]
+    tokens = {each and each[0] for each in layouts}
     if None in tokens or len(tokens) > 1 or (packed and tokens != {k.shape[-3]}):
         k, v = in_chunks(contiguous(k), contiguous(v))
         return k, v, k.shape[-3], (math.prod(k.shape[-2:]), math.prod(v.shape[-2:]))
     k, v = (a if a.flags.c_contiguous else spanned(a) for a in (k, v))
-    return k, v, *tokens, tuple(each[1] for each in found if each)
+    return k, v, *tokens, tuple(each[1] for each in layouts if each)
 
 
 def _token_layout(array: Any, dense: bool) -> tuple[int, int] | None:

@@ -15,9 +15,9 @@ T = TypeVar("T")
 @functools.cache
 def count() -> int:
     """Return how many threads to use: OMP_NUM_THREADS, or the cores available to this process."""
-    wanted = os.environ.get("OMP_NUM_THREADS", "")
-    if re.fullmatch("[0-9]{1,9}", wanted) and int(wanted):
-        return int(wanted)
+    setting = os.environ.get("OMP_NUM_THREADS", "")
+    if re.fullmatch("[0-9]{1,9}", setting) and int(setting):
+        return int(setting)
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 

@@ -263,15 +263,15 @@ def experts_mlp_backward(
             for each in sums.values():
                 each[expert] = 0
             continue
-        those = order[part]
-        own, dout, factor = rows[those // k], drows[those // k], factors[those][:, None]
+        pairs = order[part]
+        own, dout, factor = rows[pairs // k], drows[pairs // k], factors[pairs][:, None]
         both = _first(own, gate_up, gate_up_bias, expert, wide)
         d = gemm(dout, down[expert], dtype=wide)
         act = _activated(both, how)
-        dweights[those] = (act * d).sum(axis=1)
+        dweights[pairs] = (act * d).sum(axis=1)
         if down_bias is not None:
             bias = down_bias[expert].astype(wide)
-            dweights[those] += gemm(dout.astype(wide), bias[:, None])[:, 0]
+            dweights[pairs] += gemm(dout.astype(wide), bias[:, None])[:, 0]
         if "down" in sums:
             act *= factor
             gemm(dout.T, act, out=sums["down"][expert])
@@ -284,7 +284,7 @@ def experts_mlp_backward(
         if "gate_up" in sums:
             gemm(dboth.T, own, out=sums["gate_up"][expert])
         if moved is not None:
-            moved[those] = gemm(dboth, gate_up[expert], dtype=wide)
+            moved[pairs] = gemm(dboth, gate_up[expert], dtype=wide)
     dx = None
     if moved is not None:
         dx = moved.reshape(*experts.shape, x.shape[-1]).sum(axis=-2)

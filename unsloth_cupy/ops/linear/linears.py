@@ -29,8 +29,8 @@ def rows_of_one(weights: Sequence[Any]) -> Any:
     """Return the matrix of which these are the rows, one after another; None if there is none."""
     if isinstance(weights[0], Stored):
         parts = [getattr(each, "part", None) or (None, 0, 0) for each in weights]
-        whole, wanted = parts[0][0], range(parts[0][2])
-        lie = [(each[0] is whole, each[1]) for each in parts] == [(True, n) for n in wanted]
+        whole, numbers = parts[0][0], range(parts[0][2])
+        lie = [(each[0] is whole, each[1]) for each in parts] == [(True, n) for n in numbers]
         return whole if lie else None
     base = getattr(weights[0], "base", None)
     return _lying(weights[0], base) if _parts_of(base, weights, axis=0) else None
@@ -109,8 +109,8 @@ def linears_backward(
     needed = requested_gradients("linears_backward", wanted, x=x, **by_name)
     weights = [each for each in by_name.values() if each is not None]
     dys = [
-        np.zeros_like(x, shape=(*x.shape[:-1], each.shape[0])) if given is None else given
-        for given, each in zip((dy, dy2, dy3), weights, strict=False)
+        np.zeros_like(x, shape=(*x.shape[:-1], each.shape[0])) if gradient is None else gradient
+        for gradient, each in zip((dy, dy2, dy3), weights, strict=False)
     ]
     dx, dweights = None, dict.fromkeys(WEIGHTS)
     parts_of, rows = spans(weights), flat(x)

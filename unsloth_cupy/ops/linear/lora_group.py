@@ -114,8 +114,8 @@ def lora_group_backward(
     needed = requested_gradients("lora_group_backward", wanted, x=x, **by_name)
     weights, downs, ups = (present([by_name[n] for n in names]) for names in (WEIGHTS, DOWNS, UPS))
     dys = [
-        np.zeros_like(x, shape=(*x.shape[:-1], each.shape[0])) if given is None else given
-        for given, each in zip((dy, dy2, dy3), weights, strict=False)
+        np.zeros_like(x, shape=(*x.shape[:-1], each.shape[0])) if gradient is None else gradient
+        for gradient, each in zip((dy, dy2, dy3), weights, strict=False)
     ]
     grads: dict[str, Any] = dict.fromkeys(("x", *by_name))
     if needed & {"x", *DOWNS, *UPS}:
@@ -162,9 +162,9 @@ def _lie_apart(
 
 def _check_third(call: str, weight3: Any, a3: Any, b3: Any) -> None:
     """Raise a ConfigError for a part of a third layer."""
-    given = {"weight3": weight3, "a3": a3, "b3": b3}
-    missing = [name for name, array in given.items() if array is None]
-    if 0 < len(missing) < len(given):
+    arrays = {"weight3": weight3, "a3": a3, "b3": b3}
+    missing = [name for name, array in arrays.items() if array is None]
+    if 0 < len(missing) < len(arrays):
         problem = f"a third layer lacks {' and '.join(missing)}"
         raise ConfigError(f"{call}: {problem}; pass weight3, a3 and b3, or none of them")
 

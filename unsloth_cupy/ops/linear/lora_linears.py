@@ -141,8 +141,8 @@ def lora_down_backward(
     present, spans = [each for each in factors if each is not None], _spans(factors)
     needed = {"x", "a", "a2", "a3"} if wanted is None else wanted
     dlows = [
-        np.zeros_like(x, shape=(*x.shape[:-1], factor.shape[0])) if given is None else given
-        for given, factor in zip((dlow, dlow2, dlow3), factors, strict=True)
+        np.zeros_like(x, shape=(*x.shape[:-1], factor.shape[0])) if gradient is None else gradient
+        for gradient, factor in zip((dlow, dlow2, dlow3), factors, strict=True)
         if factor is not None
     ]
     columns, ranks = dlows[0], sum(each.shape[0] for each in present)

@@ -181,8 +181,8 @@ def factor_of(call: str, weight: Any, a: Any, b: Any, scale: float, magnitude: A
         return None
     shape, rows = getattr(magnitude, "shape", None), shapes[0][:1]
     if shape is None:
-        found = type(magnitude).__name__
-        raise DTypeError(f"{call}: magnitude is not an array but {found}; pass one of shape {rows}")
+        kind = type(magnitude).__name__
+        raise DTypeError(f"{call}: magnitude is not an array but {kind}; pass one of shape {rows}")
     if tuple(shape) != rows:
         problem = f"magnitude has shape {tuple(shape)}; it must be {rows}"
         cure = "a number for each row of weight"

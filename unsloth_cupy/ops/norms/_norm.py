@@ -63,13 +63,13 @@ def constants(
     """
     x, weight, bias = dtypes
     backward = shared is not None
-    wanted = -(-hidden // (VALUES // 2 if backward and hidden <= 512 else VALUES))
-    row_threads, cluster = spread(wanted, clusters)
+    count = -(-hidden // (VALUES // 2 if backward and hidden <= 512 else VALUES))
+    row_threads, cluster = spread(count, clusters)
     room = 1024  # threads of an SM
     if backward and hidden <= 8 and bias is None and not (residual or gated or centred):
         room = 1280
     third = gated and x.itemsize == 4
-    if backward and cluster > 1 and (wanted > 512 * 8 or bias is not None or third):
+    if backward and cluster > 1 and (count > 512 * 8 or bias is not None or third):
         room = 512
     if backward:
         room = min(room, {64: 512, 128: 768}.get(row_threads, room))

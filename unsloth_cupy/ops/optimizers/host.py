@@ -25,8 +25,8 @@ def blocks(arrays: Sequence[Any]) -> Iterator[list[Any]]:
 
     Arrays of a GPU, and those of another order than C, are one block.
     """
-    lead, given = arrays[0], [array for array in arrays if array is not None]
-    if not (isinstance(lead, np.ndarray) and all(a.flags.c_contiguous for a in given)):
+    lead, operands = arrays[0], [array for array in arrays if array is not None]
+    if not (isinstance(lead, np.ndarray) and all(a.flags.c_contiguous for a in operands)):
         if lead.size:
             yield [*arrays]
         return

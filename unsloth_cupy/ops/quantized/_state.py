@@ -27,8 +27,8 @@ def check_array(what: str, array: Any, dtype: Any, shape: tuple[int, ...] | None
         raise DTypeError(f"{what} is {array.dtype}; it must be {np.dtype(dtype)}")
     actual = tuple(array.shape)
     if len(actual) != 2 if shape is None else actual != shape:
-        wanted = "(outputs, inputs)" if shape is None else shape
-        raise ShapeError(f"{what} is {actual}; it must be {wanted}", expected=wanted, actual=actual)
+        form = "(outputs, inputs)" if shape is None else shape
+        raise ShapeError(f"{what} is {actual}; it must be {form}", expected=form, actual=actual)
 
 
 def weight_shape(call: str, shape: Any, stacks: bool = False) -> tuple[int, ...]:
@@ -38,9 +38,9 @@ def weight_shape(call: str, shape: Any, stacks: bool = False) -> tuple[int, ...]
     """
     listed = isinstance(shape, list | tuple) and len(shape) in (2, 2 + stacks)
     if not listed or not all(is_integer(size) for size in shape):
-        wanted = "(outputs, inputs)" + " or (experts, outputs, inputs)" * stacks
-        problem = f"{call}: shape is {reprlib.repr(shape)}; it must be {wanted}"
-        raise ShapeError(problem, expected=wanted, actual=shape)
+        form = "(outputs, inputs)" + " or (experts, outputs, inputs)" * stacks
+        problem = f"{call}: shape is {reprlib.repr(shape)}; it must be {form}"
+        raise ShapeError(problem, expected=form, actual=shape)
     return tuple(map(int, shape))
 
 

@@ -125,15 +125,15 @@ def _write(
         own = slice(first - rows.start, last - rows.start)
         factor = b[first:last].astype(FLOAT32, copy=False)
         lora_add_.definition(total[own], low, factor, scale=scale)
-    given = None if sizes is None else sizes.astype(FLOAT32, copy=False)
-    if given is not None and kind == "int8":
-        given = given[rows]
-    elif given is not None and kind != "ternary":
+    own_sizes = None if sizes is None else sizes.astype(FLOAT32, copy=False)
+    if own_sizes is not None and kind == "int8":
+        own_sizes = own_sizes[rows]
+    elif own_sizes is not None and kind != "ternary":
         block = block_of(kind)
-        whole = given.reshape(len(b), pitch // block)
-        given = whole[rows, columns.start // block : columns.stop // block].reshape(-1)
+        whole = own_sizes.reshape(len(b), pitch // block)
+        own_sizes = whole[rows, columns.start // block : columns.stop // block].reshape(-1)
     with np.errstate(over="ignore", invalid="ignore"):
-        w[...] = file_values(total, kind, given)
+        w[...] = file_values(total, kind, own_sizes)
     return w
 
 
@@ -289,15 +289,15 @@ def _constants(
 ) -> Constants:
     """Return the constants of rounded_sum.cu or nf4_rounded_sum.cu."""
     index = np.dtype("int32") if offsets is None else offsets.dtype
-    given, grouped = sizes is not None, offsets is not None
+    sized, grouped = sizes is not None, offsets is not None
     low = min(WIDTH, lanes(0, a))
-    return _kept(w.dtype, KINDS.index(kind), given, grouped, index, width, low, **own)
+    return _kept(w.dtype, KINDS.index(kind), sized, grouped, index, width, low, **own)
 
 
 @cache
 def _kept(
-    dtype: Any, kind: int, given: bool, grouped: bool, index: Any, width: int, low: int, **own: Any
+    dtype: Any, kind: int, sized: bool, grouped: bool, index: Any, width: int, low: int, **own: Any
 ) -> Constants:
     """Return the constants; equal ones are one object, by which kernels are found."""
     shared = {"T": dtype, "LANES": width, "A_LANES": low, "ROWS": ROWS, "THREADS": THREADS}
-    return Constants(**shared, **own, KIND=kind, GIVEN=given, GROUPED=grouped, I=index)
+    return Constants(**shared, **own, KIND=kind, GIVEN=sized, GROUPED=grouped, I=index)

@@ -95,8 +95,8 @@ class SummedWeight(Chunked):
 
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
         if self.reader is not None and self.experts == 1:
-            made = self.reader(self._sum(self.a, rows, columns))
-            return made.astype(dtype, copy=False)
+            weight = self.reader(self._sum(self.a, rows, columns))
+            return weight.astype(dtype, copy=False)
         w = empty((rows.stop - rows.start, columns.stop - columns.start), dtype, like=self.a)
         return self._write(w, rows.start * self.shape[-1] + columns.start)
 

@@ -119,19 +119,19 @@ class Chunk(NamedTuple):
     def gradients(self, state: Array, w: Array, do: Array, dend: Array) -> tuple[Array, ...]:
         """Return those of q, scaled, k, v, decay, beta and of the state before the chunk."""
         decays, u = self.decays, self.beta * w
-        given = np.stack([do, do], axis=3)  # to what queries and keys read of the state and of U
-        do = given[..., 0, :, :]
+        grads = np.stack([do, do], axis=3)  # to what queries and keys read of the state and of U
+        do = grads[..., 0, :, :]
         du = turned(self.pairs[..., 0, :, :]) @ do
         du += (decays.onward * self.k) @ dend
         dv = turned(self.inverse) @ (self.beta * du)
-        np.negative(dv, out=given[..., 1, :, :])  # what keys read is subtracted
-        dpairs = (beside(given) @ turned(w)).reshape(self.pairs.shape)
+        np.negative(dv, out=grads[..., 1, :, :])  # what keys read is subtracted
+        dpairs = (beside(grads) @ turned(w)).reshape(self.pairs.shape)
         dbeta = np.einsum("bhgiv,bhgiv->bhgi", du, w)
         dbeta += np.einsum("bhgij,bhgij->bhgj", dpairs[..., 1, :, :], self.pairs[..., 1, :, :])
         dpairs *= turned(self.beta)[..., None, :, :]
         drows, dk, ddecay = decays.gradients(self.rows, dpairs, self.pairs)
         into = decays.into[..., None, :, :]
-        from_state = (beside(given) @ turned(state)).reshape(*given.shape[:-1], state.shape[-2])
+        from_state = (beside(grads) @ turned(state)).reshape(*grads.shape[:-1], state.shape[-2])
         from_state *= into
         from_end = u @ turned(dend)
         from_end *= decays.onward
@@ -140,7 +140,7 @@ class Chunk(NamedTuple):
         ddecay += from_here(decays.total(self.rows, from_state).sum(axis=3))
         ddecay += up_to_here(decays.total(self.k, from_end))
         ddecay += decays.total(turned(state), turned(dstate)).sum(axis=-2, keepdims=True)
-        dstate += turned(beside(into * self.rows)) @ beside(given)
+        dstate += turned(beside(into * self.rows)) @ beside(grads)
         drows += from_state.sum(axis=2, keepdims=True)
         dk += from_end.sum(axis=2, keepdims=True)
         dk += drows[..., 1, :, :]

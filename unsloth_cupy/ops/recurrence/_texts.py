@@ -51,5 +51,5 @@ def offsets_of(call: str, lead: Array, offsets: Array | None) -> Any:
 
 def tile_of(tokens: int, blocks: int, like: Any) -> int:
     """Return how many tokens a block takes: up to 64, fewer if the device would be half empty."""
-    wanted = 8 * limits(like).processors  # blocks
-    return max(1, min(64, tokens * blocks // wanted))
+    target = 8 * limits(like).processors  # blocks
+    return max(1, min(64, tokens * blocks // target))

@@ -155,8 +155,8 @@ def _launch(
         kernel[blocks, THREADS](q, k, v, decay, beta, initial, out, final, sizes)
         return out, final
     if _has_products(q, k, v, decay):
-        given, results = (q, k, v, decay, beta, initial, offsets), (out, final, None, None)
-        _states_of_products(*given, chosen, sizes, results)
+        inputs, results = (q, k, v, decay, beta, initial, offsets), (out, final, None, None)
+        _states_of_products(*inputs, chosen, sizes, results)
         return out, final
     scores, solve, _, *factors = _of_chunks(q, k, decay, beta, offsets, chosen, sizes)
     kernel = load("gated_delta_rule.cu", "delta_states", q, chosen)
@@ -231,21 +231,21 @@ def _launch_backward(
     if (reason := _without_kernel(q, chunk)) is not None:
         return no_kernel(reason)
     (value_heads, value_dim), dim = v.shape[2:], q.shape[3]
-    texts, given = count_of(q.shape[0], offsets), (q, k, v, decay, beta)
+    texts, inputs = count_of(q.shape[0], offsets), (q, k, v, decay, beta)
     constants = _constants_of(decay, beta, offsets, q, k, v, dout)
     sizes = _sizes(q, v, offsets, scale)
     forward = constants(INITIAL=initial is not None, BACKWARD=True)
     backward = constants(FINAL=dfinal is not None)
     slots = _slots(q, offsets)
     dinitial = None if initial is None else empty(initial.shape, FLOAT32, like=q)
-    gradients = dq, dk, dv, ddecay, dbeta = [empty(a.shape, a.dtype, like=q) for a in given]
+    gradients = dq, dk, dv, ddecay, dbeta = [empty(a.shape, a.dtype, like=q) for a in inputs]
     if _has_products(q, k, v, decay, dout):
         columns = CHUNK, CHUNK, dim, dim  # of U, dB, S and dS', in two parts of 16 bits
         u, db, states, dstates = (
             empty((slots, value_heads, n, value_dim), np.dtype("uint32"), like=q) for n in columns
         )
         results = None, None, u, states
-        pieces = _states_of_products(*given, initial, offsets, forward, sizes, results)
+        pieces = _states_of_products(*inputs, initial, offsets, forward, sizes, results)
         file, own = "gated_delta_rule_backward_mma.cu", _without(backward, "LANES")
         kernel = load(file, "delta_state_gradients_mma", q, own)
         kernel[texts * value_heads * sizes["tiles"], 128, _shared_of_products(dim, "gradients")](
@@ -253,7 +253,7 @@ def _launch_backward(
         )
         kernel = load(file, "delta_chunk_gradients_mma", q, own)
         kernel[slots * q.shape[2], THREADS, _shared_of_products(dim, "chunks")](
-            *(dout, *given, offsets, u, db, states, dstates, dq, dk, ddecay, dbeta, sizes)
+            *(dout, *inputs, offsets, u, db, states, dstates, dq, dk, ddecay, dbeta, sizes)
         )
         return *gradients, dinitial
     blocks = texts * value_heads * sizes["tiles"]
@@ -265,7 +265,7 @@ def _launch_backward(
     states, dstates = (empty(shape, FLOAT32, like=q) for _ in range(2))
     kernel = load("gated_delta_rule.cu", "delta_states", q, forward)
     kernel[blocks, THREADS, _shared(dim, 1)](
-        *(*given, initial, offsets, scores, solve, *factors, None, None, u, states, rest, sizes)
+        *(*inputs, initial, offsets, scores, solve, *factors, None, None, u, states, rest, sizes)
     )
     file = "gated_delta_rule_backward.cu"
     kernel = load(file, "delta_state_gradients", q, backward)
@@ -276,7 +276,7 @@ def _launch_backward(
     if rest is None:
         kernel = load(file, "delta_chunk_gradients", q, backward)
         kernel[slots * q.shape[2], THREADS, _shared_of_chunks(dim)](
-            *(dout, *given, offsets, scores, alike, u, db, states, dstates, *gradients, sizes)
+            *(dout, *inputs, offsets, scores, alike, u, db, states, dstates, *gradients, sizes)
         )
         return *gradients, dinitial
     pairs, file = (scores, solve), "gated_delta_rule_channels.cu"  # both have been read
@@ -457,22 +457,22 @@ def _of_chunks(
     slots, heads = _slots(q, offsets), sizes["heads"] * sizes["groups"]
     square, rows = (slots, heads, CHUNK, CHUNK), (slots, heads, CHUNK, q.shape[3])
     backward, channels = chosen["BACKWARD"], chosen["CHANNELS"]
-    wanted = [
+    shapes = [
         (square, True),
         (square, True),
         (square, backward),
         (rows, channels),
         (rows, channels),
     ]
-    made = [empty(shape, FLOAT32, like=q) if there else None for shape, there in wanted]
+    results = [empty(shape, FLOAT32, like=q) if there else None for shape, there in shapes]
     if channels:
         own = _of_channels(chosen)
         kernel = load("gated_delta_rule_channels.cu", "delta_channel_chunks", q, own)
-        kernel[slots * heads, THREADS](q, k, decay, beta, offsets, *made, sizes)
+        kernel[slots * heads, THREADS](q, k, decay, beta, offsets, *results, sizes)
     else:
         kernel = load("gated_delta_rule.cu", "delta_chunks", q, chosen)
-        kernel[slots * sizes["heads"], THREADS](q, k, decay, beta, offsets, *made[:3], sizes)
-    return made
+        kernel[slots * sizes["heads"], THREADS](q, k, decay, beta, offsets, *results[:3], sizes)
+    return results
 
 
 def _depth(dim: int) -> int:

@@ -15,9 +15,9 @@ from typing import Any
 from sphinx.application import Sphinx
 
 import unsloth_cupy
-from tests.code import budget
 from tests.code.hardware import fixtures
-from tests.code.variants import ARCHITECTURES
+from tests.code.programs import budget
+from tests.code.programs.variants import ARCHITECTURES
 from unsloth_cupy.core.op import OPS, Op
 from unsloth_cupy.core.source import source_root
 
@@ -168,8 +168,8 @@ def directives(module: str, names: list[str], members: bool = True) -> list[str]
 def kernel_pages() -> dict[str, str]:
     """Return a page for every file of ``kernels_cu``, one of instructions, and their index.
 
-    A page has the file's header comment and, from ``tests/code/costs.toml``, the resources of every
-    variant of its kernels.
+    A page has the file's header comment and, from ``tests/code/programs/costs.toml``, the
+    resources of every variant of its kernels.
     """
     _, lines = budget.read()
     pages, summary = {}, []

@@ -1,7 +1,7 @@
 """Exact costs of a call of each op with a kernel: counted, not timed.
 
-The numbers are those of ``tests/code/costs.toml`` at the commit, which its tests compare with new
-counts: bfloat16 calls on sm_90; sectors and passes are of smaller arrays, on the emulator.
+The numbers are those of ``tests/code/programs/costs.toml`` at the commit, which its tests compare
+with new counts: bfloat16 calls on sm_90; sectors and passes are of smaller arrays, on the emulator.
 """
 
 import functools
@@ -10,15 +10,17 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-TABLE = Path("tests", "code", "costs.toml")
+TABLE = Path("tests", "code", "programs", "costs.toml")
+BEFORE = Path("tests", "code", "costs.toml")  # where earlier commits have it
 HERE = Path(__file__).parents[2]
 
 
 @functools.cache
 def table() -> dict[str, Any]:
     """Return the costs by op: of the commit that asv has checked out beside its environment."""
-    built = Path(sys.prefix, "project", TABLE)
-    path = built if built.exists() else HERE / TABLE
+    project = Path(sys.prefix, "project")
+    places = (project / TABLE, project / BEFORE, HERE / TABLE)
+    path = next(place for place in places if place.exists())
     lines: dict[str, Any] = tomllib.loads(path.read_text(encoding="utf-8"))["calls"]["ops"]
     return lines
 

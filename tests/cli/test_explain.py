@@ -36,7 +36,7 @@ from unsloth_cupy.profiling import explanation, watch
 from unsloth_cupy.profiling.binary import occupancy
 from unsloth_cupy.profiling.cards import CARDS, PROCESSORS, SHARED, card_here, card_of
 
-from ..code import budget
+from ..code.programs import budget
 from ..harness.tracked import tracked
 from ..machines.stand_in import Launch, gpu
 from .test_cli import LLAMA

@@ -26,7 +26,7 @@ from unsloth_cupy.profiling import precompile
 from unsloth_cupy.profiling.cards import card_of
 from unsloth_cupy.training.gradients import measure_gradients
 
-from ..code import budget
+from ..code.programs import budget
 from ..machines.stand_in import Machine, gpu
 from .test_explain import CONFIG
 

@@ -15,7 +15,7 @@ from unsloth_cupy.bench.cases import Scale
 
 from ..harness.sampling import Sample
 from ..harness.tracked import ROOT, tracked
-from . import costs_file
+from .programs import costs_file
 
 FOLDER = ROOT / "asv_benchmarks"
 BENCHMARKS = tracked("asv_benchmarks/benchmarks/*.py")

@@ -29,11 +29,11 @@ from unsloth_cupy.profiling import binary
 
 from ..harness.sampling import Sample
 from ..machines.stand_in import LIMITS, gpu, static_memory
-from . import budget, costs_file, spills
-from . import variants as variant_lists
-from .compilers import NEWEST, OLDEST
 from .hardware.primitives import PRIMITIVES, launch
-from .variants import (
+from .programs import budget, costs_file, spills
+from .programs import variants as variant_lists
+from .programs.compilers import NEWEST, OLDEST
+from .programs.variants import (
     ARCHITECTURES,
     Form,
     architectures,
@@ -118,7 +118,7 @@ def test_ptxas_is_content(kernel: str, arch: str) -> None:
         assert actual[3] > 50 or kernel in HEAD["reasons"], f"{variant}: say why in costs.toml"
         if same_compiler and budget.kept(variant):
             line = LINES[kernel][variant.label][arch]
-            cure = f"look at it; then python -m tests.code.budget --write {kernel}"
+            cure = f"look at it; then python -m tests.code.programs.budget --write {kernel}"
             message = f"{variant}: {actual}, and the file has {line}: {cure}"
             assert actual[1:3] == line[1:3], message  # shared memory
             assert abs(actual[0] - line[0]) <= budget.REGISTER_UNIT, message
@@ -126,7 +126,7 @@ def test_ptxas_is_content(kernel: str, arch: str) -> None:
 
 @pytest.mark.slow
 def test_no_pair_of_attentions_options_spills_on_warpgroups() -> None:
-    """A third of some calls of ``tests.code.spills``, chosen by the number of the sample, or all.
+    """A third of some calls of ``programs/spills.py``, chosen by the sample's number, or all.
 
     With steps of 337 calls, no sample is without a kernel on warpgroups.
     """
@@ -143,7 +143,7 @@ def test_the_budget_has_a_line_for_each_variant_and_no_other() -> None:
     asked = {(v.kernel, v.label, v.arch) for v in several}
     kept = {(k, v, a) for k, table in LINES.items() for v, by in table.items() for a in by}
     changed = sorted({kernel for kernel, *_ in asked ^ kept})
-    assert not changed, f"python -m tests.code.budget --write {' '.join(changed)}"
+    assert not changed, f"python -m tests.code.programs.budget --write {' '.join(changed)}"
 
 
 def test_static_and_dynamic_memory_of_every_variant_fit_together() -> None:

@@ -16,13 +16,13 @@ from unsloth_cupy.core.op import OPS
 from ..harness.sampling import Sample
 from ..harness.tracked import tracked
 from ..machines.cuda_on_cpu import missing
-from . import budget, costs, costs_file, sass
-from .budget import compiler_version
-from .sass import nvdisasm
+from .programs import budget, costs, costs_file, sass
+from .programs.budget import compiler_version
+from .programs.sass import nvdisasm
 
 NAMES = costs.with_kernels()
 HEAD, LINES = costs.read()
-CURE = 'renew it with a word why: python -m tests.code.costs --write "why it changed" OP'
+CURE = 'renew it with a word why: python -m tests.code.programs.costs --write "why it changed" OP'
 
 
 def test_every_op_with_a_kernel_has_a_line() -> None:

@@ -10,9 +10,9 @@ from collections import Counter
 import pytest
 
 from ..harness.sampling import Sample
-from . import budget, warpgroups
-from .ptx import ptx
-from .sass import (
+from .programs import budget, warpgroups
+from .programs.ptx import ptx
+from .programs.sass import (
     PRODUCT,
     SIZES,
     disassembled,
@@ -24,8 +24,8 @@ from .sass import (
     shown,
     whole,
 )
-from .sass_waits import BEFORE, unwaited, waited_in_ptx, waited_in_sass
-from .variants import ARCHITECTURES, Variant, constants, declared, of_kernel, of_today
+from .programs.sass_waits import BEFORE, unwaited, waited_in_ptx, waited_in_sass
+from .programs.variants import ARCHITECTURES, Variant, constants, declared, of_kernel, of_today
 
 if (reason := budget.missing()) is not None:
     pytest.skip(reason, allow_module_level=True)
@@ -233,7 +233,7 @@ def test_a_tile_takes_few_instructions(dim: int, most: int) -> None:
         (written,) = [line for line in lines if line.startswith(row)]
         own = warpgroups.line("", dim, tile, f"+{more}", "", "").split("|")
         kept = written.split("|")
-        cure = "python -m tests.code.warpgroups --write"
+        cure = "python -m tests.code.programs.warpgroups --write"
         assert [own[3:11], own[13:]] == [kept[3:11], kept[13:]], cure
 
 
@@ -272,7 +272,7 @@ def test_the_page_says_what_the_backward_pass_compiles_to() -> None:
     written = budget.PAGE.read_text(encoding="utf-8").splitlines()
     lines = [*warpgroups.rows_back((128,))]
     assert [line for line in lines if line not in written] == [], (
-        "python -m tests.code.warpgroups --write"
+        "python -m tests.code.programs.warpgroups --write"
     )
     assert len(lines) == 4
 
@@ -540,6 +540,6 @@ def test_the_page_says_what_attention_compiles_to() -> None:
     for line in map(row, Sample.one_in(11, shown())):
         cells = line.strip("| ").split(" | ")
         expected = written[tuple(cells[:3])]
-        cure = f"{line}: python -m tests.code.sass --write"
+        cure = f"{line}: python -m tests.code.programs.sass --write"
         assert [*cells[:5], *cells[7:]] == [*expected[:5], *expected[7:]], cure
         assert abs(int(cells[5]) - int(expected[5])) <= budget.REGISTER_UNIT, cure

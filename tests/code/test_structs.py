@@ -12,7 +12,7 @@ from unsloth_cupy.core import source
 
 from ..harness.tracked import tracked
 from ..machines.cuda_on_cpu import missing
-from . import budget
+from .programs import budget
 
 
 def parameters() -> Iterator[tuple[str, str, list[str]]]:

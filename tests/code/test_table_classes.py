@@ -17,7 +17,7 @@ from unsloth_cupy.core.target import Limits, using
 
 from ..harness.parity import Case, KernelAlone, KernelParity, proofs
 from ..machines.cuda_on_cpu.build import DYNAMIC_SHARED
-from .variants import constants
+from .programs.variants import constants
 
 NOTES: list[tuple[str, str]] = []  # recorded launches: kernel, translation unit
 Class = tuple[str, str, Any]  # kernel, constant, class of its value

@@ -38,8 +38,8 @@ from unsloth_cupy.ops.attention import _decode
 from unsloth_cupy.ops.losses import _launch
 from unsloth_cupy.ops.norms import _norm
 
-from ..code.variants import Form, backward_call, constants
-from ..code.variants import call as call_of_zeros
+from ..code.programs.variants import Form, backward_call, constants
+from ..code.programs.variants import call as call_of_zeros
 from ..harness.parity import outputs_of, within_rule
 from ..machines.stand_in import (
     GRAIN,

@@ -27,7 +27,7 @@ from unsloth_cupy.bench import report
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.core.op import OPS
 
-from ..code.compilers import NEWEST, OLDEST
+from ..code.programs.compilers import NEWEST, OLDEST
 from ..conftest import FOLDER
 from ..golden.golden import op_cases
 from ..harness.tracked import ROOT, tracked
@@ -286,7 +286,7 @@ def test_performance_lists_every_kernel() -> None:
     block = page.read_text().partition(report.BEGIN)[2].partition(report.END)[0]
     listed = re.findall(r"^\| `(\w+)` \| (.*?) \|", block, re.M)
     kernels = {name for name, op in OPS.items() if op.launch is not None}
-    cure = "python -m tests.code.budget --write renews the table"
+    cure = "python -m tests.code.programs.budget --write renews the table"
     assert {name for name, _ in listed} == kernels, cure
     kept = page.with_suffix(".json")
     confirmed = json.loads(kept.read_text()) if kept.exists() else {}

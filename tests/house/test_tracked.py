@@ -90,7 +90,7 @@ def test_where_no_git_answers_all_but_hidden_files_count(
 
 ALL_FILES = (  # they hash what kernels are compiled from, which is all that lies there, or list it
     "tests/code/hardware/session.py",
-    "tests/code/variants.py",
+    "tests/code/programs/variants.py",
     "tests/harness/tracked.py",
 )
 

@@ -40,7 +40,7 @@ from unsloth_cupy.ops.common import counters, faults, gemm, tensor_map
 from unsloth_cupy.ops.optimizers import gradients
 from unsloth_cupy.training import captured, offload
 
-from ..code import costs_file
+from ..code.programs import costs_file
 from . import stand_in_runs
 from .stand_in_devices import Gpus, OutOfMemoryError, WrongDeviceError, cuda_names
 

@@ -10,7 +10,7 @@ from unsloth_cupy import Tape
 from unsloth_cupy.core.replay import fixed_order
 from unsloth_cupy.errors import ConfigError
 
-from ..code.variants import ROWS
+from ..code.programs.variants import ROWS
 from ..conftest import FOLDER
 from ..golden.golden import OpCase, op_cases
 from ..harness.parity import Case, KernelParity, emulator

@@ -8,7 +8,7 @@ import pytest
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, ShapeError
 
-from ..code.variants import ROWS
+from ..code.programs.variants import ROWS
 from ..conftest import FOLDER
 from ..golden.golden import OpCase, op_cases
 from ..harness.parity import Case, KernelParity, on_schedules

@@ -7,7 +7,7 @@ import unsloth_cupy as uc
 from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
 from unsloth_cupy.errors import DTypeError, ShapeError
 
-from ..code.variants import ROWS
+from ..code.programs.variants import ROWS
 from ..harness.parity import Case, KernelParity, emulator
 
 # The public names, as other people's programs call them.

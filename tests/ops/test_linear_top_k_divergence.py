@@ -11,7 +11,7 @@ from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.core.replay import fixed_order
 from unsloth_cupy.errors import ConfigError, RangeError
 
-from ..code.variants import ROWS
+from ..code.programs.variants import ROWS
 from ..harness.parity import Case, KernelAlone, KernelParity, emulator
 
 EVERYTHING = {"temperature": 0.7, "scale": 1.3, "softcap": 2.0}

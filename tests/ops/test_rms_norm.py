@@ -9,7 +9,7 @@ from unsloth_cupy.bench.cases import Scale, draw
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, DTypeError, ShapeError
 
-from ..code.variants import ROWS
+from ..code.programs.variants import ROWS
 from ..golden.golden import OpCase
 from ..harness.parity import Case, KernelParity, emulator, on_schedules, outputs_of
 from .golden_cases import agree, both_dtypes, cast, golden

@@ -6,7 +6,7 @@ import pytest
 import unsloth_cupy as uc
 from unsloth_cupy.errors import ConfigError, ShapeError
 
-from ..code.variants import ROWS
+from ..code.programs.variants import ROWS
 from ..golden.golden import OpCase
 from ..harness.parity import Case, KernelParity
 from .golden_cases import agree, both_dtypes, cast, golden

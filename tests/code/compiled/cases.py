@@ -27,9 +27,9 @@ from ...harness import parity
 from ...harness.sampling import commits
 from ...machines import ptx_on_cpu
 from ...machines.cuda_on_cpu import Emulator
-from ..budget import compiler_version
-from ..compilers import run_with_nvrtc, supported
-from ..variants import declared
+from ..programs.budget import compiler_version
+from ..programs.compilers import run_with_nvrtc, supported
+from ..programs.variants import declared
 from . import ARCHITECTURES, on
 
 SLOW = 3  # the slowest cases, whose times are printed

@@ -1,7 +1,7 @@
 import pytest
 
 from ...machines.cuda_on_cpu import missing
-from .. import budget
+from ..programs import budget
 
 
 @pytest.fixture(autouse=True)

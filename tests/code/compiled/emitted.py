@@ -16,9 +16,9 @@ from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 from ...harness.tracked import tracked
-from ..ptx import SIZE, WIDTH, Body, functions, instruction, operands, ptx
-from ..sass import alignment, whole
-from ..variants import ARCHITECTURES, Variant, constants, declared, variants
+from ..programs.ptx import SIZE, WIDTH, Body, functions, instruction, operands, ptx
+from ..programs.sass import alignment, whole
+from ..programs.variants import ARCHITECTURES, Variant, constants, declared, variants
 from .uniform import unproved_barriers
 
 # Kernels that compute in float64 on purpose, and the reason.

@@ -31,11 +31,11 @@ from unsloth_cupy.errors import KernelError
 
 from ...machines.cuda_on_cpu import EmulatorError
 from ...machines.ptx_on_cpu import PtxEmulator
-from ..budget import compiler_version
-from ..compilers import run_with_nvrtc, supported
 from ..emulator import KERNELS, kernel, primitive
 from ..hardware.primitives import PRIMITIVES, launch, runs_on
-from ..ptx import Compiled, UnknownError, ptx, several_ptx
+from ..programs.budget import compiler_version
+from ..programs.compilers import run_with_nvrtc, supported
+from ..programs.ptx import Compiled, UnknownError, ptx, several_ptx
 from . import on
 
 HARMLESS = tomllib.loads((Path(__file__).with_name("harmless.toml")).read_text())

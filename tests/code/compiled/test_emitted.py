@@ -6,9 +6,9 @@ import pytest
 
 from ...harness.sampling import Sample
 from ...harness.tracked import tracked
-from ..ptx import functions
-from ..sass import alignment
-from ..variants import ARCHITECTURES, Variant, declared, of_kernel
+from ..programs.ptx import functions
+from ..programs.sass import alignment
+from ..programs.variants import ARCHITECTURES, Variant, declared, of_kernel
 from . import emitted
 from .emitted import (
     ALIGNED_OTHERWISE,

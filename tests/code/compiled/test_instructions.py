@@ -16,7 +16,7 @@ import pytest
 
 from ...machines.cuda_on_cpu import Module, build
 from ...machines.ptx_on_cpu import arithmetic, library
-from ..ptx import Compiled
+from ..programs.ptx import Compiled
 from .plain import (
     FORMATS,
     INFINITY,

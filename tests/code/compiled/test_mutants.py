@@ -5,7 +5,7 @@ import re
 import pytest
 
 from ...harness.sampling import Sample
-from ..compilers import supported
+from ..programs.compilers import supported
 from . import mutants
 from .mutants import HARMLESS, Mutant, accepted, architecture, judged
 

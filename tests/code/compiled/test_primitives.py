@@ -20,7 +20,7 @@ from ..emulator import LIMITS as ERRORS
 from ..emulator import flash, gemm, primitive, split_k
 from ..emulator.test_faults import fault
 from ..hardware.primitives import PRIMITIVES, launch, runs_on
-from ..ptx import Compiled, UnknownError
+from ..programs.ptx import Compiled, UnknownError
 from . import ARCHITECTURES, on
 from .mutants import FILES
 from .plain import NAN, computed, decoded, encoded, signed

@@ -12,7 +12,7 @@ import functools
 import re
 from typing import NamedTuple
 
-from ..ptx import Body, instruction
+from ..programs.ptx import Body, instruction
 
 THREAD, LANE = r"%(tid|warpid)", r"%lane"  # special registers that differ by thread; by lane only
 # Instructions whose results differ between threads, whatever their operands are.

@@ -9,7 +9,7 @@ import pytest
 from unsloth_cupy import attention_forward, rms_norm_forward
 
 from ...harness.parity import emulator, within_rule
-from ..ladder import LADDERS, PLAIN
+from ..programs.ladder import LADDERS, PLAIN
 
 SHAPES = {
     rms_norm_forward: ((5, 40), (40,)),

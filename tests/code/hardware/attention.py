@@ -59,7 +59,7 @@ NEAR_LSE = 1e-3  # absolute, as it is a logarithm: a lost tile makes 8e-3
 TWO = "two launches"
 PEERS = {TWO: TWO, "mma.sync": "mma.sync", "torch cuDNN": "cuDNN", "torch flash": "flash"}
 BEGIN, END = "<!-- hopper: begin -->", "<!-- hopper: end -->"
-# Metrics of Nsight Compute, by the names of tests/code/warpgroups.py: percentage of a pipe's peak
+# Metrics of Nsight Compute by the names of programs/warpgroups.py: percentage of a pipe's peak
 BUSY = ".avg.pct_of_peak_sustained_active"
 METRICS = {
     "products": f"sm__pipe_tensor_cycles_active{BUSY}",
@@ -233,7 +233,7 @@ def pipes(dim: int, page: Path) -> Rows:
 def model(dim: int) -> list[dict[str, float]]:
     """Return the model's use of each pipe in each kernel; [] without a disassembler."""
     try:
-        from .. import warpgroups
+        from ..programs import warpgroups
 
         tiles = [warpgroups.forward(dim)[0], *(each[1] for each in warpgroups.backward(dim))]
     except (ImportError, LookupError):

@@ -38,7 +38,7 @@ from unsloth_cupy.ops.common import counters
 
 from ...harness import parity
 from ...machines import stand_in
-from .. import variants
+from ..programs import variants
 from .attention import away
 from .fixtures import ROOT
 

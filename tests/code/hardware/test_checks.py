@@ -16,7 +16,7 @@ from unsloth_cupy.core.op import OPS
 
 from ...harness.parity import Case, judge_kernels
 from ...machines.stand_in import gpu
-from ..variants import declared
+from ..programs.variants import declared
 from . import checks, kept_cases
 from .test_session import tool
 

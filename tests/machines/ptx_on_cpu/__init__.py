@@ -30,7 +30,7 @@ from pathlib import Path
 
 from unsloth_cupy.core.source import source_root
 
-from ...code.ptx import Compiled, UnknownError, functions, ptx
+from ...code.programs.ptx import Compiled, UnknownError, functions, ptx
 from ..cuda_on_cpu import Emulator, Module, build
 from . import arithmetic, machine  # noqa: F401  they register their instructions
 from .function import Function, variable

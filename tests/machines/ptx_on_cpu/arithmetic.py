@@ -2,7 +2,7 @@
 
 import re
 
-from ...code.ptx import WIDTH
+from ...code.programs.ptx import WIDTH
 from .function import RULES, bits, spelled
 
 INT, BIT = "[.u16|.s16|.u32|.s32|.u64|.s64]", "[.b16|.b32|.b64]"

@@ -28,7 +28,16 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
 
-from ...code.ptx import SIZE, WIDTH, Body, Piece, UnknownError, instruction, operands, several
+from ...code.programs.ptx import (
+    SIZE,
+    WIDTH,
+    Body,
+    Piece,
+    UnknownError,
+    instruction,
+    operands,
+    several,
+)
 
 Words, Ops = tuple[str, ...], tuple[str, ...]
 # A register's own type: unsigned, or bool.

@@ -1,6 +1,6 @@
 """The tables of PTX's control, memory, warps, tensor cores and copies: see function.py."""
 
-from ...code.ptx import SIZE, WIDTH, UnknownError, operands, several
+from ...code.programs.ptx import SIZE, WIDTH, UnknownError, operands, several
 from .function import BITS, RULES, Function, Operand, Ops, Words, only, spelled, writes
 
 SCOPES = "cta cluster gpu sys"

@@ -107,7 +107,7 @@ CHANGED = {
     192: TABLE[192],  # for one such option: see `only_option`
 }
 # Of the single launch, by the larger of dim and value_dim.  A stage has 64 queries: the columns of
-# a panel.  The model of tests/code/warpgroups.py says that two launches take SAVED more cycles.
+# a panel.  The model of tests/code/programs/warpgroups.py: two launches take SAVED more cycles.
 SAVED = 0.33
 ONE_PASS = {
     64: OnePass(2, 64, 4, registers=232, producer=40),  # 147 KB

@@ -1,7 +1,7 @@
 """Costs of a call of each op that can be counted instead of timed: ``[calls]`` of ``costs.toml``.
 
-    python -m tests.code.costs --write "why it changed" [OP ...]    rewrites all lines, or some ops'
-    python -m tests.code.costs --new    adds lines of new ops, and of new kernels to ``[kernels]``
+    python -m tests.code.programs.costs --write "why it changed" [OP ...]    rewrites all, or some
+    python -m tests.code.programs.costs --new    adds lines of new ops and new kernels
 
 There is one line for each op that launches a kernel, called with bfloat16 arrays of hundreds of
 rows:
@@ -34,10 +34,10 @@ from unsloth_cupy.core.target import using
 from unsloth_cupy.profiling.explanation import Step
 from unsloth_cupy.profiling.shapes import DTYPES
 
-from ..harness.parity import general_attention
-from ..machines.cuda_on_cpu import Emulator
-from ..machines.cuda_on_cpu.traffic import counted
-from ..machines.stand_in import gpu
+from ...harness.parity import general_attention
+from ...machines.cuda_on_cpu import Emulator
+from ...machines.cuda_on_cpu.traffic import counted
+from ...machines.stand_in import gpu
 from . import budget, costs_file, sass
 from .budget import compiler_version
 from .variants import declared
@@ -57,7 +57,8 @@ NEEDED = {
 }
 HEAD = """\
 # The costs of a call of every op: launches, allocations and bytes, by architecture; Python opcodes;
-# sectors and passes; instructions of hot loops.  Written by python -m tests.code.costs --write WHY.
+# sectors and passes; instructions of hot loops.  python -m tests.code.programs.costs --write WHY
+# writes them.
 """
 Lines = dict[str, dict[str, Any]]  # op, name of the cost: numbers
 

@@ -1,8 +1,8 @@
 """List the attention kernels on warpgroups that spill registers, over every pair of options.
 
-    python -m tests.code.spills                   with the NVRTC of this environment
-    python -m tests.code.spills --nvrtc 13.5      with another one, which is installed if needed
-    python -m tests.code.spills packed 128        only calls whose names contain these words
+    python -m tests.code.programs.spills                with the NVRTC of this environment
+    python -m tests.code.programs.spills --nvrtc 13.5   with another one, installed if needed
+    python -m tests.code.programs.spills packed 128     only calls whose names have these words
 
 It covers heads of 64 to 256 columns, forward and backward, the backward in one launch and in two.
 """
@@ -22,7 +22,7 @@ from unsloth_cupy import (
     attention_varlen_forward,
 )
 
-from ..machines.stand_in import Launch, Machine, gpu
+from ...machines.stand_in import Launch, Machine, gpu
 from . import budget
 from .compilers import run_with_nvrtc
 from .warpgroup_table import ROWS, call_options, pairs
@@ -81,5 +81,5 @@ if __name__ == "__main__":
     command.add_argument("--nvrtc", help="12.0, 13.5, ...: the version to use")
     arguments = command.parse_args()
     if arguments.nvrtc and arguments.nvrtc != budget.compiler_version():
-        sys.exit(run_with_nvrtc(arguments.nvrtc, "tests.code.spills"))
+        sys.exit(run_with_nvrtc(arguments.nvrtc, "tests.code.programs.spills"))
     main(arguments.words)

@@ -1,6 +1,6 @@
 """The resources that each kernel may use on an SM: ``[kernels]`` of ``costs.toml``.
 
-    python -m tests.code.budget --write [KERNEL ...]    rewrites all lines, or those of some kernels
+    python -m tests.code.programs.budget --write [KERNEL ...]    rewrites all lines, or some
 
 It also rewrites the table of docs/performance.md, which has a row for every op with a kernel.
 Review the difference before you commit it.
@@ -23,16 +23,16 @@ from unsloth_cupy.bench import report
 from unsloth_cupy.core.source import source_root
 from unsloth_cupy.profiling import binary
 
-from ..machines.cuda_on_cpu.build import kept_file
-from ..machines.stand_in import Launch
+from ...machines.cuda_on_cpu.build import kept_file
+from ...machines.stand_in import Launch
 from . import costs_file
 from .variants import ARCHITECTURES, Variant, constants, variants
 
-PAGE = Path(__file__).parents[2] / "docs/performance.md"
+PAGE = Path(__file__).parents[3] / "docs/performance.md"
 HEAD = """\
 # The resources of every variant of a kernel: registers of a thread, bytes of static and of dynamic
 # shared memory, occupancy in percent.  All but the reasons is written by
-# python -m tests.code.budget --write.
+# python -m tests.code.programs.budget --write.
 """
 REPORT = tuple(f"--ptxas-options={o}" for o in ("-v", "-warn-spills", "-warn-lmem-usage"))
 SILENCE = re.compile(  # lines that ptxas also prints when nothing is wrong

@@ -1,6 +1,6 @@
 """What each optimization of a kernel gains: the tables of docs/ladders.md.
 
-    python -m tests.code.ladder --write      rewrites them (needs the extra ``test``)
+    python -m tests.code.programs.ladder --write      rewrites them (needs the extra ``test``)
 
 A rung is a kernel of the library with only some of its optimizations: the same source, launched
 with other constants.  The first rung is the plain kernel that the source begins with.  Registers
@@ -28,14 +28,14 @@ from unsloth_cupy.ops.attention import _forward, _hopper, _tiles
 from unsloth_cupy.ops.attention._tiles import Tiles
 from unsloth_cupy.ops.norms import _norm
 
-from ..harness.parity import general_attention
-from ..machines.cuda_on_cpu import Emulator
-from ..machines.cuda_on_cpu.traffic import Traffic, counted
-from ..machines.stand_in import gpu
+from ...harness.parity import general_attention
+from ...machines.cuda_on_cpu import Emulator
+from ...machines.cuda_on_cpu.traffic import Traffic, counted
+from ...machines.stand_in import gpu
 from . import budget, sass
 from .variants import Variant
 
-PAGE = Path(__file__).parents[2] / "docs/ladders.md"
+PAGE = Path(__file__).parents[3] / "docs/ladders.md"
 ARCHITECTURE = "90"
 
 

@@ -1,8 +1,8 @@
 """Compile one variant of every kernel with the oldest and the newest supported NVRTC.
 
-    python -m tests.code.compilers             installs both, each in an environment inside this one
-    python -m tests.code.compilers 13.5        the newest alone; or any other version
-    python -m tests.code.compilers --here      uses the NVRTC of this environment
+    python -m tests.code.programs.compilers             installs both, inside this environment
+    python -m tests.code.programs.compilers 13.5        the newest alone; or any other version
+    python -m tests.code.programs.compilers --here      uses the NVRTC of this environment
 
 An environment has NVRTC and the headers of the same version; it shares all other packages with the
 environment that this program runs in.  Kernels alternate between the architectures.  A kernel that
@@ -132,7 +132,7 @@ def try_here(wanted: str | None = None) -> None:
 def try_each(versions: Sequence[str]) -> None:
     """Compile with these versions of NVRTC; exit with the status of the first failure."""
     for version in versions:
-        command = [environment(version), "-m", "tests.code.compilers", "--here", version]
+        command = [environment(version), "-m", "tests.code.programs.compilers", "--here", version]
         done = subprocess.run(command, check=False)
         if done.returncode:
             sys.exit(done.returncode)

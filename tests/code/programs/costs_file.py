@@ -1,9 +1,9 @@
 """Read and write ``costs.toml``, which has two parts, each written by its own program.
 
-``[calls]``    the costs of a call of an op         python -m tests.code.costs --write WHY [OP ...]
-``[kernels]``  the resources of a kernel on an SM   python -m tests.code.budget --write [KERNEL ...]
+``[calls]``    costs of a call    python -m tests.code.programs.costs --write WHY [OP ...]
+``[kernels]``  use of an SM       python -m tests.code.programs.budget --write [KERNEL ...]
 
-``python -m tests.code.costs --new`` adds the lines of new ops and kernels to both parts.
+``python -m tests.code.programs.costs --new`` adds the lines of new ops and kernels to both parts.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """Count the SASS instructions of compiled kernels with nvdisasm.
 
-python -m tests.code.sass --write    rewrites the table of attention's loops in docs/performance.md
+python -m tests.code.programs.sass --write    rewrites attention's loops in docs/performance.md
 """
 
 import functools
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from unsloth_cupy.files import atomic_path
 
-from ..machines.cuda_on_cpu.build import kept_file
+from ...machines.cuda_on_cpu.build import kept_file
 from . import budget
 from .variants import ARCHITECTURES, Variant, constants, of_kernel
 

@@ -51,11 +51,11 @@ from unsloth_cupy.ops.linear.lora import lora_linear_backward, lora_linear_forwa
 from unsloth_cupy.ops.linear.lora_group import lora_group, lora_group_backward
 from unsloth_cupy.ops.quantized.blocks import Q40, Q80, Blocks
 
-from ..harness.parity import general_attention, proofs
-from ..harness.sampling import Sample
-from ..harness.tracked import tracked
-from ..machines.cuda_on_cpu.build import kept_file
-from ..machines.stand_in import LIMITS, Launch, Machine, gpu
+from ...harness.parity import general_attention, proofs
+from ...harness.sampling import Sample
+from ...harness.tracked import tracked
+from ...machines.cuda_on_cpu.build import kept_file
+from ...machines.stand_in import LIMITS, Launch, Machine, gpu
 
 ARCHITECTURES = tuple(LIMITS)
 SCALE = Scale(tokens=256, hidden=256, inner=512, vocab=512, heads=32, kv_heads=8, dim=128)

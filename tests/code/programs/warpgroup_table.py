@@ -1,6 +1,6 @@
 """The attention calls that use the kernels on warpgroups, for every option and pair of options.
 
-python -m tests.code.warpgroup_table --write    rewrites the table of docs/guide/attention.md
+python -m tests.code.programs.warpgroup_table --write    rewrites docs/guide/attention.md's
 """
 
 import itertools
@@ -16,10 +16,10 @@ from unsloth_cupy.ops.attention._backward_hopper import backward_tiles
 from unsloth_cupy.ops.attention._hopper import forward_tiles
 from unsloth_cupy.ops.attention._options import Options, kernel_options
 
-from ..machines.stand_in import Machine, gpu
+from ...machines.stand_in import Machine, gpu
 from . import warpgroups
 
-PAGE = Path(__file__).parents[2] / "docs" / "guide" / "attention.md"
+PAGE = Path(__file__).parents[3] / "docs" / "guide" / "attention.md"
 WIDTHS = range(8, 265, 8)  # columns of a head
 ROWS = 128  # queries, and keys
 OPTIONS: dict[str, dict[str, Any]] = {

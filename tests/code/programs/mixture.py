@@ -1,6 +1,6 @@
 """A layer of experts beside one dense product of the same operations: a table of performance.md.
 
-    python -m tests.code.mixture --write      rewrites it (needs the extra ``test``)
+    python -m tests.code.programs.mixture --write      rewrites it (needs the extra ``test``)
 
 The dense product is one group of the grouped product, whose matrix has the rows of all three
 matrices of an expert, of as many rows as the experts have in all: 2 rows k 3 inner hidden
@@ -20,10 +20,10 @@ from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import using
 from unsloth_cupy.files import atomic_path
 
-from ..machines.cuda_on_cpu import Emulator
-from ..machines.cuda_on_cpu.traffic import counted
+from ...machines.cuda_on_cpu import Emulator
+from ...machines.cuda_on_cpu.traffic import counted
 
-PAGE = Path(__file__).parents[2] / "docs/performance.md"
+PAGE = Path(__file__).parents[3] / "docs/performance.md"
 BEGIN, END = "<!-- mixture: begin -->\n", "<!-- mixture: end -->"
 ROWS, HIDDEN, INNER, EXPERTS, K = 512, 256, 128, 8, 2
 HEAD = """\

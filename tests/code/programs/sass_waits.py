@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import chain, pairwise
 from typing import NamedTuple
 
-from .compiled.uniform import lines
+from ..compiled.uniform import lines
 from .ptx import Compiled, functions
 
 # Methods of copying into shared memory, each with the instructions that copy, that request a new

@@ -1,6 +1,6 @@
 """Predict the time of an attention tile on a Hopper warpgroup by counting its instructions.
 
-python -m tests.code.warpgroups --write      rewrites the tables of docs/performance.md
+python -m tests.code.programs.warpgroups --write      rewrites the tables of docs/performance.md
 
 A quarter of an SM runs one warp of every warpgroup.  It issues one instruction a cycle.  The CUDA
 C++ Programming Guide (throughput of native arithmetic instructions, 9.0) has the throughput of its
@@ -25,7 +25,7 @@ from typing import NamedTuple
 from unsloth_cupy import AttentionConfig, attention_backward, attention_forward
 from unsloth_cupy.files import atomic_path
 
-from ..machines.stand_in import gpu
+from ...machines.stand_in import gpu
 from . import budget, sass
 from .variants import Variant, constants
 

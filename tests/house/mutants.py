@@ -201,6 +201,7 @@ class Judge:
         functions = self.functions()
         counts = Counter[str]()
         for file in self.files:
+            self.print(f"{file}: {dict(counts)} before it")
             for mutant in mutants(file, functions[file], self.every, self.day):
                 outcome = self.judged(mutant, functions[file])
                 counts[outcome.split(" ")[0]] += 1

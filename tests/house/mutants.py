@@ -45,7 +45,7 @@ from ..harness.tracked import ROOT, tracked
 HARMLESS = tomllib.loads(Path(__file__).with_name("harmless.toml").read_text())
 SURVIVES = 3  # exit code of a fork whose tests pass
 MEASURED, KILLER = Path("measured"), Path("killer")  # what a fork reports
-SECONDS = 30  # of tests for one mutant, as they last without it
+SECONDS = 20  # of tests for one mutant, as they last without it
 EFFECTS = ast.Expr, ast.AugAssign, ast.Raise, ast.Continue, ast.Break, ast.Delete
 PAIRS = "Lt LtE, Gt GtE, Eq NotEq, Is IsNot, In NotIn, And Or, Add Sub, Mult Div, BitAnd BitOr"
 OTHER = {a: b for pair in PAIRS.split(", ") for a, b in (pair.split(), pair.split()[::-1])}
@@ -85,25 +85,29 @@ def other(operator: ast.AST) -> Any:
     return getattr(ast, OTHER[type(operator).__name__])()
 
 
-def changes(node: ast.AST) -> Iterator[tuple[ast.AST, str, Any]]:
-    """Yield the changes of a node: the node of their line, a field, and its other value."""
+def larger(value: float) -> float:
+    """Return another number, or the other of True and False."""
+    if isinstance(value, bool):
+        return not value
+    return value + 1 if isinstance(value, int) else 2 * value or 1.0
+
+
+def changes(node: ast.AST) -> Iterator[tuple[ast.AST, str, Any, ast.AST]]:
+    """Yield the changes of a node: what, its field, the other value, and the place."""
     match node:
         case ast.Compare(ops=ops):
             for i, each in enumerate(ops):
-                yield node, "ops", [*ops[:i], other(each), *ops[i + 1 :]]
+                yield node, "ops", [*ops[:i], other(each), *ops[i + 1 :]], node
         case ast.UnaryOp(op=ast.Not()):
-            yield node, "operand", ast.UnaryOp(ast.Not(), node.operand)
+            yield node, "operand", ast.UnaryOp(ast.Not(), node.operand), node
         case ast.BinOp() | ast.BoolOp() | ast.AugAssign() | ast.UnaryOp():
             if type(node.op).__name__ in OTHER:
-                yield node, "op", other(node.op)
+                yield node, "op", other(node.op), node
         case ast.If() | ast.IfExp():
-            yield node.test, "test", ast.UnaryOp(ast.Not(), node.test)
-        case ast.Constant(value=bool(value)):
-            yield node, "value", not value
-        case ast.Constant(value=int(value)):
-            yield node, "value", value + 1
-        case ast.Constant(value=float(value)):
-            yield node, "value", 2 * value or 1.0
+            yield node, "test", ast.UnaryOp(ast.Not(), node.test), node.test
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Constant) and isinstance(child.value, int | float):
+            yield child, "value", larger(child.value), child
     for field, body in ast.iter_fields(node):
         for i, each in enumerate(body if isinstance(body, list) else ()):
             target = each.targets[0] if isinstance(each, ast.Assign) else None
@@ -111,15 +115,36 @@ def changes(node: ast.AST) -> Iterator[tuple[ast.AST, str, Any]]:
             stored = isinstance(target, ast.Attribute | ast.Subscript)
             if stored or (isinstance(each, EFFECTS) and not text):
                 gone = ast.copy_location(ast.Pass(), each)
-                yield each, field, [*body[:i], gone, *body[i + 1 :]]
+                yield node, field, [*body[:i], gone, *body[i + 1 :]], each
 
 
-def places(
-    node: ast.AST, name: str, top: ast.stmt | None
-) -> Iterator[tuple[ast.AST, str, Any, ast.AST, str, ast.stmt | None]]:
+class Change(NamedTuple):
+    """A node's field and its other value, in the node that shows it, at a line, below a name."""
+
+    shown: ast.AST
+    node: ast.AST
+    field: str
+    value: Any
+    place: ast.AST
+    name: str
+    constant: ast.stmt | None
+
+    def __str__(self) -> str:
+        old, before = getattr(self.node, self.field), ast.unparse(self.shown)
+        setattr(self.node, self.field, self.value)
+        change = f"{before} -> {ast.unparse(self.shown)}"
+        setattr(self.node, self.field, old)
+        if self.field == "test":
+            change = f"{ast.unparse(old)} -> {ast.unparse(self.value)}"
+        elif isinstance(self.value, list) and isinstance(old[0], ast.stmt):
+            change = f"{ast.unparse(self.place)} is removed"
+        return f"{self.name}: {' '.join(change.split())}"
+
+
+def places(node: ast.AST, name: str = "", top: ast.stmt | None = None) -> Iterator[Change]:
     """Yield every change below a node, with the function or constant that it is in."""
-    for line, field, value in changes(node):
-        yield node, field, value, line, name, top
+    for change in changes(node):
+        yield Change(node, *change, name, top)
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.FunctionDef | ast.ClassDef):
             yield from places(child, child.name, None)
@@ -143,34 +168,20 @@ def key(code: CodeType) -> Key:
     return code.co_qualname, code.co_firstlineno, min(columns, default=0)
 
 
-def text(node: ast.AST, field: str, value: Any, place: ast.AST, name: str, _: Any = None) -> str:
-    """Return a change in words."""
-    old, before = getattr(node, field), ast.unparse(node)
-    setattr(node, field, value)
-    change = f"{before} -> {ast.unparse(node)}"
-    setattr(node, field, old)
-    if field == "test":
-        change = f"{ast.unparse(old)} -> {ast.unparse(value)}"
-    elif isinstance(value, list) and isinstance(old[0], ast.stmt):
-        change = f"{ast.unparse(place)} is removed"
-    return f"{name}: {' '.join(change.split())}"
-
-
 def mutants(file: str, functions: dict[Key, Any], every: int, day: int) -> Iterator[Mutant]:
     """Yield one in ``every`` mutants of a file that change a function or a constant."""
     tree = ast.parse(Path(file).read_text())
     plain = codes(tree, file)
-    for i, change in enumerate(places(tree, "", None)):
+    for i, change in enumerate(places(tree)):
         if i % every != day % every:
             continue
-        node, field, value, place, _, constant = change
-        what, old = text(*change), getattr(node, field)
-        setattr(node, field, value)
+        what, old, constant = str(change), getattr(change.node, change.field), change.constant
+        setattr(change.node, change.field, change.value)
         changed = {k: c for k, c in codes(tree, file).items() if k in functions and c != plain[k]}
         if changed or constant:
             line = ast.unparse(constant) if constant and not changed else ""
-            yield Mutant(file, place.lineno, what, ast.unparse(tree), changed, line)
-        setattr(node, field, old)
+            yield Mutant(file, change.place.lineno, what, ast.unparse(tree), changed, line)
+        setattr(change.node, change.field, old)
 
 
 class Test(NamedTuple):
@@ -201,6 +212,7 @@ class Judge:
         functions = self.functions()
         counts = Counter[str]()
         for file in self.files:
+            self.print(f"{file}: {dict(counts)} before it")
             for mutant in mutants(file, functions[file], self.every, self.day):
                 outcome = self.judged(mutant, functions[file])
                 counts[outcome.split(" ")[0]] += 1

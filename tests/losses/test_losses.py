@@ -451,6 +451,13 @@ BROKEN[1, 2] = -np.inf
         (lambda: losses.preference(A, M, kind="apo_zero", divergence="js"), "not use divergence"),
         (lambda: losses.preference(A, M, A, kind="orpo"), "'orpo' does not use reference"),
         (lambda: losses.preference(A, M, kind="aot", weights=A[0]), "does not use weights"),
+        (
+            lambda: losses.preference(A, M, divergence="alpha", alpha=1),
+            "divergence='reverse_kl' is",
+        ),
+        (lambda: losses.preference(A, M, ld_alpha=1.5), r"ld_alpha must be in \[0, 1\]"),
+        (lambda: losses.preference(A, M, ld_alpha=-0.5), r"ld_alpha must be in \[0, 1\]"),
+        (lambda: preferences.preference_forward(A, M, kind="a"), "kind='a'; choose from sigmoid"),
         (lambda: losses.preference(A, M, beta=0.0), "beta must be above 0"),
         (lambda: losses.preference(A, M, kind="robust", smoothing=0.5), r"in \[0, 0.5\)"),
         (lambda: losses.preference(A, M, kind="exo_pair", smoothing=0.0), "exo_pair needs one"),
@@ -686,6 +693,37 @@ def test_what_a_policy_divides_by(kind: str, divisor: int) -> None:
     """Of two rows of three tokens, one token counts, whose ratio is 1."""
     mask = np.array([[True, False, False], [False] * 3])
     assert losses.policy(A[:2], mask, A[:2, 0], kind=kind) == 1 / divisor
+
+
+def test_exo_pair_smooths_by_a_thousandth() -> None:
+    pairs = ROWS * np.arange(1, 5)[:, None]
+    plain = losses.preference(pairs, COUNTED, kind="exo_pair")
+    assert plain == losses.preference(pairs, COUNTED, kind="exo_pair", smoothing=1e-3)
+
+
+def test_defaults_of_preferences_are_those_of_the_docstring() -> None:
+    pairs = ROWS * np.arange(1, 5)[:, None]
+    plain = losses.preference(pairs, COUNTED, divergence="alpha")
+    assert plain == losses.preference(pairs, COUNTED, divergence="alpha", alpha=0.5)
+
+
+def test_a_certain_text_has_no_gradient_of_odds() -> None:
+    """The odds of a probability of 1 are infinite; float32's largest one is a constant."""
+    tape = Tape()
+    pairs = tape.watch(np.concatenate([0 * ROWS[:2], ROWS[:2]]))
+    (gradient,) = tape.gradients(losses.preference(pairs, COUNTED, kind="orpo"), [pairs])
+    assert not gradient[:2].any()
+    assert (gradient[2:] > 0).all()
+
+
+@pytest.mark.parametrize("options", [{"divergence": "forward_kl"}, {"divergence": "alpha"}])
+def test_beyond_the_largest_exponent_a_divergence_is_constant(options: Any) -> None:
+    alpha = {"alpha": -1.0} if options["divergence"] == "alpha" else {}  # its exponent is -2 r
+    for size, moves in ((30, True), (100, False)):
+        tape = Tape()
+        pairs = tape.watch(np.array([[-size], [-1.0]]))
+        loss = losses.preference(pairs, M[:2, :1], A[:2, :1], kind="ipo", **options, **alpha)
+        assert tape.gradients(loss, [pairs])[0][0].any() == moves
 
 
 def test_vespo_has_the_shapes_of_its_docstring() -> None:

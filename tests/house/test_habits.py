@@ -1,12 +1,17 @@
-"""What a contributor and a citation are told is what the project says of itself."""
+"""Contributors and citations are told what the project says of itself; variables are nouns."""
 
+import ast
 import json
 import re
-from pathlib import Path
+from collections import Counter
+from collections.abc import Iterator
+
+import pytest
 
 from unsloth_cupy import __version__
 
-ROOT = Path(__file__).parents[2]
+from ..harness.tracked import ROOT, tracked
+
 INSTALL = "python3 -m venv .venv && .venv/bin/pip install -q -e '.[test]'"
 
 
@@ -46,3 +51,49 @@ def test_the_image_installs_what_it_copies() -> None:
     setup = (ROOT / "setup.cfg").read_text()
     (extras,) = re.findall(r"'\.\[(.*?)\]'", image)
     assert all(f"\n{extra} =\n" in setup for extra in extras.split(","))
+
+
+NO_NOUNS = [
+    "found", "given", "told", "made", "said", "those", "heard", "begun", "around", "reached",
+    "settled",
+]  # fmt: skip
+# attributes that other modules read, and what is named after a key of a tape entry
+OTHERS = {"given": 1, "told": 2, "made": 2, "reached": 4}
+
+
+def bound_names(tree: ast.AST) -> Iterator[str]:
+    """Yield the names that a module binds: variables, attributes and parameters."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Name(id=name, ctx=ast.Store()) | ast.Attribute(attr=name, ctx=ast.Store()):
+                yield name
+            case ast.arg(arg=name):
+                yield name
+            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+                yield name
+            case ast.ExceptHandler(name=str(name)):
+                yield name
+
+
+def test_variables_are_nouns() -> None:
+    """A count may only shrink: a smaller one is written into ``OTHERS``."""
+    modules = tracked("unsloth_cupy/**/*.py")
+    names = Counter(name for path in modules for name in bound_names(ast.parse(path.read_bytes())))
+    actual = {name: names[name] for name in NO_NOUNS if names[name]}
+    larger = {name: count for name, count in actual.items() if count > OTHERS.get(name, 0)}
+    assert not larger, "name these variables after what they hold"
+    assert actual == OTHERS, f"there are fewer: set OTHERS to {actual}"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "said = 1", "said += 1", "said: int = 1", "self.said = 1", "a, *said = b",
+        "for said in a: pass", "with a as said: pass", "[said for said in a]", "f(said := 1)",
+        "def f(said): pass", "def f(*said): pass", "def f(*, a, **said): pass", "lambda said: 1",
+        "try: pass\nexcept E as said: pass", "match a:\n    case [said, *b]: pass",
+    ],
+)  # fmt: skip
+def test_every_binding_is_a_name(text: str) -> None:
+    assert "said" in bound_names(ast.parse(text))
+    assert "said" not in bound_names(ast.parse("f(said, said=said.said)"))

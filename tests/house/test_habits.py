@@ -5,13 +5,13 @@ import json
 import re
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from unsloth_cupy import __version__
 
-ROOT = Path(__file__).parents[2]
+from ..harness.tracked import ROOT, tracked
+
 INSTALL = "python3 -m venv .venv && .venv/bin/pip install -q -e '.[test]'"
 
 
@@ -77,7 +77,7 @@ def bound_names(tree: ast.AST) -> Iterator[str]:
 
 def test_variables_are_nouns() -> None:
     """A count may only shrink: a smaller one is written into ``OTHERS``."""
-    modules = (ROOT / "unsloth_cupy").rglob("*.py")
+    modules = tracked("unsloth_cupy/**/*.py")
     names = Counter(name for path in modules for name in bound_names(ast.parse(path.read_bytes())))
     actual = {name: names[name] for name in NO_NOUNS if names[name]}
     larger = {name: count for name, count in actual.items() if count > OTHERS.get(name, 0)}

@@ -188,7 +188,7 @@ def _scale_of(read: Reader, dim: int, latent: Latent | None, ropes: Mapping[str,
     return scale * (read.obeyed("key_multiplier") or 1)
 
 
-def _scales_of(read: Reader, hidden: int, layers: int) -> dict[str, float]:
+def _scales_of(read: Reader, hidden: int, layers: int) -> dict[str, Any]:
     """Return the factors of the embedding, of branches and of logits, by the names in a Config."""
     embedding = read.obeyed("embedding_multiplier") or read.obeyed("scale_emb")
     depth, base = read.obeyed("scale_depth"), read.obeyed("dim_model_base")

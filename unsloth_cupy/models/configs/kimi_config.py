@@ -1,8 +1,9 @@
 """The keys of Kimi Linear's config.json, in its released form and in transformers'."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ...core.call import check_entries
 from ...errors import ConfigError
 from .config import FULL, LINEAR
 
@@ -35,7 +36,9 @@ def of_kimi(values: Mapping[str, Any]) -> dict[str, Any]:
         return read  # which is refused further on
     if read.get("mlp_layer_types") is None and type(first) is int:
         read["mlp_layer_types"] = ["dense" if n < first else "sparse" for n in range(layers)]
+    check_entries("config", read, {"linear_attn_config": Mapping | None})
     linear = read.pop("linear_attn_config", None) or {}
+    check_entries("config: linear_attn_config", linear, dict.fromkeys(TYPES, Sequence[int]))
     if unread := sorted(linear.keys() - OF_LINEAR.keys() - TYPES.keys()):
         raise ConfigError(f"config: linear_attn_config.{unread[0]} is not read; remove it")
     read |= {OF_LINEAR[key]: value for key, value in linear.items() if key in OF_LINEAR}

@@ -118,7 +118,8 @@ def _sparse(read: Reader, rule: str, layers: int) -> tuple[bool, ...]:
         case "listed":
             kinds = read.get("mlp_layer_types")
             kinds = ["dense", *["sparse"] * (layers - 1)] if kinds is None else kinds
-            if len(kinds) != layers or not {*kinds} <= {"dense", "sparse"}:
+            listed = isinstance(kinds, list | tuple) and len(kinds) == layers
+            if not listed or any(kind not in ("dense", "sparse") for kind in kinds):
                 problem = f"mlp_layer_types is {kinds!r}"
                 raise ConfigError(
                     f"config: {problem}; it must list dense or sparse, {layers} times"

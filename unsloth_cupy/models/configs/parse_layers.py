@@ -115,7 +115,8 @@ def _linear(read: Reader, layers: int) -> tuple[str, ...]:
             types[-1] = FULL  # one at least
         return tuple(types)
     known = {FULL, LINEAR, MLP} if read.family.single else {FULL, LINEAR}
-    if not isinstance(types, list) or len(types) != layers or not {*types} <= known:
+    listed = isinstance(types, list) and len(types) == layers
+    if not listed or any(each not in [*known] for each in types):  # also what has no hash
         raise ConfigError(
             f"config: layer_types must be a list of num_hidden_layers={layers} names,"
             f" each {' or '.join(map(repr, sorted(known)))}, not {types!r}"
@@ -127,7 +128,7 @@ def _of_states(read: Reader, types: Any, layers: int) -> Any:
     """Return the types of layers, of which those with states may have older names."""
     if types is None:
         chosen = read.get("attn_layer_indices") or []
-        if not isinstance(chosen, list) or not {*chosen} <= {*range(layers)}:
+        if not isinstance(chosen, list) or any(each not in range(layers) for each in chosen):
             problem = f"attn_layer_indices is {chosen!r}"
             raise ConfigError(f"config: {problem}; it must list numbers of layers below {layers}")
         return [FULL if layer in chosen else LINEAR for layer in range(layers)]

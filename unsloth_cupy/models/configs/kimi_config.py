@@ -6,6 +6,7 @@ from typing import Any
 from ...core.call import check_entries
 from ...errors import ConfigError
 from .config import FULL, LINEAR
+from .reading import MOST_OF
 
 KEYS = {
     "moe_renormalize": "norm_topk_prob",
@@ -32,7 +33,7 @@ def of_kimi(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     read = {KEYS.get(key, key): value for key, value in values.items()}
     layers, first = read.get("num_hidden_layers"), read.pop("first_k_dense_replace", 1)
-    if type(layers) is not int:
+    if type(layers) is not int or layers > MOST_OF["num_hidden_layers"]:
         return read  # which is refused further on
     if read.get("mlp_layer_types") is None and type(first) is int:
         read["mlp_layer_types"] = ["dense" if n < first else "sparse" for n in range(layers)]

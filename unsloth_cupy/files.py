@@ -21,7 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from .errors import ConfigError
+from .errors import ConfigError, printable, shortened
 
 T = TypeVar("T")
 
@@ -106,8 +106,8 @@ def unsuited(path: Path) -> str:
 
 @functools.cache
 def say_once(text: str) -> None:
-    """Warn of something once, without a line of source code."""
-    warnings.warn_explicit(text, UserWarning, "unsloth_cupy", 0)
+    """Warn of something once, without a line of source code or a control character."""
+    warnings.warn_explicit(shortened(printable(text)), UserWarning, "unsloth_cupy", 0)
 
 
 def is_own(status: os.stat_result) -> bool:

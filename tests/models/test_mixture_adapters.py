@@ -355,7 +355,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     [
         ({"target_parameters": ["mlp.experts.up_proj"]}, "names mlp.experts.up_proj, which is ne"),
         ({"target_parameters": ["norm.weight"]}, "norm.weight, which is neither a stack of a mix"),
-        ({"target_parameters": "mlp"}, "must be a list of names"),
+        ({"target_parameters": "mlp"}, "must be a list, each a text"),
         ({"target_parameters": []}, "does not belong to a linear layer"),
         ({"lora_dropout": 0.1}, "lora_dropout is 0.1, and adapters of target_p"),
         ({"use_dora": True}, "use_dora is True, and adapters of target_param"),

@@ -141,7 +141,7 @@ def test_a_part_of_a_batch_is_divided_by_the_labels_of_all() -> None:
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("offsets", [None, OFFSETS], ids=["rows", "packed"])
 def test_an_overflow_of_scaled_gradients_is_silent(offsets: Any) -> None:
-    """The scaler deals with it; without one, float32 says what happens as before."""
+    """The scaler deals with it; without one, the gradients say it, and NumPy warns of nothing."""
     model = model_of("llama", "float16", None)
     _, gradients = model.loss_and_gradients(
         TOKENS, LABELS, offsets=offsets, scaler=LossScaler(2.0**30)
@@ -149,8 +149,8 @@ def test_an_overflow_of_scaled_gradients_is_silent(offsets: Any) -> None:
     assert not all(np.isfinite(gradient).all() for gradient in gradients.values())
     model = model_of("llama", "float32", None)
     model.parameters["model.norm.weight"] *= np.float32(3e38)
-    with pytest.raises(RuntimeWarning):
-        model.loss_and_gradients(TOKENS, LABELS, offsets=offsets)
+    _, gradients = model.loss_and_gradients(TOKENS, LABELS, offsets=offsets)
+    assert not all(np.isfinite(gradient).all() for gradient in gradients.values())
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,8 @@ import numpy as np
 from ..core.call import check_options
 from ..core.dtypes import Array, allowed
 from ..ops.optimizers.host import host_step
-from ..ops.optimizers.lion import LionLauncher, Tensor, lion
+from ..ops.optimizers.lion import Tensor, lion
+from ..ops.optimizers.steps import LionLauncher
 from .optimizer import Optimizer, checked_betas
 
 

@@ -178,7 +178,8 @@ NUMBERS = [  # of which a row is one integer: (op, operand)
 def test_a_number_is_no_array_of_integers(
     name: str, operand: str, where: Callable[[], AbstractContextManager[Any]]
 ) -> None:
-    case = Case("one row", rows=[], vocab=5, hidden=8, arrays={operand: np.array(3)})
+    sizes = {"vocab": 5, "hidden": 8, "inputs": 4, "outputs": 3, "rank": 2}
+    case = Case("one row", rows=[], **sizes, arrays={operand: np.array(3)})
     call = case.draw(OPS[name], np.float32)
     with where(), pytest.raises(DTypeError, match=f"{operand} is the number 3; pass np.array"):
         call._replace(arrays=call.arrays | {operand: 3})()

@@ -110,6 +110,8 @@ def check_keys(values: Mapping[str, Any], family: Family) -> None:
 
 def _changes_nothing(key: str, value: Any, harmless: Mapping[str, Any]) -> bool:
     """Return whether this value of a key that nothing reads is as good as its absence."""
+    if not isinstance(value, str | int | float | list | tuple | Mapping | None):
+        return False  # no value of JSON: an array has no truth value
     absent = any(value is one for one in (None, False)) or value in ([], {})
     return absent or (key in harmless and harmless[key] in (value, ...))
 

@@ -15,7 +15,7 @@ from ...core.dtypes import Array
 from ...core.op import op
 from ...errors import naming
 from ..common import philox
-from ..common.checks import requested_gradients
+from ..common.checks import refuse_number, requested_gradients
 from ..common.columns import row_sum
 from ..common.gemm import gemm
 from ..elements.cast import in_dtype
@@ -119,8 +119,9 @@ def lora_linear(
     )[0]
 
 
-def _check_draw(call: str, key: Any, dropout: float, seed: int | None) -> None:
+def _check_draw(call: str, key: Any, numbers: Any, dropout: float, seed: int | None) -> None:
     """Raise ConfigError unless dropout is below 1 and, if not 0, has a seed or a key."""
+    refuse_number(call, "numbers", numbers)
     philox.check(call, dropout, seed if key is None else 0)
 
 

@@ -157,7 +157,9 @@ def test_what_is_done_with_them(kind: str, dtype: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(again.generate(TOKENS, max_new_tokens=4), written)
     models.merge(tmp_path / "adapter", tmp_path / "merged", dtype="float32")
     merged = models.load(tmp_path / "merged").logits(TOKENS)
-    np.testing.assert_allclose(merged, trained, **near)
+    exact = models.load(tmp_path / "base", lora=tmp_path / "adapter", dtype="float32")
+    limit = 1e-4 * np.abs(before).max()  # float32, whatever the dtype of the run
+    np.testing.assert_allclose(merged, exact.logits(TOKENS), rtol=0, atol=limit)
     if dtype == "float32":
         model.merge_adapter()
         np.testing.assert_allclose(model.logits(TOKENS), trained, **near)

@@ -128,7 +128,7 @@ def test_a_label_outside_the_vocabulary() -> None:
         ({"scale": 0.0}, "all tokens would be as likely"),
         ({"softcap": -1.0}, "softcap must be positive"),
         ({"max_bytes": 0}, "it must be positive"),
-        ({"ignore": 2**63}, "ignore must be a 64-bit integer"),
+        ({"ignore": 2**63}, "ignore must be an integer of 64 bits"),
     ],
 )
 def test_bad_options(options: dict[str, Any], words: str) -> None:

@@ -31,12 +31,10 @@ class Options(NamedTuple):
 
 
 def check_options(
-    call: str, labels: Any, ignore: int, smoothing: float, z_loss: float, softcap: float | None
+    call: str, labels: Any, smoothing: float, z_loss: float, softcap: float | None
 ) -> None:
     """Raise ConfigError for an option out of its range, DTypeError for a number as labels."""
     refuse_number(call, "labels", labels)
-    if not -(2**63) <= ignore < 2**63:
-        raise ConfigError(f"{call}(ignore={ignore}): ignore must be a 64-bit integer")
     if not 0 <= smoothing <= 1:
         raise ConfigError(f"{call}(smoothing={smoothing}): smoothing must be in [0, 1]")
     if not 0 <= z_loss < np.inf:

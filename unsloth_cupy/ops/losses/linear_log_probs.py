@@ -16,7 +16,6 @@ from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
 from ...core.target import target_of
-from ...errors import ConfigError
 from ..activations.softmax import finite
 from ..common import faults
 from ..common.checks import refuse_number
@@ -352,11 +351,9 @@ def _launch_backward(
     return dx, dweight, None, dbias
 
 
-def _check(call: str, labels: Any, ignore: int) -> None:
-    """Raise for labels that are a number, and for ignore that no label can be."""
+def _check(call: str, labels: Any) -> None:
+    """Raise DTypeError for a number as labels."""
     refuse_number(call, "labels", labels)
-    if not -(2**63) <= ignore < 2**63:
-        raise ConfigError(f"{call}(ignore={ignore}): ignore must be a 64-bit integer")
 
 
 for each in (linear_log_probs_forward, linear_log_probs_backward):

@@ -107,7 +107,8 @@ def test_gradients_of_frozen_weights_are_left_out(name: str, hidden: int, machin
         outputs = forward.run()
         back = forward.backward(outputs, forward.seeds(outputs, every=True))
         every = outputs_of(back)
-        for wanted in ({"x", "residual"}, {"gate"}, {"weight"}, {"x", "bias"}, {"residual"}):
+        for names in ({"x", "residual"}, {"gate"}, {"weight"}, {"x", "bias"}, {"residual"}):
+            wanted = names & {*OPS[f"{name}_forward"].names}
             some = outputs_of(back._replace(options=back.options | {"wanted": wanted}))
             kept = wanted | {"x"} if "residual" in wanted else wanted
             assert some.keys() == {f"d{each}" for each in kept} & every.keys()

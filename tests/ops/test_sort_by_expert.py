@@ -81,7 +81,7 @@ class TestExpertsThatDoNotExist(KernelAlone):
 
 
 def test_bad_calls() -> None:
-    with pytest.raises(ConfigError, match="count must be positive"):
+    with pytest.raises(ConfigError, match="count must be in 1"):
         uc.sort_by_expert(np.array([0]), 0)
     with pytest.raises(DTypeError, match="experts is the number 3"):
         uc.sort_by_expert(3, 4)  # type: ignore[arg-type]

@@ -121,7 +121,7 @@ def test_wrong_folders(folder: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     settings = config["quantization_config"]
     for change, words in (
-        ({"linear_class": "linear"}, "has linear_class='linear'; only 'autobitlinear' or 'bitlin"),
+        ({"linear_class": "linear"}, "has linear_class=linear; only 'autobitlinear' or 'bitlin"),
         (
             {"linear_class": "bitlinear", "quantization_mode": "online"},
             "has linear_class='bitlinear'; only 'autobitlinear' is",

@@ -36,11 +36,14 @@ def rewrite(folder, change):
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if "mxfp4" not in name])
 def test_round_trip(family, tmp_path):
-    load(GOLDEN / family).save(tmp_path / "copy")
+    """Bytes stay; a parameter that transformers keeps in float32 has the same values in that."""
+    model = load(GOLDEN / family)
+    model.save(tmp_path / "copy")
     before, after = GOLDEN / family, tmp_path / "copy"
     old, new = (load_file(f / "model.safetensors") for f in (before, after))
-    assert list(old) == list(new)
-    for name, array in old.items():
+    assert old.keys() == new.keys()
+    for name, stored in old.items():
+        array = stored.astype(model.config.dtype_of(name, stored.dtype))
         assert array.dtype == new[name].dtype
         assert array.tobytes() == new[name].tobytes(), name
     assert json.loads((after / "config.json").read_text()) == json.loads(

@@ -124,9 +124,9 @@ def test_wrong_folders(folder: Path) -> None:
         ({"linear_class": "linear"}, "has linear_class=linear; only 'autobitlinear' or 'bitlin"),
         (
             {"linear_class": "bitlinear", "quantization_mode": "online"},
-            "has linear_class='bitlinear'; only 'autobitlinear' is",
+            "has linear_class=bitlinear; only 'autobitlinear' is",
         ),
-        ({"quantization_mode": "off"}, "quantization_mode='off'; only 'offline' or 'online'"),
+        ({"quantization_mode": "off"}, "quantization_mode=off; only 'offline' or 'online'"),
         (
             {"quantization_mode": "online", "modules_to_not_convert": ["q_proj"]},
             r"modules_to_not_convert=\['q_proj'\]; only None",

@@ -81,8 +81,7 @@ def without_ignored(values: Mapping[str, Any], kind: str, family: Family) -> Map
     They cannot change what it computes.  A warning names them, once.
     """
     keys = keys_of(kind) or values
-    counts = () if family.experts is None else family.experts.count  # names that files give it
-    own = {*keys, *family.facts, *NEUTRAL, *counts}
+    own = {*keys, *family.facts, *NEUTRAL}
     ignored = {k: v for k, v in values.items() if k not in own and not str(k).startswith("_")}
     if named := {k: v for k, v in ignored.items() if not _changes_nothing(k, v, WITHOUT_EFFECT)}:
         say_once(f"config: {_listed(named)}: ignored, as in transformers' class of {kind}")

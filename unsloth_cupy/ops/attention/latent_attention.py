@@ -177,8 +177,8 @@ def _check(
     if not is_integer(rank, 1) or rank > dim:
         cure = f"pass how many of a row's {dim} numbers are its value"
         raise ConfigError(f"{call}: rank={rank!r}; {cure}")
-    if not 0 < scale < math.inf:
-        raise ConfigError(f"{call}: scale={scale!r}; pass a number above 0")
+    if not 0 < scale <= np.finfo(np.float32).max:  # kernels and the definition hold it as float32
+        raise ConfigError(f"{call}: scale={scale!r}; pass a number above 0 that float32 holds")
     if page_table is None and pages != q.shape[0]:
         problem = f"{call}: latents has {pages} sequences for {q.shape[0]} of q"
         cure = "pass as many, or a page_table"

@@ -34,16 +34,10 @@ from ..gguf.opening import source_of
 from ..gguf.reading import opened_gguf
 from .expert_files import Place, in_file
 from .expert_homes import DTYPES, ExpertHomes
+from .foreign import Found, Part
+from .gptq import with_zeros
 from .lazy_parameter import LazyParameter, StoredTensor
-from .other_weights import (
-    Found,
-    Part,
-    is_of_activations,
-    method_of,
-    part_in,
-    stored_weight,
-    with_zeros,
-)
+from .other_weights import is_of_activations, method_of, part_in, stored_weight
 from .quantized_weights import KEY, inverse_scales, part_of, tensors_of
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"

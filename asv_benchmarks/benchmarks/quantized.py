@@ -16,7 +16,7 @@ import numpy as np
 
 from unsloth_cupy import Ternary, linear, linear_backward, ternary_linear
 from unsloth_cupy.models.quantized import error_of
-from unsloth_cupy.models.quantizer import KINDS
+from unsloth_cupy.models.quantizer import CHOICES, KINDS
 
 from .savings import median_ratio, ratios
 
@@ -40,7 +40,7 @@ def dense() -> np.ndarray[Any, Any]:
 @functools.cache
 def coded(kind: str, size: int) -> Any:
     """Return a weight of this size and kind: quantized or dense."""
-    return drawn(size) if kind == "dense" else KINDS[kind](drawn(size))
+    return drawn(size) if kind == "dense" else KINDS[kind].make(drawn(size))
 
 
 def weight(kind: str) -> Any:
@@ -57,7 +57,7 @@ class Linear:
     """``linear`` of float32 rows, and the gradient of the rows."""
 
     version, timeout = "1", 600
-    params = (["dense", *KINDS], list(FEW))
+    params = (["dense", *CHOICES], list(FEW))
     param_names = ("kind", "rows")
 
     def setup(self, kind: str, rows: int) -> None:
@@ -81,7 +81,7 @@ class Weight:
     """Size and error of a quantized weight, and the time to quantize it."""
 
     version = "1"
-    params = tuple(KINDS)
+    params = tuple(CHOICES)
     param_names = ("kind",)
 
     def setup(self, kind: str) -> None:
@@ -90,7 +90,7 @@ class Weight:
 
     def time_quantize(self, kind: str) -> None:
         """Quantize the dense weight."""
-        KINDS[kind](dense())
+        KINDS[kind].make(dense())
 
     def track_bits(self, kind: str) -> float:
         """Return the bits for each value, including scales and other metadata."""
@@ -175,7 +175,7 @@ def main() -> None:
     """Print the tables."""
     print("| kind | bits a value | lost | 1 row | 16 rows | 512 rows | dx of 512 | beyond y |")
     print("|---|---|---|---|---|---|---|---|")
-    for kind in KINDS:
+    for kind in CHOICES:
         print(f"| {' | '.join(row_of(kind))} |", flush=True)
     print("\n| zeros | 1 row | 4 rows | bits a value |\n|---|---|---|---|")
     for percent in Zeros.params[0]:

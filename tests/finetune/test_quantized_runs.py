@@ -11,7 +11,7 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.new_model import small_llama
 from unsloth_cupy.finetune.tokenizer import train_tokenizer
 from unsloth_cupy.machine import format_bytes
-from unsloth_cupy.models.quantizer import KINDS
+from unsloth_cupy.models.quantizer import CHOICES
 
 from ..cli.test_cli import LLAMA, _one_card, assert_one_clear_error, run
 
@@ -39,7 +39,7 @@ def lines(folder: Path) -> list[dict[str, float]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CHOICES)
 def test_adapters_on_quantized_weights(kind: str, base: tuple[Path, Path], tmp_path: Path) -> None:
     """They learn; what a step takes is planned; the same command goes on; the result speaks."""
     folder, text = base
@@ -112,7 +112,7 @@ def test_a_file_of_packed_weights_is_named(base: tuple[Path, Path], tmp_path: Pa
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CHOICES)
 @pytest.mark.usefixtures("_one_card")
 def test_plan(kind: str, device: str) -> None:
     options = ("--tokens", 64, "--dtype", "float32", "--device", device, "--lora", 4)

@@ -11,7 +11,7 @@ from unsloth_cupy.models.quantizer import KINDS
 SIZE = 64
 SHAPES = {"x": (2, 3, SIZE), "a": (4, SIZE), "b": (SIZE, 4), "bias": (SIZE,), "magnitude": (SIZE,)}
 Call = Callable[..., Any]
-MADE = {**KINDS, "mxfp4": uc.mxfp4_quantize}
+MADE = {name: kind.make for name, kind in KINDS.items() if kind.in_folders}
 
 
 def weight(kind: str, seed: int = 0) -> Any:

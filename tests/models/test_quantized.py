@@ -12,7 +12,7 @@ import pytest
 from unsloth_cupy import models
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError, GradientError, RangeError
-from unsloth_cupy.models.quantizer import KINDS, LEAST
+from unsloth_cupy.models.quantizer import CHOICES, KINDS, LEAST
 from unsloth_cupy.ops.quantized.weight import Quantized
 
 from ..conftest import FOLDER
@@ -20,7 +20,7 @@ from ..harness.tracked import tracked
 
 QUANT = FOLDER / "quant"
 FAMILIES = ["llama", "qwen3", "gemma2", "phi3_longrope", "olmo2"]
-EVERY = pytest.mark.parametrize("kind", KINDS)
+EVERY = pytest.mark.parametrize("kind", CHOICES)
 
 
 def small(**changes: object) -> models.Transformer:
@@ -162,7 +162,7 @@ def test_merging(kind: str, tmp_path: Path) -> None:
         adapted = "q_proj" in name or "down_proj" in name
         assert (after[name] is before[name]) != adapted, name
         if adapted:
-            anew = KINDS[kind](model.parameters[name])
+            anew = KINDS[kind].make(model.parameters[name])
             assert np.array_equal(after[name].dequantize(), anew.dequantize())
 
 

@@ -13,7 +13,7 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import load
 from unsloth_cupy.models.folders.lazy_parameter import LazyParameter
 from unsloth_cupy.models.folders.quantized_slices import narrow
-from unsloth_cupy.models.quantizer import KINDS
+from unsloth_cupy.models.quantizer import CHOICES, KINDS
 from unsloth_cupy.ops.quantized.nf4 import Nf4
 from unsloth_cupy.ops.quantized.ternary import Ternary
 from unsloth_cupy.ops.quantized.weight import Quantized, in_blocks
@@ -35,7 +35,7 @@ def weight_of(kind: str, shape: tuple[int, int]) -> tuple[Any, dict[str, Any]]:
     if kind in PER:
         made: Any = ternary_quantize(w, per=PER[kind], group=32)
     else:
-        made = KINDS[kind.removesuffix(" turned")](w)
+        made = KINDS[kind.removesuffix(" turned")].make(w)
     state = made.state()
     if "turned" in kind:
         blocks = made.absmax.astype(BFLOAT16).reshape(shape[0], -1)
@@ -45,7 +45,7 @@ def weight_of(kind: str, shape: tuple[int, int]) -> tuple[Any, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("axis", [0, 1])
-@pytest.mark.parametrize("kind", [*KINDS, *PER, "nf4 turned"])
+@pytest.mark.parametrize("kind", [*CHOICES, *PER, "nf4 turned"])
 def test_slices_are_those_of_the_whole(kind: str, axis: int) -> None:
     """Wherever they lie; what would part a block is refused as the whole refuses it."""
     cut = 0
@@ -137,7 +137,7 @@ def test_ranks_read_their_slices_of_quantized_weights(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("dense", "ranks"), [(False, 3), (True, 3), (False, 9), (True, 9)])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CHOICES)
 def test_ranks_read_their_parts_of_quantized_weights(
     kind: str, dense: bool, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

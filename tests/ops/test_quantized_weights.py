@@ -17,13 +17,12 @@ from unsloth_cupy.errors import (
     UnslothCupyError,
 )
 from unsloth_cupy.models.quantizer import KINDS
-from unsloth_cupy.ops.quantized.blocks import Q40, Q80
 from unsloth_cupy.ops.quantized.weight import Quantized
 
 from ..interop import quantized
 from ..machines.stand_in import gpu
 
-ALL = {**KINDS, "mxfp4": uc.mxfp4_quantize, "q4_0": Q40.quantized, "q8_0": Q80.quantized}
+ALL = {name: kind.make for name, kind in KINDS.items()}
 EVERY = pytest.mark.parametrize("quantize", ALL.values(), ids=ALL)
 Make = Callable[[Any], Quantized]
 

@@ -7,7 +7,7 @@ import pytest
 
 import unsloth_cupy as uc
 from unsloth_cupy.core.dtypes import BFLOAT16
-from unsloth_cupy.models.quantizer import KINDS as FOLDERS
+from unsloth_cupy.models import quantizer
 from unsloth_cupy.ops.experts.grouped_linear import grouped_linear
 from unsloth_cupy.ops.linear.lora_merge import lora_sum
 from unsloth_cupy.ops.quantized._file_values import KINDS, file_values
@@ -22,6 +22,7 @@ from ..machines.cuda_on_cpu.traffic import counted
 
 WHOLE = {"outputs": 64, "inputs": 64, "whole": 64, "columns": 64, "rank": 4, "lows": 4}
 WITH_SIZES = {"given": 64, "groups+1": 2}
+FOLDERS = {name: kind.make for name, kind in quantizer.KINDS.items() if kind.in_folders}
 PLAIN = tuple({"kind": kind} for kind in sorted(KINDS, key="int8".__eq__))  # sizes are of int8
 
 
@@ -105,8 +106,6 @@ def as_a_file(values: Any, kind: str) -> Any:
     """Return what the writers of files make of values: this library's, or the package gguf."""
     if kind in FOLDERS:
         return FOLDERS[kind](values).dequantize("float32")
-    if kind == "mxfp4":
-        return uc.mxfp4_quantize(values).dequantize("float32")
     gguf = pytest.importorskip("gguf", reason="needs the extra `gguf`")
     form, rows = gguf.GGMLQuantizationType[kind.upper()], values.reshape(-1, values.shape[-1])
     made = gguf.quants.dequantize(gguf.quants.quantize(rows, form), form)
@@ -200,7 +199,7 @@ CORNER = slice(3, 21), slice(64, 192), np.dtype("float32")
 def test_stacks(kind: str, base: str) -> None:
     draw = np.random.default_rng(0)
     w = draw.standard_normal((3, 8, 64)).astype(np.float32)
-    made = {"mxfp4": uc.mxfp4_quantize, "q4_0": Q40.quantized, **FOLDERS}
+    made = {**FOLDERS, "q4_0": Q40.quantized}
     weight: Any = made.get(base, np.array)(w)
     a, b = 0.3 * draw.standard_normal((3, 2, 64)), 0.3 * draw.standard_normal((3, 8, 2))
     a, b = a.astype(np.float32), b.astype(np.float32)

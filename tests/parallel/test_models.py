@@ -13,7 +13,7 @@ from unsloth_cupy.finetune.preparation import trainable_count
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.folders.lazy_parameter import LazyParameter
 from unsloth_cupy.models.parse import parse
-from unsloth_cupy.models.quantizer import KINDS, Quantizer
+from unsloth_cupy.models.quantizer import CHOICES, Quantizer
 from unsloth_cupy.models.ranks.division import Division, check_divides
 from unsloth_cupy.ops.quantized.weight import Quantized
 from unsloth_cupy.parallel import SingleCommunicator, Zero3
@@ -79,7 +79,7 @@ def test_new_models_are_parts_of_one() -> None:
             np.testing.assert_array_equal(array, model.division.own(name, whole.parameters[name]))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", CHOICES)
 @pytest.mark.parametrize(
     ("sizes", "ranks", "fits"),
     [((128, 4, 192), 2, True), ((64, 2, 320), 4, False), ((128, 8, 172), 2, False)],

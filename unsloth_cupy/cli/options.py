@@ -17,14 +17,14 @@ from ..finetune.settings import Settings, kind_of
 from ..finetune.training_config import read_training_config
 from ..machine import tables_as_json
 from ..models.layers.context import KINDS as CONTEXTS
-from ..models.quantizer import KINDS
+from ..models.quantizer import CHOICES as QUANTIZED
 from ..parallel.schedule import KINDS as SCHEDULES
 from ..pictures import FORMATS
 
 FILE = click.Path(path_type=Path)
 MODEL_FILES = ("config.json", "adapter_config.json", "settings.json")  # the last of a run
 BASE = "Base model of an adapter in MODEL_FOLDER, if it has moved."
-QUANTIZE = click.Choice([*KINDS])
+QUANTIZE = click.Choice(QUANTIZED)
 SCHEDULE = click.Choice([*SCHEDULES])
 ZERO = click.Choice(["0", "1", "3"])
 ATTENTION = click.Choice([*CONTEXTS])

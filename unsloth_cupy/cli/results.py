@@ -13,7 +13,7 @@ from ..finetune.methods import MEASURES, METHODS
 from ..finetune.run_folder import RunFolder, model_without_weights
 from ..machine import console, format_bytes
 from ..models.adapters.adapter_base import ADAPTER
-from ..models.adapters.into import IN_FOLDERS
+from ..models.quantizer import IN_FOLDERS
 from .echo import echo, echo_next
 from .streaming import stream_text
 

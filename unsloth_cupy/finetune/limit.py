@@ -14,7 +14,7 @@ from ..memory.plan import plan_memory
 from ..memory.planned_model import new_adapter
 from ..memory.pool import memory_pool
 from ..models.objective import Objective, next_token
-from ..models.quantizer import OF_FILES, OF_STACKS
+from ..models.quantizer import KINDS
 from .engine import planned_with_noise
 from .listener import announce
 from .method import Method
@@ -108,7 +108,7 @@ def quantized_kind(
     source: Any, wanted: str | None, lora: int | None, adapter: Any, stored: str | None
 ) -> str | None:
     """Return the quantization of the model's weights; raise if no weight could be trained."""
-    anew = stored in OF_FILES and stored != OF_STACKS
+    anew = stored is not None and not KINDS[stored].in_folders
     if wanted is not None and stored is not None and not anew:
         cure = f"leave {named('quantize')} out"
         raise ConfigError(f"{source} is quantized already, as {stored}; {cure}")

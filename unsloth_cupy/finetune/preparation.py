@@ -25,6 +25,7 @@ from ..models.gguf.export import check_tokenizer
 from ..models.gguf.opening import source_of
 from ..models.objective import Objective, next_token
 from ..models.parse import parse
+from ..models.quantizer import kind_of
 from ..models.text.chat import CHATML_TOKENS
 from ..models.text.tokenizer import FILE, Tokenizer, load_tokenizer
 from ..ops.quantized.weight import Quantized
@@ -258,9 +259,7 @@ def _facts_of(
         raise ConfigError(f"Trainer: {problem}; {cure}")
     values: Iterable[Any] = transformer.parameters.values()
     weight = next((value for value in values if isinstance(value, Quantized)), None)
-    kind: Any = None if weight is None else getattr(weight, "kind", weight.KIND)
-    kind = f"{kind}-double" if kind == "nf4" and getattr(weight, "double", False) else kind
-    return Facts(transformer.config, transformer.adapter, kind)
+    return Facts(transformer.config, transformer.adapter, kind_of(weight))
 
 
 def _check_head(

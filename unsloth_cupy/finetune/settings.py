@@ -16,7 +16,7 @@ from ..models.gguf.opening import source_of
 from ..models.layers.context import KINDS as CONTEXTS
 from ..models.optimizers import OPTIMIZERS as KINDS
 from ..models.optimizers import conflict
-from ..models.quantizer import KINDS as QUANTIZED
+from ..models.quantizer import CHOICES as QUANTIZED
 from ..parallel.schedule import KINDS as SCHEDULES
 from ..training.checkpoint import CheckpointConfig
 from ..training.precision import MixedPrecisionConfig
@@ -180,7 +180,7 @@ class Settings:
         "adapters", "Base model of the adapter that goes on to learn, if it has moved."
     )
     quantize: str | None = setting(
-        "adapters", "Store the model in fewer bits, as nf4; with {lora}.", choices=(*QUANTIZED,)
+        "adapters", "Store the model in fewer bits, as nf4; with {lora}.", choices=QUANTIZED
     )
     merge_into: str | None = setting(
         "adapters", "Train through the quantizer of the file to merge into, as nf4 or q4_0.",

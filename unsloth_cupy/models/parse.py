@@ -30,6 +30,7 @@ from .configs.recognition import recognised
 from .configs.text_configs import body_of, text_config
 from .folders.other_weights import KEYS, check_quantization
 from .folders.quantized_weights import GGUF, inverse_scales
+from .quantizer import OF_STACKS
 
 QUANTIZED = ("bitsandbytes", "bitnet", GGUF, *KEYS)  # supported values of quant_method
 SAID = ("qkv_bias", "output_bias", "mlp_bias", "head_bias", "interleaved", "parallel")  # or not
@@ -140,8 +141,8 @@ def _quantization_of(
     if not facts:
         return {}
     methods: tuple[str, ...] = QUANTIZED
-    if family.experts is not None and experts is not None:  # stacks of gpt-oss are in MXFP4
-        packed = ["mxfp4"] if family.experts.transposed else []
+    if family.experts is not None and experts is not None:
+        packed = OF_STACKS if family.experts.transposed else ()
         methods = ("bitsandbytes", GGUF, *packed, *KEYS)
     if not (isinstance(facts, Mapping) and facts.get("quant_method") in methods):
         cure = "load the plain weights (float16, bfloat16 or float32) instead"

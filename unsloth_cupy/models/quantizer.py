@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from math import gcd, prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..core.call import is_integer
 from ..core.dtypes import Array, Stored
@@ -19,28 +19,47 @@ from .configs.names import HEAD, SCORE, TABLE, is_norm, is_router, is_stack
 if TYPE_CHECKING:
     from .configs.config import Config
 
-KINDS: Mapping[str, Callable[[Array], Quantized]] = {
-    "nf4": nf4_quantize,
-    "nf4-double": partial(nf4_quantize, double=True),
-    "fp4": partial(nf4_quantize, kind="fp4"),
-    "int8": int8_weight,
-    "ternary": ternary_quantize,
+
+class Kind(NamedTuple):
+    """A kind of quantized weights: how they are made, and which values share a scale."""
+
+    make: Callable[[Array], Quantized]
+    block: int | None = None  # consecutive values that share a scale; None: other values do
+    by_row: bool = False  # no two rows share a scale
+    stacks: bool = True  # whether it holds stacks of experts
+    in_folders: bool = True  # whether Hugging Face folders have a form of it
+    stack_in_folders: bool = False  # and of stacks of experts
+    only_experts: bool = False  # all but the experts of such a model is dense
+
+    @property
+    def made(self) -> bool:
+        """Whether ``models.quantize`` makes it; other kinds are read from files."""
+        return self.in_folders and not self.only_experts
+
+
+KINDS: Mapping[str, Kind] = {
+    "nf4": Kind(nf4_quantize, block=64, stack_in_folders=True),
+    "nf4-double": Kind(partial(nf4_quantize, double=True), stack_in_folders=True),
+    "fp4": Kind(partial(nf4_quantize, kind="fp4"), block=64, stack_in_folders=True),
+    "int8": Kind(int8_weight, by_row=True),
+    "ternary": Kind(ternary_quantize, stacks=False),
+    "mxfp4": Kind(
+        mxfp4_quantize, block=BLOCK, by_row=True, stack_in_folders=True, only_experts=True
+    ),
+    "q4_0": Kind(Q40.quantized, block=BLOCK, by_row=True, in_folders=False),
+    "q8_0": Kind(Q80.quantized, block=BLOCK, by_row=True, in_folders=False),
 }
-STACKED = "nf4", "nf4-double", "fp4", "int8"  # the kinds that hold stacks of experts
-OF_STACKS = "mxfp4"  # a kind of files, in which all but the experts is dense
-OF_FILES: Mapping[str, Callable[[Array], Quantized]] = {  # kinds that only files have
-    OF_STACKS: mxfp4_quantize,
-    "q4_0": Q40.quantized,
-    "q8_0": Q80.quantized,
-}
+CHOICES = tuple(name for name, kind in KINDS.items() if kind.made)  # of ``models.quantize``
+IN_FOLDERS = tuple(name for name, kind in KINDS.items() if kind.in_folders)
+OF_STACKS = tuple(name for name, kind in KINDS.items() if kind.only_experts)
+STACKED = tuple(name for name in CHOICES if KINDS[name].stacks)
 SKIP = ("embed", "norm", "lm_head")
-NF4_BLOCK = 64  # values that share an absmax
 LEAST = 1024  # values: smaller weights save nothing
 
 
 def check_stacks(call: str, kind: str, config: "Config") -> None:
     """Raise a ConfigError for a mixture of experts whose stacks cannot be of a kind."""
-    if config.experts is not None and kind not in (*STACKED, *OF_FILES):
+    if config.experts is not None and not KINDS[kind].stacks:
         problem = f"the experts of a {config.model_type} are stacks, which {kind} does not hold"
         raise ConfigError(f"{call}: {problem}; choose from {', '.join(STACKED)}")
 
@@ -49,15 +68,24 @@ def maker_of(
     call: str, kind: Any, skip: Sequence[str] = SKIP, least: int = LEAST
 ) -> Callable[[Array], Quantized]:
     """Return the function that quantizes a weight to this kind; raise for invalid options."""
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ConfigError(f"{call}: kind {kind!r} is not known; choose from {', '.join(KINDS)}")
+    if not isinstance(kind, str) or kind not in CHOICES:
+        raise ConfigError(f"{call}: kind {kind!r} is not known; choose from {', '.join(CHOICES)}")
     words: Any = skip
     listed = isinstance(words, list | tuple)
     if not listed or not all(isinstance(word, str) and word for word in words):
         raise ConfigError(f"{call}(skip={skip!r}): pass words of names, as in {SKIP}")
     if not is_integer(least):
         raise ConfigError(f"{call}(least={least!r}): pass a number of values, 0 or more")
-    return KINDS[kind]
+    return KINDS[kind].make
+
+
+def kind_of(weight: Any) -> str | None:
+    """Return the kind of a quantized weight, by its name in ``KINDS``; None: it is dense."""
+    if not isinstance(weight, Quantized):
+        return None
+    kind = str(getattr(weight, "kind", weight.KIND))
+    double = f"{kind}-double"
+    return double if double in KINDS and getattr(weight, "double", False) else kind
 
 
 def left_dense(name: str, shape: Sequence[int], skip: Sequence[str], least: int) -> str:
@@ -90,13 +118,14 @@ class Quantizer:
 
     def __init__(self, call: str, kind: str, division: Any = None) -> None:
         self.call, self.kind, self.division = call, kind, division
-        self.maker = OF_FILES[kind] if kind in OF_FILES else maker_of(call, kind)
+        self.maker = KINDS[kind].make if kind in KINDS else maker_of(call, kind)
+        self.rule = KINDS[kind]
 
     def makes(self, name: str, shape: Sequence[int]) -> bool:
         """Return whether a weight of this shape is to be quantized."""
-        if self.kind == OF_STACKS:
+        if self.rule.only_experts:
             return is_stack(name)
-        if self.kind in OF_FILES and shape[-1] % BLOCK:
+        if not self.rule.in_folders and shape[-1] % BLOCK:
             return False
         return not left_dense(name, shape, SKIP, LEAST)
 
@@ -111,18 +140,20 @@ class Quantizer:
 
     def _separate(self, shape: Sequence[int], axis: int, places: Sequence[slice]) -> bool:
         """Return whether these slices along an axis share no scale with the other values."""
-        if self.kind == "int8":
-            return axis < len(shape) - 1
-        if self.kind in OF_FILES:  # each row has whole blocks
+        block = self.rule.block
+        if self.rule.by_row:
             matrix = prod(shape[:-1]), shape[-1]
-            return axis < len(shape) - 1 or in_blocks(matrix, 1, places, BLOCK)
+            by_block = block is not None and in_blocks(matrix, 1, places, block)
+            return axis < len(shape) - 1 or by_block
+        if block is None:
+            return False
         if len(shape) > 2 and axis == 0:
             shape = shape[0], prod(shape[1:])
         elif len(shape) > 2:
-            if prod(shape[1:]) % NF4_BLOCK:
+            if prod(shape[1:]) % block:
                 return False
             shape, axis = shape[1:], axis - 1
-        return self.kind in ("nf4", "fp4") and in_blocks(shape, axis, places, NF4_BLOCK)
+        return in_blocks(shape, axis, places, block)
 
     def by_rows(
         self, name: str, shape: Sequence[int], read: Callable[[slice], Array]
@@ -131,9 +162,10 @@ class Quantizer:
 
         Groups of ``step`` rows have scales that do not depend on other rows.
         """
-        if self.kind not in ("int8", "nf4", "fp4") or is_stack(name):
+        block, by_row = self.rule.block, self.rule.by_row
+        if is_stack(name) or not (by_row or block):
             return None
-        step = 1 if self.kind == "int8" else NF4_BLOCK // gcd(NF4_BLOCK, shape[1])
+        step = 1 if by_row or block is None else block // gcd(block, shape[1])
         return step, lambda rows: named(self.maker, name, read(rows))
 
     def __call__(self, name: str, array: Any) -> Any:

@@ -18,13 +18,13 @@ from ..configs.names import HEAD, TABLE
 from ..folders.initial_weights import loftq
 from ..folders.quantized_weights import stored_kind
 from ..network import Network
-from ..quantizer import OF_FILES, Quantizer
+from ..quantizer import KINDS, Quantizer, kind_of
 from ..ranks.division import divided_adapter
 from ..ranks.gather import whole_parameters
 from .adapter import TABLES, Adapter, create_adapter
 from .adapter_base import base_name, base_of
 from .adapter_folder import read_adapter
-from .into import Into, check_base, kind_of, sum_of_base, train_through
+from .into import Into, check_base, sum_of_base, train_through
 from .kept import Kept
 from .many import ByRows, mixed
 from .outer_folder import base_for
@@ -177,7 +177,8 @@ class Adapted(Network):
         stored = stored_kind(self.texts["config.json"])
         homes = {} if self.stored is None else self.stored("add_adapter").homes
         dtype = homes[TABLE].dtype if TABLE in homes else self.table.dtype
-        anew = stored in OF_FILES and stored not in quantizations  # as those of a GGUF file may be
+        files = stored is not None and not KINDS[stored].made
+        anew = files and stored not in quantizations  # as those of a GGUF file may be
         if not quantizations or not (stored is None or anew):
             return None, dtype
         rule = Quantizer(call, kind := min(quantizations))

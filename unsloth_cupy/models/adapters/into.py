@@ -38,12 +38,12 @@ from ..configs.names import HEAD, TABLE, is_stack
 from ..folders.expert_files import file_tensors, kinds_of_experts
 from ..gguf import TYPES
 from ..gguf.rounding import block_of, rounded, types_of
-from ..quantizer import KINDS, OF_STACKS, Quantizer
+from ..quantizer import CHOICES as MADE
+from ..quantizer import IN_FOLDERS, KINDS, Quantizer, kind_of
 from .adapter import MAGNITUDE, PREFIX, Adapter
 from .adapter_base import ADAPTER
 
 MERGE_INTO = "merge_into"  # in adapter_config.json
-IN_FOLDERS = (*KINDS, OF_STACKS)  # the others are of GGUF files
 SHORT = {"q4_k": "q4_k_m", "q5_k": "q5_k_m", "q3_k": "q3_k_m"}  # as llama.cpp's own names
 KINDS_OF_FILES = (*IN_FOLDERS, *(kind for kind in TYPES if kind not in ("f32", "f16", "bf16")))
 CHOICES = (*KINDS_OF_FILES, *SHORT)
@@ -91,14 +91,15 @@ class Into:
         self.in_folder = self.kind in IN_FOLDERS
         self._fixed: dict[str, tuple[Any, Any]] = {}  # (weight, as the file has it)
         if self.in_folder:
-            known = kinds_of_experts(config) if config.experts is not None else tuple(KINDS)
+            only_experts = KINDS[self.kind].only_experts
+            known = kinds_of_experts(config) if config.experts is not None else MADE
             if self.kind not in known:
-                what = "experts" if self.kind == OF_STACKS or config.experts else "weights"
+                what = "experts" if only_experts or config.experts else "weights"
                 problem = f"a folder of a {config.model_type} has no {what} in {self.kind}"
                 raise ConfigError(f"{call}: {problem}; choose from {', '.join(known)}")
             self._quantizer = Quantizer(call, self.kind)
             for name, shape in config.shapes().items():
-                if self.kind == OF_STACKS and is_stack(name) and shape[-1] % BLOCK:
+                if only_experts and is_stack(name) and shape[-1] % BLOCK:
                     problem = f"rows of {name} have {shape[-1]} values, not whole blocks of {BLOCK}"
                     raise ConfigError(f"{call}: {problem}; leave merge_into out")
         elif config.head != CAUSAL:
@@ -197,14 +198,6 @@ def _dense(weight: Any) -> Array:
     return dense
 
 
-def kind_of(weight: Any) -> str | None:
-    """Return the kind of a quantized weight, by its name in ``models.quantize``; None: dense."""
-    if not isinstance(weight, Quantized):
-        return None
-    kind = str(getattr(weight, "kind", weight.KIND))
-    return f"{kind}-double" if kind == "nf4" and getattr(weight, "double", False) else kind
-
-
 def train_through(call: str, adapter: Adapter, into: Into) -> None:
     """Let an adapter compute with the weights of the file that it will be merged into.
 
@@ -239,7 +232,7 @@ def through_listed(path: str, config: Config, adapter: Adapter) -> Adapter:
     dtypes = {dtype.name: dtype for dtype in FLOATS}
     facts = {"read": FLOAT32.name, **facts} if isinstance(facts, Mapping) else {}
     known = dtypes.keys() >= {facts.get("dtype"), facts.get("read")}
-    if not known or facts.get("quantize") not in (None, *KINDS):
+    if not known or facts.get("quantize") not in (None, *MADE):
         wrong = adapter.settings[MERGE_INTO]
         raise ConfigError(f"{path}: {MERGE_INTO} is {wrong!r}; copy the adapter again")
     if facts.get("version") != VERSION:

@@ -24,6 +24,8 @@ from ...ops.quantized.nf4 import Nf4
 from ...ops.quantized.weight import Quantized
 from ..configs.config import CORRECTION, STACKS, Config, Delta, Experts
 from ..configs.names import BACKBONE, EMBEDDINGS, TABLE, TEXT, is_stack
+from ..quantizer import KINDS
+from .quantized_weights import packed_stacks
 
 PACKED = ("_blocks", "_scales")
 
@@ -259,7 +261,7 @@ def saved_tensors(
         Files of this family have no form of such a stack.
     """
     stacks = {n: value for n, value in parameters.items() if is_stack(n)}
-    packed = {n for n, value in stacks.items() if isinstance(value, Mxfp4)}
+    packed = packed_stacks(stacks)
     coded = {n for n, value in stacks.items() if isinstance(value, Quantized)} - packed
     turned = config.experts is not None and config.experts.transposed
     known = packed if turned else {n for n in coded if isinstance(stacks[n], Nf4)}
@@ -274,12 +276,13 @@ def saved_tensors(
 def kinds_of_experts(config: Config) -> tuple[str, ...]:
     """Return the kinds of quantized experts that files of a family have, as ``saved_tensors``."""
     turned = config.experts is not None and config.experts.transposed
-    return ("mxfp4",) if turned else ("nf4", "nf4-double", "fp4")
+    stacked = (name for name, kind in KINDS.items() if kind.stack_in_folders)
+    return tuple(name for name in stacked if KINDS[name].only_experts == turned)
 
 
 def in_file(value: Any, tensors: Mapping[str, Place]) -> dict[str, Array]:
     """Return the arrays of the tensors that a parameter is written as."""
-    if not isinstance(value, Mxfp4):
+    if not getattr(value, "OF_STACKS", False):
         return {name: place.of(value) for name, place in tensors.items()}
     state = value.state()
     ends = {name: next(end for end in PACKED if name.endswith(end)) for name in tensors}

@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 from ...core.dtypes import Array, Stored
 from ...errors import ConfigError, GradientError, RangeError, ShapeError
 from ...ops.quantized.int8 import Int8
-from ...ops.quantized.mxfp4 import Mxfp4
 from ...ops.quantized.nf4 import Nf4
 from ...ops.quantized.ternary import Ternary
 from ...ops.quantized.weight import Quantized
 from ..configs.config import BUFFERS, CORRECTION
 from ..configs.names import is_stack
+from ..quantizer import KINDS
 
 # names after a layer's name, other than weight and bias, of the tensors of each class of weights
 PARTS: Mapping[type[Quantized], re.Pattern[str]] = {
@@ -92,7 +92,7 @@ def in_folders(name: str, value: Any) -> Any:
     """Return a parameter as a Hugging Face folder has it: dense, if only GGUF has its form."""
     if not isinstance(value, Quantized):
         return value
-    known = value.IN_FOLDERS and (is_stack(name) or not isinstance(value, Mxfp4))
+    known = value.IN_FOLDERS and (is_stack(name) or not value.OF_STACKS)
     return value if known else value.dequantize()
 
 
@@ -116,7 +116,7 @@ def saved_config(
         entries = [{**each, "linear_class": "bitlinear"} for each in entries]
     if any(each != entries[0] for each in entries):
         raise ConfigError("save: weights are quantized in more than one way; use one kind")
-    if entries[0]["quant_method"] == Mxfp4.KIND:
+    if all(value.OF_STACKS for value in quantized.values()):
         return {**plain, KEY: {**entries[0], **(config.get(KEY) or {})}}
     named = {n: value for n, value in parameters.items() if n.endswith(".weight")}
     matrices = {n.removesuffix(".weight") for n, value in named.items() if value.ndim == 2}
@@ -126,12 +126,17 @@ def saved_config(
     return {**plain, KEY: {**entries[0], key: [*listed, "lm_head"] if listed else None}}
 
 
+def packed_stacks(values: Mapping[str, Any]) -> set[str]:
+    """Return the names of the stacks of experts whose form in a folder is of stacks alone."""
+    return {n for n, each in values.items() if is_stack(n) and getattr(each, "OF_STACKS", False)}
+
+
 def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
     """Return the parameters without what does not learn; raise if a matrix is quantized.
 
-    Experts that a file has in MXFP4 do not learn, and their model is dense but for them.
+    Packed stacks of experts are not trained, and their model is dense but for them.
     """
-    packed = {n for n, value in parameters.items() if is_stack(n) and isinstance(value, Mxfp4)}
+    packed = packed_stacks(parameters)
     stored = (n for n, value in parameters.items() if isinstance(value, Stored) and n not in packed)
     frozen = next(stored, None)
     if frozen is not None:
@@ -160,8 +165,8 @@ def stored_kind(config: Mapping[str, Any]) -> str | None:
     facts = config.get(KEY) or {}
     if facts.get("quant_method") == "bitnet":
         return None if online(config) else Ternary.KIND
-    if facts.get("quant_method") == Mxfp4.KIND:
-        return Mxfp4.KIND
+    if (kind := KINDS.get(str(facts.get("quant_method")))) is not None and kind.only_experts:
+        return str(facts["quant_method"])
     if facts.get("quant_method") == GGUF:
         return str(facts["kind"])
     if not facts.get("load_in_4bit"):

@@ -1,7 +1,8 @@
 """The tensors of a GGUF file: their names, shapes, types and order of rows."""
 
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import gguf
@@ -38,11 +39,11 @@ def tensors(
     known: Architecture,
     kind: Kind,
     read: Callable[[str], Any],
-    packed: Collection[str] = (),
+    packed: Mapping[str, str] = MappingProxyType({}),
 ) -> list[Tensor]:
     """Return all tensors of a model's file, in the order in which they are written.
 
-    Parameters of ``packed`` stay in MXFP4.
+    Parameters of ``packed`` stay in these types.
     """
     parts, result = parts_of(call, config, known), []
     is_own = has_two_tables(config, known)
@@ -50,7 +51,8 @@ def tensors(
     whole = functools.lru_cache(maxsize=1)(read)  # of which several tensors are parts
 
     def add(stored: str, part: Part, several: bool = False, role: str = "") -> None:
-        target = Type.MXFP4 if stored in packed else kind.of(part.name, part.shape, config, head)
+        same = packed.get(stored)
+        target = Type[same] if same else kind.of(part.name, part.shape, config, head)
         own = dividing(part.shape, target)
         reader = _reader(config, known, stored, whole if several else read, part, own.name, role)
         result.append(Tensor(part.name, stored, part.shape, own, reader, target))

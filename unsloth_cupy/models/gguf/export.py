@@ -6,8 +6,8 @@ import math
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,6 @@ from ...files import atomic_path, check_room, path_of
 from ...machine import format_bytes
 from ...ops.common.checks import check_choice
 from ...ops.quantized.blocks import Blocks
-from ...ops.quantized.mxfp4 import Mxfp4
 from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
 from ..adapters.adapter import Adapter, module_of
@@ -45,6 +44,7 @@ from ..folders.stored import stored_model
 from ..transformer import Transformer
 from . import TYPES
 from .finding import find_gguf_tensors
+from .packed import TYPES_OF_STACKS
 from .reading import AS_STORED, opened_gguf
 
 if TYPE_CHECKING:
@@ -103,7 +103,7 @@ class Source:
     probed: Probed  # with its adapter apart
     kind: str = "f16"
     exact: bool = True  # ``read`` gives what the file is rounded from
-    packed: Collection[str] = ()  # stacks in MXFP4, which stay what they are
+    packed: Mapping[str, str] = field(default_factory=dict)  # types of stacks that stay as they are
 
 
 @check_options
@@ -347,8 +347,7 @@ def _source(call: str, model: Any, tokenizer: Any, base: Any, kind: str | None =
 
         reads = _on_host(merged), lambda name: _dense(arrays[name])
         words, whole = chosen or model.folder, held(model, arrays, adapter)
-        stacks = {n for n, array in arrays.items() if is_stack(n) and isinstance(array, Mxfp4)}
-        stacks -= {n for n in stacks if adapter is not None and adapter.adds_to(n)}
+        stacks = _unchanged({n: type(array) for n, array in arrays.items()}, adapter)
         return Source(
             model.config, model.texts, *reads, adapter, words, name, whole, kind, exact, stacks
         )
@@ -367,12 +366,18 @@ def _source(call: str, model: Any, tokenizer: Any, base: Any, kind: str | None =
 
     reads = _on_host(read), lambda name: _dense(stored.read(name))
     name, words = stored.path.resolve().name, chosen or stored.words
-    stacks = {n for n, home in stored.homes.items() if is_stack(n) and home.kind is Mxfp4}
-    stacks -= {n for n in stacks if stored.adapter is not None and stored.adapter.adds_to(n)}
+    stacks = _unchanged({n: home.kind for n, home in stored.homes.items()}, stored.adapter)
     adapter, whole = stored.adapter, probed(stored, Transformer)
     return Source(
         stored.config, stored.texts, *reads, adapter, words, name, whole, kind, exact, stacks
     )
+
+
+def _unchanged(kinds: Mapping[str, Any], adapter: Adapter | None) -> dict[str, str]:
+    """Return the types in the file of packed stacks of experts, which stay what they are."""
+    stacks = {n: kind for n, kind in kinds.items() if is_stack(n) and kind in TYPES_OF_STACKS}
+    added = adapter is not None and adapter.adds_to
+    return {n: TYPES_OF_STACKS[kind] for n, kind in stacks.items() if not (added and added(n))}
 
 
 def _kind_of(adapter: Adapter | None, kind: str | None) -> tuple[str, bool]:

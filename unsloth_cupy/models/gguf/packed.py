@@ -13,12 +13,14 @@ import numpy as np
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
 from ...ops.quantized.blocks import BLOCK, Q40, Q80, Blocks
-from ...ops.quantized.mxfp4 import LARGEST, Mxfp4
+from ...ops.quantized.mxfp4 import Mxfp4
+from ...ops.quantized.nf4_dequantize import powers_of_two
 from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
 from ..quantizer import LEAST, SKIP, left_dense
 
 CLASSES: Mapping[str, type[Blocks]] = {"Q4_0": Q40, "Q8_0": Q80, "MXFP4": Mxfp4}  # by gguf's names
+TYPES_OF_STACKS = {kind: name for name, kind in CLASSES.items() if kind.OF_STACKS}
 
 
 def packed_class(name: str, shape: tuple[int, ...], kind: str) -> type[Blocks] | None:
@@ -38,7 +40,7 @@ def weight_of(
     if kind.VALUES == 2:
         ordered = np.concatenate([codes & 15, codes >> 4], axis=-1)
         codes = ordered[..., ::2] | ordered[..., 1::2] << 4
-    if bool((scales > LARGEST).any() if kind is Mxfp4 else not np.isfinite(scales).all()):
+    if not np.isfinite(powers_of_two()[scales] if scales.dtype == np.uint8 else scales).all():
         problem = f"a block of {kind.KIND} has a scale that is not finite"
         raise ConfigError(f"load: {problem}; fetch the file again")
     packed = np.ascontiguousarray(codes).view(kind.CODES)

@@ -122,7 +122,7 @@ class Mxfp4(FourBits):
         The arrays do not fit each other, or dtype is not that of floats.
     """
 
-    KIND, SCALES = "mxfp4", UINT8
+    KIND, SCALES, OF_STACKS = "mxfp4", UINT8, True
 
     def __init__(self, packed: Array, scales: Array, *, dtype: Any = FLOAT32) -> None:
         super().__init__(packed, scales, dtype=dtype)

@@ -145,6 +145,7 @@ class Quantized(Chunked):
 
     KIND: ClassVar[str]  # its name in errors and in files
     IN_FOLDERS: ClassVar[bool] = True  # whether Hugging Face folders have a form of it
+    OF_STACKS: ClassVar[bool] = False  # whether they have it for stacks of experts alone
     part: tuple["Quantized", int, int] | None = None  # of a whole: its number among so many
 
     @property

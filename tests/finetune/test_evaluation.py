@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune import Lora, Run, Settings, Trainer, evaluate, metrics
-from unsloth_cupy.finetune.interrupt import Interrupted, Stop
-from unsloth_cupy.finetune.loop import Loop
+from unsloth_cupy.finetune import Lora, Run, Settings, Trainer, evaluate
+from unsloth_cupy.finetune.run import metrics
+from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
+from unsloth_cupy.finetune.run.loop import Loop
 from unsloth_cupy.models import Transformer, load
 
 from ..cli.test_cli import assert_one_clear_error, numbers, run, weights

@@ -22,11 +22,11 @@ from unsloth_cupy.finetune import (
     read_data,
     teach,
 )
-from unsloth_cupy.finetune.interrupt import Interrupted, Stop
-from unsloth_cupy.finetune.methods import METHODS
-from unsloth_cupy.finetune.preferences import pair_of
-from unsloth_cupy.finetune.records import Records
-from unsloth_cupy.finetune.run_folder import RunFolder
+from unsloth_cupy.finetune.data.preferences import pair_of
+from unsloth_cupy.finetune.data.records import Records
+from unsloth_cupy.finetune.methods.registry import METHODS
+from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
+from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.models import load
 
 from ..cli.test_cli import assert_one_clear_error, run

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy.finetune import Lora, reference
-from unsloth_cupy.finetune.loop import Loop
-from unsloth_cupy.finetune.methods import METHODS
-from unsloth_cupy.finetune.policy_methods import Policy
+from unsloth_cupy.finetune import Lora
+from unsloth_cupy.finetune.methods.policy_methods import Policy
+from unsloth_cupy.finetune.methods.registry import METHODS
+from unsloth_cupy.finetune.run import reference
+from unsloth_cupy.finetune.run.loop import Loop
 
 from ..harness.sampling import Sample
 from ..harness.whole_models import allowed_error, in_float64, judge_gradients

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from unsloth_cupy.finetune import loop
-from unsloth_cupy.finetune.loop import Loop
-from unsloth_cupy.finetune.run_folder import RunFolder
+from unsloth_cupy.finetune.run import loop
+from unsloth_cupy.finetune.run.loop import Loop
+from unsloth_cupy.finetune.run.run_folder import RunFolder
 
 from ..cli.test_cli import assert_one_clear_error, numbers, run, weights
 

@@ -18,12 +18,12 @@ from unsloth_cupy import cosine_schedule, linear_schedule
 from unsloth_cupy.cli.finetune import finetune
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Listener, Run, Settings, Trainer
-from unsloth_cupy.finetune.engine import noisy
-from unsloth_cupy.finetune.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.listener import announce
-from unsloth_cupy.finetune.loop import Loop, undecayed
 from unsloth_cupy.finetune.naming import named
-from unsloth_cupy.finetune.rates import rate_of
+from unsloth_cupy.finetune.run.engine import noisy
+from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
+from unsloth_cupy.finetune.run.loop import Loop, undecayed
+from unsloth_cupy.finetune.run.rates import rate_of
 from unsloth_cupy.models import Transformer, create
 from unsloth_cupy.models.objective import next_token
 

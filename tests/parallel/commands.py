@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_cupy.cli.commands import group
-from unsloth_cupy.finetune import loop
-from unsloth_cupy.finetune.loop import Loop
+from unsloth_cupy.finetune.run import loop
+from unsloth_cupy.finetune.run.loop import Loop
 
 
 def killed() -> None:

@@ -18,7 +18,7 @@ import numpy as np
 from unsloth_cupy import AdamW, ScheduleFreeAdamW
 from unsloth_cupy.cli import printer
 from unsloth_cupy.cli.commands import group
-from unsloth_cupy.finetune import loop, ranks
+from unsloth_cupy.finetune.run import loop, ranks
 from unsloth_cupy.models import create, optimizers
 from unsloth_cupy.parallel import Communicator
 from unsloth_cupy.placement import to_numpy

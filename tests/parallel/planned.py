@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from unsloth_cupy.cli.commands import group
-from unsloth_cupy.finetune.loop import Loop
+from unsloth_cupy.finetune.run.loop import Loop
 from unsloth_cupy.memory.planned_model import new_adapter
 from unsloth_cupy.memory.pool import memory_pool
 from unsloth_cupy.memory.stage_plan import Job, Layout, plan_stages

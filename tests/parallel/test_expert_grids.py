@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import CheckpointConfig
-from unsloth_cupy.finetune.engine import Engine
-from unsloth_cupy.finetune.ranks import Ranks
+from unsloth_cupy.finetune.run.engine import Engine
+from unsloth_cupy.finetune.run.ranks import Ranks
 from unsloth_cupy.memory.stage_plan import Layout
 from unsloth_cupy.models import load
 from unsloth_cupy.models.configs.names import is_stack

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune.engine import Engine
 from unsloth_cupy.finetune.lora import check_learns
-from unsloth_cupy.finetune.ranks import Ranks
-from unsloth_cupy.finetune.routing import Routing
+from unsloth_cupy.finetune.run.engine import Engine
+from unsloth_cupy.finetune.run.ranks import Ranks
+from unsloth_cupy.finetune.run.routing import Routing
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.objective import Reached, TrainingStep, next_token
 from unsloth_cupy.models.ranks.stages import ModelStage, pipeline_gradients, schedule_of

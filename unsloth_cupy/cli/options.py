@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 from ..errors import ConfigError
-from ..finetune.reporters import REPORTERS
-from ..finetune.settings import Settings, kind_of
-from ..finetune.training_config import read_training_config
+from ..finetune.run.reporters import REPORTERS
+from ..finetune.run.settings import Settings, kind_of
+from ..finetune.run.training_config import read_training_config
 from ..machine import tables_as_json
 from ..models.layers.context import KINDS as CONTEXTS
 from ..models.quantizer import KINDS

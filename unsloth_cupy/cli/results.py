@@ -7,10 +7,10 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..files import read_json
-from ..finetune.chat import Chat
-from ..finetune.loop import Loop
-from ..finetune.methods import MEASURES, METHODS
-from ..finetune.run_folder import RunFolder, model_without_weights
+from ..finetune.data.chat import Chat
+from ..finetune.methods.registry import MEASURES, METHODS
+from ..finetune.run.loop import Loop
+from ..finetune.run.run_folder import RunFolder, model_without_weights
 from ..machine import console, format_bytes
 from ..models.adapters.adapter_base import ADAPTER
 from ..models.adapters.into import IN_FOLDERS

@@ -11,12 +11,12 @@ import pytest
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.data.chat import ANSWERS, Chat, LeftOut, Lesson
-from unsloth_cupy.finetune.data.data_report import inspect_data
 from unsloth_cupy.finetune.data.records import Record, read_records
 from unsloth_cupy.finetune.data.spans import encoded
 from unsloth_cupy.finetune.data.tokenizer import load_tokenizer, train_tokenizer
 from unsloth_cupy.finetune.data.training_data import Shape, from_records
 from unsloth_cupy.finetune.methods.registry import METHODS
+from unsloth_cupy.finetune.run.data_report import inspect_data
 from unsloth_cupy.finetune.run.run_folder import model_without_weights
 from unsloth_cupy.models.text.chat import Chat as Template
 from unsloth_cupy.models.text.tokenizer import Tokenizer

@@ -35,7 +35,7 @@ def planned(loop: Loop) -> int:
         adapter = new_adapter(config, **plan.adapters.options(config))
     prompts = -(-plan.batch // groups.data.size)
     job = Job(
-        prompts, loop.training_data.largest[1] + method.new, DTYPES[plan.dtype], 32,
+        prompts, loop.training_data.largest[1] + method.max_new_tokens, DTYPES[plan.dtype], 32,
         plan.checkpoint_every, "cpu", adapter=adapter,
         context_attention=loop.ranks.context_attention or "ring",
         objective=method, optimizer=plan.kind, inputs=method.inputs(loop.ranks.rows(batch)),
@@ -47,7 +47,7 @@ def planned(loop: Loop) -> int:
 
 def measured(self: Loop) -> None:
     """Run a step, and write what it held."""
-    others = [getattr(each, "parameters", {}) for each in self.method.others]
+    others = [getattr(each, "parameters", {}) for each in self.method.other_models]
     arrays = self.model.parameters, self._learned(), self._own().state(), *others
     held = [array for each in arrays for _, array in held_arrays(each)]
     with memory_pool(held=held) as pool:

@@ -74,9 +74,9 @@ def what_follows(run: RunFolder) -> None:
     """Print the commands that use a finished run."""
     values = read_json(run.settings)
     method = METHODS[values.get("method", "sft")]
-    if method.used:  # it writes no text
+    if method.example:  # it writes no text
         load = f"models.load({json.dumps(str(run.model))})"
-        used = method.used.format(pooling=values.get("pooling") or "mean")
+        used = method.example.format(pooling=values.get("pooling") or "mean")
         code = f"from unsloth_cupy import models; model = {load}; print({used})"
         echo_next(["python", "-c", code])
         return

@@ -7,13 +7,13 @@ import sys
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 
-from .data.data_report import inspect_data as inspect_data
 from .data.sources import read_data as read_data
 from .listener import Listener as Listener
 from .lora import Lora as Lora
 from .run.callbacks import Callback as Callback
 from .run.callbacks import Control as Control
 from .run.callbacks import State as State
+from .run.data_report import inspect_data as inspect_data
 from .run.evaluation import Evaluation as Evaluation
 from .run.evaluation import evaluate as evaluate
 from .run.settings import Settings as Settings
@@ -26,7 +26,7 @@ class _Moved(MetaPathFinder):
     """Names the new place of a module that was in this folder itself, if it is imported there."""
 
     def find_spec(self, name: str, *_: object) -> None:
-        package, _, module = name.rpartition(".")
+        package, module = name.rpartition(".")[::2]
         if package == __name__:
             for file in Path(__file__).parent.glob(f"*/{module}.py"):
                 raise ModuleNotFoundError(f"{name} is now {package}.{file.parent.name}.{module}")

@@ -36,8 +36,8 @@ from ...models.text.chat import (
     settings_text,
 )
 from ...models.text.chat import Chat as Template
-from ..run.new_model import TOKENIZER
 from .messages import shown
+from .tokenizer import SETTINGS
 
 KNOWN = {"role", "content", "tool_calls", "tool_call_id", "weight", *REASONING}  # of a message
 MOST_KEYS = 100  # of messages, that an account counts
@@ -103,7 +103,7 @@ class Chat(Template):
         super().__init__(folder)
         self.left_out = Counter[LeftOut]()
         if folder is None:
-            self.files = {CONFIG: settings_text(TOKENIZER)}
+            self.files = {CONFIG: settings_text(SETTINGS)}
 
     @functools.cached_property
     def marked(self) -> bool:

@@ -17,9 +17,10 @@ from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from ...errors import ConfigError
-from ..methods.registry import methods_of
 from ..naming import named
 from .messages import MEDIA, check_plain, checked_messages, shown, text_of
+from .rows import LABELLED, PROMPTS, RATED, RELATED, methods_of
+from .rows import PAIRS as PREFERENCES
 
 CHATS = ("messages", "conversations", "conversation", "dialogue", "dialog")
 # The first of each that a row has counts: a published file may have several.
@@ -277,7 +278,7 @@ def _form(names: tuple[str, ...], answers: tuple[str, ...]) -> Form | Refusal | 
         if reference := first(REFERENCES):
             return Refusal(_prompts(known[question], known[reference]))
         partner = USUAL.get(question, "answer")
-        why = f"; {LEARNS}, and prompts alone are for the method {methods_of('prompts')}"
+        why = f"; {LEARNS}, and prompts alone are for the method {methods_of(PROMPTS)}"
         why *= question == "prompt"
         return Refusal(f"has {shown(known[question])} but no {partner}; add {partner}{why}")
     elif answer:
@@ -304,15 +305,15 @@ def _other_method(
         ("tokens", have(*TOKENS) if "input_ids" in known else [], "write the texts themselves"),
         ("images or sounds", have(*MEDIA), "leave these rows out"),
         ("preference pairs", have(*(each for each in SIDES if each not in answers)),
-         f"choose the method {methods_of('pairs')}, or write the chosen answers as completion or"
-         " messages"),
+         f"choose the method {methods_of(PREFERENCES)}, or write the chosen answers as"
+         " completion or messages"),
         ("pairs for embedding", pairs[0] if pairs else [],
-         f"choose the method {methods_of('related texts')}, or write texts"),
+         f"choose the method {methods_of(RELATED)}, or write texts"),
         ("several answers to a question", several, "write the one to learn as completion"),
         ("labels for classification", have(*LABELS) if is_text else [],
-         f"choose the method {methods_of('labelled texts')}, or remove the column"),
+         f"choose the method {methods_of(LABELLED)}, or remove the column"),
         ("unpaired preferences", have(*LABELS),
-         f"choose the method {methods_of('rated')}, or keep the good examples, without the column"),
+         f"choose the method {methods_of(RATED)}, or keep the good examples, without the column"),
         ("scored texts", have(*SCORES), "keep the rows to learn, without the column"),
         ("weighted rows", have(*WEIGHTS),
          "give messages their weight, 0 or 1, and files theirs as FILE:2"),
@@ -332,7 +333,7 @@ def _other_method(
 
 def _prompts(prompt: str, answer: str) -> str:
     """Return the message about prompts whose answers are for rewards."""
-    cure = f"choose the method {methods_of('prompts')}, or write what is to be learned as"
+    cure = f"choose the method {methods_of(PROMPTS)}, or write what is to be learned as"
     cure += f" completion, {shown(answer)} does not say it"
     return (
         f"holds prompts with an answer for rewards ({listed((prompt, answer))}); {LEARNS}: {cure}"

@@ -12,7 +12,6 @@ from collections.abc import Collection
 from typing import Any, NoReturn
 
 from ...errors import ConfigError
-from ..methods.rewards import GIVEN
 from .forms import (
     CHATS,
     CONTEXTS,
@@ -26,6 +25,7 @@ from .forms import (
     parsed,
 )
 
+ARGUMENTS = ("prompts", "completions", "completion_ids")  # of a reward, beside columns
 ASKS = {*CHATS, *QUESTIONS, *CONTEXTS, *SYSTEMS, "tools", "functions", "history",
         "chat_template_kwargs"}  # fmt: skip
 SAID = "completion"  # the column that a row to be learned would have
@@ -49,7 +49,7 @@ def prompt_of(values: Any, ignore: Collection[str] = ()) -> Content:
     name = next((known[each] for each in (*CHATS, *QUESTIONS) if each in known), None)
     if name is None:
         _wrong(f"holds {listed(row) or 'nothing'}", WRITE)
-    if taken := [name for name in row if name in GIVEN]:
+    if taken := [name for name in row if name in ARGUMENTS]:
         _wrong(f"holds {listed(taken)}, which rewards get of the answers", "name it in another way")
     # as a row to be learned, whose answer then leaves it
     value, answer = parsed(columns[name]), [{"role": "assistant", "content": "-"}]

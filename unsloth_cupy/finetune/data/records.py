@@ -20,8 +20,6 @@ from ...core.dtypes import Array
 from ...errors import ConfigError
 from ...models.text.chat import Span
 from ..listener import reading
-from ..methods.method import LABELLED, PAIRS, PROMPTS, RATED, RELATED, SCORED, TEXTS
-from ..methods.registry import METHODS
 from .chat import Chat, Lesson
 from .data_files import Located, Temporary, located, name_of
 from .forms import Content, content_of, listed
@@ -29,6 +27,7 @@ from .labelled import labelled_of
 from .preferences import pair_of, rated_of, scored_of
 from .prompts import prompt_of
 from .related import related_of
+from .rows import KINDS, LABELLED, PAIRS, PROMPTS, RATED, RELATED, SCORED, TEXTS
 from .tables import PROCESSED, ROW, Row, rows_of
 from .text import HELD_OUT_CHARACTERS, HELD_OUT_SHARE, SMALL
 
@@ -268,7 +267,7 @@ def read_records(
         digest.update(repr(sorted(ignore)).encode())
     where = files[0].name + f" and {len(files) - 1} more" * (len(files) > 1)
     weights = np.repeat([file.weight for file in files], np.diff([0, *ends]))
-    most = HELD_OUT_PROMPTS if METHODS[method].draws else len(weights)
+    most = HELD_OUT_PROMPTS if PROMPTS in KINDS[method] else len(weights)
     train, held_out = _split(where, collected, weights, most=most, whole=whole)
     of_it = (", object " if file.kind == "JSON" else ":" for file in files)  # perhaps in one line
     return Records(
@@ -281,7 +280,7 @@ def read_records(
 def _content(file: Located, number: int, row: Row, ignore: Collection[str], method: str) -> Content:
     """Return the content of a row, or raise a ConfigError that names file, line and cure."""
     try:
-        return READERS[METHODS[method].reads[0]](row.values, ignore)
+        return READERS[KINDS[method][0]](row.values, ignore)
     except ConfigError as error:
         of_list = f"object {number}: " if file.kind == "JSON" else ""
         raise ConfigError(f"{file.name}:{row.line}: {of_list}{error}") from None

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 
 from ...errors import ConfigError
 from ...ops.common.checks import check_choice
-from ..methods.registry import METHODS
 from .data_files import Located, located, name_of, unpacked
 from .records import Records, read_records
+from .rows import KINDS
 from .text import Text, python_documentation, read_text, split
 
 
@@ -49,7 +49,7 @@ def find_data(
 ) -> DataFiles:
     """Return the files of training data that ``read_data`` reads."""
     every: Any = ignore
-    check_choice(call, "method", method, tuple(METHODS))
+    check_choice(call, "method", method, tuple(KINDS))
     if not isinstance(every, list | tuple | set | frozenset):
         raise ConfigError(f"{call}(ignore={ignore!r}): give a list of columns")
     files, note = ([], "") if data is None else located(data, call)

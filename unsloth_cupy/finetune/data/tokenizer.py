@@ -10,9 +10,18 @@ from ...errors import ConfigError
 from ...models.text.tokenizer import load_tokenizer
 from ..naming import named
 
-__all__ = ["BYTES", "END", "encode", "load_tokenizer", "token_kind", "train_tokenizer"]
+__all__ = ["BYTES", "END", "SETTINGS", "encode", "load_tokenizer", "token_kind", "train_tokenizer"]
 END = "<|endoftext|>"
 BYTES = 256
+# tokenizer_config.json: tells other libraries which token ends a text and which one pads a row
+SETTINGS = {
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "bos_token": END,
+    "eos_token": END,
+    "pad_token": END,
+    "padding_side": "left",
+    "clean_up_tokenization_spaces": False,
+}
 
 
 def train_tokenizer(text: str | Iterable[str], vocabulary: int, special: Sequence[str] = ()) -> Any:

@@ -18,11 +18,10 @@ from ...core.dtypes import Array
 from ...errors import ConfigError
 from ...models.text.tokenizer import check_tokens
 from ..listener import reading
-from ..methods.method import Method
-from ..methods.registry import METHODS
 from ..naming import named
 from .chat import Chat, LeftOut, left_out_by
 from .records import Record, Records
+from .rows import Format
 from .spans import NOBODY, encoded
 from .text import (
     IGNORE,
@@ -114,7 +113,7 @@ class Shape(NamedTuple):
     length: int  # tokens in a row
     pack: bool  # whether examples share rows
     pad: int  # the token that fills rows up
-    method: Method = METHODS["sft"]
+    method: Format = Format()  # of the method of training
 
     def fits(self, count: int, used: int) -> bool:
         """Return whether ``count`` groups of ``used`` tokens in all fit into one batch."""
@@ -330,7 +329,8 @@ def from_records(
             cure = f"give more {named('tokens')}"
             if method.draws:
                 problem = f"no prompt that is {which} leaves room for"
-                problem += f" {named(max_new_tokens=method.new)} in {named(tokens=shape.length)}"
+                room = named(max_new_tokens=method.max_new_tokens)
+                problem += f" {room} in {named(tokens=shape.length)}"
                 cure += f", or fewer {named('max_new_tokens')}"
             other = records.evaluated if part is held_out else None
             where = named(eval=other.where) if other else named(text=records.where)
@@ -353,7 +353,7 @@ def from_records(
     first, (rows, longest), held_shape = held_out[0], train.largest(shape), shape
     begin = int((first.labels != IGNORE).argmax())
     if method.draws:  # one answer to each prompt is held out, of a step many
-        begin, longest = len(first.tokens), longest + method.new
+        begin, longest = len(first.tokens), longest + method.max_new_tokens
         held_shape = shape._replace(batch=shape.batch * method.samples)
     prompt = first.tokens[: begin if begin > 1 else PROMPT_TOKENS].tolist()
     if method.sums:
@@ -388,13 +388,13 @@ def account(examples: Examples, cut: int, dropped: int, length: int) -> str:
 
 
 def account_of_answers(
-    examples: Examples, method: Method, cut: int, dropped: int, length: int
+    examples: Examples, method: Format, cut: int, dropped: int, length: int
 ) -> str:
     """Return in words what of pairs, or of answers that are good or not, is learned."""
     units, counts = len(examples) // method.group, examples.counts
     if method.draws:
-        text = f"{units:,} of {units + dropped:,} prompts are answered, {method.said}"
-        few = f"{named(max_new_tokens=method.new)} in {named(tokens=length)}"
+        text = f"{units:,} of {units + dropped:,} prompts are answered, {method.summary}"
+        few = f"{named(max_new_tokens=method.max_new_tokens)} in {named(tokens=length)}"
         text += f"; {dropped:,} dropped, which leave no room for {few}" * bool(dropped)
         return text + _left_out(examples)
     of_kind = f"{method.unit} ({counts['good']:,} of them good)" if counts["good"] else method.unit
@@ -404,7 +404,7 @@ def account_of_answers(
     text += f", {cut:,} cut at {named(tokens=length)}" * bool(cut)
     if same := counts["same"]:
         text += f"; of {same:,} both answers are equal"
-    return text + f"; {method.said}" * bool(method.said) + _left_out(examples)
+    return text + f"; {method.summary}" * bool(method.summary) + _left_out(examples)
 
 
 def _left_out(examples: Examples) -> str:
@@ -419,7 +419,7 @@ def _answers(
     most: int,
     chat: Chat,
     part: Sequence[Record],
-    method: Method,
+    method: Format,
 ) -> tuple[Examples, int, int]:
     """Return the answers of records, how many units were truncated, and how many are dropped.
 
@@ -469,7 +469,7 @@ def _answers(
 
 
 def _plain(
-    records: Records, tokenizer: Any, most: int, method: Method, part: Sequence[Record]
+    records: Records, tokenizer: Any, most: int, method: Format, part: Sequence[Record]
 ) -> tuple[Examples, int, int]:
     """Return the texts of records, of which all is read, and how many units were truncated."""
     result, long = Examples(token_kind(tokenizer)), 0
@@ -493,7 +493,7 @@ def _prompts(
     tokenizer: Any,
     most: int,
     chat: Chat,
-    method: Method,
+    method: Format,
     part: Sequence[Record],
 ) -> tuple[Examples, int, int]:
     """Return the prompts of records by their numbers, and how many leave no room for an answer."""
@@ -508,7 +508,7 @@ def _prompts(
         if not len(tokens):
             cure = "write a question that the tokenizer has tokens for"
             raise ConfigError(f"{records.place(record.line)}: a prompt has no tokens; {cure}")
-        if len(tokens) + method.new > most:
+        if len(tokens) + method.max_new_tokens > most:
             dropped += 1
             continue
         result.append(Example(tokens, tokens, record.line, value=number))

@@ -39,10 +39,10 @@ class Distill(Method):
         if settings.teacher is None:
             cure = f"give {named('teacher')}, the folder of a model"
             raise ConfigError(f"{named(method='distill')} has nobody to learn from; {cure}")
-        linear_divergence(*(np.zeros((1, 1), FLOAT32) for _ in range(4)), **self.given)
+        linear_divergence(*(np.zeros((1, 1), FLOAT32) for _ in range(4)), **self.loss_options)
 
     @property
-    def others(self) -> Sequence[Any]:
+    def other_models(self) -> Sequence[Any]:
         """The teacher."""
         return () if self.teacher is None else (self.teacher,)
 
@@ -59,12 +59,12 @@ class Distill(Method):
         ConfigError
             Its divergence needs those of all tokens.
         """
-        if self.given["kind"] != "jsd" or self.given.get("beta"):
+        if self.loss_options["kind"] != "jsd" or self.loss_options.get("beta"):
             problem = "holds the likeliest tokens, and all but the forward divergence need others"
             cure = f"leave {named('loss')} and {named('beta')} out, or give the model itself"
             raise ConfigError(f"{named(teacher=taught.folder)} {problem}; {cure}")
         options = {"temperature": float(taught.facts["temperature"])}
-        return dataclasses.replace(self, given=options, taught=taught)
+        return dataclasses.replace(self, loss_options=options, taught=taught)
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return a batch, with what is stored of the token after each."""
@@ -96,13 +96,13 @@ class Distill(Method):
         options: dict[str, Any] = {"mask": learned, "softcap": model.config.logit_softcap}
         if self.taught is not None:
             best, logs = (own_tokens(context, batch[name]) for name in ("best", "logs"))
-            losses = linear_top_k_divergence(x, head, best, logs, **options, **self.given)
+            losses = linear_top_k_divergence(x, head, best, logs, **options, **self.loss_options)
         else:
             by_teacher, of_teacher = head_inputs(self.teacher)
             words = min(head.shape[0], of_teacher.shape[0])  # some rows may be of no token
             losses = linear_divergence(
                 x, first(head, words), by_teacher, first(of_teacher, words), **options,
-                teacher_softcap=self.teacher.config.logit_softcap, **self.given,
+                teacher_softcap=self.teacher.config.logit_softcap, **self.loss_options,
             )  # fmt: skip
         losses = losses if context is None else context.whole(losses)
         return losses.sum() * (1 / batch["count"])

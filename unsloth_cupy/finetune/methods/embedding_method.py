@@ -19,7 +19,7 @@ from ...models.configs.heads import NONE, POOLINGS
 from ...ops.linear.embedding import embedding
 from ..data.text import Batch
 from ..naming import named
-from .method import RELATED, stacked, starts_of, value_of
+from .method import stacked, starts_of, value_of
 from .scoring_methods import Scoring, texts_of
 
 TEMPERATURE = 0.05
@@ -31,19 +31,18 @@ MODULES = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"
 class Embed(Scoring):
     """Learns embeddings: ``losses.contrastive`` of the queries and all documents of a batch."""
 
-    reads: tuple[str, ...] = (RELATED,)
     losses: tuple[str, ...] = ()
     group: int = 2
     unit: str = "pairs"
     sums: int = 3
     head: str | None = NONE
-    used: str = 'model.embeddings(model.tokenizer.encode("a text")[None], pooling="{pooling}")'
+    example: str = 'model.embeddings(model.tokenizer.encode("a text")[None], pooling="{pooling}")'
     plain: bool = True
 
     @property
     def pooling(self) -> str:
         """How hidden states become a vector."""
-        return str(self.given.get("pooling", POOLINGS[0]))
+        return str(self.loss_options.get("pooling", POOLINGS[0]))
 
     def check(self, settings: Any) -> None:
         """Raise for parts of a batch, whose documents would not be compared."""
@@ -83,7 +82,7 @@ class Embed(Scoring):
         """Return the loss of queries."""
         vectors = model.embeddings(**texts_of(batch), pooling=self.pooling)
         queries, documents = (embedding(batch[n], vectors) for n in ("queries", "documents"))
-        scale = 1 / self.given.get("temperature", TEMPERATURE)
+        scale = 1 / self.loss_options.get("temperature", TEMPERATURE)
         loss = contrastive(queries, documents, scale=scale, count=batch["count"])
         if (sink := batch.get("sink")) is not None:
             sink.append(self._sums(value_of(queries), value_of(documents)))

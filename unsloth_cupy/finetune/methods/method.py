@@ -19,68 +19,44 @@ from ...models.objective import next_token
 from ...ops.linear.embedding import embedding
 from ...placement import full_like, to_device_of
 from ...training.variable import Var
+from ..data.rows import Format
 from ..data.text import Batch
 
-TEXTS, PAIRS, RATED = "texts", "pairs", "rated"  # what rows hold
-SCORED = "scored pairs"  # pairs that may have margins
-LABELLED, RELATED, PROMPTS = "labelled texts", "related texts", "prompts"
 BATCH = {"tokens", "labels", "offsets"}  # entries of a batch that the loss of next tokens takes
 FOLDERS = ("reference", "teacher")  # settings that are other models
 
 
 @dataclasses.dataclass(frozen=True)
-class Method:
+class Method(Format):
     """Learns the next token of texts; another method changes what it needs.
 
     Attributes
     ----------
-    reads : tuple of str
-        The rows that it learns from: texts, pairs, rated (answers that are good or not).
     uses : tuple of str
         Its settings, of those that not all methods have.
-    losses : tuple of str
-        What the setting ``loss`` may be; the first is the default.
-    group : int
-        Texts that belong together.
-    unit : str
-        What its loss is a mean of, in the plural.
     rates : (float, float), optional
         Default learning rates, of a whole model and of adapters.
-    sums : int
-        How many numbers its objective adds to the sink.
     largest : int
-        How many of them, the last ones, are not sums: their maximum counts.
+        How many of its ``sums``, the last ones, are not sums: their maximum counts.
     head : str, optional
         The head that it trains, new if the model has another one; None: the model's own.
     names : tuple of str
         What the outputs of that head are.
-    used : str
-        An expression with the model for what it is for, if that is not to write.
-    plain : bool
-        Whether it learns from all of a text, as the tokenizer writes it.
-    draws : bool
-        Whether it learns from answers that the model draws to prompts.
-    new : int
-        Then the tokens of an answer at most.
-    given : dict
-        Options of its loss.
+    example : str
+        Example call of the trained model, if it does not generate text.
+    loss_options : dict
+        Options of its loss, from the settings.
+
+    All other attributes are those of ``Format``.
     """
 
-    reads: tuple[str, ...] = (TEXTS,)
     uses: tuple[str, ...] = ()
-    losses: tuple[str, ...] = ()
-    group: int = 1
-    unit: str = "tokens"
     rates: tuple[float, float] | None = None
-    sums: int = 0
     largest: int = 0
     head: str | None = None
     names: tuple[str, ...] = ()
-    used: str = ""
-    plain: bool = False
-    draws: bool = False
-    new: int = 0
-    given: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    example: str = ""
+    loss_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def compares(self) -> bool:
@@ -88,13 +64,13 @@ class Method:
         return "reference" in self.uses
 
     @property
-    def others(self) -> Sequence[Any]:
+    def other_models(self) -> Sequence[Any]:
         """Other models that its loss computes with."""
         return ()
 
     def bound(self, settings: Any) -> Self:
         """Return this method with the values of settings."""
-        return dataclasses.replace(self, given=self.options(settings))
+        return dataclasses.replace(self, loss_options=self.options(settings))
 
     def options(self, settings: Any) -> dict[str, Any]:
         """Return the settings of this method that have a value, as its loss names them."""
@@ -113,16 +89,6 @@ class Method:
         """Return this method with what the data tell, and the config.json of the model."""
         return self
 
-    @property
-    def said(self) -> str:
-        """What the data tell, in words."""
-        return ""
-
-    @property
-    def samples(self) -> int:
-        """The number of answers to a prompt, if it draws them."""
-        return 1
-
     def first(self, step: int, accumulate: int) -> int:
         """Return the number of the first batch of a step, whose batches are ``accumulate``."""
         return step * accumulate
@@ -139,17 +105,9 @@ class Method:
         """Return this method with what ``read`` knows of the folders of models that reward."""
         return self
 
-    def texts(self, record: Any) -> list[str]:
-        """Return the texts of a record, all of which is read."""
-        return [record.answer]
-
     def files(self, config: Any) -> dict[str, str]:
         """Return files to write beside the model."""
         return {}
-
-    def value(self, record: Any) -> float:
-        """Return what it knows of a record, as a number."""
-        return record.value or 0.0
 
     @property
     def loading(self) -> dict[str, Any]:
@@ -201,7 +159,7 @@ class Method:
         """Return numbers for the log from the sums over the batches of a step."""
         return {}
 
-    def asked(self, tokens: int) -> int:
+    def question_length(self, tokens: int) -> int:
         """Return how many of the tokens of a full row are a question at least."""
         return 0
 
@@ -209,7 +167,7 @@ class Method:
         """Return the inputs of full rows, to plan their memory: views of those of one."""
         rows = np.ones((self.group, tokens), np.int64)
         labels = rows.copy()
-        labels[:, : self.asked(tokens)] = IGNORE
+        labels[:, : self.question_length(tokens)] = IGNORE
         beside: dict[str, Array] = {"desirable": rows > 0, "real": rows > 0}
         beside["value"] = np.zeros(rows.shape)
         beside |= {"reference": np.zeros(rows.shape, FLOAT32), "taught": np.zeros_like(rows)}

@@ -21,11 +21,11 @@ from ...models.loss import IGNORE
 from ...models.parse import parse
 from ...parallel.communicator import part
 from ...placement import to_numpy
+from ..data.prompts import ARGUMENTS
 from ..data.text import Batch, Example
 from ..data.turns import end_tokens
 from ..naming import named
 from .method import (
-    PROMPTS,
     Method,
     answers,
     gathered,
@@ -37,7 +37,7 @@ from .method import (
 )
 from .preference_methods import RATES
 from .reward_models import RewardModel
-from .rewards import GIVEN, Reward, rewards_of, scores
+from .rewards import Reward, rewards_of, scores
 
 SAMPLES, NEW = 8, 256  # answers to a prompt, and tokens of an answer at most
 CLIP = 0.2
@@ -60,43 +60,42 @@ class Policy(Method):
         Batches whose prompts are answered by the same model.
     """
 
-    reads: tuple[str, ...] = (PROMPTS,)
     unit: str = "prompts"
     rates: tuple[float, float] | None = RATES
     sums: int = 6
     draws: bool = True
     rewards: tuple[Reward, ...] = ()
     text: Any = None
-    new: int = NEW
+    max_new_tokens: int = NEW
     drawn_at_once: int = 1
 
     @property
     def samples(self) -> int:
         """The number of answers to a prompt."""
-        return int(self.given.get("samples", SAMPLES))
+        return int(self.loss_options.get("samples", SAMPLES))
 
     @property
     def iterations(self) -> int:
         """How many updates learn from an answer."""
-        return int(self.given.get("num_iterations", 1))
+        return int(self.loss_options.get("num_iterations", 1))
 
     @property
     def temperature(self) -> float:
         """That of drawing, by which the log-probabilities of training are too."""
-        return float(self.given.get("temperature", 1.0))
+        return float(self.loss_options.get("temperature", 1.0))
 
     @property
     def invariant(self) -> bool:
         """Whether the log-probabilities of drawing and of training have the same bits."""
-        return bool(self.given.get("invariant"))
+        return bool(self.loss_options.get("invariant"))
 
     @property
     def loss(self) -> dict[str, Any]:
         """The options of the loss."""
-        return {"kind": self.given["kind"], "beta": self.given.get("beta", 0.0)}
+        return {"kind": self.loss_options["kind"], "beta": self.loss_options.get("beta", 0.0)}
 
     @property
-    def others(self) -> Sequence[Any]:
+    def other_models(self) -> Sequence[Any]:
         """The models that reward."""
         models = (getattr(each, "model", None) for each in self.rewards)
         return [model for model in models if model is not None]
@@ -109,7 +108,9 @@ class Policy(Method):
                 limits[name.removeprefix("reward_")] = options.pop(name)
         at_once = options.pop("steps_per_generation", settings.accumulate)
         rewards = rewards_of(options.pop("reward", ()), **limits)
-        return dataclasses.replace(self, given=options, rewards=rewards, drawn_at_once=at_once)
+        return dataclasses.replace(
+            self, loss_options=options, rewards=rewards, drawn_at_once=at_once
+        )
 
     def with_models(self, read: Callable[[Any], Any]) -> Self:
         """Return this method with what ``read`` knows of the folders of models that reward."""
@@ -162,18 +163,20 @@ class Policy(Method):
     def fitted(self, text: Any, config: Mapping[str, Any]) -> Self:
         """Return this method with its prompts, and the most tokens of an answer to them."""
         every = (record for part in (text.train, text.held_out) for record in part)
-        columns = dict.fromkeys((*GIVEN, *(name for record in every for name in record.value)))
+        columns = dict.fromkeys((*ARGUMENTS, *(name for record in every for name in record.value)))
         for reward in self.rewards:
             reward.check(columns)
         return dataclasses.replace(self.sized(config), text=text)
 
     def sized(self, config: Mapping[str, Any]) -> Self:
         """Return this method with the most tokens of an answer, by the config.json of a model."""
-        new = self.given.get("max_new_tokens") or max(1, min(NEW, parse(config).positions // 2))
-        return dataclasses.replace(self, new=new)
+        new = self.loss_options.get("max_new_tokens") or max(
+            1, min(NEW, parse(config).positions // 2)
+        )
+        return dataclasses.replace(self, max_new_tokens=new)
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """What rewards the answers."""
         each = (f"{r.weight:g} x {r.name}" if r.weight != 1 else r.name for r in self.rewards)
         return f"rewarded by {', '.join(each)}"
@@ -187,7 +190,7 @@ class Policy(Method):
         stored = sizes["kv_heads"] * sizes["dim"] * (2 if sizes["latent"] is None else 1)
         each = stored * loop.model.dtype.itemsize
         cache = format_bytes(rows * each * sum(min(window, tokens) for window in windows))
-        few = f"{rows:,} answers of {self.new:,} tokens at most"
+        few = f"{rows:,} answers of {self.max_new_tokens:,} tokens at most"
         return f"a pass draws {few}, whose keys and values take {cache}"
 
     def updates(self, accumulate: int) -> int:
@@ -230,7 +233,7 @@ class Policy(Method):
         if loop.chat is not None:
             ends = end_tokens(loop.chat, loop.tokenizer, loop.model.config)
         drawn = loop.model.rollouts(
-            prompts, samples=samples, max_new_tokens=self.new, stop=ends,
+            prompts, samples=samples, max_new_tokens=self.max_new_tokens, stop=ends,
             invariant=self.invariant, **options,
         )  # fmt: skip
         stops = {*(loop.model.config.end_tokens if ends is None else ends)}
@@ -372,7 +375,7 @@ class Policy(Method):
         """
         texts = sum(batch.label_count for batch in batches)
         tokens = sum(float(batch.facts["tokens"]) for batch in batches)
-        of_kind = {"dapo": tokens, "dr_grpo": texts * self.new}
+        of_kind = {"dapo": tokens, "dr_grpo": texts * self.max_new_tokens}
         return {"count": max(1, of_kind.get(self.loss["kind"], texts))}
 
     def before(
@@ -424,13 +427,13 @@ class Policy(Method):
         each["ratio"] = ratio / max(ratios, 1)
         return {**constants, **each, "length": tokens / max(texts, 1)}
 
-    def asked(self, tokens: int) -> int:
+    def question_length(self, tokens: int) -> int:
         """Return how many of the tokens of a full row are a question at least."""
-        return max(1, tokens - self.new)
+        return max(1, tokens - self.max_new_tokens)
 
     def rehearse(self, model: Any, rows: int, tokens: int) -> None:
         """Do with planned arrays what holds memory while answers that fill these rows are drawn."""
-        asked, like = self.asked(tokens), model.table
+        asked, like = self.question_length(tokens), model.table
         planned_rollouts(model, rows // self.samples, self.samples, asked, tokens - asked)
         for reward in self.rewards:
             if isinstance(reward, RewardModel) and reward.model is not None:  # else in another rank

@@ -15,8 +15,6 @@ from ...placement import to_numpy
 from ..data.text import Batch
 from ..naming import named
 from .method import (
-    PAIRS,
-    RATED,
     Method,
     answers,
     every,
@@ -45,7 +43,6 @@ class Preference(Method):
         Whether their questions count in that.
     """
 
-    reads: tuple[str, ...] = (PAIRS,)
     group: int = 2
     unit: str = "pairs"
     rates: tuple[float, float] | None = RATES
@@ -57,12 +54,12 @@ class Preference(Method):
         """Return this method with the values of settings."""
         options = self.options(settings)
         weight = options.pop("nll", self.nll)
-        return dataclasses.replace(self, given=options, nll=weight)
+        return dataclasses.replace(self, loss_options=options, nll=weight)
 
     def check(self, settings: Any) -> None:
         """Raise as the loss does, for a pair of one token each."""
-        one, kind = np.zeros((2, 1), FLOAT32), self.given["kind"]
-        preference(one, one == 0, one if self.compares else None, **self.given)
+        one, kind = np.zeros((2, 1), FLOAT32), self.loss_options["kind"]
+        preference(one, one == 0, one if self.compares else None, **self.loss_options)
         if kind in SORTED and (settings.accumulate > 1 or (settings.data_parallel or 1) > 1):
             problem = f"{named(loss=kind)} compares all pairs of a step with each other"
             cure = f"leave {named('accumulate')} and {named('data_parallel')} out"
@@ -74,7 +71,9 @@ class Preference(Method):
             return loss_of_none(model, batch)
         fields = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
         rows, mask, likely = gathered(fields.log_probs, batch["places"]), batch["said"], None
-        loss = preference(rows, mask, batch.get("reference"), count=batch["count"], **self.given)
+        loss = preference(
+            rows, mask, batch.get("reference"), count=batch["count"], **self.loss_options
+        )
         if self.nll:
             count = batch.get("likely_count", 1)
             likely = nll(fields.log_probs, batch["likely"], count=count)
@@ -85,9 +84,9 @@ class Preference(Method):
 
     def _sums(self, rows: Array, batch: Mapping[str, Any], likely: Any) -> Array:
         """Return pairs, right ones, rewards and log-probabilities of both answers, and the nll."""
-        mask, half, beta = batch["said"], len(rows) // 2, self.given.get("beta", BETA)
+        mask, half, beta = batch["said"], len(rows) // 2, self.loss_options.get("beta", BETA)
         rewards = implicit_rewards(rows, mask, batch.get("reference"), beta=beta)
-        if self.given["kind"] in ("simpo", "orpo"):  # their scores are means
+        if self.loss_options["kind"] in ("simpo", "orpo"):  # their scores are means
             rewards = rewards / np.maximum(mask.sum(axis=1), 1)
         texts, right = np.where(mask, rows, 0).sum(axis=1), rewards[:half] > rewards[half:]
         of_both = [each[part].sum() for each in (rewards, texts) for part in halves(half)]
@@ -132,7 +131,6 @@ class Kto(Method):
     divergence from the reference is the point from which rewards count.
     """
 
-    reads: tuple[str, ...] = (RATED, PAIRS)
     group: int = 2
     unit: str = "answers"
     rates: tuple[float, float] | None = RATES
@@ -141,12 +139,12 @@ class Kto(Method):
     def bound(self, settings: Any) -> Self:
         """Return this method with the values of settings; one loss needs no second text."""
         options = self.options(settings)
-        return dataclasses.replace(self, given=options, group=1 + (options["kind"] == "kto"))
+        return dataclasses.replace(self, loss_options=options, group=1 + (options["kind"] == "kto"))
 
     def check(self, settings: Any) -> None:
         """Raise as the loss does, for an answer of one token."""
         one = np.zeros((1, 1), FLOAT32)
-        options = {n: v for n, v in self.given.items() if n in ("kind", "beta")}
+        options = {n: v for n, v in self.loss_options.items() if n in ("kind", "beta")}
         kto(one, one == 0, one, one[0] == 0, **options)
 
     def __call__(self, model: Any, **batch: Any) -> Any:
@@ -155,13 +153,13 @@ class Kto(Method):
             return loss_of_none(model, batch)
         fields = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
         rows, good = gathered(fields.log_probs, batch["places"]), batch["desirable"]
-        options = {n: v for n, v in self.given.items() if n in ("kind", "beta")}
+        options = {n: v for n, v in self.loss_options.items() if n in ("kind", "beta")}
         options |= {"k": batch.get("k", 0.0)} if self.group == 2 else {}
         options |= {"weights": self._weights(good, rows), "count": batch["count"]}
         texts = batch["said"], batch["reference"]
         loss = kto(rows, *texts, good, **options)
         if (sink := batch.get("sink")) is not None:
-            beta = self.given.get("beta", BETA)
+            beta = self.loss_options.get("beta", BETA)
             rewards = implicit_rewards(value_of(rows), *texts, beta=beta)
             sums = [good.sum(), np.where(good, rewards, 0).sum()]
             sums += [(~good).sum(), np.where(good, 0, rewards).sum()]
@@ -170,7 +168,10 @@ class Kto(Method):
 
     def _weights(self, good: Array, rows: Any) -> Any:
         """Return the weight of each answer; None if all have the same."""
-        weights = self.given.get("desirable_weight"), self.given.get("undesirable_weight")
+        weights = (
+            self.loss_options.get("desirable_weight"),
+            self.loss_options.get("undesirable_weight"),
+        )
         if weights == (None, None):
             return None
         of_good, of_others = (1.0 if weight is None else weight for weight in weights)

@@ -3,14 +3,15 @@
     method = METHODS["dpo"].bound(settings)
 
 A new one is a row here: a class with other settings, or a small class of its own.  It names the
-settings that it uses, so that any other is an error.
+settings that it uses, so that any other is an error; ``data.rows`` says which rows it reads.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from ...losses.preferences import KINDS
 from ...losses.unpaired import KINDS as RATINGS
 from ...ops.losses.divergence import KINDS as DIVERGENCES
+from ..data.rows import listing
 from .distillation import Distill
 from .embedding_method import Embed
 from .method import Method
@@ -57,14 +58,3 @@ OPTIONS = tuple(dict.fromkeys(name for method in METHODS.values() for name in me
 def using(option: str) -> str:
     """Return the names of the methods that use a setting."""
     return listing(name for name, method in METHODS.items() if option in method.uses)
-
-
-def methods_of(reads: str) -> str:
-    """Return the names of the methods that read such rows."""
-    return listing(name for name, method in METHODS.items() if reads in method.reads)
-
-
-def listing(names: Iterable[str]) -> str:
-    """Return names in words."""
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last

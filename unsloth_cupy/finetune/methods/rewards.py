@@ -25,12 +25,12 @@ from ...core.dtypes import Array
 from ...errors import ConfigError
 from ...files import path_of
 from ..data.messages import shown
+from ..data.prompts import ARGUMENTS
 from ..listener import announce
 from ..naming import named
 from .reward_models import RewardModel
 from .reward_pool import SECONDS, EndedError, LateError, Worker, fingerprint, workers
 
-GIVEN = ("prompts", "completions", "completion_ids")  # what a function may take beside columns
 LARGEST = 1e15  # of a reward: the sum of many squares of gradients is in the range of float32
 ENOUGH = 3  # answers that are all too late end the run
 
@@ -61,9 +61,9 @@ class RewardFunction:
         """Raise a ConfigError if it needs other columns."""
         needs = [name for name, is_needed in self.takes[1] if is_needed]
         if absent := [name for name in needs if name not in columns]:
-            there = ", ".join(shown(name) for name in columns if name not in GIVEN)
+            there = ", ".join(shown(name) for name in columns if name not in ARGUMENTS)
             problem = f"takes {', '.join(absent)}, and the data have {there or 'no columns'} for it"
-            cure = f"let it take {', '.join(GIVEN)} or columns"
+            cure = f"let it take {', '.join(ARGUMENTS)} or columns"
             raise ConfigError(f"the reward {self.name} {problem}; {cure}")
 
     def begin(

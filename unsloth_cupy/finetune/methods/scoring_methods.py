@@ -15,7 +15,7 @@ from ...models.label_loss import mean_of_losses
 from ...ops.elements.cast import cast
 from ..data.labels import MULTI, REGRESSION, SINGLE, Labels, labels_of, some
 from ..data.text import Batch
-from .method import LABELLED, PAIRS, SCORED, Method, gathered, stacked, starts_of, value_of
+from .method import Method, gathered, stacked, starts_of, value_of
 
 
 def texts_of(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -28,7 +28,7 @@ class Scoring(Method):
     """Learns outputs at the last token of each text."""
 
     head: str | None = SEQUENCE
-    used: str = 'model.predict(["a text"])'
+    example: str = 'model.predict(["a text"])'
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return a batch, and which tokens of padded rows are real."""
@@ -45,7 +45,6 @@ class Scoring(Method):
 class Reward(Scoring):
     """Learns to give the chosen text of a pair more than the rejected one: ``losses.reward``."""
 
-    reads: tuple[str, ...] = (SCORED, PAIRS)
     group: int = 2
     unit: str = "pairs"
     sums: int = 6
@@ -62,7 +61,7 @@ class Reward(Scoring):
     def __call__(self, model: Any, **batch: Any) -> Any:
         """Return the loss of pairs."""
         rewards = gathered(self.outputs(model, batch), batch["order"])
-        loss = reward(rewards, margin=batch["margin"], count=batch["count"], **self.given)
+        loss = reward(rewards, margin=batch["margin"], count=batch["count"], **self.loss_options)
         if (sink := batch.get("sink")) is not None:
             sink.append(self._sums(value_of(rewards)))
         return loss
@@ -92,7 +91,6 @@ class Classify(Scoring):
         What they are, which the data say.
     """
 
-    reads: tuple[str, ...] = (LABELLED,)
     unit: str = "texts"
     plain: bool = True
     names: tuple[str, ...] = ("LABEL_0", "LABEL_1")  # of a plan
@@ -109,7 +107,7 @@ class Classify(Scoring):
         return dataclasses.replace(self, labels=labels, names=names, sums=2 + 3 * len(names))
 
     @property
-    def said(self) -> str:
+    def summary(self) -> str:
         """What the labels are."""
         if self.labels.problem == REGRESSION:
             return "labels are numbers"

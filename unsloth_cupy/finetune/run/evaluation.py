@@ -197,7 +197,7 @@ def evaluate(
                 if isinstance(held, Records):
                     own = learning.fitted(held, model.texts["config.json"])
                     if own.names and len(own.names) != config.labels:
-                        problem = f"has {own.said or 'pairs'}, the model {config.labels} outputs"
+                        problem = f"has {own.summary or 'pairs'}, the model {config.labels} outputs"
                         raise ConfigError(f"evaluate: {path} {problem}; give the model's own rows")
                     shape = Shape(batch, length, True, pad, own)
                     training_data = from_records(held, tokenizer, config, shape, 0, chat)
@@ -229,7 +229,7 @@ def of_itself(name: str, model: "Transformer", folder: Path) -> Any:
     """Return a method whose loss is of a model alone; raise a ConfigError for another."""
     check_choice("evaluate", "method", name, tuple(METHODS))
     learning: Any = METHODS[name]
-    if learning.compares or learning.others or "teacher" in learning.uses:
+    if learning.compares or learning.other_models or "teacher" in learning.uses:
         problem = "compares with another model, which training has"
         raise ConfigError(f"evaluate(method={name!r}): it {problem}; choose another method")
     if learning.draws:

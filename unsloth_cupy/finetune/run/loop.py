@@ -172,7 +172,7 @@ class Loop:
         needed = parts * ((2 - bool(self.step)) * (weights + averages) + copies * weights)
         check_room("finetune", self.run.folder, needed, "the run, with two checkpoints,")
         arrays: tuple[Any, ...] = (self.model.parameters, learned, states)
-        arrays += tuple(getattr(each, "parameters", {}) for each in self.method.others)
+        arrays += tuple(getattr(each, "parameters", {}) for each in self.method.other_models)
         if self.model.adapter is not None:
             arrays += (self.model.adapter.file_weights(self.model.parameters),)
         held = [array for each in arrays for _, array in held_arrays(each)]

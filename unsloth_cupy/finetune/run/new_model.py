@@ -6,15 +6,6 @@ from ...errors import ConfigError
 from ..data.tokenizer import END
 from ..naming import named
 
-# tokenizer_config.json: tells other libraries which token ends a text and which one pads a row
-TOKENIZER = {
-    "tokenizer_class": "PreTrainedTokenizerFast",
-    "bos_token": END,
-    "eos_token": END,
-    "pad_token": END,
-    "padding_side": "left",
-    "clean_up_tokenization_spaces": False,
-}
 # quantization_config of a model whose weights are rounded to -1, 0 and 1 at every call
 ONLINE = {
     "quant_method": "bitnet",

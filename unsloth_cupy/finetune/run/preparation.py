@@ -428,7 +428,7 @@ def with_tokens(
     for record in records.train[:: -(-len(records.train) // COUNTED_ROWS)]:
         is_chat, own = bool(record.messages), [] if method.draws else ends
         lengths += [
-            len(encoded(tokenizer, text, spans, is_chat, own, chat)[0]) + method.new
+            len(encoded(tokenizer, text, spans, is_chat, own, chat)[0]) + method.max_new_tokens
             for side in record.sides
             for text, spans, _ in records.texts(side, chat)
         ]

@@ -101,7 +101,9 @@ def with_teacher(
     if folder is None or method.taught is not None:
         return method
     if is_taught(folder):
-        return method.with_taught(read_taught(folder, tokenizer, method.given.get("temperature")))
+        return method.with_taught(
+            read_taught(folder, tokenizer, method.loss_options.get("temperature"))
+        )
     return dataclasses.replace(method, teacher=read(folder))
 
 
@@ -186,7 +188,8 @@ def add_reference(loop: "Loop", origin: Path | None, shape: Shape, *, known: boo
 
 def compute(model: "Transformer", parts: Sequence[Examples], shape: Shape, ranks: "Ranks") -> None:
     """Set the log-probabilities of all examples by a model; data ranks share the work."""
-    texts, data = shape._replace(method=METHODS["sft"]), ranks.data
+    plain, data = METHODS["sft"], ranks.data
+    texts = shape._replace(method=plain)
     for part in parts:
         result = np.zeros(part.ends[-1], np.float32)
         places = [*consecutive(part, texts)]
@@ -197,7 +200,7 @@ def compute(model: "Transformer", parts: Sequence[Examples], shape: Shape, ranks
             if number % data.size != data.rank:
                 continue
             batch = texts.batch_of([part[each] for each in range(first, last)])
-            arrays = placed(texts.method.inputs(batch), model.table)
+            arrays = placed(plain.inputs(batch), model.table)
             log_probs = to_numpy(model.log_probs(**arrays).log_probs).reshape(-1)
             for text, start in zip(range(first, last), starts_of(batch), strict=False):
                 begin, stop = part.ends[text], part.ends[text + 1]
@@ -205,7 +208,7 @@ def compute(model: "Transformer", parts: Sequence[Examples], shape: Shape, ranks
                 result[begin + 1 : stop] = log_probs[start : start + stop - begin - 1]
         together = model.gather is not None or model.expert_ranks is not None
         if together and data.rank >= len(places) % data.size > 0:
-            one = placed(texts.method.inputs(texts.batch_of([part[0]])), model.table)
+            one = placed(plain.inputs(texts.batch_of([part[0]])), model.table)
             model.log_probs(**one)  # others gather weights from this rank, or send rows to it
         part.reference = data.all_reduce(result) if data.size > 1 else result
         if (broken := np.flatnonzero(~np.isfinite(part.reference))).size:

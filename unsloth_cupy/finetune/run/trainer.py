@@ -28,11 +28,11 @@ from ...models.transformer import Transformer
 from ...ops.quantized.weight import held_arrays
 from ...placement import to_numpy
 from ..data.records import Records
+from ..data.rows import KINDS, PAIRS, RATED, SCORED
 from ..data.sources import DataFiles, find_data
 from ..data.text import Text
 from ..listener import Listener, announce, hearing
 from ..lora import Lora
-from ..methods.method import PAIRS, RATED, SCORED
 from ..methods.registry import METHODS
 from ..methods.reward_pool import ending_workers, fingerprint
 from ..methods.rewards import rewards_of
@@ -207,18 +207,18 @@ class Trainer:
 
     def _check_method(self) -> None:
         """Raise a ConfigError if data or objective are not those of the method."""
-        method, reads = self.settings.method, METHODS[self.settings.method].reads
+        method, reads = self.settings.method, KINDS[self.settings.method]
         if method == "sft":
             data_method = getattr(self.text, "method", "sft")
         elif not self.lines:
-            if reads == METHODS["sft"].reads and not is_taught(Path(self.settings.teacher or "")):
+            if reads == KINDS["sft"] and not is_taught(Path(self.settings.teacher or "")):
                 return
             what = READS.get(reads[0], reads[0])
             cure = f"give {named('text')}, a file of {what}"
             raise ConfigError(f"{named(method=method)} learns from lines; {cure}")
         else:
             data_method = self.text.method
-        if METHODS[data_method].reads != reads:
+        if KINDS[data_method] != reads:
             cure = f"read it by read_data(..., method={method!r})"
             raise ConfigError(
                 f"Trainer(text=...): it was read for the method {data_method}; {cure}"

@@ -17,16 +17,16 @@ import numpy as np
 from ...errors import ConfigError
 from ...files import path_of
 from ...models.text.chat import REASONING
+from ..data.chat import Chat, LeftOut, Lesson, left_out_by
+from ..data.messages import shown
+from ..data.records import Record, Records
+from ..data.sources import find_data
+from ..data.spans import NOBODY, encoded
+from ..data.text import BREAK, Text
+from ..data.tokenizer import load_tokenizer
+from ..data.turns import end_tokens
 from ..listener import reading
-from ..run.run_folder import model_folder, model_without_weights, words_folder
-from .chat import Chat, LeftOut, Lesson, left_out_by
-from .messages import shown
-from .records import Record, Records
-from .sources import find_data
-from .spans import NOBODY, encoded
-from .text import BREAK, Text
-from .tokenizer import load_tokenizer
-from .turns import end_tokens
+from .run_folder import model_folder, model_without_weights, words_folder
 
 EXAMPLES = 3
 LONGEST_EXAMPLE = 2000  # characters

@@ -73,7 +73,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         if self.plan.pack is False:
             measured, models = self.measured, (self.model, *self.method.other_models)
             with in_float64(*models), monkeypatch.context() as patch:
-                own = lambda self, numbers: self.rollout[: len(numbers)]  # noqa: E731
+                own = lambda self, numbers: self.checkpoints.answers[: len(numbers)]  # noqa: E731
                 patch.setattr(Loop, "_drawn", own)  # the answers stay those of float32
                 seen.append(step_of(self))
             self.measured = measured

@@ -122,7 +122,7 @@ def test_weights_that_are_not_finite_are_not_saved(
     def overflowing(self: Loop) -> None:
         step(self)
         if self.step == 4:
-            next(iter(self.masters.values()))[0, 0] = np.inf
+            next(iter(self.checkpoints.part().trained.values()))[0, 0] = np.inf
 
     monkeypatch.setattr(Loop, "_one_step", overflowing)
     folder = tmp_path / "run"

@@ -20,7 +20,7 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Listener, Run, Settings, Trainer
 from unsloth_cupy.finetune.listener import announce
 from unsloth_cupy.finetune.naming import named
-from unsloth_cupy.finetune.run.engine import noisy
+from unsloth_cupy.finetune.run.executor import noisy
 from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.run.loop import Loop, undecayed
 from unsloth_cupy.finetune.run.rates import rate_of

@@ -28,7 +28,7 @@ def planned(loop: Loop) -> int:
     method = loop.method
     if hasattr(method, "planned"):  # some ranks have the other model, all know its config
         method = method.planned(lambda model: getattr(model, "config", model))
-    batch = loop.rollout[0] if method.draws else loop.training_data.batches.at(first)
+    batch = loop.checkpoints.answers[0] if method.draws else loop.training_data.batches.at(first)
     config = model.config if model.division is None else model.division.whole
     adapter = None
     if plan.adapters is not None:
@@ -48,7 +48,7 @@ def planned(loop: Loop) -> int:
 def measured(self: Loop) -> None:
     """Run a step, and write what it held."""
     others = [getattr(each, "parameters", {}) for each in self.method.other_models]
-    arrays = self.model.parameters, self._learned(), self._own().state(), *others
+    arrays = self.model.parameters, *self.checkpoints.part(), *others
     held = [array for each in arrays for _, array in held_arrays(each)]
     with memory_pool(held=held) as pool:
         pool.reset_peak()

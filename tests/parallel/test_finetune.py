@@ -17,7 +17,7 @@ from unsloth_cupy import AdamW
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.data.text import Batch
-from unsloth_cupy.finetune.run.engine import squares
+from unsloth_cupy.finetune.run.executor import squares
 from unsloth_cupy.finetune.run.ranks import Ranks, alone
 from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.ops.common.dynamic_codes import decode

@@ -273,7 +273,7 @@ class Policy(Method):
 
     def _drawn(self, loop: Any, batch: Batch, number: int) -> Batch:
         """Return the answers to the prompts of a batch."""
-        draw, data = np.random.default_rng([loop.plan.seed, number]), loop.ranks.alike
+        draw, data = np.random.default_rng([loop.plan.seed, number]), loop.ranks.replicas
         seed, share = int(draw.integers(2**63)), part(len(batch.tokens), data)
         beside = {name: each[share] for name, each in batch.beside.items()}
         own = batch._replace(tokens=batch.tokens[share], beside=beside)
@@ -328,7 +328,11 @@ class Policy(Method):
 
         The loss is minus their mean, of which the loss of a step estimates the slope.
         """
-        rewards, lengths, data = [np.zeros((0, len(self.rewards)))], list[int](), loop.ranks.alike
+        rewards, lengths, data = (
+            [np.zeros((0, len(self.rewards)))],
+            list[int](),
+            loop.ranks.replicas,
+        )
         for batch in loop.training_data.held_out[data.rank :: data.size]:
             _, drawn, each, _ = self.answered(loop, batch, 1, top_k=1, seed=0)
             rewards.append(each)

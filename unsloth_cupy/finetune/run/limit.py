@@ -19,7 +19,7 @@ from ..data.text import TrainingData
 from ..listener import announce
 from ..methods.method import Method
 from ..naming import named
-from .engine import planned_with_noise
+from .executor import planned_with_noise
 
 if TYPE_CHECKING:
     from ...models.adapters.adapter import Adapter

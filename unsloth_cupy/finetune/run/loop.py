@@ -1,11 +1,9 @@
-"""The training loop: steps, evaluations, checkpoints, stopping and resuming.
+"""The training loop: steps, evaluations, stopping and resuming.
 
 Step ``n`` takes batch ``n`` and the learning rate of ``n``, whatever ran before in this process; so
-a run resumed from a checkpoint ends with the same bits as one that never stopped.  A checkpoint
-holds whole arrays: it does not depend on the number or the grid of the ranks that wrote it.
+a run resumed from a checkpoint ends with the same bits as one that never stopped.
 """
 
-import json
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,27 +15,21 @@ import numpy as np
 
 from ...core.dtypes import Array
 from ...errors import ConfigError, NotFiniteError
-from ...files import atomic_path, check_room, read_json, remove
 from ...machine import peak_memory
-from ...models.folders.checkpoint_files import opened, write_tensors
 from ...models.objective import Objective, TrainingStep, next_token
 from ...models.optimizers import of_tables, optimizer_of
 from ...ops.common.faults import check_errors
 from ...ops.quantized.weight import held_arrays
-from ...parallel.zero import Zero1
 from ...placement import to_device_of, to_numpy
 from ...training.find_nan import NonFiniteError, find_nan, fine
-from ...training.joined import Joined
-from ...training.optimizer import Optimizer
-from ...training.precision import DTYPES
-from ...training.schedule_free import ScheduleFreeAdamW
-from ..data.text import Batch, TrainingData, batches_of, tensors_of, without_texts
+from ..data.text import Batch, TrainingData, without_texts
 from ..listener import Listener, announce
 from ..methods.method import placed
 from ..methods.registry import METHODS
 from ..naming import named
 from .callbacks import Callbacks
-from .engine import Engine
+from .checkpoints import Checkpoints
+from .executor import Executor
 from .interrupt import Interrupted, Stop
 from .limit import Memory
 from .metrics import Counts, measures
@@ -51,17 +43,8 @@ if TYPE_CHECKING:
     from ...models import Transformer
     from ..data.chat import Chat
 
-ANSWERS = "answers.safetensors"  # in a checkpoint: those from which later steps learn too
 LARGEST = 1e15  # of a label: the sum of many squares is in the range of float32
 SAMPLE_TOKENS = 60  # that continue a prompt of the settings
-SCALER = ("value", "good", "skipped")  # attributes that are the state of a LossScaler
-
-
-def _in_place_of(partial: Path, path: Path) -> None:
-    """Rename a folder to a path, from which an earlier folder is removed."""
-    if path.exists():
-        remove(path)
-    partial.replace(path)
 
 
 def undecayed(model: "Transformer") -> list[str]:
@@ -89,39 +72,36 @@ class Loop:
         chat: "Chat | None" = None,
     ) -> None:
         self.memory, self.ranks, self.chat = memory, ranks, chat
-        self.run, self.model, self.tokenizer, self.files = run, model, tokenizer, files
+        self.run, self.model, self.tokenizer = run, model, tokenizer
         self.training_data, self.plan, self.listener = training_data, plan, Listener()
         graph = objective is next_token if plan.graph is None else plan.graph
-        self.engine = Engine(ranks, model, objective, graph)
+        self.executor = Executor(ranks, model, objective, graph)
         self.method: Any = objective if plan.method != "sft" else METHODS["sft"]
         own: Any = self.method
         model.texts = {**model.texts, "config.json": own.settled(model.texts["config.json"])}
-        self.masters = dict(model.trainable)
-        # what has no gradients, as the corrections of routers, which a saved model has too
-        self.frozen = {n: a for n, a in model.parameters.items() if n not in self.masters}
+        fixed = {n: a for n, a in model.parameters.items() if n not in model.trainable}
         self.undecayed = [] if plan.decay_all else undecayed(model)
         optimizer = optimizer_of(
             plan.kind, model, lr=plan.lr, weight_decay=plan.weight_decay,
             state_bits=plan.state_bits, undecayed=self.undecayed, embedding_lr=plan.embedding_lr,
         )  # fmt: skip
         self.callbacks, self.routing = Callbacks([], self, ""), Routing(model)
-        self.copies = self.engine.copies(plan.dtype)
-        self._check_copies()
+        copies = self.executor.copies(plan.dtype)
+        self._check_copies(copies)
         if model.adapter is None:
-            optimizer.keep_copies(self.copies)
-        model.parameters = model.parameters | self.copies  # the adapter's parameters stay float32
+            optimizer.keep_copies(copies)
+        model.parameters = model.parameters | copies  # the adapter's parameters stay float32
         model.chunked_mlp = plan.chunked_mlp
-        self.optimizer = self.engine.optimizer(optimizer)
-        if isinstance(self.optimizer, Zero1):  # it holds only this rank's part of the masters
-            self.masters = {}
+        self.optimizer = self.executor.optimizer(optimizer)
         self.scaler, self.stop = plan.precision.scaler(), Stop()
+        self.checkpoints = Checkpoints(
+            run, self.executor, self.optimizer, self.scaler, fixed, self.method, plan, tokenizer,
+            files,
+        )  # fmt: skip
         self.step, self.seconds = 0, 0.0
-        self.rollout: list[Batch] = []  # answers that were drawn, for some steps
         self.measured: dict[str, float | None] = {}  # by the method, in the newest step
-        self.checkpoint_step = -1  # later lines of the log are removed; -1: all
         self.step_context: Callable[[], AbstractContextManager[Any]] = nullcontext
         self.learns: str | None = None  # what the first gradients of adapters say
-        self.unproven: str | None = None  # newest checkpoint, until a step from it has succeeded
         self._settle()
 
     @property
@@ -134,12 +114,12 @@ class Loop:
         if self._into is not None:
             self._into.active = self.step >= self.plan.merge_from
 
-    def _check_copies(self) -> None:
+    def _check_copies(self, copies: Mapping[str, Any]) -> None:
         """Raise a ConfigError if copies lose what the weights of the merged file are made of."""
         adapter = self.model.adapter
         if adapter is None or adapter.into is None:
             return
-        for name, copy in self.copies.items():
+        for name, copy in copies.items():
             weight: Any = self.model.parameters[name]
             used = adapter.adds_to(name) or adapter.into.rounds(name, weight)
             if used and bool((copy.astype(weight.dtype) != weight).any()):
@@ -162,16 +142,10 @@ class Loop:
         self.callbacks = callbacks or self.callbacks
         self.callbacks.call("on_init_end")
         if ranks.first:
-            self.run.trim(self.checkpoint_step)
+            self.run.trim(self.checkpoints.resumed_step)
         started = time.perf_counter() - self.seconds
-        learned, states = self._learned(), self._own().state()
-        weights, averages = (sum(a.nbytes for a in s.values()) for s in (learned, states))
-        parts = ranks.alike.size if ranks.zero else 1
-        copies = 2 if self.plan.keeps_best else 1
-        averages += weights if isinstance(self.optimizer, ScheduleFreeAdamW) else 0  # and points
-        needed = parts * ((2 - bool(self.step)) * (weights + averages) + copies * weights)
-        check_room("finetune", self.run.folder, needed, "the run, with two checkpoints,")
-        arrays: tuple[Any, ...] = (self.model.parameters, learned, states)
+        self.checkpoints.check_room(self.step)
+        arrays: tuple[Any, ...] = (self.model.parameters, *self.checkpoints.part())
         arrays += tuple(getattr(each, "parameters", {}) for each in self.method.other_models)
         if self.model.adapter is not None:
             arrays += (self.model.adapter.file_weights(self.model.parameters),)
@@ -223,7 +197,7 @@ class Loop:
         due = self.step % self.plan.evaluate_every == 0 or self.step == self.plan.steps
         if (due or now) and not self.ranks.broadcast(self.run.evaluated(self.step)):
             with (
-                self.averages(),
+                self.checkpoints.averages(),
                 self.stop.interruptible_block(f"the held-out loss after step {self.step}"),
             ):
                 self._evaluate()
@@ -252,12 +226,12 @@ class Loop:
             loss, count, gradients = self._gradients()
             check_errors()  # reading the loss has waited for the GPU: errors are known now
         self.stop.uninterruptible(f"the update of step {self.step + 1}")
-        measure = self.engine.measured(gradients, self.plan.max_norm, scaler)
+        measure = self.executor.measured(gradients, self.plan.max_norm, scaler)
         norm, finite = float(measure.norm), bool(measure.finite)
         if not (math.isfinite(loss) and (finite or self._scale_may_shrink)):
             self._stop(f"the loss is {loss:g} and the norm of its gradient {norm:g}")
         if self.learns is None and self.model.adapter is not None:
-            self.learns = self.engine.learns(self.model.adapter, gradients)
+            self.learns = self.executor.learns(self.model.adapter, gradients)
             if self.learns and self.model.adapter.stacks:
                 announce(self.learns)
         rate = rate_of(self.step + 1, self.plan)
@@ -267,9 +241,7 @@ class Loop:
         self.callbacks.call("on_optimizer_step")
         self.step += 1
         self._settle()
-        if self.unproven and self.ranks.first:  # its weights gave a finite loss
-            self.run.drop_checkpoints(before=self.unproven)
-        self.unproven = None
+        self.checkpoints.tested()
         seconds = time.perf_counter() - started
         line = {
             "step": self.step,
@@ -283,7 +255,7 @@ class Loop:
         }
         if scaler.dynamic:
             line |= {"loss_scale": scaler.value, "skipped_steps": scaler.skipped}
-        line |= self.routing.measures(self.engine.over_all)
+        line |= self.routing.measures(self.executor.over_all)
         line |= self.memory.end_step()
         self.callbacks.call("on_step_end")
         due = self.step % self.plan.log_every == 0 or self.step == self.plan.steps
@@ -306,17 +278,17 @@ class Loop:
         else:
             batches = [self.training_data.batches.at(number) for number in numbers]
         rows, sink = [self.ranks.rows(batch) for batch in batches], list[Array]()
-        constants = self.method.before(self.model, rows, self.ranks.alike.all_reduce)
+        constants = self.method.before(self.model, rows, self.ranks.replicas.all_reduce)
         shared = self.method.counts(batches) | constants
         shared |= {"sink": sink} if self.method.sums else {}
         own = [self._placed(batch, shared) for batch in rows]
         step = TrainingStep(self.plan.checkpoint, self.scaler, self.plan.seed)
-        draws = bool(self.plan.neftune) or self.engine.drops
+        draws = bool(self.plan.neftune) or self.executor.drops
         before = [self.ranks.rows(each, before=True) for each in batches if draws]
         starts = [
             self.method.inputs(each)["tokens"].size if each.tokens.size else 0 for each in before
         ]
-        pairs = self.engine.gradients(own, step, numbers, self.plan.neftune, starts)
+        pairs = self.executor.gradients(own, step, numbers, self.plan.neftune, starts)
 
         def passes() -> Iterator[tuple[Any, dict[str, Array]]]:
             for number in numbers:
@@ -330,23 +302,23 @@ class Loop:
                     self.callbacks.call("on_substep_end")
 
         with self.routing.counting():
-            loss, sums = self.engine.summed(passes(), len(batches))
-        measured = self.method.joined([to_numpy(each) for each in sink], self.ranks.alike)
-        if self.engine.stages is not None:
-            measured = self.engine.stages.shared(measured)
+            loss, sums = self.executor.summed(passes(), len(batches))
+        measured = self.method.joined([to_numpy(each) for each in sink], self.ranks.replicas)
+        if self.executor.stages is not None:
+            measured = self.executor.stages.shared(measured)
         self.measured = self.method.measures(measured, **constants)
         return loss, sum(batch.real for batch in batches), sums
 
     def _drawn(self, numbers: range) -> list[Batch]:
         """Return the answers to batches of prompts, drawn now or in an earlier step."""
-        every = self.method.drawn_with(numbers[0])
+        every, answers = self.method.drawn_with(numbers[0]), self.checkpoints.answers
         if self.step % self.method.updates(self.plan.accumulate) == 0:
-            self.rollout.clear()
+            answers.clear()
             prompts = [self.training_data.batches.at(number) for number in every]
             with self._finite():
-                self.rollout += self.method.drawn(self, prompts, every)
+                answers += self.method.drawn(self, prompts, every)
         place = numbers[0] - every[0]
-        return self.rollout[place : place + len(numbers)]
+        return answers[place : place + len(numbers)]
 
     @contextmanager
     def _finite(self, *, after: bool = False) -> Iterator[None]:
@@ -373,9 +345,9 @@ class Loop:
 
     def _held_out(self) -> dict[str, Any]:
         """Return the loss on the held-out text, in nats per token, or as the method has it."""
-        batches, method, data = self.training_data.held_out, self.method, self.engine.data
+        batches, method, data = self.training_data.held_out, self.method, self.executor.data
         own = batches[data.rank :: data.size]
-        if self.engine.together and data.rank >= len(batches) % data.size > 0:
+        if self.executor.together and data.rank >= len(batches) % data.size > 0:
             own = [*own, without_texts(batches[0])]  # as many as the others have
         constants = method.before(self.model, own, data.all_reduce)
         shared, count = method.counts(batches) | constants, sum(b.label_count for b in batches)
@@ -384,10 +356,10 @@ class Loop:
             for batch in batches
         ]
         total, parts = 0.0, list[Array]()
-        for number, (loss, *more) in enumerate(self.engine.held_out(each, method.sums)):
+        for number, (loss, *more) in enumerate(self.executor.held_out(each, method.sums)):
             if not math.isfinite(loss):
                 with self._watched(number, held_out=True):
-                    next(self.engine.gradients([each[number]], TrainingStep()))
+                    next(self.executor.gradients([each[number]], TrainingStep()))
                 self._stop(f"the held-out loss is {loss:g}", after=True)
             total += loss * (1 if method.sums else batches[number].label_count)
             parts.append(np.array(more))
@@ -399,7 +371,7 @@ class Loop:
             named_sums = method.measures(method.joined(parts), **constants).items()
             line |= {f"held_out_{name}": number for name, number in named_sums}
         else:
-            usual = self.engine.objective is next_token
+            usual = self.executor.objective is next_token
             loss = line["held_out_loss"]
             counts = Counts(*np.sum(parts, axis=0).tolist())
             line |= measures(loss, counts, count, of_next_token=usual)
@@ -413,7 +385,7 @@ class Loop:
         best = self.run.best() if self.ranks.first else None
         if self.ranks.broadcast(best is None or loss < best["held_out_loss"]):
             self.stop.uninterruptible(f"the model of step {self.step}")
-            self.save_result(self.run.best_model, self.plan.save_dtype)
+            self.checkpoints.write_model(self.run.best_model, self.plan.save_dtype)
 
     def _generate_samples(self) -> None:
         """Continue the prompts of the settings, greedily, and log the texts."""
@@ -433,7 +405,7 @@ class Loop:
             problem = f"the run has {self.plan.steps} steps, none of which it would change"
             cure = "give fewer, or leave it out"
             raise ConfigError(f"{named(merge_from=self.plan.merge_from)}: {problem}; {cure}")
-        if self.plan.neftune and self.engine.stages:
+        if self.plan.neftune and self.executor.stages:
             problem = "is for ranks that hold all blocks"
             raise ConfigError(f"{named('neftune')} {problem}; leave it out")
         if self.plan.sample_prompt and not self.ranks.whole:
@@ -494,8 +466,8 @@ class Loop:
     def _stop(self, problem: str, *, after: bool = False) -> NoReturn:
         """Raise for a value that is not finite, in the next step or (``after``) after this one."""
         when = f"after step {self.step}" if after else f"step {self.step + 1}"
-        good = [path for path in self.run.checkpoints() if path.name != self.unproven]
-        kept = f"; the last good state is {good[-1]}" if good else ""
+        good = self.checkpoints.last_good()
+        kept = "" if good is None else f"; the last good state is {good}"
         cure = f"try a smaller {named('lr')} than {self.plan.lr:g}"
         if self.step == 0:  # no step has changed a weight: the model or the data are at fault
             other = f", or try {named(dtype='bfloat16')}"
@@ -520,151 +492,15 @@ class Loop:
     def save(self) -> Path:
         """Write a checkpoint of this step; the previous one is kept until the next step."""
         self.stop.uninterruptible(f"the checkpoint of step {self.step}")
-        path = self.run.folder / f"checkpoint-{self.step:08d}"
-        broken = [name for name, array in self._learned().items() if not fine(name, array)]
-        if broken:
-            self._stop(f"the weight {broken[0]} is not finite", after=True)
+        path = self.checkpoints.path(self.step)
+        if broken := self.checkpoints.broken():
+            self._stop(f"the weight {broken} is not finite", after=True)
         if not self.ranks.broadcast(path.exists()):
-            self._write(path)
-            self.unproven = path.name  # until a step computes a loss from its weights
+            self.checkpoints.write(self.step, self.seconds)
             self.callbacks.call("on_save")
         return path
 
-    def _write(self, path: Path) -> None:
-        """Write a new checkpoint; all ranks take part, and return when it is complete."""
-        with self.averages(), self._beside(path) as partial:
-            state = self.optimizer.state()
-            state.pop("groups", None)  # settings determine them
-            numbers = {name: state.pop(name) for name in [*state] if "." not in name}
-            averages = self.engine.gathered(state)
-            self.save_model(partial)
-            if partial is not None and averages is not None:
-                arrays = {n: to_numpy(a) for n, a in {**numbers, **averages}.items()}
-                write_tensors(partial / "optimizer.safetensors", arrays)
-                if self.step % self.method.updates(self.plan.accumulate):
-                    write_tensors(partial / ANSWERS, tensors_of(self.rollout))
-                progress = {
-                    "step": self.step,
-                    "seed": self.plan.seed,
-                    "seconds": self.seconds,
-                    "scaler": {name: getattr(self.scaler, name) for name in SCALER},
-                }
-                text = json.dumps(progress) + "\n"
-                (partial / "trainer.json").write_text(text, encoding="utf-8")
-
-    def averages(self) -> AbstractContextManager[None]:
-        """Return a context in which a schedule-free optimizer's weights are the averages."""
-        own = self.optimizer
-        return own.averages() if isinstance(own, ScheduleFreeAdamW) else nullcontext()
-
-    def end(self) -> None:
-        """Make the weights of a schedule-free optimizer the averages for good."""
-        self.averages().__enter__()
-
-    def _own(self) -> Optimizer | Joined:
-        """Return the optimizer of the parameters that this rank updates."""
-        return self.optimizer.inner if isinstance(self.optimizer, Zero1) else self.optimizer
-
-    def _learned(self) -> dict[str, Array]:
-        """Return the parameters that this rank updates, in the precision of the updates."""
-        return self._own().parameters
-
-    @contextmanager
-    def _beside(self, path: Path) -> Iterator[Path | None]:
-        """Yield a temporary folder that replaces ``path`` at the end, on rank 0; None on others."""
-        if self.ranks.first:
-            with atomic_path(path, commit=_in_place_of) as partial:
-                yield partial
-        else:
-            yield None
-        self.ranks.comm.barrier()
-
-    def save_result(self, path: Path, dtype: str) -> None:
-        """Write a model of a run, in place of an earlier one of this name."""
-        with self._beside(path) as partial:
-            self.save_model(partial, dtype)
-
-    def save_model(self, folder: Path | None, dtype: str = "float32") -> None:
-        """Write the master weights, or the adapter, and the tokenizer as a Hugging Face folder.
-
-        All ranks take part; ``folder`` is None on all but rank 0.
-        """
-        with self.averages():
-            self._save_model(folder, dtype)
-
-    def _save_model(self, folder: Path | None, dtype: str) -> None:
-        model, optimizer = self.model, self.optimizer
-        written = optimizer.masters() if isinstance(optimizer, Zero1) else self.masters
-        written = written if model.adapter is not None else self.frozen | written
-        if dtype != "float32":
-            kinds = {name: model.config.dtype_of(name, DTYPES[dtype]) for name in written}
-            written = {name: array.astype(kinds[name]) for name, array in written.items()}
-            broken = [name for name, array in written.items() if not fine(name, array)]
-            if broken:
-                cure = f"give another {named('save_dtype')}"
-                raise ConfigError(f"{dtype} does not hold {broken[0]}; {cure}")
-        tables = {} if model.adapter is None else model.grown_tables()
-        whole = self.engine.gathered(written | tables)
-        if folder is None or whole is None:
-            return
-        if model.adapter is not None:
-            tables = {name: whole.pop(name) for name in tables}
-            model.adapter.holding(whole).save(folder, tables)
-        else:
-            every = model.on_tape(whole, model.step)
-            if model.division is not None:
-                every.config, every.division = model.division.whole, None
-            every.save(folder)
-        files = {"tokenizer.json": self.tokenizer.to_str(pretty=True)}
-        if model.adapter is not None and self.method.names:  # an adapter's own files name no labels
-            files["config.json"] = json.dumps(model.texts["config.json"], indent=2) + "\n"
-        # not by the tokenizer's own save: Python accepts folder names that are not UTF-8
-        for name, text in (files | {**self.files} | self.method.files(model.config)).items():
-            (folder / name).parent.mkdir(exist_ok=True)
-            (folder / name).write_text(text, encoding="utf-8")
-
     def resume(self, checkpoint: Path) -> None:
-        """Load the states of optimizer and loss scaler, and the step, from a checkpoint.
-
-        The model was loaded from the same checkpoint before.
-        """
-        from safetensors import SafetensorError
-
-        try:
-            state = read_json(checkpoint / "trainer.json")
-            optimizer, table = self.optimizer, self.model.table
-            tensors = self._own().tensors.items()
-            coded = (n for n, t in tensors if getattr(t, "mean_scale", None) is not None)
-            narrow = optimizer.narrow if isinstance(optimizer, Zero1) else {*coded}
-            averages = dict[str, Array]()
-            with opened(checkpoint / "optimizer.safetensors") as file:
-                by_parameter: dict[str, list[str]] = {}
-                for name in file.keys():  # noqa: SIM118 -- no mapping
-                    by_parameter.setdefault(name.partition(".")[2], []).append(name)
-                numbers = {n: file.get_tensor(n) for n in by_parameter.pop("", [])}
-                # only one parameter's whole averages are in memory at a time
-                for names in by_parameter.values():
-                    own = self.engine.own({n: file.get_tensor(n) for n in names}, narrow)
-                    averages |= {name: to_device_of(array, table) for name, array in own.items()}
-                optimizer.load_state(numbers | averages)
-            self.step, self.seconds = int(state["step"]), float(state["seconds"])
-            if self.step % self.method.updates(self.plan.accumulate):
-                with opened(checkpoint / ANSWERS) as file:
-                    each = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-                self.rollout = batches_of(each)
-            self.checkpoint_step = self.step
-            self._settle()
-            for name in SCALER:
-                setattr(self.scaler, name, state["scaler"][name])
-            self.unproven = checkpoint.name
-        except (
-            OSError,
-            ValueError,
-            KeyError,
-            TypeError,
-            ArithmeticError,
-            SafetensorError,
-        ) as error:
-            raise ConfigError(
-                f"{checkpoint} cannot be resumed from: {error}; delete it to start over"
-            ) from None
+        """Go on after the step of a checkpoint, from which the model was loaded."""
+        self.step, self.seconds = self.checkpoints.read(checkpoint)
+        self._settle()

@@ -42,7 +42,7 @@ class Ranks:
         Whether there is one rank; whether this is rank 0.
     data : Communicator
         The ranks that process other rows.
-    alike : Communicator
+    replicas : Communicator
         The ranks that hold the same part of the weights, or other experts, and process other
         tokens.
     same : Communicator
@@ -67,13 +67,13 @@ class Ranks:
         self.comm, self.groups, self.device, self.zero = comm, groups, device, zero
         self.schedule, self.chunks, self.context_attention = schedule, chunks, context_attention
         self.alone, self.first = comm.size == 1, comm.rank == 0
-        self.data = self.alike = self.same = groups.data
+        self.data = self.replicas = self.same = groups.data
         place = groups.pipeline.rank * groups.tensor.size + groups.tensor.rank
         if groups.context.size * groups.expert.size > 1:
-            self.alike = self.same = comm.split(place)
+            self.replicas = self.same = comm.split(place)
         if groups.expert.size > 1:
             self.data = comm.split(place * groups.context.size + groups.context.rank)
-            self.same = self.alike.split(groups.expert.rank)
+            self.same = self.replicas.split(groups.expert.rank)
         self.losses = groups.pipeline.rank == groups.pipeline.size - 1
         self.judges = groups.tensor.rank == groups.pipeline.rank == 0
         divided = groups.tensor.size * groups.pipeline.size * groups.expert.size > 1
@@ -89,7 +89,7 @@ class Ranks:
             "communicator": tensor if tensor.size > 1 else None,
             "pipeline": pipeline if pipeline.size > 1 else None,
             "chunks": chunks_of(self.schedule, self.chunks),
-            "parts": self.alike if self.zero == 3 else None,
+            "parts": self.replicas if self.zero == 3 else None,
         }
 
     def check(

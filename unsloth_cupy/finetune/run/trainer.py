@@ -288,9 +288,9 @@ class Trainer:
                     shutil.copytree(run.files.best_model, partial)
             self.ranks.comm.barrier()
         else:
-            loop.save_result(run.files.model, self.settings.save_dtype)
+            loop.checkpoints.write_model(run.files.model, self.settings.save_dtype)
         newest = loop.save().name
-        loop.end()
+        loop.checkpoints.averages().__enter__()  # for good
         if self.ranks.first:
             run.files.drop_checkpoints(before=newest)
         if loop.plan.keeps_best and self.ranks.whole:

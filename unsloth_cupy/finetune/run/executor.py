@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from .ranks import Ranks
 
 
-class Engine:
+class Executor:
     """The operations on a model in which all ranks of a run take part.
 
     Attributes
@@ -49,7 +49,7 @@ class Engine:
         Whether a GPU may repeat passes as CUDA graphs: see ``models.graphs``.
     parts : Zero3 or None
         With ZeRO-3: divides the parameters, of which the model then holds parts, among the ranks
-        that would otherwise hold the same weights (``Ranks.alike``).
+        that would otherwise hold the same weights (``Ranks.replicas``).
     """
 
     def __init__(
@@ -64,15 +64,15 @@ class Engine:
         if size > 1 and isinstance(objective, Method):
             self.largest, objective = objective.largest, partial(share_of, objective, size)
         self.ranks, self.model, self.objective = ranks, model, objective
-        self.data, self.alike = ranks.data, ranks.alike
+        self.data, self.replicas = ranks.data, ranks.replicas
         trained: Any = model
         model.context = ranks.groups.context if ranks.groups.context.size > 1 else None
         model.context_attention = ranks.context_attention or "ring"
         if model.context is not None and model.context_attention == "ulysses":
             check_heads(model.config.heads, model.config.kv_heads, model.context)
-        self.parts = Zero3(model, self.alike) if ranks.zero == 3 else None
-        alone = self.alike.size == 1 or self.parts is not None
-        self.many = None if alone else DataParallel(trained, self.alike)
+        self.parts = Zero3(model, self.replicas) if ranks.zero == 3 else None
+        alone = self.replicas.size == 1 or self.parts is not None
+        self.data_parallel = None if alone else DataParallel(trained, self.replicas)
         self.states: Zero1 | None = None
         self.stages = None if model.division is None else model.division.stages
         # whether ranks need each other to compute the loss of other rows
@@ -100,7 +100,7 @@ class Engine:
         division, apart = self.model.division, None
         if division is not None and division.experts is not None:
             apart = division.of_experts, self.ranks.same
-        divided = Zero1(optimizer, self.alike, apart)
+        divided = Zero1(optimizer, self.replicas, apart)
         self.states = divided if self.parts is None else None  # else gradients are summed already
         return divided
 
@@ -155,15 +155,15 @@ class Engine:
         """Return loss and gradients summed over passes, and over ranks with different rows."""
         count = 1 if self.stages is not None else count
         loss, sums = sum_gradients(passes, count, added=self.graph)
-        if self.many is None:  # one rank, or both are summed over ranks already
+        if self.data_parallel is None:  # one rank, or both are summed over ranks already
             return loss, sums
-        sum_ranks = self.many.sums if self.states is None else self.states.sums
-        return float(self.alike.all_reduce(np.array(float(loss)))[()]), sum_ranks(sums)
+        sum_ranks = self.data_parallel.sums if self.states is None else self.states.sums
+        return float(self.replicas.all_reduce(np.array(float(loss)))[()]), sum_ranks(sums)
 
     def over_all(self, counts: Any) -> Any:
         """Return the sum of an array over ranks with other rows, and over stages."""
         pipeline = self.ranks.groups.pipeline
-        counts = self.alike.all_reduce(counts)
+        counts = self.replicas.all_reduce(counts)
         return pipeline.all_reduce(counts) if pipeline.size > 1 else counts
 
     def held_out(self, batches: Sequence[Mapping[str, Any]], sums: int = 0) -> Any:
@@ -181,7 +181,7 @@ class Engine:
                     self._held_out(batches[first], sums)
         if self.largest:  # maxima, which all ranks of a context have alike
             results[:, -self.largest :] /= self.ranks.groups.context.size
-        return self.alike.all_reduce(results)
+        return self.replicas.all_reduce(results)
 
     def _held_out(self, batch: Mapping[str, Any], sums: int) -> tuple[float, ...]:
         """Return the loss of a batch, without a backward pass, and its counts or sums."""
@@ -208,14 +208,16 @@ class Engine:
         if division is None:
             measure = measure_gradients if holder is None else holder.measure_gradients
             return measure(gradients, max_norm, scaler=scaler)
-        whole, parts = 0.0, {self.alike: 0.0, self.ranks.same: 0.0}
+        whole, parts = 0.0, {self.replicas: 0.0, self.ranks.same: 0.0}
         for name, gradient in gradients.items():
             place, shares = self._place(name), division.shares(name)
             if place is None:
                 whole += squares(gradient.reshape(-1), 0, gradient.shape, shares)
             else:
                 apart = division.experts is not None and division.of_experts(name)
-                parts[self.ranks.same if apart else self.alike] += squares(gradient, *place, shares)
+                parts[self.ranks.same if apart else self.replicas] += squares(
+                    gradient, *place, shares
+                )
         for group, divided in parts.items() if holder is not None else ():
             whole += float(group.all_reduce(np.array(float(divided)))[()])
         total, stages = np.array(float(whole)), division.stages
@@ -251,7 +253,7 @@ class Engine:
         if self.states is not None:
             return self.states.own[name].start, self.states.shapes[name]
         cut = None if self.parts is None else self.parts.cuts.get(name)
-        return None if cut is None else (self.alike.rank * cut.length, cut.shape)
+        return None if cut is None else (self.replicas.rank * cut.length, cut.shape)
 
     def gathered(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return whole arrays by parameter name on rank 0, and None on the others."""

@@ -20,8 +20,8 @@ from safetensors.numpy import load_file, save_file
 
 from unsloth_cupy.finetune.run import interrupt
 from unsloth_cupy.finetune.run.loop import Loop
+from unsloth_cupy.finetune.run.resume import differences
 from unsloth_cupy.finetune.run.run_folder import RunFolder, model_without_weights
-from unsloth_cupy.finetune.run.settings import differences
 from unsloth_cupy.models import load
 from unsloth_cupy.models.transformer import Transformer
 

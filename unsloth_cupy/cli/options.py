@@ -283,7 +283,7 @@ def option(
 
 def options_of(settings: type[Settings]) -> Callable[..., Any]:
     """Return a decorator that adds an option for each setting that has a group."""
-    every = [each for each in dataclasses.fields(settings) if each.metadata]
+    every = [each for each in dataclasses.fields(settings) if "group" in each.metadata]
 
     def decorated(function: Any) -> Any:
         for each in reversed(every):  # decorators are listed from the last one to the first

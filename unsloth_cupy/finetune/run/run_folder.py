@@ -37,7 +37,7 @@ from ...models.text.tokenizer import has_tokenizer
 from ..listener import reading
 from ..methods.registry import METHODS
 from ..naming import named
-from .settings import asks_for_more, differences, read_settings
+from .resume import asks_for_more, differences, read_settings
 
 if TYPE_CHECKING:
     from ...models.adapters.adapter import Adapter

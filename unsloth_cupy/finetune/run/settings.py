@@ -1,18 +1,15 @@
-"""The settings of a run, in groups, and their comparison when it is resumed."""
+"""The settings of a run, in groups."""
 
 import dataclasses
-import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 from ...core.call import check_fields, is_integer, is_number
 from ...errors import ConfigError
-from ...files import read_json
 from ...models.adapters.into import CHOICES
 from ...models.configs.heads import POOLINGS
-from ...models.gguf.opening import source_of
 from ...models.layers.context import KINDS as CONTEXTS
 from ...models.optimizers import OPTIMIZERS as KINDS
 from ...models.optimizers import conflict
@@ -23,8 +20,8 @@ from ...training.precision import MixedPrecisionConfig
 from ..data.records import Records
 from ..data.text import Text
 from ..lora import ALL, Lora
-from ..methods.method import FOLDERS, Method
-from ..methods.policy_methods import LIMITS, NEW, SAMPLES
+from ..methods.method import Method
+from ..methods.policy_methods import NEW, SAMPLES
 from ..methods.registry import METHODS, OPTIONS, using
 from ..methods.reward_pool import SECONDS
 from ..naming import named
@@ -38,31 +35,21 @@ STEPS = 1200  # of a new model, if neither steps nor epochs are given
 TOKENS = 128  # in a row of running text
 NEW_RATE, RATE, ADAPTER_RATE = 4e-3, 1e-4, 1e-3  # default learning rates
 EVALUATIONS = 10  # by default, of a run
-PYTHON = "Python's documentation"
-MORE = ("steps", "epochs", "evaluate_every")  # settings that may change when a run is finished
-ABOUT = ("text_file", "text_bytes")  # settings that only describe a text that has changed
 SMALL = "adamw8bit"  # adamw with state_bits=8
 NAMES = ("adamw", SMALL, *[name for name in KINDS if name != "adamw"])
 DTYPES = ("float32", "bfloat16", "float16")
 LOSSES = tuple(dict.fromkeys(kind for method in METHODS.values() for kind in method.losses))
-KEPT = (  # in settings.json, in this order: a run of other ones is another run
-    *("steps", "lr", "weight_decay", "max_norm", "seed", "evaluate_every", "save_every", "dtype"),
-    *("lora", "accumulate", "checkpoint_every", "state_bits", "chunked_mlp", "keep", "offload"),
-    *("loss_scale", "dynamic_scaling", "quantize", "batch", "tokens", "decay_all"),
-    *("keeps_best", "warmup", "decay", "optimizer", "data_seed", "neftune"),
-    *("lora_alpha", "lora_dropout", "lora_targets", "rslora", "dora", "embedding_lr"),
-    *("merge_into", "merge_from"),
-    *("method", *(name for name in OPTIONS if name not in (*FOLDERS, *LIMITS))),
-)
 
 
-def setting(group: str, text: str, default: Any = None, **limits: Any) -> Any:
+def setting(group: str, text: str, default: Any = None, *, kept: bool = True, **limits: Any) -> Any:
     """Return a field with its group and its meaning; a command makes an option of it.
 
+    What is ``kept`` is in settings.json: a run is resumed only with the same value.
     ``limits`` are ``least``, ``above``, ``below`` or ``choices``.  In the text, {steps} names a
     setting.
     """
-    return dataclasses.field(default=default, metadata={"group": group, "text": text, **limits})
+    own = {"group": group, "text": text, "kept": kept, **limits}
+    return dataclasses.field(default=default, metadata=own)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,7 +63,7 @@ class Settings:
     """
 
     CALL: ClassVar[str] = "Settings"
-    pack: bool | None = setting("data", "Lines share rows.  [default: {pack}]")
+    pack: bool | None = setting("data", "Lines share rows.  [default: {pack}]", kept=False)
     batch: int = setting("data", "Rows of text in a step.", 4, least=1)
     tokens: int | None = setting(
         "data", f"Tokens in a row.  [default: of lines what most need, else {TOKENS}]", least=2
@@ -117,11 +104,11 @@ class Settings:
     )  # fmt: skip
     reward_seconds: float | None = setting(
         "method", "Seconds in which a call of a reward must end; answers that take longer alone"
-        f" are not judged.  [default: {SECONDS:g}]", above=0,
+        f" are not judged.  [default: {SECONDS:g}]", above=0, kept=False,
     )  # fmt: skip
     reward_processes: int | None = setting(
         "method", "Processes of each function, for the answers to some prompts each."
-        "  [default: 1]", least=1,
+        "  [default: 1]", least=1, kept=False,
     )  # fmt: skip
     samples: int | None = setting(
         "method", f"Answers that they draw to a prompt.  [default: {SAMPLES}]", least=2
@@ -144,23 +131,32 @@ class Settings:
         "method", "Of embed: mean over tokens, or last.  [default: mean]", choices=POOLINGS
     )
     reference: str | Path | None = setting(  # noqa: RUF009 -- a field
-        "method", "Folder of the model to compare with.  [default: the model before the run]"
+        "method",
+        "Folder of the model to compare with.  [default: the model before the run]",
+        kept=False,
     )
     teacher: str | Path | None = setting(  # noqa: RUF009 -- a field
-        "method", "Folder of the model to learn from."
+        "method", "Folder of the model to learn from.", kept=False
     )
 
-    layers: int | None = setting("model", f"Of a new model.  [default: {SIZES['layers']}]", least=1)
-    hidden: int | None = setting("model", f"Of a new model.  [default: {SIZES['hidden']}]", least=1)
+    layers: int | None = setting(
+        "model", f"Of a new model.  [default: {SIZES['layers']}]", least=1, kept=False
+    )
+    hidden: int | None = setting(
+        "model", f"Of a new model.  [default: {SIZES['hidden']}]", least=1, kept=False
+    )
     vocabulary: int | None = setting(
-        "model", f"Of a new tokenizer.  [default: {SIZES['vocabulary']}]", least=1
+        "model", f"Of a new tokenizer.  [default: {SIZES['vocabulary']}]", least=1, kept=False
     )
-    train_weights: bool = setting("model", "With {quantize} ternary: train a new model.", False)
+    train_weights: bool = setting(
+        "model", "With {quantize} ternary: train a new model.", False, kept=False
+    )
     new_tokens: str | Path | None = setting(  # noqa: RUF009 -- a field
-        "model", "File of tokens to add to an existing model, one a line."
+        "model", "File of tokens to add to an existing model, one a line.", kept=False
     )
-    trained_tokens: Sequence[int] = ()  # whose rows are trained beside adapters
-    device: str | None = setting("model", "cpu, cuda or cuda:1.", "cpu")
+    # whose rows are trained beside adapters
+    trained_tokens: Sequence[int] = dataclasses.field(default=(), metadata={"kept": False})
+    device: str | None = setting("model", "cpu, cuda or cuda:1.", "cpu", kept=False)
 
     lora: int | None = setting(
         "adapters", "Train adapters of this rank; the model is frozen.", least=1
@@ -177,7 +173,7 @@ class Settings:
     rslora: bool = setting("adapters", "Their scale is alpha / sqrt(rank).", False)
     dora: bool = setting("adapters", "Train the norms of the weights' rows too.", False)
     base: str | Path | None = setting(  # noqa: RUF009 -- a field
-        "adapters", "Base model of the adapter that goes on to learn, if it has moved."
+        "adapters", "Base model of the adapter that goes on to learn, if it has moved.", kept=False
     )
     quantize: str | None = setting(
         "adapters", "Store the model in fewer bits, as nf4; with {lora}.", choices=(*QUANTIZED,)
@@ -196,7 +192,7 @@ class Settings:
         least=1,
     )
     epochs: float | None = setting(
-        "training", "Passes through the text, in place of {steps}.", above=0
+        "training", "Passes through the text, in place of {steps}.", above=0, kept=False
     )
     lr: float | None = setting("training", "Highest learning rate.  [default: by model]", above=0)
     embedding_lr: float | None = setting(
@@ -234,29 +230,42 @@ class Settings:
         "training", "Add noise of this size to embeddings (NEFTune), as 5.", 0.0, least=0
     )
     graph: bool | None = setting(
-        "training", "On a GPU, repeat steps of equal shapes as CUDA graphs.  [default: of sft]"
+        "training",
+        "On a GPU, repeat steps of equal shapes as CUDA graphs.  [default: of sft]",
+        kept=False,
     )
-    find_nan: bool = setting("training", "Name the first layer with a NaN; slower.", False)
+    find_nan: bool = setting(
+        "training", "Name the first layer with a NaN; slower.", False, kept=False
+    )
     loss_scale: float = 65536.0
     dynamic_scaling: bool = True
 
     eval: str | Path | float | Records | Text | None = setting(  # noqa: RUF009 -- a field
-        "evaluation", "File to evaluate on, or a share of the text as 0.05.  [default: a tenth]"
+        "evaluation",
+        "File to evaluate on, or a share of the text as 0.05.  [default: a tenth]",
+        kept=False,
     )
     evaluate_every: int | None = setting(
         "evaluation", "Steps between evaluations.  [default: a tenth of all steps]", least=1
     )
     patience: int | None = setting(
-        "evaluation", "Stop after so many evaluations without a lower loss.", least=1
+        "evaluation", "Stop after so many evaluations without a lower loss.", least=1, kept=False
     )
     threshold: float = setting(
-        "evaluation", "With {patience}: by how many nats it must be lower.", 0.0, least=0
+        "evaluation",
+        "With {patience}: by how many nats it must be lower.",
+        0.0,
+        least=0,
+        kept=False,
     )
     keep_best: bool = setting(
-        "evaluation", "End with the model of the lowest loss; {patience} does too.", False
+        "evaluation",
+        "End with the model of the lowest loss; {patience} does too.",
+        False,
+        kept=False,
     )
     sample_prompt: Sequence[str] = setting(
-        "evaluation", "Text to continue at each evaluation; may be repeated.", ()
+        "evaluation", "Text to continue at each evaluation; may be repeated.", (), kept=False
     )
 
     checkpoint_every: int | None = setting(
@@ -267,42 +276,48 @@ class Settings:
     chunked_mlp: bool = setting("memory", "Compute MLPs in chunks, twice: less memory.", False)
     state_bits: int = setting("memory", "Bits of the optimizer's averages.", 32, choices=(32, 8))
     limit_memory: int | None = setting(
-        "memory", "Limit of array memory, as 2GiB; checked before training.", least=1
+        "memory", "Limit of array memory, as 2GiB; checked before training.", least=1, kept=False
     )
 
-    tensor_parallel: int | None = setting("ranks", "Ranks that divide each weight.", least=1)
-    pipeline_parallel: int | None = setting("ranks", "Ranks that divide the blocks.", least=1)
+    tensor_parallel: int | None = setting(
+        "ranks", "Ranks that divide each weight.", least=1, kept=False
+    )
+    pipeline_parallel: int | None = setting(
+        "ranks", "Ranks that divide the blocks.", least=1, kept=False
+    )
     pipeline_schedule: str | None = setting(
-        "ranks", "Pipeline schedule.  [default: 1f1b]", choices=(*SCHEDULES,)
+        "ranks", "Pipeline schedule.  [default: 1f1b]", choices=(*SCHEDULES,), kept=False
     )
     chunks: int | None = setting(
-        "ranks", "Parts of each stage, if interleaved.  [default: 2]", least=1
+        "ranks", "Parts of each stage, if interleaved.  [default: 2]", least=1, kept=False
     )
-    data_parallel: int | None = setting("ranks", "Ranks that divide the rows of a batch.", least=1)
+    data_parallel: int | None = setting(
+        "ranks", "Ranks that divide the rows of a batch.", least=1, kept=False
+    )
     context_parallel: int | None = setting(
-        "ranks", "Ranks that divide the tokens of each row.", least=1
+        "ranks", "Ranks that divide the tokens of each row.", least=1, kept=False
     )
     expert_parallel: int | None = setting(
-        "ranks", "Ranks that divide the experts, and the rows of a batch.", least=1
+        "ranks", "Ranks that divide the experts, and the rows of a batch.", least=1, kept=False
     )
     context_attention: str | None = setting(
-        "ranks", "ulysses: ranks divide heads.  [default: ring]", choices=(*CONTEXTS,)
+        "ranks", "ulysses: ranks divide heads.  [default: ring]", choices=(*CONTEXTS,), kept=False
     )
     zero: int = setting(
         "ranks", "1: data ranks divide the optimizer's averages; 3: the weights too.", 0,
-        choices=(0, 1, 3),
+        choices=(0, 1, 3), kept=False,
     )  # fmt: skip
 
     out: str | Path | None = setting(  # noqa: RUF009 -- a field
-        "output", "Folder of the run.  [default: runs/MODEL-TEXT]"
+        "output", "Folder of the run.  [default: runs/MODEL-TEXT]", kept=False
     )
     save_dtype: str = setting(
-        "output", "Of the weights saved at the end.", "float32", choices=DTYPES
+        "output", "Of the weights saved at the end.", "float32", choices=DTYPES, kept=False
     )
     report_to: Sequence[str] = setting(
-        "output", f"Log to {', '.join(REPORTERS)}; may be repeated.", ()
+        "output", f"Log to {', '.join(REPORTERS)}; may be repeated.", (), kept=False
     )
-    log_every: int = setting("output", "Steps between lines of the log.", 1, least=1)
+    log_every: int = setting("output", "Steps between lines of the log.", 1, least=1, kept=False)
     save_every: int = setting("output", "Steps between checkpoints.", 100, least=1)
 
     def __post_init__(self) -> None:
@@ -521,101 +536,3 @@ def _check(field: "dataclasses.Field[Any]", value: Any) -> None:
             bound = f"of {least} or more" if "least" in limits else f"above {above}"
             bound += f", below {below}" * ("below" in limits)
             raise ConfigError(f"{shown}: give {what} {bound}")
-
-
-def kept(
-    settings: Settings, text: Text | Records, source: Path | None, base: Mapping[str, Any]
-) -> dict[str, Any]:
-    """Return the content of settings.json: all that a resumed run must have in common."""
-    path, plan = text.path, settings.decided(new=source is None)
-    result = {
-        "model": None if source is None else str(source_of(source).resolve()),
-        "text": text.name,
-        "text_file": None if path is None else str(path.resolve()),
-        "text_bytes": text.size,
-        "text_sha256": text.digest,
-        **{name: getattr(plan, name) for name in KEPT},
-        "quantize": settings.quantize,
-    }
-    folders = ((name, getattr(settings, name)) for name in (*FOLDERS, "new_tokens"))
-    result |= {name: None if path is None else str(Path(path).resolve()) for name, path in folders}
-    if isinstance(text, Records):
-        result["pack"] = settings.pack is not False
-    if source is None:
-        result |= {name: getattr(settings, name) or size for name, size in SIZES.items()}
-    if isinstance(text, Records):
-        result["tokens"] = settings.tokens  # None: the text determines them
-    if settings.steps is None and (settings.epochs is not None or source is not None):
-        every = settings.evaluate_every
-        result |= {"steps": None, "epochs": settings.epochs, "evaluate_every": every}
-    return result | {"base": base}
-
-
-def differences(before: Mapping[str, Any], now: Mapping[str, Any], *, ended: bool) -> list[str]:
-    """Return the differences of two runs' settings in words; ``ended`` allows more steps or epochs.
-
-    A setting that an earlier version did not write counts as the same.
-    """
-    now = json.loads(json.dumps(now))
-    changed = [key for key in now if key in before and before[key] != now[key]]
-    if ended and any(_more(before.get(key), now.get(key)) for key in ("steps", "epochs")):
-        changed = [key for key in changed if key not in MORE]
-    result = []
-    for key in changed:
-        if key in ABOUT:
-            continue
-        if key == "text_sha256" and before.get("text_file") == now.get("text_file"):
-            then, size = (each.get("text_bytes") or 0 for each in (before, now))
-            name = now.get("text_file") or now["text"].replace("python-docs", PYTHON)
-            sizes = f"{then:,} bytes then, {size:,} now" if then != size else f"{size:,} bytes both"
-            result.append(f"another text: {name} has changed since ({sizes})")
-        elif key == "text_sha256":
-            then = before.get("text_file") or before.get("text")
-            result.append(f"another text: {then} (now {now.get('text_file') or now['text']})")
-        elif key == "base":
-            result += _other_files(before[key] or {}, now[key] or {})
-        elif key != "text" or "text_sha256" not in changed:
-            result.append(f"{key} {before[key]} (now {now[key]})")
-    return result
-
-
-def asks_for_more(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether more steps or epochs are requested than a run had."""
-    return any(_more(before.get(key), now.get(key)) for key in ("steps", "epochs"))
-
-
-def _more(before: Any, now: Any) -> bool:
-    """Return whether both numbers are set and the second is larger."""
-    return before is not None and now is not None and now > before
-
-
-def _other_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return in words which files of a base model have changed, are new or are gone."""
-    result = []
-    for name in sorted({*before, *now}):
-        digests = [each.get(name, {}).get("sha256") for each in (before, now)]
-        if digests[0] != digests[1]:
-            state = "is new" if digests[0] is None else "is gone" if digests[1] is None else "has"
-            state += " changed since" if state == "has" else ""
-            what = (
-                name
-                if name.startswith(("reward ", "new tokens"))
-                else f"another base model: {name}"
-            )
-            result.append(f"{what} {state}")
-    return result
-
-
-def read_settings(path: Any) -> dict[str, Any]:
-    """Return the settings that a run was started with, or raise a ConfigError."""
-    problem = f"{path} is broken; name a new folder with {named('out')}"
-    try:
-        settings = read_json(path)
-    except ConfigError:
-        raise ConfigError(problem) from None
-    base = settings.get("base") or {}
-    files = isinstance(base, dict) and all(isinstance(each, dict) for each in base.values())
-    numbers = (settings.get(key) for key in (*MORE, "text_bytes"))
-    if not files or not all(number is None or is_number(number) for number in numbers):
-        raise ConfigError(problem)
-    return settings

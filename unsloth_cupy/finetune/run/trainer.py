@@ -46,8 +46,9 @@ from .preparation import device_name, in_place, prepare
 from .ranks import start
 from .reference import folder_of
 from .reporters import reporters
+from .resume import kept, read_settings
 from .run_folder import RunFolder, fingerprints, model_folder
-from .settings import Settings, kept, read_settings
+from .settings import Settings
 
 READS = dict.fromkeys((PAIRS, SCORED), "pairs of answers") | {RATED: "rated answers"}
 

@@ -24,7 +24,7 @@ from unsloth_cupy.bench.report import COLOURS as PEERS  # noqa: E402
 from unsloth_cupy.bench.report import draw_times  # noqa: E402
 from unsloth_cupy.cli.plan_ranks import draw_schedule  # noqa: E402
 from unsloth_cupy.cli.timeline import draw_timeline  # noqa: E402
-from unsloth_cupy.finetune.curve import draw_curve  # noqa: E402
+from unsloth_cupy.finetune.run.curve import draw_curve  # noqa: E402
 from unsloth_cupy.memory.planned import Planned  # noqa: E402
 from unsloth_cupy.memory.stage_plan import Layout  # noqa: E402
 from unsloth_cupy.models.parse import parse  # noqa: E402

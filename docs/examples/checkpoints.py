@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from unsloth_cupy.finetune import Listener, Settings, Trainer
-from unsloth_cupy.finetune.interrupt import Interrupted, Stop
+from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
 
 TEXT = "\n\n".join(f"{i} and {i + 1} make {2 * i + 1}." for i in range(200))
 SIZES = {"batch": 2, "tokens": 16, "layers": 1, "hidden": 32, "vocabulary": 300}

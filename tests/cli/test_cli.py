@@ -26,16 +26,16 @@ from unsloth_cupy import machine
 from unsloth_cupy.cli import plan_tables, printer, results
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune.chat import Chat
-from unsloth_cupy.finetune.loop import Loop
-from unsloth_cupy.finetune.run_folder import RunFolder
-from unsloth_cupy.finetune.streaming import StopStrings, TextStream
-from unsloth_cupy.finetune.text import Batches, Text, held_out_rows, split, unigram_baseline
-from unsloth_cupy.finetune.tokenizer import encode, load_tokenizer, train_tokenizer
+from unsloth_cupy.finetune.data.chat import Chat
+from unsloth_cupy.finetune.data.text import Batches, Text, held_out_rows, split, unigram_baseline
+from unsloth_cupy.finetune.data.tokenizer import encode, load_tokenizer, train_tokenizer
+from unsloth_cupy.finetune.run.loop import Loop
+from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.machine import format_bytes
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.generation import next_logits
+from unsloth_cupy.models.generation.streaming import StopStrings, TextStream
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parents[1] / "golden"

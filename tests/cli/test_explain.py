@@ -30,7 +30,7 @@ from unsloth_cupy.core.gpu import compiler_options
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import Limits
 from unsloth_cupy.errors import ConfigError, ShapeError
-from unsloth_cupy.finetune.run_folder import config_file
+from unsloth_cupy.finetune.run.run_folder import config_file
 from unsloth_cupy.ops.common import grouped
 from unsloth_cupy.profiling import explanation, watch
 from unsloth_cupy.profiling.binary import occupancy

@@ -18,8 +18,8 @@ from safetensors.numpy import load_file, save_file
 
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError, printable
-from unsloth_cupy.finetune.run_folder import RunFolder
-from unsloth_cupy.finetune.tokenizer import load_tokenizer
+from unsloth_cupy.finetune.data.tokenizer import load_tokenizer
+from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.machine import console
 from unsloth_cupy.parallel._peers import Peers
 

@@ -15,7 +15,7 @@ from unsloth_cupy import plan_memory
 from unsloth_cupy.bench.attention_shapes import draw_shapes
 from unsloth_cupy.bench.report import draw_times
 from unsloth_cupy.cli.timeline import draw_timeline
-from unsloth_cupy.finetune.curve import draw_curve
+from unsloth_cupy.finetune.run.curve import draw_curve
 
 CONFIG = {
     "model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48,

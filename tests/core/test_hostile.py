@@ -17,8 +17,8 @@ import pytest
 import unsloth_cupy as uc
 from unsloth_cupy import models, parallel
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError, UnslothCupyError
-from unsloth_cupy.finetune.settings import Settings
-from unsloth_cupy.finetune.trainer import Trainer
+from unsloth_cupy.finetune.run.settings import Settings
+from unsloth_cupy.finetune.run.trainer import Trainer
 from unsloth_cupy.models.parse import parse
 from unsloth_cupy.ops.quantized.int8 import Int8
 from unsloth_cupy.ops.quantized.mxfp4 import Mxfp4

@@ -12,8 +12,8 @@ import pytest
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Callback, Control, Run, Settings, Trainer
-from unsloth_cupy.finetune.arguments import FIXED, NAMES
-from unsloth_cupy.finetune.callbacks import EVENTS, State
+from unsloth_cupy.finetune.run.arguments import FIXED, NAMES
+from unsloth_cupy.finetune.run.callbacks import EVENTS, State
 
 from ..cli.test_cli import ROOT, assert_one_clear_error, numbers, run, weights
 

@@ -10,14 +10,14 @@ from typing import Any, cast
 import pytest
 
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune.chat import ANSWERS, Chat, LeftOut, Lesson
-from unsloth_cupy.finetune.data_report import inspect_data
-from unsloth_cupy.finetune.methods import METHODS
-from unsloth_cupy.finetune.records import Record, read_records
-from unsloth_cupy.finetune.run_folder import model_without_weights
-from unsloth_cupy.finetune.spans import encoded
-from unsloth_cupy.finetune.tokenizer import load_tokenizer, train_tokenizer
-from unsloth_cupy.finetune.training_data import Shape, from_records
+from unsloth_cupy.finetune.data.chat import ANSWERS, Chat, LeftOut, Lesson
+from unsloth_cupy.finetune.data.records import Record, read_records
+from unsloth_cupy.finetune.data.spans import encoded
+from unsloth_cupy.finetune.data.tokenizer import load_tokenizer, train_tokenizer
+from unsloth_cupy.finetune.data.training_data import Shape, from_records
+from unsloth_cupy.finetune.methods.registry import METHODS
+from unsloth_cupy.finetune.run.data_report import inspect_data
+from unsloth_cupy.finetune.run.run_folder import model_without_weights
 from unsloth_cupy.models.text.chat import Chat as Template
 from unsloth_cupy.models.text.tokenizer import Tokenizer
 
@@ -661,7 +661,7 @@ def test_published_templates(path: Path, tmp_path: Path, monkeypatch: pytest.Mon
 class TestAccount:
     @staticmethod
     def account(path: Path, rows: list[dict[str, Any]], length: int, template: str) -> str:
-        from unsloth_cupy.finetune.training_data import _examples, account
+        from unsloth_cupy.finetune.data.training_data import _examples, account
 
         (path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         records = read_records(path / "rows.jsonl")

@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune import Settings, Trainer, inspect_data, read_data, records
-from unsloth_cupy.finetune.data_files import content as found_content
-from unsloth_cupy.finetune.forms import content_of
-from unsloth_cupy.finetune.messages import LEARNED
-from unsloth_cupy.finetune.records import Record, Records, Stored
-from unsloth_cupy.finetune.text import Text
+from unsloth_cupy.finetune import Settings, Trainer, inspect_data, read_data
+from unsloth_cupy.finetune.data import records
+from unsloth_cupy.finetune.data.data_files import content as found_content
+from unsloth_cupy.finetune.data.forms import content_of
+from unsloth_cupy.finetune.data.messages import LEARNED
+from unsloth_cupy.finetune.data.records import Record, Records, Stored
+from unsloth_cupy.finetune.data.text import Text
 from unsloth_cupy.models.text.chat import REASONING
 
 from ..cli.test_cli import GOLDEN, LLAMA, assert_one_clear_error, run
@@ -616,7 +617,7 @@ class TestBounds:
     def test_packed_files_grow_within_bounds(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("unsloth_cupy.finetune.data_files.UNPACKED", 2**21)
+        monkeypatch.setattr("unsloth_cupy.finetune.data.data_files.UNPACKED", 2**21)
         line = json.dumps({"text": "a" * 9000}).encode() + b"\n"
         for suffix in (".gz", ".zst", ".bz2"):
             path = tmp_path / f"a.jsonl{suffix}"
@@ -640,10 +641,10 @@ class TestBounds:
         }.get(kind, lambda: b'{"text": "a"}\n' * 5000)()
         path = tmp_path / f"a.{kind}.{packing or 'gz'}"
         path.write_bytes(packed(data, path.suffix))
-        monkeypatch.setattr("unsloth_cupy.finetune.data_files.RATIO", 1)
-        monkeypatch.setattr("unsloth_cupy.finetune.data_files.UNPACKED", 2**20)
+        monkeypatch.setattr("unsloth_cupy.finetune.data.data_files.RATIO", 1)
+        monkeypatch.setattr("unsloth_cupy.finetune.data.data_files.UNPACKED", 2**20)
         assert f"{path} grows to more than" in refusal(path)
-        monkeypatch.setattr("unsloth_cupy.finetune.data_files.UNPACKED", 2**21)
+        monkeypatch.setattr("unsloth_cupy.finetune.data.data_files.UNPACKED", 2**21)
         with suppress(ConfigError):  # all rows are equal: none is left to learn
             read_data(path)
 
@@ -680,7 +681,7 @@ class TestBounds:
     def test_a_parquet_file_grows_within_bounds(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("unsloth_cupy.finetune.data_files.UNPACKED", 2**20)
+        monkeypatch.setattr("unsloth_cupy.finetune.data.data_files.UNPACKED", 2**20)
         path = tmp_path / "a.parquet"
         parquet([{"text": "a" * 2000}] * 2000, path)
         assert f"{path} grows to more than" in refusal(path)
@@ -692,7 +693,7 @@ class TestBounds:
 
     @pytest.mark.skipif(sys.platform != "linux", reason="needs a system that limits memory")
     def test_what_reads_parquet_has_a_limit_of_memory(self, tmp_path: Path) -> None:
-        from unsloth_cupy.finetune import table_process
+        from unsloth_cupy.finetune.data import table_process
 
         path = tmp_path / "a.parquet"
         parquet([{"text": "a" * 2**26}] * 3, path, compression="zstd")

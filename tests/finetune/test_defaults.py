@@ -76,7 +76,7 @@ def test_rows_are_not_longer_than_the_model(base: Path, tmp_path: Path) -> None:
 def test_steps_are_one_to_three_epochs_by_size(
     most: int, epochs: int, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unsloth_cupy.finetune import preparation
+    from unsloth_cupy.finetune.run import preparation
 
     monkeypatch.setattr(preparation, "MOST_STEPS", most)
     data = rows(tmp_path / "rows.jsonl", [10] * 40)

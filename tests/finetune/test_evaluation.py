@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune import Lora, Run, Settings, Trainer, evaluate, metrics
-from unsloth_cupy.finetune.interrupt import Interrupted, Stop
-from unsloth_cupy.finetune.loop import Loop
+from unsloth_cupy.finetune import Lora, Run, Settings, Trainer, evaluate
+from unsloth_cupy.finetune.run import metrics
+from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
+from unsloth_cupy.finetune.run.loop import Loop
 from unsloth_cupy.models import Transformer, load
 
 from ..cli.test_cli import assert_one_clear_error, numbers, run, weights
@@ -271,7 +272,7 @@ def test_a_stopped_run_with_patience_goes_on_in_equal_bits(
     assert weights(tmp_path / "run") == weights(tmp_path / "whole")
 
 
-@pytest.mark.parametrize("broken", ["save_result", "_log"])
+@pytest.mark.parametrize("broken", ["_keep_if_best", "_log"])
 def test_a_run_that_dies_while_it_keeps_the_best_goes_on_in_equal_bits(
     broken: str, text: Path, other: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,7 +281,7 @@ def test_a_run_that_dies_while_it_keeps_the_best_goes_on_in_equal_bits(
     method = getattr(Loop, broken)
 
     def dies(self: Loop, *arguments: Any) -> None:
-        if self.step == 2 and (broken == "save_result" or "held_out_loss" in arguments[0]):
+        if self.step == 2 and (broken == "_keep_if_best" or "held_out_loss" in arguments[0]):
             raise OSError("died")
         method(self, *arguments)
 

@@ -9,7 +9,7 @@ import pytest
 
 from unsloth_cupy import models
 from unsloth_cupy.finetune import Lora, Settings, Trainer
-from unsloth_cupy.finetune.tokenizer import END, train_tokenizer
+from unsloth_cupy.finetune.data.tokenizer import END, train_tokenizer
 from unsloth_cupy.models.configs.families import FAMILIES
 
 from ..harness.sampling import Sample

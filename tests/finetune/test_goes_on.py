@@ -18,10 +18,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from unsloth_cupy.finetune import interrupt
-from unsloth_cupy.finetune.loop import Loop
-from unsloth_cupy.finetune.run_folder import RunFolder, model_without_weights
-from unsloth_cupy.finetune.settings import differences
+from unsloth_cupy.finetune.run import interrupt
+from unsloth_cupy.finetune.run.loop import Loop
+from unsloth_cupy.finetune.run.resume import differences
+from unsloth_cupy.finetune.run.run_folder import RunFolder, model_without_weights
 from unsloth_cupy.models import load
 from unsloth_cupy.models.transformer import Transformer
 

@@ -9,9 +9,9 @@ import pytest
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Lora, Settings, Trainer, read_data
-from unsloth_cupy.finetune.labels import labels_of as labels_in
-from unsloth_cupy.finetune.methods import METHODS
-from unsloth_cupy.finetune.records import Record, Records
+from unsloth_cupy.finetune.data.labels import labels_of as labels_in
+from unsloth_cupy.finetune.data.records import Record, Records
+from unsloth_cupy.finetune.methods.registry import METHODS
 from unsloth_cupy.models import load
 
 from ..cli.test_cli import assert_one_clear_error, run

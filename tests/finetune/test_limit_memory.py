@@ -11,9 +11,9 @@ import pytest
 
 from unsloth_cupy import DeviceMemoryError, machine, plan_memory
 from unsloth_cupy.cli.options import Size
-from unsloth_cupy.finetune import limit, preparation
-from unsloth_cupy.finetune.limit import Memory, Sizes, checked_plan
-from unsloth_cupy.finetune.settings import Plan, Settings
+from unsloth_cupy.finetune.run import limit, preparation
+from unsloth_cupy.finetune.run.limit import Memory, Sizes, checked_plan
+from unsloth_cupy.finetune.run.settings import Plan, Settings
 from unsloth_cupy.memory.ledger import MemoryPlan
 from unsloth_cupy.models.parse import parse
 
@@ -29,7 +29,7 @@ TRAIN = ("finetune", "--steps", 4, "--layers", 2, "--evaluate-every", 4)
 
 @pytest.fixture(autouse=True)
 def _short_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("unsloth_cupy.finetune.text.HELD_OUT_CHARACTERS", 1000)
+    monkeypatch.setattr("unsloth_cupy.finetune.data.text.HELD_OUT_CHARACTERS", 1000)
 
 
 known: dict[str, MemoryPlan] = {}
@@ -258,7 +258,7 @@ def test_a_gpu_is_looked_at_by_its_number(monkeypatch: pytest.MonkeyPatch) -> No
         asked.append(args)
         return Pool()
 
-    monkeypatch.setattr("unsloth_cupy.finetune.limit.memory_pool", pool)
+    monkeypatch.setattr("unsloth_cupy.finetune.run.limit.memory_pool", pool)
     for device in ("cuda", "cuda:1"):
         memory = Memory(plan, 100, device)
         with memory.watched([]):

@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune import Settings, Trainer, preparation
-from unsloth_cupy.finetune.chat import Chat, Lesson
-from unsloth_cupy.finetune.records import Record, Records, read_records
-from unsloth_cupy.finetune.tokenizer import load_tokenizer, train_tokenizer
-from unsloth_cupy.finetune.training_data import (
+from unsloth_cupy.finetune import Settings, Trainer
+from unsloth_cupy.finetune.data.chat import Chat, Lesson
+from unsloth_cupy.finetune.data.records import Record, Records, read_records
+from unsloth_cupy.finetune.data.tokenizer import load_tokenizer, train_tokenizer
+from unsloth_cupy.finetune.data.training_data import (
     Example,
     Examples,
     Packed,
@@ -31,6 +31,7 @@ from unsloth_cupy.finetune.training_data import (
     from_records,
     sequential_batches,
 )
+from unsloth_cupy.finetune.run import preparation
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.text.chat import CHATML, NEEDED, Span, _request
 
@@ -701,7 +702,7 @@ class TestFinetune:
     @pytest.mark.slow
     def test_accumulated_batches_are_one_large_batch(self, file: Path, tmp_path: Path) -> None:
         """Packed batches hold unequal numbers of labels: the mean is over all of them."""
-        from unsloth_cupy.finetune.loop import Loop
+        from unsloth_cupy.finetune.run.loop import Loop
 
         actual = []
         step = Loop._gradients
@@ -791,7 +792,7 @@ def test_the_plan_is_of_what_runs(
     pack: bool | None, accumulate: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the largest step before the first one, and of every step that is measured: to 3 %."""
-    monkeypatch.setattr("unsloth_cupy.finetune.text.HELD_OUT_CHARACTERS", 300)
+    monkeypatch.setattr("unsloth_cupy.finetune.data.text.HELD_OUT_CHARACTERS", 300)
     draw, words = (
         random.Random(0),
         [

@@ -11,9 +11,9 @@ import pytest
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Lora, Run, Settings, Trainer
-from unsloth_cupy.finetune.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.listener import Listener
 from unsloth_cupy.finetune.lora import check_learns
+from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
 from unsloth_cupy.models import Transformer, create, load, merge, quantize
 
 from ..cli.test_cli import run, weights

@@ -11,7 +11,7 @@ import pytest
 from unsloth_cupy import Mxfp4, models, mxfp4_quantize
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Run, Settings, Trainer
-from unsloth_cupy.finetune.interrupt import Interrupted, Stop
+from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
 from unsloth_cupy.models.adapters.into import CHOICES, IN_FOLDERS
 from unsloth_cupy.models.configs.names import is_stack
 from unsloth_cupy.ops.quantized.weight import Quantized

@@ -22,11 +22,12 @@ from unsloth_cupy.finetune import (
     read_data,
     teach,
 )
-from unsloth_cupy.finetune.interrupt import Interrupted, Stop
-from unsloth_cupy.finetune.methods import METHODS
-from unsloth_cupy.finetune.preferences import pair_of
-from unsloth_cupy.finetune.records import Records
-from unsloth_cupy.finetune.run_folder import RunFolder
+from unsloth_cupy.finetune.data.preferences import pair_of
+from unsloth_cupy.finetune.data.records import Records
+from unsloth_cupy.finetune.data.rows import KINDS
+from unsloth_cupy.finetune.methods.registry import METHODS
+from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
+from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.models import load
 
 from ..cli.test_cli import assert_one_clear_error, run
@@ -705,3 +706,7 @@ class TestTaught:
             run("teach", home / "model-0.9", "--data", home / "texts.jsonl", "--out", teacher),
             f"--out {teacher} exists; name a new folder",
         )
+
+
+def test_a_kind_of_rows_is_known_for_each_method() -> None:
+    assert tuple(KINDS) == tuple(METHODS)

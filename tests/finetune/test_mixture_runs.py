@@ -9,7 +9,7 @@ import pytest
 from click.testing import Result
 
 from unsloth_cupy import models, mxfp4_quantize
-from unsloth_cupy.finetune.tokenizer import END, train_tokenizer
+from unsloth_cupy.finetune.data.tokenizer import END, train_tokenizer
 from unsloth_cupy.models.configs.names import is_stack
 from unsloth_cupy.models.layers import experts_layer
 from unsloth_cupy.models.layers.experts_layer import _product

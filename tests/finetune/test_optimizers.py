@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from unsloth_cupy import AdamW, Muon, models, plan_memory
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Listener, Run, Settings, Trainer
-from unsloth_cupy.finetune.interrupt import Interrupted, Stop
+from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
 from unsloth_cupy.models.optimizers import optimizer_of
 from unsloth_cupy.models.ranks.pipeline_stages import EMBEDDING, HEAD
 from unsloth_cupy.training.joined import Joined

@@ -12,10 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy.finetune import Lora, reference
-from unsloth_cupy.finetune.loop import Loop
-from unsloth_cupy.finetune.methods import METHODS
-from unsloth_cupy.finetune.policy_methods import Policy
+from unsloth_cupy.finetune import Lora
+from unsloth_cupy.finetune.methods.policy_methods import Policy
+from unsloth_cupy.finetune.methods.registry import METHODS
+from unsloth_cupy.finetune.run import reference
+from unsloth_cupy.finetune.run.loop import Loop
 
 from ..harness.sampling import Sample
 from ..harness.whole_models import allowed_error, in_float64, judge_gradients
@@ -70,9 +71,9 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.append(step_of(self))
         real, numbers, sums = seen[-1]
         if self.plan.pack is False:
-            measured, models = self.measured, (self.model, *self.method.others)
+            measured, models = self.measured, (self.model, *self.method.other_models)
             with in_float64(*models), monkeypatch.context() as patch:
-                own = lambda self, numbers: self.rollout[: len(numbers)]  # noqa: E731
+                own = lambda self, numbers: self.checkpoints.answers[: len(numbers)]  # noqa: E731
                 patch.setattr(Loop, "_drawn", own)  # the answers stay those of float32
                 seen.append(step_of(self))
             self.measured = measured

@@ -14,10 +14,10 @@ from safetensors.numpy import load_file
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Lora, Run, Settings, Trainer, read_data
-from unsloth_cupy.finetune.interrupt import Interrupted, Stop
-from unsloth_cupy.finetune.policy_methods import Policy
-from unsloth_cupy.finetune.reward_models import RewardModel
-from unsloth_cupy.finetune.run_folder import RunFolder
+from unsloth_cupy.finetune.methods.policy_methods import Policy
+from unsloth_cupy.finetune.methods.reward_models import RewardModel
+from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
+from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.memory.planned_model import new_adapter
 from unsloth_cupy.memory.pool import memory_pool

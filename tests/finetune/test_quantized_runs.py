@@ -8,8 +8,8 @@ import pytest
 
 from unsloth_cupy import models, plan_memory
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune.new_model import small_llama
-from unsloth_cupy.finetune.tokenizer import train_tokenizer
+from unsloth_cupy.finetune.data.tokenizer import train_tokenizer
+from unsloth_cupy.finetune.run.new_model import small_llama
 from unsloth_cupy.machine import format_bytes
 from unsloth_cupy.models.quantizer import CHOICES
 

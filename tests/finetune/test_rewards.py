@@ -17,9 +17,9 @@ import pytest
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Listener, Lora, Settings, Trainer
 from unsloth_cupy.finetune.listener import hearing
-from unsloth_cupy.finetune.reward_models import RewardModel
-from unsloth_cupy.finetune.reward_pool import LateError, ending_workers
-from unsloth_cupy.finetune.rewards import _Call, rewards_of, scores
+from unsloth_cupy.finetune.methods.reward_models import RewardModel
+from unsloth_cupy.finetune.methods.reward_pool import LateError, ending_workers
+from unsloth_cupy.finetune.methods.rewards import _Call, rewards_of, scores
 from unsloth_cupy.models import load
 
 from ..golden import generate_methods as golden
@@ -218,7 +218,7 @@ def test_any_number_of_processes_gives_equal_bits(own: Path) -> None:
 def test_no_process_outlives_a_run_that_is_killed(own: Path) -> None:
     """Neither the function, which waits, nor what it has started."""
     told = own.parent / "processes"
-    program = "import sys; from unsloth_cupy.finetune.rewards import rewards_of, scores\n"
+    program = "import sys; from unsloth_cupy.finetune.methods.rewards import rewards_of, scores\n"
     program += "scores(rewards_of([sys.argv[1]]), {'prompts': [''], 'completions': [sys.argv[2]]}"
     program += ", str)"
     killed = subprocess.Popen([sys.executable, "-c", program, f"{own}:waits", str(told)])

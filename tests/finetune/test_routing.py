@@ -8,8 +8,8 @@ import pytest
 
 from unsloth_cupy import CheckpointConfig
 from unsloth_cupy.cli.printer import measured
-from unsloth_cupy.finetune import routing
-from unsloth_cupy.finetune.routing import Routing, draw_routing
+from unsloth_cupy.finetune.run import routing
+from unsloth_cupy.finetune.run.routing import Routing, draw_routing
 from unsloth_cupy.models import create
 
 from ..models.peers import MIXTURES, SIZES

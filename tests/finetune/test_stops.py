@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from unsloth_cupy.finetune import loop
-from unsloth_cupy.finetune.loop import Loop
-from unsloth_cupy.finetune.run_folder import RunFolder
+from unsloth_cupy.finetune.run import loop
+from unsloth_cupy.finetune.run.loop import Loop
+from unsloth_cupy.finetune.run.run_folder import RunFolder
 
 from ..cli.test_cli import assert_one_clear_error, numbers, run, weights
 
@@ -122,7 +122,7 @@ def test_weights_that_are_not_finite_are_not_saved(
     def overflowing(self: Loop) -> None:
         step(self)
         if self.step == 4:
-            next(iter(self.masters.values()))[0, 0] = np.inf
+            next(iter(self.checkpoints.part().trained.values()))[0, 0] = np.inf
 
     monkeypatch.setattr(Loop, "_one_step", overflowing)
     folder = tmp_path / "run"

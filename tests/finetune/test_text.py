@@ -16,11 +16,11 @@ from tokenizers import Regex, Tokenizer, models, normalizers, pre_tokenizers, pr
 
 from unsloth_cupy import files
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune import text as texts
-from unsloth_cupy.finetune import tokens
-from unsloth_cupy.finetune.text import Batches, read_text
-from unsloth_cupy.finetune.tokenizer import encode, train_tokenizer
-from unsloth_cupy.finetune.tokens import StoredTokens, tokenised, tokens_of
+from unsloth_cupy.finetune.data import text as texts
+from unsloth_cupy.finetune.data import tokens
+from unsloth_cupy.finetune.data.text import Batches, read_text
+from unsloth_cupy.finetune.data.tokenizer import encode, train_tokenizer
+from unsloth_cupy.finetune.data.tokens import StoredTokens, tokenised, tokens_of
 
 from ..cli.test_cli import assert_one_clear_error, numbers, run, trained, weights
 from ..harness.tracked import ROOT
@@ -355,9 +355,9 @@ def test_a_text_that_changes_before_it_is_tokenised_is_an_error(
 MEASURED = """
 import resource, sys
 from pathlib import Path
-from unsloth_cupy.finetune.text import read_text
-from unsloth_cupy.finetune.tokenizer import train_tokenizer
-from unsloth_cupy.finetune.tokens import tokens_of
+from unsloth_cupy.finetune.data.text import read_text
+from unsloth_cupy.finetune.data.tokenizer import train_tokenizer
+from unsloth_cupy.finetune.data.tokens import tokens_of
 
 tokenizer = train_tokenizer("some words of a text", 300)
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

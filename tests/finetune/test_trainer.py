@@ -18,12 +18,12 @@ from unsloth_cupy import cosine_schedule, linear_schedule
 from unsloth_cupy.cli.finetune import finetune
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Listener, Run, Settings, Trainer
-from unsloth_cupy.finetune.engine import noisy
-from unsloth_cupy.finetune.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.listener import announce
-from unsloth_cupy.finetune.loop import Loop, undecayed
 from unsloth_cupy.finetune.naming import named
-from unsloth_cupy.finetune.rates import rate_of
+from unsloth_cupy.finetune.run.executor import noisy
+from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
+from unsloth_cupy.finetune.run.loop import Loop, undecayed
+from unsloth_cupy.finetune.run.rates import rate_of
 from unsloth_cupy.models import Transformer, create
 from unsloth_cupy.models.objective import next_token
 
@@ -403,7 +403,7 @@ def test_a_path_that_looks_like_a_setting_stays_a_path(tmp_path: Path) -> None:
 
 
 def test_options_are_the_settings_in_their_groups() -> None:
-    fields = {each.name: each for each in dataclasses.fields(Settings) if each.metadata}
+    fields = {each.name: each for each in dataclasses.fields(Settings) if "group" in each.metadata}
     options = {each.name: each for each in finetune.params if isinstance(each, click.Option)}
     beside = {"data", "ignore", "config", "profile", "quiet", "as_json"}
     assert options.keys() - fields.keys() == beside

@@ -14,9 +14,9 @@ from unsloth_cupy import models
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.cli.modelfile import begin_of, go_template, write_modelfile
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune.chat import Chat
-from unsloth_cupy.finetune.tokenizer import train_tokenizer
-from unsloth_cupy.finetune.turns import Ending, ending, ending_of, turns_of
+from unsloth_cupy.finetune.data.chat import Chat
+from unsloth_cupy.finetune.data.tokenizer import train_tokenizer
+from unsloth_cupy.finetune.data.turns import Ending, ending, ending_of, turns_of
 from unsloth_cupy.models.text.chat import CHATML
 
 from ..models.exported import byte_level, make, read, write_tokenizer

@@ -27,6 +27,7 @@ FLOORS = (  # the ground first; rooms of one floor do not know each other
     ("__main__",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+FINETUNE = (("listener", "naming"), ("lora",), ("data",), ("methods",), ("run",), ("__init__",))
 SOURCES = tracked("unsloth_cupy/**/*.py")
 MODULES = {path.relative_to(PACKAGE).with_suffix("").parts: path for path in SOURCES}
 Module = tuple[str, ...]
@@ -59,6 +60,18 @@ def test_arrows_run_downhill() -> None:
         for module in MODULES
         for other in imports(module)
         if other[0] != module[0] and FLOOR[other[0]] >= FLOOR[module[0]]
+    ]
+    assert uphill == []
+
+
+def test_rooms_of_finetune_run_downhill() -> None:
+    """``data`` knows no method and no run, ``methods`` no run."""
+    floor = {room: number for number, rooms in enumerate(FINETUNE) for room in rooms}
+    uphill = [
+        f"{'/'.join(module)} -> {'/'.join(other)}"
+        for module in MODULES
+        for other in (imports(module) if module[0] == "finetune" else ())
+        if other[0] == "finetune" and other[1] != module[1] and floor[other[1]] >= floor[module[1]]
     ]
     assert uphill == []
 

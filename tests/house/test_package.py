@@ -2,6 +2,7 @@
 
 import ast
 import configparser
+import importlib
 import shutil
 import subprocess
 import sys
@@ -134,3 +135,11 @@ def test_models_are_imported_by_name(tmp_path: Path) -> None:
 def test_this_installation_finds_its_kernels() -> None:
     """Editable where the README's command installed it."""
     assert (source_root() / "common" / "device.cuh").is_file()
+
+
+def test_modules_of_finetune_are_named_by_their_old_path() -> None:
+    files = tracked("unsloth_cupy/finetune/*/*.py")
+    for room, name in {(path.parent.name, path.stem) for path in files}:
+        if name not in ("__init__", "sources", "registry"):
+            with pytest.raises(ModuleNotFoundError, match=rf"finetune\.{room}\.{name}$"):
+                importlib.import_module(f"unsloth_cupy.finetune.{name}")

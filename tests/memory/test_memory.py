@@ -24,7 +24,7 @@ from unsloth_cupy import (
     models,
 )
 from unsloth_cupy.errors import ConfigError, ShapeError, UnslothCupyError
-from unsloth_cupy.finetune.engine import noisy, planned_with_noise
+from unsloth_cupy.finetune.run.executor import noisy, planned_with_noise
 from unsloth_cupy.machine import format_bytes
 from unsloth_cupy.memory import plan as memory_plan
 from unsloth_cupy.memory.estimate import (

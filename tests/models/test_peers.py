@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from unsloth_cupy.finetune.chat import Chat
-from unsloth_cupy.finetune.new_model import small_llama
-from unsloth_cupy.finetune.tokenizer import END, train_tokenizer
+from unsloth_cupy.finetune.data.chat import Chat
+from unsloth_cupy.finetune.data.tokenizer import END, train_tokenizer
+from unsloth_cupy.finetune.run.new_model import small_llama
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.configs.names import parameter_name
 from unsloth_cupy.models.folders.expert_files import file_tensors

@@ -15,8 +15,8 @@ import pytest
 from unsloth_cupy import Tape, cross_entropy, linear, swiglu_mlp
 from unsloth_cupy.cli import printer
 from unsloth_cupy.cli.commands import group
-from unsloth_cupy.finetune import training_data
-from unsloth_cupy.finetune.text import held_out_rows
+from unsloth_cupy.finetune.data import training_data
+from unsloth_cupy.finetune.data.text import held_out_rows
 from unsloth_cupy.models import loss
 from unsloth_cupy.models.layers import mlp_branch
 

@@ -13,7 +13,7 @@ import pytest
 from unsloth_cupy import models
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Settings, Trainer
-from unsloth_cupy.finetune.tokenizer import train_tokenizer
+from unsloth_cupy.finetune.data.tokenizer import train_tokenizer
 from unsloth_cupy.models.generation.streaming import TextStream
 from unsloth_cupy.models.text.chat import CHATML, CHATML_TOKENS
 

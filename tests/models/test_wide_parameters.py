@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.finetune import Settings, Trainer
-from unsloth_cupy.finetune.tokenizer import END, train_tokenizer
+from unsloth_cupy.finetune.data.tokenizer import END, train_tokenizer
 from unsloth_cupy.models import create, load, merge
 from unsloth_cupy.models.configs.config import CORRECTION
 from unsloth_cupy.models.parse import parse

@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_cupy.cli.commands import group
-from unsloth_cupy.finetune import loop
-from unsloth_cupy.finetune.loop import Loop
+from unsloth_cupy.finetune.run import checkpoints
+from unsloth_cupy.finetune.run.loop import Loop
 
 
 def killed() -> None:
@@ -38,11 +38,11 @@ def full() -> None:
     def write(path: Any, tensors: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
 
-    loop.write_tensors = write
+    checkpoints.write_tensors = write
 
 
 def torn() -> None:
-    whole = loop.write_tensors
+    whole = checkpoints.write_tensors
 
     def write(path: Path, tensors: Any) -> None:
         whole(path, tensors)
@@ -50,7 +50,7 @@ def torn() -> None:
             path.write_bytes(path.read_bytes()[:99])
             os.kill(os.getpid(), signal.SIGKILL)
 
-    loop.write_tensors = write
+    checkpoints.write_tensors = write
 
 
 FAULTS = {"killed": killed, "full": full, "torn": torn}

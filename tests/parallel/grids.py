@@ -18,7 +18,7 @@ import numpy as np
 from unsloth_cupy import AdamW, ScheduleFreeAdamW
 from unsloth_cupy.cli import printer
 from unsloth_cupy.cli.commands import group
-from unsloth_cupy.finetune import loop, ranks
+from unsloth_cupy.finetune.run import loop, ranks
 from unsloth_cupy.models import create, optimizers
 from unsloth_cupy.parallel import Communicator
 from unsloth_cupy.placement import to_numpy
@@ -175,8 +175,8 @@ def gradients(self: Any, before: Any) -> Any:
         os.kill(os.getpid(), signal.SIGINT)
     loss, count, sums = before(self)
     if self.step in (0, STEPS - 1):
-        whole = sums if self.engine.states is None else self.engine.states.gathered(sums)
-        gathered = self.engine.gathered(whole)
+        whole = sums if self.executor.states is None else self.executor.states.gathered(sums)
+        gathered = self.executor.gathered(whole)
         if self.ranks.first:
             named = {name: to_numpy(array) for name, array in gathered.items()}
             np.savez(folder.parent / f"{folder.name}-{self.step}.npz", **named)

@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from unsloth_cupy.cli.commands import group
-from unsloth_cupy.finetune.loop import Loop
+from unsloth_cupy.finetune.run.loop import Loop
 from unsloth_cupy.memory.planned_model import new_adapter
 from unsloth_cupy.memory.pool import memory_pool
 from unsloth_cupy.memory.stage_plan import Job, Layout, plan_stages
@@ -28,14 +28,14 @@ def planned(loop: Loop) -> int:
     method = loop.method
     if hasattr(method, "planned"):  # some ranks have the other model, all know its config
         method = method.planned(lambda model: getattr(model, "config", model))
-    batch = loop.rollout[0] if method.draws else loop.training_data.batches.at(first)
+    batch = loop.checkpoints.answers[0] if method.draws else loop.training_data.batches.at(first)
     config = model.config if model.division is None else model.division.whole
     adapter = None
     if plan.adapters is not None:
         adapter = new_adapter(config, **plan.adapters.options(config))
     prompts = -(-plan.batch // groups.data.size)
     job = Job(
-        prompts, loop.training_data.largest[1] + method.new, DTYPES[plan.dtype], 32,
+        prompts, loop.training_data.largest[1] + method.max_new_tokens, DTYPES[plan.dtype], 32,
         plan.checkpoint_every, "cpu", adapter=adapter,
         context_attention=loop.ranks.context_attention or "ring",
         objective=method, optimizer=plan.kind, inputs=method.inputs(loop.ranks.rows(batch)),
@@ -47,8 +47,8 @@ def planned(loop: Loop) -> int:
 
 def measured(self: Loop) -> None:
     """Run a step, and write what it held."""
-    others = [getattr(each, "parameters", {}) for each in self.method.others]
-    arrays = self.model.parameters, self._learned(), self._own().state(), *others
+    others = [getattr(each, "parameters", {}) for each in self.method.other_models]
+    arrays = self.model.parameters, *self.checkpoints.part(), *others
     held = [array for each in arrays for _, array in held_arrays(each)]
     with memory_pool(held=held) as pool:
         pool.reset_peak()

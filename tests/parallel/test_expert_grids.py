@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import CheckpointConfig
-from unsloth_cupy.finetune.engine import Engine
-from unsloth_cupy.finetune.ranks import Ranks
+from unsloth_cupy.finetune.run.executor import Executor
+from unsloth_cupy.finetune.run.ranks import Ranks
 from unsloth_cupy.memory.stage_plan import Layout
 from unsloth_cupy.models import load
 from unsloth_cupy.models.configs.names import is_stack
@@ -38,7 +38,7 @@ NAMES = [
 
 def same_training(whole: Any, model: Any, ranks: Ranks) -> None:
     """A step of all rows in two passes, and its gradient norm, is that of one device."""
-    engine, one = Engine(ranks, model), LossScaler(1.0, dynamic=False)
+    executor, one = Executor(ranks, model), LossScaler(1.0, dynamic=False)
     tokens, labels = batch()
     own = part(len(tokens), ranks.data)
     passes = [
@@ -47,14 +47,14 @@ def same_training(whole: Any, model: Any, ranks: Ranks) -> None:
     every = [whole.loss_and_gradients(**each) for each in passes]
     mine = [{n: a if n == "count" else a[own] for n, a in each.items()} for each in passes]
     step = TrainingStep(CheckpointConfig(enabled=True))
-    loss, sums = engine.summed(engine.gradients(mine, step), len(mine))
+    loss, sums = executor.summed(executor.gradients(mine, step), len(mine))
     close(loss, sum(loss for loss, _ in every))
     total = {name: sum(each[name] for _, each in every) for name in every[0][1]}
     assert {*sums} == {name for name in total if model.division.holds(name)}
     for name, array in sums.items():
         gathered(model.division, name, array, total[name])
     norm = np.sqrt(sum(np.square(array, dtype=float).sum() for array in total.values()))
-    close(engine.measured(sums, 1.0, one).norm, norm)
+    close(executor.measured(sums, 1.0, one).norm, norm)
 
 
 @pytest.mark.parametrize("adapts", [False, True])

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune.engine import Engine
 from unsloth_cupy.finetune.lora import check_learns
-from unsloth_cupy.finetune.ranks import Ranks
-from unsloth_cupy.finetune.routing import Routing
+from unsloth_cupy.finetune.run.executor import Executor
+from unsloth_cupy.finetune.run.ranks import Ranks
+from unsloth_cupy.finetune.run.routing import Routing
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.objective import Reached, TrainingStep, next_token
 from unsloth_cupy.models.ranks.stages import ModelStage, pipeline_gradients, schedule_of
@@ -181,13 +181,13 @@ def test_ranks_say_which_adapters_learn(axes: dict[str, int], tmp_path: Path) ->
         ranks = Ranks(comm, grid(comm, data=1, **axes))
         model = load(tmp_path, **{n: c for n, c in ranks.placing.items() if c is not None})
         model.add_adapter(2, seed=1)
-        engine, division = Engine(ranks, model), model.division
+        executor, division = Executor(ranks, model), model.division
         own = {n: division.own(n, every[n]) for n in model.trainable}
-        assert engine.learns(model.adapter, {n: 0 * array for n, array in own.items()}) is None
-        assert engine.learns(model.adapter, own) == expected
+        assert executor.learns(model.adapter, {n: 0 * array for n, array in own.items()}) is None
+        assert executor.learns(model.adapter, own) == expected
         if still in own:
             own[still] = 0 * own[still]
         with pytest.raises(ConfigError, match=r"self_attn\.q_proj is 0 everywhere"):
-            engine.learns(model.adapter, own)
+            executor.learns(model.adapter, own)
 
     by_threads(math.prod(axes.values()), work)

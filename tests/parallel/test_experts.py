@@ -9,8 +9,8 @@ import pytest
 
 from unsloth_cupy import AdamW, CheckpointConfig, mxfp4_quantize
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune.ranks import check_options
-from unsloth_cupy.finetune.settings import Settings
+from unsloth_cupy.finetune.run.ranks import check_options
+from unsloth_cupy.finetune.run.settings import Settings
 from unsloth_cupy.memory.stage_plan import Layout
 from unsloth_cupy.models import create, load, quantize
 from unsloth_cupy.models.configs.names import is_stack

@@ -16,10 +16,10 @@ from safetensors.numpy import load_file
 from unsloth_cupy import AdamW
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune.engine import squares
-from unsloth_cupy.finetune.ranks import Ranks, alone
-from unsloth_cupy.finetune.run_folder import RunFolder
-from unsloth_cupy.finetune.text import Batch
+from unsloth_cupy.finetune.data.text import Batch
+from unsloth_cupy.finetune.run.executor import squares
+from unsloth_cupy.finetune.run.ranks import Ranks, alone
+from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.ops.common.dynamic_codes import decode
 from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.training.averages import in_one_form, scale_per_code, stored_form

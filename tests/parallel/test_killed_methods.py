@@ -7,8 +7,8 @@ import pytest
 from safetensors.numpy import load_file
 
 from unsloth_cupy.finetune import Run
-from unsloth_cupy.finetune.methods import METHODS
-from unsloth_cupy.finetune.run_folder import RunFolder
+from unsloth_cupy.finetune.methods.registry import METHODS
+from unsloth_cupy.finetune.run.run_folder import RunFolder
 
 from ..finetune import test_methods as methods
 from ..finetune import test_policies as policies

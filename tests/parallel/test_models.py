@@ -9,7 +9,7 @@ import pytest
 
 from unsloth_cupy import linear, ternary_quantize
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune.preparation import trainable_count
+from unsloth_cupy.finetune.run.preparation import trainable_count
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.folders.lazy_parameter import LazyParameter
 from unsloth_cupy.models.parse import parse

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.finetune import Settings
-from unsloth_cupy.finetune.methods import METHODS
-from unsloth_cupy.finetune.text import Batch
+from unsloth_cupy.finetune.data.text import Batch
+from unsloth_cupy.finetune.methods.registry import METHODS
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.models.configs.heads import chosen
 from unsloth_cupy.models.parse import parse

@@ -9,7 +9,7 @@ import pytest
 
 from unsloth_cupy import AdamW, Tape, linear
 from unsloth_cupy.errors import ConfigError, ShapeError
-from unsloth_cupy.finetune.engine import beginning_at, noisy
+from unsloth_cupy.finetune.run.executor import beginning_at, noisy
 from unsloth_cupy.models import create
 from unsloth_cupy.models.objective import next_token
 from unsloth_cupy.parallel import DataParallel, SingleCommunicator, Zero1, Zero3, grid

@@ -11,7 +11,7 @@ import click
 from .._version import __version__
 from ..errors import UnslothCupyError, printable
 from ..finetune.naming import naming
-from ..finetune.ranks import prints_errors
+from ..finetune.run.ranks import prints_errors
 from ..starting import INTERRUPTED
 from .bench import bench
 from .check import check

@@ -6,9 +6,9 @@ from typing import Any
 
 import click
 
-from ..finetune.data_report import DataReport, inspect_data
 from ..finetune.listener import hearing
-from ..finetune.methods import METHODS
+from ..finetune.methods.registry import METHODS
+from ..finetune.run.data_report import DataReport, inspect_data
 from .echo import echo, echo_marked
 from .options import FILE, Grouped, data_of, ignore_option, option
 from .printer import Printer

@@ -7,10 +7,10 @@ from typing import Any
 
 import click
 
-from ..finetune.evaluation import Evaluation
-from ..finetune.evaluation import evaluate as evaluated
 from ..finetune.listener import Listener, hearing
-from ..finetune.methods import METHODS
+from ..finetune.methods.registry import METHODS
+from ..finetune.run.evaluation import Evaluation
+from ..finetune.run.evaluation import evaluate as evaluated
 from ..machine import console, tables_as_json
 from .echo import echo
 from .options import BASE, FILE, QUANTIZE, Device, WithData, json_option, option

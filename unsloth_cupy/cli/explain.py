@@ -11,8 +11,8 @@ from ..bench.timing import DEVICE_SCALES
 from ..core.dtypes import KERNEL_DTYPES, float_dtype
 from ..errors import ConfigError
 from ..files import read_json
-from ..finetune.limit import quantized_kind, tokens_of
-from ..finetune.run_folder import config_file
+from ..finetune.run.limit import quantized_kind, tokens_of
+from ..finetune.run.run_folder import config_file
 from ..memory.ledger import Ledger
 from ..memory.plan import CLIPPED
 from ..memory.planned import Planned, recording_in

@@ -6,9 +6,9 @@ from pathlib import Path
 import click
 
 from ..errors import ConfigError
-from ..finetune.run_folder import model_folder, words_folder
-from ..finetune.tokenizer import load_tokenizer
-from ..finetune.turns import Ending, ending_of
+from ..finetune.data.tokenizer import load_tokenizer
+from ..finetune.data.turns import Ending, ending_of
+from ..finetune.run.run_folder import model_folder, words_folder
 from ..models.gguf import TYPES
 from .echo import echo, echo_next
 from .modelfile import check_modelfile, write_modelfile

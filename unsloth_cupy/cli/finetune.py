@@ -8,10 +8,10 @@ from typing import Any, NoReturn
 
 import click
 
-from ..finetune.interrupt import Interrupted, Stop, stop_request
-from ..finetune.run_folder import RunFolder
-from ..finetune.settings import Settings
-from ..finetune.trainer import Trainer
+from ..finetune.run.interrupt import Interrupted, Stop, stop_request
+from ..finetune.run.run_folder import RunFolder
+from ..finetune.run.settings import Settings
+from ..finetune.run.trainer import Trainer
 from .echo import echo
 from .options import (
     FILE,

@@ -14,10 +14,10 @@ import click
 
 from .. import models
 from ..errors import ConfigError
-from ..finetune.ranks import start
-from ..finetune.run_folder import model_folder, words_folder
-from ..finetune.tables import LONGEST
-from ..finetune.turns import ending
+from ..finetune.data.tables import LONGEST
+from ..finetune.data.turns import ending
+from ..finetune.run.ranks import start
+from ..finetune.run.run_folder import model_folder, words_folder
 from ..machine import blas_threads
 from ..models.adapters.adapter_base import base_of
 from ..models.text.chat import Message

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from ..finetune.run_folder import model_folder
+from ..finetune.run.run_folder import model_folder
 from .echo import echo, echo_next
 from .options import BASE, FILE, option
 from .results import exports

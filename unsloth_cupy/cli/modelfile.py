@@ -11,8 +11,8 @@ from typing import Any
 
 from ..errors import ConfigError, printable
 from ..files import atomic_path
-from ..finetune.chat import Chat
-from ..finetune.turns import Turns, turns_of
+from ..finetune.data.chat import Chat
+from ..finetune.data.turns import Turns, turns_of
 
 QUOTES = '"""'
 # in a template: what begins an action, or would where one follows; what ends the text; and

@@ -12,9 +12,9 @@ from typing import Any
 import click
 
 from ..errors import ConfigError
-from ..finetune.reporters import REPORTERS
-from ..finetune.settings import Settings, kind_of
-from ..finetune.training_config import read_training_config
+from ..finetune.run.reporters import REPORTERS
+from ..finetune.run.settings import Settings, kind_of
+from ..finetune.run.training_config import read_training_config
 from ..machine import tables_as_json
 from ..models.layers.context import KINDS as CONTEXTS
 from ..models.quantizer import CHOICES as QUANTIZED
@@ -283,7 +283,7 @@ def option(
 
 def options_of(settings: type[Settings]) -> Callable[..., Any]:
     """Return a decorator that adds an option for each setting that has a group."""
-    every = [each for each in dataclasses.fields(settings) if each.metadata]
+    every = [each for each in dataclasses.fields(settings) if "group" in each.metadata]
 
     def decorated(function: Any) -> Any:
         for each in reversed(every):  # decorators are listed from the last one to the first

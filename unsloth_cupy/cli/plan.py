@@ -10,12 +10,12 @@ import click
 
 from .. import machine
 from ..errors import ConfigError
-from ..finetune.limit import quantized_kind, tokens_of
-from ..finetune.methods import METHODS
-from ..finetune.ranks import check_options, chunks_of
-from ..finetune.reference import folder_of, with_teacher
-from ..finetune.run_folder import config_file, model_folder, model_without_weights
-from ..finetune.settings import Settings, check_optimizer
+from ..finetune.methods.registry import METHODS
+from ..finetune.run.limit import quantized_kind, tokens_of
+from ..finetune.run.ranks import check_options, chunks_of
+from ..finetune.run.reference import folder_of, with_teacher
+from ..finetune.run.run_folder import config_file, model_folder, model_without_weights
+from ..finetune.run.settings import Settings, check_optimizer
 from ..memory.ledger import MemoryPlan
 from ..memory.plan import plan_memory
 from ..memory.planned_model import DEVICES

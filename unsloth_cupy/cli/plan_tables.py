@@ -70,7 +70,8 @@ def show_rollouts(
     """Print a line about the answers that a method draws, if it does, by plans of stages."""
     for plan in plans:
         for moment in (each for each in plan.moments if each.op == ROLLOUTS):
-            few = f"{batch * method.samples:,} answers of {tokens - method.asked(tokens):,} tokens"
+            longest = tokens - method.question_length(tokens)
+            few = f"{batch * method.samples:,} answers of {longest:,} tokens"
             held = f"{format_bytes(moment.total)} at the peak"
             where = f"stage {plans.index(plan)}: " * (len(plans) > 1)
             console.print(f"{where}rollouts: {few} to {batch:,} prompts: {held}", markup=False)

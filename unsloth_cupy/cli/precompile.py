@@ -10,8 +10,8 @@ from .. import kernel_cache as cache
 from ..core.gpu import count, cupy, limits_of
 from ..errors import ConfigError
 from ..files import read_json
-from ..finetune.limit import tokens_of
-from ..finetune.run_folder import config_file
+from ..finetune.run.limit import tokens_of
+from ..finetune.run.run_folder import config_file
 from ..models.optimizers import OPTIMIZERS
 from ..models.parse import parse
 from ..profiling import precompile as compilation

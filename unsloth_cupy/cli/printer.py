@@ -12,10 +12,10 @@ from importlib import import_module
 from typing import Any
 
 from ..errors import printable
-from ..finetune.curve import draw_curve
 from ..finetune.listener import Listener
-from ..finetune.routing import draw_routing
-from ..finetune.trainer import Run
+from ..finetune.run.curve import draw_curve
+from ..finetune.run.routing import draw_routing
+from ..finetune.run.trainer import Run
 from ..machine import format_bytes
 from .echo import echo
 from .profiled import Steps

@@ -4,7 +4,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ..files import atomic_path
-from ..finetune.loop import Loop
+from ..finetune.run.loop import Loop
 from ..profiling.profile import Profile
 from ..profiling.watch import watching
 from .echo import echo

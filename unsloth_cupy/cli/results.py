@@ -7,10 +7,10 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..files import read_json
-from ..finetune.chat import Chat
-from ..finetune.loop import Loop
-from ..finetune.methods import MEASURES, METHODS
-from ..finetune.run_folder import RunFolder, model_without_weights
+from ..finetune.data.chat import Chat
+from ..finetune.methods.registry import MEASURES, METHODS
+from ..finetune.run.loop import Loop
+from ..finetune.run.run_folder import RunFolder, model_without_weights
 from ..machine import console, format_bytes
 from ..models.adapters.adapter_base import ADAPTER
 from ..models.quantizer import IN_FOLDERS
@@ -74,9 +74,9 @@ def what_follows(run: RunFolder) -> None:
     """Print the commands that use a finished run."""
     values = read_json(run.settings)
     method = METHODS[values.get("method", "sft")]
-    if method.used:  # it writes no text
+    if method.example:  # it writes no text
         load = f"models.load({json.dumps(str(run.model))})"
-        used = method.used.format(pooling=values.get("pooling") or "mean")
+        used = method.example.format(pooling=values.get("pooling") or "mean")
         code = f"from unsloth_cupy import models; model = {load}; print({used})"
         echo_next(["python", "-c", code])
         return

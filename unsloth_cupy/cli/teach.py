@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from ..finetune.listener import Listener, hearing
-from ..finetune.teaching import teach as taught
+from ..finetune.run.teaching import teach as taught
 from .echo import echo, echo_next
 from .options import FILE, Device, Number, WithData, data_of, ignore_option, option
 from .printer import Printer

@@ -3,16 +3,33 @@
 run = Trainer("model", "chat.jsonl", Settings(epochs=2), lora=Lora(16)).train()
 """
 
-from .callbacks import Callback as Callback
-from .callbacks import Control as Control
-from .callbacks import State as State
-from .data import read_data as read_data
-from .data_report import inspect_data as inspect_data
-from .evaluation import Evaluation as Evaluation
-from .evaluation import evaluate as evaluate
+import sys
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+
+from .data.sources import read_data as read_data
 from .listener import Listener as Listener
 from .lora import Lora as Lora
-from .settings import Settings as Settings
-from .teaching import teach as teach
-from .trainer import Run as Run
-from .trainer import Trainer as Trainer
+from .run.callbacks import Callback as Callback
+from .run.callbacks import Control as Control
+from .run.callbacks import State as State
+from .run.data_report import inspect_data as inspect_data
+from .run.evaluation import Evaluation as Evaluation
+from .run.evaluation import evaluate as evaluate
+from .run.settings import Settings as Settings
+from .run.teaching import teach as teach
+from .run.trainer import Run as Run
+from .run.trainer import Trainer as Trainer
+
+
+class _Moved(MetaPathFinder):
+    """Names the new place of a module that was in this folder itself, if it is imported there."""
+
+    def find_spec(self, name: str, *_: object) -> None:
+        package, module = name.rpartition(".")[::2]
+        if package == __name__:
+            for file in Path(__file__).parent.glob(f"*/{module}.py"):
+                raise ModuleNotFoundError(f"{name} is now {package}.{file.parent.name}.{module}")
+
+
+sys.meta_path.append(_Moved())  # the last finder: it is asked only if no module has the name

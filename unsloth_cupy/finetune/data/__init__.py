@@ -1,0 +1,1 @@
+"""Training data: files of any form, chats, texts, tokens, batches."""

@@ -1,0 +1,356 @@
+"""The records of training data: texts, instructions and chats, checked in advance.
+
+A tenth of them is held out.  Many are stored in a temporary file, so that memory holds a few bytes
+for each.
+"""
+
+import bisect
+import hashlib
+import json
+from array import array
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...errors import ConfigError
+from ...models.text.chat import Span
+from ..listener import reading
+from .chat import Chat, Lesson
+from .data_files import Located, Temporary, located, name_of
+from .forms import Content, content_of, listed
+from .labelled import labelled_of
+from .preferences import pair_of, rated_of, scored_of
+from .prompts import prompt_of
+from .related import related_of
+from .rows import KINDS, LABELLED, PAIRS, PROMPTS, RATED, RELATED, SCORED, TEXTS
+from .tables import PROCESSED, ROW, Row, rows_of
+from .text import HELD_OUT_CHARACTERS, HELD_OUT_SHARE, SMALL
+
+RECORDS = 1000  # records of a large file that a new tokenizer reads at a time
+FIRST = 100  # rows of each file that are looked at before all are read
+HELD_OUT_PROMPTS = 100  # each of which is answered; a share of right answers is exact to 0.05
+MOST_NAMES = 1000  # of columns that are not read
+IN_MEMORY = 2**26  # bytes of records that are kept in memory
+ITEM = 100  # bytes of an item of lists and objects, beside its characters
+READERS: Mapping[str, Callable[..., Content]] = {
+    TEXTS: content_of, PAIRS: pair_of, RATED: rated_of, SCORED: scored_of,
+    LABELLED: labelled_of, RELATED: related_of, PROMPTS: prompt_of,
+}  # fmt: skip
+
+
+class Record(NamedTuple):
+    """One row of a file: a chat, or a prompt (perhaps empty) and the answer to it."""
+
+    line: int  # in its file, beyond those of the files before it
+    messages: list[dict[str, Any]]
+    prompt: str
+    answer: str
+    tools: list[Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    rejected: Any = None  # the other answer of a pair: text, or the whole chat
+    desirable: bool | None = None  # of an answer that is rated
+    value: Any = None  # margin of a pair, label of a text, texts unrelated to two, columns
+
+    @property
+    def asks(self) -> bool:
+        """Whether it is a question alone, with what rewards know of it."""
+        return isinstance(self.value, dict)
+
+    @property
+    def sides(self) -> "list[Record]":
+        """The record, or of a pair that of the chosen answer and that of the rejected one."""
+        if self.rejected is None:
+            return [self]
+        chosen = self._replace(rejected=None, desirable=True)
+        other = {"messages": self.rejected} if self.messages else {"answer": self.rejected}
+        return [chosen, chosen._replace(desirable=False, **other)]
+
+    def texts(self, chat: Chat) -> list[Lesson]:
+        """Return the texts that it is learned from, with the spans of them that are learned."""
+        beside = (self.messages, self.tools, self.chat_template_kwargs)
+        if self.asks:
+            return [Lesson(chat.asked(*beside) if self.messages else self.prompt, [], [])]
+        if self.messages:
+            return chat.spans(*beside)
+        whole = self.prompt + self.answer
+        return [Lesson(whole, [Span(len(self.prompt), len(whole))], [0])]
+
+    @property
+    def answers(self) -> int:
+        """The number of answers in it."""
+        mine = sum(message["role"] == "assistant" for message in self.messages)
+        return mine if self.messages else 1
+
+    @property
+    def kind(self) -> str:
+        """What it holds, in the plural."""
+        return "answers" if self.messages else "completions" if self.prompt else "texts"
+
+    def content(self) -> str:
+        """Return all that is read of a record, in a form in which equal ones are equal."""
+        return repr((*self[1:4], *(each for each in self[4:] if each is not None)))
+
+
+class Records(NamedTuple):
+    """The rows of files in two parts that share no record."""
+
+    path: Path | None  # None: of several files, or standard input
+    name: str
+    digest: str
+    size: int  # bytes
+    train: Sequence[Record]
+    held_out: Sequence[Record]
+    files: tuple[tuple[int, str, str], ...] = ()  # the line before each, its name, what to say then
+    note: str = ""  # what was recognised, in one line
+    forms: dict[str, int] = {}  # noqa: RUF012 -- how many records have each form
+    method: str = "sft"  # for which they were read
+    evaluated: Any = None  # the records of another file that are held out: their lines are below 0
+
+    @property
+    def chats(self) -> bool:
+        """Whether some record is a chat."""
+        return any(record.messages for record in self.train)
+
+    @property
+    def where(self) -> str:
+        """The files in words."""
+        names = [name for _, name, _ in self.files] or [str(self.path)]
+        return names[0] + f" and {len(names) - 1} more" * (len(names) > 1)
+
+    def place(self, line: int) -> str:
+        """Return the file and the line in it of a record's line."""
+        if line < 0:
+            return str(self.evaluated.place(-line))
+        if not self.files:
+            return f"{self.path}:{line}"
+        before, name, of_it = self.files[bisect.bisect_left(self.files, (line,)) - 1]
+        return f"{name}{of_it}{line - before}"
+
+    def texts(self, record: Record, chat: Chat) -> list[Lesson]:
+        """Return ``record.texts(chat)``; an error names its place."""
+        try:
+            return record.texts(chat)
+        except ConfigError as error:
+            raise ConfigError(f"{self.place(record.line)}: {error}") from None
+
+    def blocks(self) -> Iterator[tuple[str, str]]:
+        """Yield the text to train a new tokenizer on, in blocks of which a small file is one.
+
+        Each is (text, text), a pair like those of ``Text.blocks``.
+        """
+        records = iter(self.train)
+        count = len(self.train) if self.size <= SMALL else RECORDS
+        while part := [*islice(records, count)]:
+            text = "\n".join(map(_words, part))
+            yield text, text
+
+
+def _words(record: Record) -> str:
+    """Return all text of a record, with the roles of messages."""
+    values = (value for message in record.messages for value in message.values())
+    texts = (value if isinstance(value, str) else json.dumps(value) for value in values if value)
+    tools = [json.dumps(record.tools)] if record.tools else []
+    return "\n".join([*tools, *texts, record.prompt, record.answer])
+
+
+class Stored(Sequence[Record]):
+    """Records in a temporary file, from which each is read when it is needed.
+
+    A view of some of them shares the file.
+    """
+
+    def __init__(self, kept: Temporary, starts: "array[int]", chosen: Array) -> None:
+        self.kept, self.starts, self.chosen = kept, starts, chosen
+
+    def __len__(self) -> int:
+        return len(self.chosen)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Stored(self.kept, self.starts, self.chosen[index])
+        number = int(self.chosen[index])
+        self.kept.file.seek(self.starts[number])
+        return Record(
+            *json.loads(self.kept.file.read(self.starts[number + 1] - self.starts[number]))
+        )
+
+
+class _Collected:
+    """Records as they are read: in memory, and in a temporary file beyond ``IN_MEMORY``."""
+
+    def __init__(self) -> None:
+        self.records, self.waiting = list[Record](), 0  # those in memory, and their bytes
+        self.kept: Temporary | None = None
+        self.starts = array("q", [0])
+        self.digests, self.sizes = bytearray(), array("q")
+
+    def append(self, record: Record) -> None:
+        """Add a record."""
+        content = record.content()
+        self.digests += hashlib.blake2b(content.encode(), digest_size=16).digest()
+        self.sizes.append(len(content))
+        self.records.append(record)
+        self.waiting += ROW + ITEM * content.count(",") + len(content)
+        if self.waiting > (SMALL if self.kept else IN_MEMORY):
+            self._store()
+
+    def _store(self) -> None:
+        """Move the records in memory to the file."""
+        self.kept = self.kept or Temporary()
+        for record in self.records:
+            size = self.kept.file.write(json.dumps(record).encode())
+            self.starts.append(self.starts[-1] + size)
+        self.records, self.waiting = [], 0
+
+    def some(self, chosen: Array) -> Sequence[Record]:
+        """Return the records with these numbers."""
+        if not self.kept:
+            return [self.records[number] for number in chosen.tolist()]
+        self._store()
+        self.kept.file.flush()
+        return Stored(self.kept, self.starts, chosen)
+
+
+def read_records(
+    data: Any,
+    name: str = "",
+    ignore: Collection[str] = (),
+    more: str = "",
+    method: str = "sft",
+    whole: bool = False,
+) -> Records:
+    """Return the records of files, split into training and held-out records.
+
+    ``data`` is what ``located`` takes, or what it returns; ``ignore`` names columns that are not
+    read, ``more`` is a message to add to the account of the files, ``method`` is what reads rows.
+    With ``whole`` none is held out, as of a file to evaluate on.
+
+    Raises
+    ------
+    ConfigError
+        A file cannot be read, or a row is not a record; the message names file, line and cure.
+    """
+    if not (isinstance(data, list) and data and all(isinstance(e, Located) for e in data)):
+        data, more = located(data)
+    files: list[Located] = data
+    alone = files[0].path if len(files) == 1 and files[0].keep is None else None
+    collected, digest = _Collected(), hashlib.sha256()
+    counts, unused, starts, ends = Counter[str](), dict[str, None](), list[int](), list[int]()
+    line, size, absent = 0, 0, {*ignore}
+    for file in files[1:]:  # what is wrong at their beginning is said before the first is read
+        if file.kind not in PROCESSED:
+            for number, row in enumerate(islice(rows_of(file, hashlib.sha256()), FIRST), 1):
+                _content(file, number, row, ignore, method)
+    for file in files:
+        starts.append(line)
+        own = hashlib.sha256() if len(files) > 1 or file.weight != 1 else digest
+        bytes_read = file.path.stat().st_size
+        rows = reading(rows_of(file, own), bytes_read, "reading")
+        for number, row in enumerate(rows, 1):
+            content = _content(file, number, row, ignore, method)
+            counts[content.form.name] += 1
+            absent.difference_update(row.values)
+            if len(unused) < MOST_NAMES:
+                unused.update(dict.fromkeys(content.form.unused))
+            line = starts[-1] + (number if file.kind == "JSON" else row.line)
+            collected.append(Record(line, *content[1:]))
+        ends.append(len(collected.sizes))
+        size += bytes_read
+        if own is not digest:
+            digest.update(f"{file.weight} {own.hexdigest()}\n".encode())
+    if ignore:
+        digest.update(repr(sorted(ignore)).encode())
+    where = files[0].name + f" and {len(files) - 1} more" * (len(files) > 1)
+    weights = np.repeat([file.weight for file in files], np.diff([0, *ends]))
+    most = HELD_OUT_PROMPTS if PROMPTS in KINDS[method] else len(weights)
+    train, held_out = _split(where, collected, weights, most=most, whole=whole)
+    of_it = (", object " if file.kind == "JSON" else ":" for file in files)  # perhaps in one line
+    return Records(
+        alone, name or name_of(files), digest.hexdigest(), size, train,
+        held_out, tuple(zip(starts, (file.name for file in files), of_it, strict=True)),
+        _account(where, counts, ignore, unused, more) + _never(absent), dict(counts), method,
+    )  # fmt: skip
+
+
+def _content(file: Located, number: int, row: Row, ignore: Collection[str], method: str) -> Content:
+    """Return the content of a row, or raise a ConfigError that names file, line and cure."""
+    try:
+        return READERS[KINDS[method][0]](row.values, ignore)
+    except ConfigError as error:
+        of_list = f"object {number}: " if file.kind == "JSON" else ""
+        raise ConfigError(f"{file.name}:{row.line}: {of_list}{error}") from None
+
+
+def _account(
+    where: str, counts: "Counter[str]", ignore: Collection[str], unused: Collection[str], more: str
+) -> str:
+    """Return in one line what was recognised in files."""
+    forms = [f"{count:,} of {form}" for form, count in counts.most_common()]
+    text = f"{where}: {forms[0].replace(' of ', ' rows of ', 1)}"
+    if len(forms) > 1:
+        text = f"{where}: {counts.total():,} rows, {', '.join(forms)}"
+    if unused := [name for name in unused if name not in ignore]:
+        text += f"; not read: the column{'s' * (len(unused) > 1)} {listed(unused)}"
+    return text + f"; {more}" * bool(more)
+
+
+def _never(columns: Collection[str]) -> str:
+    """Return in words which columns to ignore no row has."""
+    return f"; no row has {listed(sorted(columns))}, to ignore" * bool(columns)
+
+
+def split(records: Records, share: float) -> Records:
+    """Return records of which another random share is held out, with its duplicates."""
+    times = Counter(record.line for record in records.train)
+    every = {record.line: record for part in (records.train, records.held_out) for record in part}
+    collected = _Collected()
+    for line in sorted(every):
+        collected.append(every[line])
+    weights = np.array([max(times[line], 1) for line in sorted(every)], float)
+    train, held_out = _split(records.where, collected, weights, share)
+    return records._replace(train=train, held_out=held_out)
+
+
+def _split(
+    where: str,
+    collected: _Collected,
+    weights: Array,
+    share: float | None = None,
+    most: int | None = None,
+    whole: bool = False,
+) -> tuple[Sequence[Record], Sequence[Record]]:
+    """Return training and held-out records: a random share is held out, with its duplicates.
+
+    None: a tenth, but not more than a loss needs that is exact to 0.02 nats, and at most ``most``.
+    With ``whole``, none is held out.
+
+    A record of weight 2 is among those of training twice, one of weight 0.5 with this chance.
+    """
+    digests = np.frombuffer(bytes(collected.digests), "V16")
+    if len(digests) < 2 - whole:
+        cure = "write a line" if whole else "write two lines or more: one is held out"
+        raise ConfigError(f"{where} {'holds one record' if len(digests) else 'is empty'}; {cure}")
+    if whole:
+        return collected.some(np.arange(len(digests))), []
+    _, first, group = np.unique(digests, return_index=True, return_inverse=True)
+    order = np.random.default_rng(0).permutation(np.sort(first)).tolist()
+    held, characters = list[int](), 0
+    for index in order[: max(1, int(len(order) * (share or HELD_OUT_SHARE)))]:
+        if held and share is None and (characters > HELD_OUT_CHARACTERS or len(held) == most):
+            break
+        held.append(index)
+        characters += collected.sizes[index]
+    chance = np.random.default_rng(1).random(len(digests))
+    times = np.floor(weights).astype(np.int64) + (chance < weights % 1)
+    times[np.isin(group, group[held])] = 0
+    train = np.repeat(np.arange(len(digests)), times)
+    if not len(train):
+        cure = "write lines that differ" if len(first) < 2 else "give more lines, or more weight"
+        only = "only equal lines" if len(first) < 2 else "no line to learn beside the held-out ones"
+        raise ConfigError(f"{where} holds {only}; {cure}")
+    return collected.some(train), collected.some(np.array(sorted(held)))

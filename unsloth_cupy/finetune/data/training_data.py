@@ -1,0 +1,588 @@
+"""Training batches and held-out batches of a run, from running text or from a file of records.
+
+An example is the tokens of a text and, for each, whether it is a label to be learned.  Each epoch
+shuffles the examples; batch n takes as many as fit of those that follow batch n - 1, so it depends
+only on the seed and n.
+"""
+
+import functools
+from array import array
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...errors import ConfigError
+from ...models.text.tokenizer import check_tokens
+from ..listener import reading
+from ..naming import named
+from .chat import Chat, LeftOut, left_out_by
+from .records import Record, Records
+from .rows import Format
+from .spans import NOBODY, encoded
+from .text import (
+    IGNORE,
+    Batch,
+    Batches,
+    Example,
+    Text,
+    TrainingData,
+    held_out_rows,
+    unigram_baseline,
+)
+from .tokenizer import encode, token_kind
+from .tokens import tokens_of
+from .turns import end_tokens
+
+if TYPE_CHECKING:
+    from ...models.configs.config import Config
+
+PROMPT_TOKENS = 12  # tokens of running text from which a sample starts
+SEEN = 20_000  # batches among which the largest is looked for: later ones are as large
+LEAST = 4  # minimum of tokens to learn: as many as running text has in two rows of 2
+
+
+class Examples(Sequence[Example]):
+    """Many examples in little memory: 2 or 4 bytes for a token, and 1 for whether it is learned.
+
+    Log-probabilities of a reference model, if a method compares with them, are beside the tokens.
+    """
+
+    def __init__(self, kind: np.dtype[Any]) -> None:
+        self.kind = kind
+        self.tokens, self.learned, self.desirable = bytearray(), bytearray(), bytearray()
+        self.reference: Array | None = None
+        self.taught: Array | None = None
+        self.ends, self.lines, self.values = [0], list[int](), array("d")
+        self.counts = Counter[str]()  # of answers, by what they are, and of their chats
+        self.left_out = Counter[LeftOut]()
+
+    def append(self, example: Example) -> None:
+        """Add an example."""
+        self.tokens += example.tokens.astype(self.kind).tobytes()
+        self.learned += (example.labels != IGNORE).tobytes()
+        self.ends.append(self.ends[-1] + len(example.tokens))
+        self.lines.append(example.line)
+        self.desirable.append(example.desirable)
+        self.values.append(example.value)
+
+    def __len__(self) -> int:
+        return len(self.lines)
+
+    def __getitem__(self, index: Any) -> Any:
+        start, stop = self.ends[index], self.ends[index + 1]
+        tokens = np.frombuffer(self.tokens, self.kind, stop - start, start * self.kind.itemsize)
+        learned = np.frombuffer(self.learned, bool, stop - start, start)
+        tokens = tokens.astype(np.int64)
+        labels, good = np.where(learned, tokens, IGNORE), bool(self.desirable[index])
+        known, taught = (
+            None if a is None else a[start:stop] for a in (self.reference, self.taught)
+        )
+        value = self.values[index]
+        return Example(tokens, labels, self.lines[index], good, known, taught, value)
+
+    def labels(self) -> Array:
+        """Return the learned tokens of all examples."""
+        labels: Array = np.frombuffer(self.tokens, self.kind)[np.frombuffer(self.learned, bool)]
+        return labels
+
+    def lengths(self) -> Iterator[int]:
+        """Return the number of tokens of each example."""
+        return (stop - start for start, stop in pairwise(self.ends))
+
+    def largest(self, shape: "Shape") -> tuple[int, int]:
+        """Return the rows, and the tokens in a row, of the largest batch of these examples."""
+        longest, group = max(self.lengths()), shape.method.group
+        tokens = min(shape.batch * group * shape.length, self.ends[-1])
+        rows = -(-tokens // longest) if shape.pack else min(shape.batch * group, len(self))
+        return max(1, rows // group), longest
+
+    @property
+    def most(self) -> int:
+        """The largest token."""
+        return int(np.frombuffer(self.tokens, self.kind).max(initial=0))
+
+
+class Shape(NamedTuple):
+    """The shape of a batch."""
+
+    batch: int  # rows, or groups of rows that belong together
+    length: int  # tokens in a row
+    pack: bool  # whether examples share rows
+    pad: int  # the token that fills rows up
+    method: Format = Format()  # of the method of training
+
+    def fits(self, count: int, used: int) -> bool:
+        """Return whether ``count`` groups of ``used`` tokens in all fit into one batch."""
+        most = self.batch * self.method.group * self.length
+        return used <= most if self.pack else count <= self.batch
+
+    def batch_of(self, examples: Sequence[Example]) -> Batch:
+        """Return examples as one batch: packed end to end, or one in each row.
+
+        Packed examples need no padding; else rows are as long as the longest example.
+        """
+        lengths = [len(example.tokens) for example in examples]
+        ends = np.cumsum([0, *lengths])
+        size = (1, int(ends[-1])) if self.pack else (len(examples), max(lengths))
+        tokens = np.full(size, self.pad, np.int64)
+        labels = np.full_like(tokens, IGNORE)
+        starts = ends if self.pack else np.arange(len(examples)) * size[1]
+        method, beside = self.method, dict[str, Array]()
+        if method.sums:
+            beside = {"real": np.zeros(size, bool), "desirable": np.ones(size, bool)}
+            beside["value"] = np.zeros(size)
+            for name in ("reference", "base"):
+                if getattr(examples[0], name) is not None:
+                    beside[name] = np.zeros(size, np.float32)
+        if examples[0].taught is not None:
+            beside["taught"] = np.full(size, -1)
+        if examples[0].routes is not None:
+            beside["routes"] = np.full((*size, *examples[0].routes.shape[1:]), -1, np.int32)
+        for start, example in zip(starts.tolist(), examples, strict=False):
+            place = slice(start, start + len(example.tokens))
+            tokens.reshape(-1)[place] = example.tokens
+            labels.reshape(-1)[place] = example.labels
+            own: dict[str, Any] = {"real": True, **example._asdict()}
+            for name, values in beside.items():
+                values.reshape(-1, *values.shape[2:])[place] = own[name]
+        count = len(examples) // method.group if method.sums else int((labels != IGNORE).sum())
+        offsets = ends if self.pack else None
+        return Batch(tokens, labels, offsets, count, int(ends[-1]), method.group, beside)
+
+
+class Packed:
+    """Batches of examples in a shuffled order."""
+
+    def __init__(
+        self,
+        examples: Sequence[Example],
+        shape: Shape,
+        seed: int,
+        name: str,
+        place: Callable[[int], str] | None = None,  # the file of a line, if there are several
+    ) -> None:
+        self.examples, self.shape, self.seed, self.name = examples, shape, seed, name
+        self.place = place
+        self.starts = [0]  # number of the first group of each batch, counted over all epochs
+        self.group = shape.method.group
+        known = examples.lengths() if isinstance(examples, Examples) else None
+        each = np.fromiter(known or (len(example.tokens) for example in examples), np.int64)
+        self.longest = each.reshape(-1, self.group).max(axis=1)  # text of each group
+        self.lengths = array("q", each.reshape(-1, self.group).sum(axis=1).tolist())
+
+    def at(self, step: int) -> Batch:
+        """Return the batch of one step."""
+        return self.shape.batch_of(self._examples(step))
+
+    def where(self, step: int) -> str:
+        """Return the lines of the file that a batch comes from, as text."""
+        lines = sorted({example.line for example in self._examples(step)})
+        shown = ", ".join(map(self.place or str, lines[:20])) + (", ..." if len(lines) > 20 else "")
+        if self.place:
+            return shown
+        return f"line{'s' * (len(lines) > 1)} {shown} of {self.name}"
+
+    def count(self, epochs: float) -> int:
+        """Return the number of batches in ``epochs`` passes through the examples."""
+        step, examples = 0, epochs * len(self.lengths)
+        while self.starts[-1] < examples:
+            self._find_batches(len(self.starts))
+        while self.starts[step] < examples:
+            step += 1
+        return step
+
+    def epoch(self, step: int) -> float:
+        """Return how often the examples were passed through in the first ``step`` batches."""
+        self._find_batches(step)
+        return self.starts[step] / len(self.lengths)
+
+    def _examples(self, step: int) -> list[Example]:
+        """Return the examples of a batch."""
+        self._find_batches(step + 1)
+        first, group = [each * self.group for each in self._indices(step)], range(self.group)
+        return [self.examples[number + place] for number in first for place in group]
+
+    def _find_batches(self, count: int) -> None:
+        """Find the limits of the first ``count`` batches."""
+        while len(self.starts) <= count:
+            first = last = self.starts[-1]
+            used = self.lengths[self._index(last)]
+            while self.shape.fits(last - first + 1, used) and last - first < len(self.lengths):
+                last += 1
+                used += self.lengths[self._index(last)]
+            self.starts.append(last)
+
+    def largest(self, steps: int, accumulate: int) -> list[int]:
+        """Return the steps that may need most memory, of ``accumulate`` batches each.
+
+        They have the largest of their first batches, and of the others: the gradients of earlier
+        batches are in memory while those run.
+        """
+        count = min(steps, max(1, SEEN // accumulate)) * accumulate
+        self._find_batches(count)
+        sizes = [self._size(number) for number in range(count)]
+        first = range(0, count, accumulate)
+        parts = first, [number for number in range(count) if number not in first]
+        chosen = [max(part, key=lambda n: (sizes[n], -n)) for part in parts if part]
+        return list(dict.fromkeys(number // accumulate for number in chosen))
+
+    def _size(self, batch: int) -> int:
+        """Return the tokens of a batch, with its padding."""
+        own = self._indices(batch)
+        if self.shape.pack:
+            return sum(self.lengths[index] for index in own)
+        return len(own) * self.group * int(self.longest[own].max())
+
+    def _indices(self, batch: int) -> list[int]:
+        return [self._index(n) for n in range(self.starts[batch], self.starts[batch + 1])]
+
+    def _index(self, number: int) -> int:
+        """Return the index of a group by its number, counted over all epochs."""
+        epoch, place = divmod(number, len(self.lengths))
+        return self._order(epoch)[place]
+
+    @functools.lru_cache(maxsize=2)  # noqa: B019 -- lives as long as the run
+    def _order(self, epoch: int) -> list[int]:
+        """Return the shuffled indices of the groups in an epoch."""
+        order: list[int] = (
+            np.random.default_rng([self.seed, epoch]).permutation(len(self.lengths)).tolist()
+        )
+        return order
+
+
+def sequential_batches(examples: Sequence[Example], shape: Shape) -> list[Batch]:
+    """Return batches that hold each example once, in order."""
+    return [
+        shape.batch_of([examples[number] for number in range(first, last)])
+        for first, last in consecutive(examples, shape)
+    ]
+
+
+def consecutive(examples: Sequence[Example], shape: Shape) -> Iterator[tuple[int, int]]:
+    """Yield the first example of each batch that fits, and the one after its last."""
+    group, first, used = shape.method.group, 0, 0
+    for start in range(0, len(examples), group):
+        own = sum(len(examples[number].tokens) for number in range(start, start + group))
+        if start > first and not shape.fits((start - first) // group + 1, used + own):
+            yield first, start
+            first, used = start, 0
+        used += own
+    yield first, len(examples)
+
+
+def from_text(
+    text: Text, tokenizer: Any, config: "Config", shape: Shape, seed: int
+) -> TrainingData:
+    """Return the batches of running text, each row a window of it."""
+    held_out, train = encode(tokenizer, text.held_out), tokens_of(text, tokenizer)
+    most = [int(part.max()) for part in (train, held_out) if len(part)]
+    check_tokens(tokenizer, most, config.vocab)
+    batches = Batches(train, batch=shape.batch, length=shape.length, seed=seed)
+    rows = held_out_rows(held_out, batch=shape.batch, length=shape.length)
+    baseline = unigram_baseline(train, held_out[1:], config.vocab)
+    prompt = held_out[:PROMPT_TOKENS].tolist()
+    largest = (shape.batch, shape.length)
+    return TrainingData(
+        batches, rows, baseline, len(train), len(held_out), prompt, text.note, largest
+    )
+
+
+def ends_of(records: Records, tokenizer: Any, config: "Config", chat: Chat) -> list[int]:
+    """Return the tokens at which a model stops after a run: in chats, what ends an answer too."""
+    if records.chats:
+        return end_tokens(chat, tokenizer, config)
+    return [token for token in config.end_tokens if token < config.vocab]
+
+
+def from_records(
+    records: Records, tokenizer: Any, config: "Config", shape: Shape, seed: int, chat: Chat
+) -> TrainingData:
+    """Return the batches of the records in a file, in which prompts are not learned.
+
+    Raises
+    ------
+    ConfigError
+        No record has a label in its first ``shape.length`` tokens, or all records together
+        have fewer than 4.
+    """
+    ends = ends_of(records, tokenizer, config, chat)
+    method = shape.method
+    cut = functools.partial(
+        _answers if method.sums else _examples, records, tokenizer, ends, shape.length, chat
+    )
+    more = (method,) if method.sums else ()
+    if method.plain:
+        cut, more = functools.partial(_plain, records, tokenizer, shape.length, method), ()
+    if method.draws:
+        cut = functools.partial(_prompts, records, tokenizer, shape.length, chat, method)
+        more = ()
+    (train, long, lost), (held_out, *without) = (
+        cut(part, *more) for part in (records.train, records.held_out)
+    )
+    for part, which in ((train, "learned"), (held_out, "held out")):
+        if not part:
+            problem = f"no text that is {which} gets to its answer in {named(tokens=shape.length)}"
+            cure = f"give more {named('tokens')}"
+            if method.draws:
+                problem = f"no prompt that is {which} leaves room for"
+                room = named(max_new_tokens=method.max_new_tokens)
+                problem += f" {room} in {named(tokens=shape.length)}"
+                cure += f", or fewer {named('max_new_tokens')}"
+            other = records.evaluated if part is held_out else None
+            where = named(eval=other.where) if other else named(text=records.where)
+            raise ConfigError(f"{where}: {problem}; {cure}")
+    check_tokens(tokenizer, [train.most, held_out.most], config.vocab)
+    name = records.path.name if records.path else records.where
+    lines_of_one = [of_it for _, _, of_it in records.files] in ([], [":"])
+    place = None if lines_of_one else records.place
+    batches = Packed(train, shape, seed, name, place)
+    learned, held_out_labels = train.labels(), held_out.labels()
+    if method.compares:
+        for part in (train, held_out):
+            part.reference = np.zeros(part.ends[-1], np.float32)
+    if len(learned) < LEAST:
+        raise ConfigError(
+            f"{named(text=records.where)} is too short: it has {len(learned)} token"
+            f"{'s' * (len(learned) > 1)} to learn in all its lines; {LEAST} are the minimum: give"
+            " more lines"
+        )
+    first, (rows, longest), held_shape = held_out[0], train.largest(shape), shape
+    begin = int((first.labels != IGNORE).argmax())
+    if method.draws:  # one answer to each prompt is held out, of a step many
+        begin, longest = len(first.tokens), longest + method.max_new_tokens
+        held_shape = shape._replace(batch=shape.batch * method.samples)
+    prompt = first.tokens[: begin if begin > 1 else PROMPT_TOKENS].tolist()
+    if method.sums:
+        note, baseline = account_of_answers(train, method, long, lost, shape.length), None
+        counts = [part.counts["learned"] for part in (train, held_out)]
+    else:
+        note = account(train, long, lost, shape.length)
+        counts = [len(learned), len(held_out_labels)]
+        baseline = unigram_baseline(learned, held_out_labels, config.vocab)
+        baseline = None if method.losses else baseline  # another loss has none
+    if any(without) and records.held_out is not records.train:
+        note += "; of those held out {1:,} are dropped and {0:,} are cut".format(*without)
+    return TrainingData(batches, sequential_batches(held_out, held_shape), baseline, counts[0],
+                   counts[1], prompt, note, (rows, longest), (train, held_out))  # fmt: skip
+
+
+def account(examples: Examples, cut: int, dropped: int, length: int) -> str:
+    """Return in words what of the texts is learned."""
+    counts, parts = examples.counts, []
+    for kind in ("answers", "completions", "texts"):
+        if every := counts[f"all {kind}"]:
+            parts.append(f"{counts[kind]:,} of {every:,} {kind}")
+            parts[-1] += f" of {counts['chats']:,} chats" * (kind == "answers")
+    learned = f"{len(examples.labels()):,} of {examples.ends[-1]:,} tokens"
+    text = f"{', '.join(parts)} are learned ({learned}), {dropped:,} dropped"
+    text += f", {cut:,} cut at {named(tokens=length)} (which lose {counts['lost']:,} answers)"
+    if (more := counts["lessons"] - counts["chats"]) > 0:
+        text += f"; {more:,} more texts, as the template writes the last answer in its own way"
+    if endless := counts["endless"]:
+        text += f"; {endless:,} answers end without a token that stops generation"
+    return text + _left_out(examples)
+
+
+def account_of_answers(
+    examples: Examples, method: Format, cut: int, dropped: int, length: int
+) -> str:
+    """Return in words what of pairs, or of answers that are good or not, is learned."""
+    units, counts = len(examples) // method.group, examples.counts
+    if method.draws:
+        text = f"{units:,} of {units + dropped:,} prompts are answered, {method.summary}"
+        few = f"{named(max_new_tokens=method.max_new_tokens)} in {named(tokens=length)}"
+        text += f"; {dropped:,} dropped, which leave no room for {few}" * bool(dropped)
+        return text + _left_out(examples)
+    of_kind = f"{method.unit} ({counts['good']:,} of them good)" if counts["good"] else method.unit
+    text = f"{units:,} of {units + dropped:,} {of_kind} are learned"
+    text += f" ({counts['learned']:,} of {counts['tokens']:,} tokens)"
+    text += f", {dropped:,} dropped, whose question fills {named(tokens=length)}" * bool(dropped)
+    text += f", {cut:,} cut at {named(tokens=length)}" * bool(cut)
+    if same := counts["same"]:
+        text += f"; of {same:,} both answers are equal"
+    return text + f"; {method.summary}" * bool(method.summary) + _left_out(examples)
+
+
+def _left_out(examples: Examples) -> str:
+    """Return in words what the template leaves out, to add to an account."""
+    return "".join(f"; {each.said(count)}" for each, count in examples.left_out.items())
+
+
+def _answers(
+    records: Records,
+    tokenizer: Any,
+    ends: Sequence[int],
+    most: int,
+    chat: Chat,
+    part: Sequence[Record],
+    method: Format,
+) -> tuple[Examples, int, int]:
+    """Return the answers of records, how many units were truncated, and how many are dropped.
+
+    The end of a text of more than ``most`` tokens is left out.  A unit is dropped if nothing of an
+    answer is left.  Of answers that are rated, each is followed by its question with the answer of
+    the record before it, if the method has groups of 2.
+    """
+    result, long, dropped = Examples(token_kind(tokenizer)), 0, 0
+    share = range(records.size // (len(records.train) + len(records.held_out)))  # as of _examples
+    counts = result.counts
+    other: tuple[Array, Array] | None = None  # the answer of the record before
+    rated = records.method == "kto"
+    if rated and method.group == 2:
+        other = _said(*_text_of(records, tokenizer, ends, chat, part[-1].sides[0]))[1]
+    for _, record in reading(((share, record) for record in part), records.size, "tokenising"):
+        texts, without = list[tuple[Record, Array, Array]](), list[Counter[LeftOut]]()
+        for side in record.sides:
+            before = chat.left_out.copy()
+            texts.append((side, *_text_of(records, tokenizer, ends, chat, side)))
+            without.append(chat.left_out - before)
+        result.left_out += left_out_by(without)
+        next_other = _said(*texts[0][1:])[1] if other is not None else None
+        for unit in [[text] for text in texts] if rated else [texts]:
+            own: list[tuple[Array, Array, bool]] = []
+            for side, tokens, learned in unit:
+                own.append((tokens, learned, bool(side.desirable)))
+                if other is not None:
+                    asked = _said(tokens, learned)[0]
+                    both = [np.concatenate(each) for each in zip(asked, other, strict=True)]
+                    own.append((both[0], both[1], bool(side.desirable)))
+            if not all(learned[:most].any() for _, learned, _ in own):
+                dropped += 1
+                continue
+            long += any(len(tokens) > most for tokens, *_ in own)
+            for tokens, learned, good in own:
+                labels = np.where(learned, tokens, IGNORE)[:most]
+                value = method.value(record)
+                result.append(Example(tokens[:most], labels, record.line, good, value=value))
+            real = own if not rated else own[:1]
+            counts["tokens"] += sum(min(len(tokens), most) for tokens, *_ in real)
+            counts["learned"] += sum(int(learned[:most].sum()) for _, learned, _ in real)
+            counts["good"] += rated and own[0][2]
+            same = [np.array_equal(own[0][0], each[0]) for each in own[1:]]
+            counts["same"] += not rated and all(same)
+        other = next_other
+    return result, long, dropped
+
+
+def _plain(
+    records: Records, tokenizer: Any, most: int, method: Format, part: Sequence[Record]
+) -> tuple[Examples, int, int]:
+    """Return the texts of records, of which all is read, and how many units were truncated."""
+    result, long = Examples(token_kind(tokenizer)), 0
+    share = range(records.size // (len(records.train) + len(records.held_out)))  # as of _examples
+    for _, record in reading(((share, record) for record in part), records.size, "tokenising"):
+        texts = [np.asarray(tokenizer.encode(text).ids, np.int64) for text in method.texts(record)]
+        if not all(map(len, texts)):
+            cure = "write a text that the tokenizer has tokens for"
+            raise ConfigError(f"{records.place(record.line)}: a text has no tokens; {cure}")
+        long += any(len(tokens) > most for tokens in texts)
+        value = method.value(record)
+        for tokens in (each[:most] for each in texts):
+            result.append(Example(tokens, tokens, record.line, value=value))
+            result.counts["tokens"] += len(tokens)
+            result.counts["learned"] += len(tokens)
+    return result, long, 0
+
+
+def _prompts(
+    records: Records,
+    tokenizer: Any,
+    most: int,
+    chat: Chat,
+    method: Format,
+    part: Sequence[Record],
+) -> tuple[Examples, int, int]:
+    """Return the prompts of records by their numbers, and how many leave no room for an answer."""
+    result, dropped = Examples(token_kind(tokenizer)), 0
+    share = range(records.size // (len(records.train) + len(records.held_out)))  # as of _examples
+    begin, left_out = 0 if part is records.train else len(records.train), chat.left_out.copy()
+    every = enumerate(part, begin)
+    for _, (number, record) in reading(((share, one) for one in every), records.size, "tokenising"):
+        ((text, *_),) = records.texts(record, chat)
+        encoding = tokenizer.encode(text, add_special_tokens=not record.messages)
+        tokens = np.array(encoding.ids, np.int64)
+        if not len(tokens):
+            cure = "write a question that the tokenizer has tokens for"
+            raise ConfigError(f"{records.place(record.line)}: a prompt has no tokens; {cure}")
+        if len(tokens) + method.max_new_tokens > most:
+            dropped += 1
+            continue
+        result.append(Example(tokens, tokens, record.line, value=number))
+    result.counts["learned"] = len(result)
+    result.left_out = chat.left_out - left_out
+    return result, 0, dropped
+
+
+def _text_of(
+    records: Records, tokenizer: Any, ends: Sequence[int], chat: Chat, record: Record
+) -> tuple[Array, Array]:
+    """Return the tokens of a question and its answer, and which of them are learned."""
+    lessons = records.texts(record, chat)
+    if len(lessons) > 1:
+        problem = f"the template writes the answers in {len(lessons)} texts; give one answer"
+        raise ConfigError(f"{records.place(record.line)}: {problem}")
+    text, spans, _ = lessons[0]
+    tokens, owners = encoded(tokenizer, text, spans, bool(record.messages), ends, chat)
+    owners[:1] = NOBODY  # no token before it predicts it
+    if not (learned := owners != NOBODY).any():
+        cure = "write an answer that the tokenizer has tokens for"
+        raise ConfigError(f"{records.place(record.line)}: an answer has no tokens; {cure}")
+    return tokens, learned
+
+
+def _said(tokens: Array, learned: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Return the question of a text and its answer, each as tokens and what of them is learned."""
+    start = int(learned.argmax())
+    return (tokens[:start], learned[:start]), (tokens[start:], learned[start:])
+
+
+def _examples(
+    records: Records,
+    tokenizer: Any,
+    ends: Sequence[int],
+    most: int,
+    chat: Chat,
+    part: Sequence[Record],
+) -> tuple[Examples, int, int]:
+    """Return examples, the number of truncated records, and the number without labels.
+
+    Running text longer than a row is split into several examples; a record with a prompt is
+    truncated.
+    """
+    result, long, lost = Examples(token_kind(tokenizer)), 0, 0
+    counts, left_out = result.counts, chat.left_out.copy()
+    # for the progress bar: about the bytes of a record, as the length of a range
+    share = range(records.size // (len(records.train) + len(records.held_out)))
+    for _, record in reading(((share, record) for record in part), records.size, "tokenising"):
+        lessons = records.texts(record, chat)
+        is_chat, running, is_long = bool(record.messages), record.kind == "texts", False
+        known, kept = set[int](), set[int]()  # answers, and those that stay when texts are cut
+        ended = set[int]()
+        for text, spans, turns in lessons:
+            tokens, owners = encoded(tokenizer, text, spans, is_chat, ends, chat)
+            owners[:1] = NOBODY  # no token before it predicts it
+            known.update(turns[n] for n in np.unique(owners[owners != NOBODY]))
+            stops = (owners != NOBODY) & np.isin(tokens, ends)
+            ended.update(turns[n] for n in np.unique(owners[stops]))
+            is_long |= len(tokens) > most and not running
+            for start in range(0, len(tokens) if running else 1, most):
+                own, mine = tokens[start : start + most], owners[start : start + most].copy()
+                mine[:1] = NOBODY
+                if (mine != NOBODY).any():
+                    kept.update(turns[n] for n in np.unique(mine[mine != NOBODY]))
+                    labels = np.where(mine == NOBODY, IGNORE, own)
+                    result.append(Example(own, labels, record.line))
+        long, lost = long + is_long, lost + (not kept)
+        counts[f"all {record.kind}"] += record.answers
+        counts[record.kind] += len(kept)
+        counts["lost"] += len(known - kept)
+        if is_chat:
+            counts["chats"] += 1
+            counts["lessons"] += max(1, len(lessons))
+            counts["endless"] += len(known - ended)
+    result.left_out = chat.left_out - left_out
+    return result, long, lost

@@ -1,0 +1,1 @@
+"""What a run minimises: one small class for each method."""

@@ -1,0 +1,122 @@
+"""The method that learns embeddings: texts that belong together become near, others of a batch far.
+
+accuracy at 1 = share of queries whose own document is nearest        mrr = mean of 1 / its rank
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...errors import ConfigError
+from ...files import read_json
+from ...losses import contrastive
+from ...models.configs.heads import NONE, POOLINGS
+from ...ops.linear.embedding import embedding
+from ..data.text import Batch
+from ..naming import named
+from .method import stacked, starts_of, value_of
+from .scoring_methods import Scoring, texts_of
+
+TEMPERATURE = 0.05
+POOLING = "1_Pooling/config.json"  # as sentence-transformers has it
+MODULES = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Embed(Scoring):
+    """Learns embeddings: ``losses.contrastive`` of the queries and all documents of a batch."""
+
+    losses: tuple[str, ...] = ()
+    group: int = 2
+    unit: str = "pairs"
+    sums: int = 3
+    head: str | None = NONE
+    example: str = 'model.embeddings(model.tokenizer.encode("a text")[None], pooling="{pooling}")'
+    plain: bool = True
+
+    @property
+    def pooling(self) -> str:
+        """How hidden states become a vector."""
+        return str(self.loss_options.get("pooling", POOLINGS[0]))
+
+    def check(self, settings: Any) -> None:
+        """Raise for parts of a batch, whose documents would not be compared."""
+        if settings.accumulate > 1 or (settings.data_parallel or 1) > 1:
+            problem = f"{named(method='embed')} compares all texts of a step with each other"
+            cure = f"leave {named('accumulate')} and {named('data_parallel')} out"
+            raise ConfigError(f"{problem}; {cure}, and give a larger {named('batch')}")
+
+    def fitted(self, text: Any, config: Mapping[str, Any]) -> Self:
+        """Return this method for as many negatives as each row has."""
+        first = text.train[0]
+        count = len(first.value or ())
+        for part in (text.train, text.held_out):
+            for record in part:
+                if len(record.value or ()) != count:
+                    own, other = len(record.value or ()), text.place(first.line)
+                    problem = f"has {own} negatives, and {other} has {count}"
+                    place = text.place(record.line)
+                    raise ConfigError(f"{place}: {problem}; give all rows as many")
+        return dataclasses.replace(self, group=2 + count)
+
+    def texts(self, record: Any) -> list[str]:
+        """Return a query, its document, and the negatives."""
+        return [record.prompt, record.answer, *(record.value or ())]
+
+    def value(self, record: Any) -> float:
+        """Return 0: nothing more is known of it."""
+        return 0.0
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return a batch, and where its queries and its documents are, own ones first."""
+        places = np.arange(len(starts_of(batch)) - 1).reshape(-1, self.group)
+        documents = np.concatenate([places[:, 1], places[:, 2:].reshape(-1)])
+        return super().inputs(batch) | {"queries": places[:, 0].copy(), "documents": documents}
+
+    def __call__(self, model: Any, **batch: Any) -> Any:
+        """Return the loss of queries."""
+        vectors = model.embeddings(**texts_of(batch), pooling=self.pooling)
+        queries, documents = (embedding(batch[n], vectors) for n in ("queries", "documents"))
+        scale = 1 / self.loss_options.get("temperature", TEMPERATURE)
+        loss = contrastive(queries, documents, scale=scale, count=batch["count"])
+        if (sink := batch.get("sink")) is not None:
+            sink.append(self._sums(value_of(queries), value_of(documents)))
+        return loss
+
+    def _sums(self, queries: Array, documents: Array) -> Array:
+        """Return queries, those whose own document is nearest, and reciprocal ranks."""
+        scores, own = queries @ documents.T, (queries * documents[: len(queries)]).sum(axis=1)
+        numbers = (
+            np.arange(len(documents), like=scores)[None]
+            == np.arange(len(queries), like=scores)[:, None]
+        )
+        ranks = 1 + ((scores > own[:, None]) & ~numbers).sum(axis=1)
+        return stacked([len(queries), (ranks == 1).sum(), (1 / ranks).sum()], queries)
+
+    def measures(self, sums: Array, **constants: Any) -> dict[str, float | None]:
+        """Return accuracy at 1, and the mean reciprocal rank."""
+        count, right, reciprocal = map(float, sums)
+        return {"accuracy": right / max(count, 1), "mrr": reciprocal / max(count, 1)}
+
+    def files(self, config: Any) -> dict[str, str]:
+        """Return files from which sentence-transformers reads how vectors are made."""
+        modes = {"mean": "pooling_mode_mean_tokens", "last": "pooling_mode_lasttoken"}
+        pooling = {"word_embedding_dimension": config.hidden}
+        pooling |= {mode: name == self.pooling for name, mode in modes.items()}
+        modules = [
+            {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}
+            for n, (path, kind) in enumerate(MODULES.items())
+        ]
+        return {"modules.json": json.dumps(modules, indent=2), POOLING: json.dumps(pooling)}
+
+
+def pooling_of(folder: Path) -> str | None:
+    """Return the pooling that a folder's files name; None: they name none."""
+    if not (folder / POOLING).is_file():
+        return None
+    return "last" if read_json(folder / POOLING).get("pooling_mode_lasttoken") else "mean"

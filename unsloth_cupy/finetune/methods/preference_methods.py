@@ -1,0 +1,211 @@
+"""Methods that learn which answers are better: from pairs of them, or from ratings."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from ...core.dtypes import FLOAT32, Array
+from ...errors import ConfigError
+from ...losses import implicit_rewards, kto, nll, preference
+from ...losses.preferences import SORTED
+from ...models.loss import IGNORE, next_labels
+from ...placement import to_numpy
+from ..data.text import Batch
+from ..naming import named
+from .method import (
+    Method,
+    answers,
+    every,
+    gathered,
+    halves,
+    loss_of_none,
+    placed,
+    stacked,
+    starts_of,
+    value_of,
+)
+
+RATES = (1e-6, 1e-5)  # learning rates, of a whole model and of adapters: preferences move it little
+BETA = 0.1  # usual strength of a preference
+
+
+@dataclasses.dataclass(frozen=True)
+class Preference(Method):
+    """Learns to prefer the chosen answers of pairs: ``losses.preference``.
+
+    Attributes
+    ----------
+    nll : float
+        The weight of the mean negative log-likelihood of the chosen answers' tokens.
+    whole : bool
+        Whether their questions count in that.
+    """
+
+    group: int = 2
+    unit: str = "pairs"
+    rates: tuple[float, float] | None = RATES
+    sums: int = 7
+    nll: float = 0.0
+    whole: bool = False
+
+    def bound(self, settings: Any) -> Self:
+        """Return this method with the values of settings."""
+        options = self.options(settings)
+        weight = options.pop("nll", self.nll)
+        return dataclasses.replace(self, loss_options=options, nll=weight)
+
+    def check(self, settings: Any) -> None:
+        """Raise as the loss does, for a pair of one token each."""
+        one, kind = np.zeros((2, 1), FLOAT32), self.loss_options["kind"]
+        preference(one, one == 0, one if self.compares else None, **self.loss_options)
+        if kind in SORTED and (settings.accumulate > 1 or (settings.data_parallel or 1) > 1):
+            problem = f"{named(loss=kind)} compares all pairs of a step with each other"
+            cure = f"leave {named('accumulate')} and {named('data_parallel')} out"
+            raise ConfigError(f"{problem}; {cure}, and give a larger {named('batch')}")
+
+    def __call__(self, model: Any, **batch: Any) -> Any:
+        """Return the loss of pairs."""
+        if not batch["places"].size:  # a rank without texts
+            return loss_of_none(model, batch)
+        fields = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
+        rows, mask, likely = gathered(fields.log_probs, batch["places"]), batch["said"], None
+        loss = preference(
+            rows, mask, batch.get("reference"), count=batch["count"], **self.loss_options
+        )
+        if self.nll:
+            count = batch.get("likely_count", 1)
+            likely = nll(fields.log_probs, batch["likely"], count=count)
+            loss = loss + likely * self.nll
+        if (sink := batch.get("sink")) is not None:
+            sink.append(self._sums(value_of(rows), batch, value_of(likely)))
+        return loss
+
+    def _sums(self, rows: Array, batch: Mapping[str, Any], likely: Any) -> Array:
+        """Return pairs, right ones, rewards and log-probabilities of both answers, and the nll."""
+        mask, half, beta = batch["said"], len(rows) // 2, self.loss_options.get("beta", BETA)
+        rewards = implicit_rewards(rows, mask, batch.get("reference"), beta=beta)
+        if self.loss_options["kind"] in ("simpo", "orpo"):  # their scores are means
+            rewards = rewards / np.maximum(mask.sum(axis=1), 1)
+        texts, right = np.where(mask, rows, 0).sum(axis=1), rewards[:half] > rewards[half:]
+        of_both = [each[part].sum() for each in (rewards, texts) for part in halves(half)]
+        return stacked([half, right.sum(), *of_both, 0.0 if likely is None else likely], rows)
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return a batch, and the places of its answers in it: all chosen ones come first."""
+        arrays, starts = super().inputs(batch), starts_of(batch)
+        if self.nll:
+            likely = batch.labels != IGNORE
+            likely = batch.beside["real"].copy() if self.whole else likely
+            for start, stop in zip(starts[1::2], starts[2::2], strict=True):  # rejected texts
+                likely.reshape(-1)[start:stop] = False
+            labels = np.where(likely, batch.tokens, batch.labels)
+            predicted = next_labels(batch.tokens, np.where(likely, labels, IGNORE), batch.offsets)
+            arrays |= {"labels": labels, "likely": predicted != IGNORE}
+        order = [*range(0, len(starts) - 1, 2), *range(1, len(starts), 2)]
+        return arrays | answers(batch, order, reference=self.compares)
+
+    def counts(self, batches: Sequence[Batch]) -> dict[str, Any]:
+        """Return the number of pairs, and of the tokens of chosen texts that count in the nll."""
+        counts = super().counts(batches)
+        if self.nll:
+            likely = sum(int(self.inputs(batch)["likely"].sum()) for batch in batches)
+            counts["likely_count"] = max(1, likely)
+        return counts
+
+    def measures(self, sums: Array, **constants: Any) -> dict[str, float | None]:
+        """Return accuracy, margin, rewards and log-probabilities of both answers, and the nll."""
+        pairs, right, won, lost, chosen, rejected, likely = map(float, sums)
+        each = {"accuracy": right, "margin": won - lost, "reward_chosen": won}
+        each |= {"reward_rejected": lost, "log_prob_chosen": chosen, "log_prob_rejected": rejected}
+        means: dict[str, float | None] = {n: v / max(pairs, 1) for n, v in each.items()}
+        return means | ({"nll": likely} if self.nll else {})
+
+
+@dataclasses.dataclass(frozen=True)
+class Kto(Method):
+    """Learns which answers are good and which are not, without pairs: ``losses.kto``.
+
+    Each answer has a second text beside it, its question with the answer to another one: their mean
+    divergence from the reference is the point from which rewards count.
+    """
+
+    group: int = 2
+    unit: str = "answers"
+    rates: tuple[float, float] | None = RATES
+    sums: int = 4
+
+    def bound(self, settings: Any) -> Self:
+        """Return this method with the values of settings; one loss needs no second text."""
+        options = self.options(settings)
+        return dataclasses.replace(self, loss_options=options, group=1 + (options["kind"] == "kto"))
+
+    def check(self, settings: Any) -> None:
+        """Raise as the loss does, for an answer of one token."""
+        one = np.zeros((1, 1), FLOAT32)
+        options = {n: v for n, v in self.loss_options.items() if n in ("kind", "beta")}
+        kto(one, one == 0, one, one[0] == 0, **options)
+
+    def __call__(self, model: Any, **batch: Any) -> Any:
+        """Return the loss of answers."""
+        if not batch["places"].size:  # a rank without texts
+            return loss_of_none(model, batch)
+        fields = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
+        rows, good = gathered(fields.log_probs, batch["places"]), batch["desirable"]
+        options = {n: v for n, v in self.loss_options.items() if n in ("kind", "beta")}
+        options |= {"k": batch.get("k", 0.0)} if self.group == 2 else {}
+        options |= {"weights": self._weights(good, rows), "count": batch["count"]}
+        texts = batch["said"], batch["reference"]
+        loss = kto(rows, *texts, good, **options)
+        if (sink := batch.get("sink")) is not None:
+            beta = self.loss_options.get("beta", BETA)
+            rewards = implicit_rewards(value_of(rows), *texts, beta=beta)
+            sums = [good.sum(), np.where(good, rewards, 0).sum()]
+            sums += [(~good).sum(), np.where(good, 0, rewards).sum()]
+            sink.append(stacked(sums, value_of(rows)))
+        return loss
+
+    def _weights(self, good: Array, rows: Any) -> Any:
+        """Return the weight of each answer; None if all have the same."""
+        weights = (
+            self.loss_options.get("desirable_weight"),
+            self.loss_options.get("undesirable_weight"),
+        )
+        if weights == (None, None):
+            return None
+        of_good, of_others = (1.0 if weight is None else weight for weight in weights)
+        return np.where(good, rows.dtype.type(of_good), rows.dtype.type(of_others))
+
+    def inputs(self, batch: Batch) -> dict[str, Any]:
+        """Return the answers of a batch, without the second texts."""
+        own = every(batch, 0) if self.group == 2 else batch
+        starts = starts_of(own)
+        good = own.beside["desirable"].reshape(-1)[starts[:-1]]
+        arrays = answers(own, range(len(starts) - 1), reference=True)
+        return super().inputs(own) | arrays | {"desirable": good}
+
+    def before(
+        self, model: Any, batches: Sequence[Batch], summed: Callable[[Array], Array]
+    ) -> dict[str, Any]:
+        """Return k: the mean divergence of the second texts from the reference, at least 0."""
+        total = np.zeros(2)
+        for batch in batches if self.group == 2 else ():
+            other = every(batch, 1)
+            if not other.tokens.size and model.gather is None:
+                continue  # else others gather weights from this rank
+            own = placed(super().inputs(other), model.table)
+            rows = model.log_probs(**own).log_probs.reshape(-1)
+            known = answers(other, range(len(starts_of(other)) - 1), reference=True)
+            ratios = to_numpy(rows)[known["places"]] - known["reference"]
+            total += ratios.sum(where=known["said"], dtype=np.float64), len(ratios)
+        divergence, texts = summed(total)
+        return {"k": max(0.0, float(divergence / max(texts, 1)))}
+
+    def measures(self, sums: Array, **constants: Any) -> dict[str, float | None]:
+        """Return margin, rewards of good and of other answers, and the divergence."""
+        good, of_good, others, of_others = map(float, sums)
+        won, lost = of_good / good if good else None, of_others / others if others else None
+        margin = None if won is None or lost is None else won - lost
+        each = {"margin": margin, "reward_desirable": won, "reward_undesirable": lost}
+        return each | ({"kl": constants["k"]} if self.group == 2 else {})

@@ -1,0 +1,268 @@
+"""Rewards of answers: functions in Python files, and reward models; a weight may stand behind.
+
+    FILE.py:FUNCTION    FILE.py:FUNCTION:0.5    FOLDER    FOLDER:0.5
+
+    def right(completions, answer):
+        return [float(each.strip() == wanted) for each, wanted in zip(completions, answer)]
+
+A function takes lists by name, as those of TRL do: ``prompts``, ``completions`` (in chats lists of
+messages), ``completion_ids``, and columns of the data.  It returns a number for each answer, or
+None for an answer that it does not judge.  It is called in processes of its own.
+"""
+
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...errors import ConfigError
+from ...files import path_of
+from ..data.messages import shown
+from ..data.prompts import ARGUMENTS
+from ..listener import announce
+from ..naming import named
+from .reward_models import RewardModel
+from .reward_pool import SECONDS, EndedError, LateError, Worker, fingerprint, workers
+
+LARGEST = 1e15  # of a reward: the sum of many squares of gradients is in the range of float32
+ENOUGH = 3  # answers that are all too late end the run
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardFunction:
+    """A function that rewards answers, and its weight in their sum.
+
+    Attributes
+    ----------
+    takes : (bool, list of (str, bool))
+        Whether it takes all columns, and those that it names, with whether it needs them.
+    processes : int
+        How many call it, each for the answers to some of the prompts.
+    seconds : float
+        In which a call must end.
+    """
+
+    name: str
+    weight: float
+    path: Path
+    digest: str
+    takes: Any
+    processes: int = 1
+    seconds: float = SECONDS
+
+    def check(self, columns: Mapping[str, Any]) -> None:
+        """Raise a ConfigError if it needs other columns."""
+        needs = [name for name, is_needed in self.takes[1] if is_needed]
+        if absent := [name for name in needs if name not in columns]:
+            there = ", ".join(shown(name) for name in columns if name not in ARGUMENTS)
+            problem = f"takes {', '.join(absent)}, and the data have {there or 'no columns'} for it"
+            cure = f"let it take {', '.join(ARGUMENTS)} or columns"
+            raise ConfigError(f"the reward {self.name} {problem}; {cure}")
+
+    def begin(
+        self,
+        columns: Mapping[str, Sequence[Any]],
+        place: Callable[[int], str],
+        group: int = 1,
+        late: list[int] | None = None,
+        **more: Any,
+    ) -> Callable[[], Array]:
+        """Call the function; return what waits for the reward of each answer, (answers,).
+
+        ``late`` gets the answers that take too long.
+        """
+        takes_all, names = self.takes
+        arguments = dict(columns)
+        if not takes_all:
+            arguments = {name: columns[name] for name, _ in names if name in columns}
+        count = len(columns["completions"])
+        size = -(-count // group // self.processes) * group
+        parts = [range(n, min(n + size, count)) for n in range(0, count, max(1, size))]
+        pool = workers(self.path, self.digest, self.name, len(parts))
+        for worker, part in zip(pool, parts, strict=True):
+            worker.send(_request(arguments, part))
+        until = time.monotonic() + self.seconds
+        call = _Call(self, columns, place, arguments, [] if late is None else late)
+
+        def finish() -> Array:
+            result = np.full(count, np.nan)
+            replies = [_reply(worker, until - time.monotonic()) for worker in pool]
+            for part, reply in zip(parts, replies, strict=True):  # now all processes wait
+                call.judge(result, part, reply)
+            return result
+
+        return finish
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """A call of a function for answers, and what is done where it does not end well."""
+
+    reward: RewardFunction
+    columns: Mapping[str, Sequence[Any]]
+    place: Callable[[int], str]
+    arguments: Mapping[str, Sequence[Any]]
+    late: list[int]
+
+    def judge(self, result: Array, part: Sequence[int], reply: Any) -> None:
+        """Write what a call for a part of the answers gave into ``result``."""
+        if isinstance(reply, LateError):
+            late = self._late(part)
+            rest = [number for number in part if number not in late]
+            if not late or not rest:
+                self._too_slow(part, late)
+            for number in late:
+                text = f"did not end in {self.reward.seconds:g} s {self._of(number)}"
+                announce(f"the reward {self.reward.name} {text}, which it does not judge")
+            self.late.extend(late)
+            self.judge(result, rest, self._again(rest))
+            return
+        if isinstance(reply, EndedError):
+            for number in part:
+                if isinstance(own := self._again([number]), EndedError):
+                    self._wrong(number, str(own))
+            self._wrong(None, f"{reply}, for no answer alone")
+        if "wrong" in reply:
+            number, problem = reply["wrong"]
+            self._wrong(None if number is None else part[number], problem)
+        for number, value in zip(part, reply["values"], strict=True):
+            if value is not None and abs(value) > LARGEST:
+                self._wrong(number, f"gave {value:g}, more than {LARGEST:g},")
+            result[number] = math.nan if value is None else value
+
+    def _late(self, part: Sequence[int]) -> list[int]:
+        """Return the answers for which the function does not end even if it judges them alone."""
+        late = list[int]()
+        for done, number in enumerate(part):
+            own = self._again([number])
+            if isinstance(own, LateError):
+                late.append(number)
+            elif isinstance(own, EndedError):
+                self._wrong(number, str(own))
+            if len(late) == done + 1 == ENOUGH:
+                self._too_slow(part[:ENOUGH], late)
+        return late
+
+    def _again(self, part: Sequence[int]) -> Any:
+        """Return the reply to another call."""
+        reward = self.reward
+        (worker,) = workers(reward.path, reward.digest, reward.name, 1)
+        worker.send(_request(self.arguments, part))
+        return _reply(worker, reward.seconds)
+
+    def _of(self, number: int) -> str:
+        """Return in words which answer it is, to which prompt."""
+        prompt, answer = (self.columns[name][number] for name in ("prompts", "completions"))
+        texts = (e[-1]["content"] if isinstance(e, list) and e else e for e in (answer, prompt))
+        reply, question = (shown(text) for text in texts)
+        return f"for the answer {reply!r} to {question!r} ({self.place(number)})"
+
+    def _wrong(self, number: int | None, problem: str) -> NoReturn:
+        """Raise a ConfigError for an answer, or for all."""
+        where = "" if number is None else f" {self._of(number)}"
+        raise ConfigError(
+            f"the reward {self.reward.name} {problem}{where}; mend {self.reward.path}"
+        )
+
+    def _too_slow(self, part: Sequence[int], late: Sequence[int]) -> NoReturn:
+        """Raise a ConfigError for a call that takes too long, whatever the answers are."""
+        seconds, count = named(reward_seconds=self.reward.seconds), len(part)
+        problem = f"the reward {self.reward.name} does not end in {seconds}"
+        if late:
+            problem += f" {self._of(late[0])}" + f", and for {count - 1} others" * (count > 1)
+            raise ConfigError(f"{problem}; mend {self.reward.path}, or give it more")
+        each = f"for {count} answers, though for each of them alone"
+        processes = f"more {named('reward_processes')}"
+        raise ConfigError(f"{problem} {each}; give it more, or {processes}")
+
+
+def _reply(worker: Worker, seconds: float) -> Any:
+    """Return the reply of a process, or the error that says why there is none."""
+    try:
+        return worker.reply(seconds)
+    except (LateError, EndedError) as error:
+        return error
+
+
+def _request(arguments: Mapping[str, Sequence[Any]], part: Sequence[int]) -> tuple[int, Any]:
+    """Return the request to judge a part of the answers."""
+    return len(part), {name: [each[n] for n in part] for name, each in arguments.items()}
+
+
+Reward = RewardFunction | RewardModel
+
+
+def rewards_of(words: Sequence[str], **options: Any) -> tuple[Reward, ...]:
+    """Return the rewards that words name: FILE.py:FUNCTION or FOLDER, each perhaps with :WEIGHT.
+
+    ``options`` are those of functions: ``processes`` and ``seconds``.
+
+    Raises
+    ------
+    ConfigError
+        One of them is written in another way, or its file has no such function; or two have one
+        name.
+    """
+    rewards = tuple(_reward(word, options) for word in words)
+    names = [each.name for each in rewards]
+    if twice := [name for name in names if names.count(name) > 1]:
+        problem = f"{named('reward')}: two rewards are named {twice[0]}"
+        raise ConfigError(f"{problem}, as the log names them; rename one")
+    return rewards
+
+
+def _reward(word: str, options: Mapping[str, Any]) -> Reward:
+    shown_word = named(reward=word)
+    parts, weight = str(word).split(":"), 1.0
+    if len(parts) > 2 or Path(":".join(parts[:-1]) or "-").is_dir():  # it may end in a weight
+        with suppress(ValueError):
+            weight = float(parts[-1])
+            parts.pop()
+    cure = "write FILE.py:FUNCTION, FILE.py:FUNCTION:WEIGHT, or FOLDER of a reward model"
+    if not math.isfinite(weight):
+        raise ConfigError(f"{shown_word} has the weight {weight}; {cure}")
+    path = path_of("reward", ":".join(parts))
+    if path.is_dir():
+        return RewardModel(path.resolve().name, weight, path)
+    if len(parts) < 2:
+        raise ConfigError(f"{shown_word} names neither a function of a file nor a folder; {cure}")
+    path, name = path_of("reward", ":".join(parts[:-1])), parts[-1]
+    if not path.is_file():
+        raise ConfigError(f"{shown_word}: {path} is not a file; name a Python file")
+    digest = fingerprint(path)
+    takes = _taken(path, digest, name)
+    return RewardFunction(name, weight, path, digest, takes, **options)
+
+
+@functools.lru_cache(maxsize=64)  # settings are checked more than once
+def _taken(path: Path, digest: str, name: str) -> Any:
+    """Return what a function takes; its process, which knows that, waits for calls from then on."""
+    (worker,) = workers(path, digest, name, 1)
+    return worker.takes
+
+
+def scores(
+    rewards: Sequence[Reward],
+    columns: Mapping[str, Sequence[Any]],
+    place: Callable[[int], str],
+    **more: Any,
+) -> Array:
+    """Return the reward of each answer by each function, (answers, functions), NaN for none.
+
+    ``columns`` are lists of one item for each answer; ``place`` says where the question of an
+    answer is.  Functions are called at the same time.
+
+    Raises
+    ------
+    ConfigError
+        A function raised, or returned something else; the message names the answer.
+    """
+    called = [each.begin(columns, place, **more) for each in rewards]
+    return np.stack([finish() for finish in called], axis=1)

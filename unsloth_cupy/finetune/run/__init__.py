@@ -1,0 +1,1 @@
+"""A run: its settings, trainer, loop, ranks, folder, reports."""

@@ -1,0 +1,360 @@
+"""Losses and gradients of a model that is divided among ranks, and the gathering of its arrays."""
+
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...core.stand_in import is_planned
+from ...errors import ConfigError
+from ...models.adapters.adapter import Adapter
+from ...models.graphs import Sums
+from ...models.layers.context import Context, own_tokens
+from ...models.objective import Objective, TrainingStep, next_token
+from ...models.ranks.division import apart
+from ...models.ranks.gather import whole_parameters
+from ...models.ranks.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
+from ...ops.elements.arithmetic import add
+from ...ops.linear.dropout import noise as drawn
+from ...ops.optimizers.gradients import GradientMeasure, square_sum
+from ...parallel.data import DataParallel
+from ...parallel.ulysses import check_heads
+from ...parallel.zero import Zero1
+from ...parallel.zero3 import Zero3
+from ...placement import to_device_of, to_numpy
+from ...training.averages import in_one_form, scale_per_code, stored_form
+from ...training.gradients import measure_gradients, sum_gradients
+from ...training.joined import Joined
+from ...training.optimizer import Optimizer
+from ...training.precision import DTYPES, compute_copies
+from ...training.variable import Var
+from ..lora import check_learns
+from ..methods.method import Method
+from .metrics import Counts, Watch
+
+if TYPE_CHECKING:
+    from ...models import Transformer
+    from ...training.loss_scaler import LossScaler
+    from .ranks import Ranks
+
+
+class Executor:
+    """The operations on a model in which all ranks of a run take part.
+
+    Attributes
+    ----------
+    graph : bool
+        Whether a GPU may repeat passes as CUDA graphs: see ``models.graphs``.
+    parts : Zero3 or None
+        With ZeRO-3: divides the parameters, of which the model then holds parts, among the ranks
+        that would otherwise hold the same weights (``Ranks.replicas``).
+    """
+
+    def __init__(
+        self,
+        ranks: "Ranks",
+        model: "Transformer",
+        objective: Objective = next_token,
+        graph: bool = False,
+    ) -> None:
+        size = ranks.groups.context.size
+        self.largest = 0
+        if size > 1 and isinstance(objective, Method):
+            self.largest, objective = objective.largest, partial(share_of, objective, size)
+        self.ranks, self.model, self.objective = ranks, model, objective
+        self.data, self.replicas = ranks.data, ranks.replicas
+        trained: Any = model
+        model.context = ranks.groups.context if ranks.groups.context.size > 1 else None
+        model.context_attention = ranks.context_attention or "ring"
+        if model.context is not None and model.context_attention == "ulysses":
+            check_heads(model.config.heads, model.config.kv_heads, model.context)
+        self.parts = Zero3(model, self.replicas) if ranks.zero == 3 else None
+        alone = self.replicas.size == 1 or self.parts is not None
+        self.data_parallel = None if alone else DataParallel(trained, self.replicas)
+        self.states: Zero1 | None = None
+        self.stages = None if model.division is None else model.division.stages
+        # whether ranks need each other to compute the loss of other rows
+        self.together = self.parts is not None or model.expert_ranks is not None
+        self.graph = graph and self.stages is None and self.parts is None
+
+    @property
+    def drops(self) -> bool:
+        """Whether the adapter has dropout."""
+        return self.model.adapter is not None and self.model.adapter.dropout > 0
+
+    def copies(self, dtype: str) -> dict[str, Any]:
+        """Return copies in the dtype of the computation, used in place of float32 parameters."""
+        if self.stages is not None:
+            self.stages.dtype = DTYPES[dtype]
+        if self.parts is not None:
+            return self.parts.compute_copies(dtype)
+        return compute_copies(self.model.narrowed(DTYPES[dtype]), dtype)
+
+    def optimizer(self, optimizer: Optimizer | Joined) -> Optimizer | Joined | Zero1:
+        """Return the optimizer; a Zero1 of it if ZeRO divides its states but no trained arrays."""
+        whole = self.parts is None or self.model.adapter is not None  # whole arrays are trained
+        if not (self.ranks.zero and whole):
+            return optimizer
+        division, apart = self.model.division, None
+        if division is not None and division.experts is not None:
+            apart = division.of_experts, self.ranks.same
+        divided = Zero1(optimizer, self.replicas, apart)
+        self.states = divided if self.parts is None else None  # else gradients are summed already
+        return divided
+
+    def gradients(
+        self,
+        passes: Sequence[Mapping[str, Any]],
+        step: TrainingStep,
+        numbers: Sequence[int] | None = None,
+        noise: float = 0.0,
+        starts: Sequence[int] = (),
+    ) -> Iterator[tuple[Any, dict[str, Any]]]:
+        """Yield losses and gradients whose sums over passes and data ranks are those of a step.
+
+        ``numbers`` are those of the passes among all of a run: with ``step.seed`` they determine
+        what dropout leaves out, and what noise is added to embeddings.  Both are drawn for a token
+        by its number in the batch, whichever rank holds it: ``starts`` are those of this rank's
+        first tokens.
+        """
+        if self.stages is None:
+            trained = self.model if self.parts is None else self.parts
+            sums: Sums = {} if len(passes) > 1 else None
+            for place, batch in enumerate(passes):
+                function, seed, first = partial(self.objective, **batch), None, 0
+                if numbers is not None and (self.drops or noise):
+                    random = np.random.default_rng([step.seed or 0, numbers[place]])
+                    seed = int(random.integers(2**63)) if self.drops else None
+                    first = starts[place] if starts else 0
+                    if noise:
+                        key = to_device_of(np.array(random.integers(2**63)), self.model.table)
+                        function = partial(noisy, self.objective, noise, noise_key=key, **batch)
+                    if first:
+                        function = partial(
+                            beginning_at, first, function.func, *function.args, **function.keywords
+                        )
+                own = step._replace(seed=seed)
+                if not self.graph:
+                    yield trained.value_and_gradients(function, **own._asdict())
+                    continue
+                model = self.model
+                value, gradients = model.graphs(model, model.passes, function, own, sums)
+                sums = None if sums is None else gradients
+                yield value, gradients
+            return
+        step = step._replace(seed=None)
+        stage = ModelStage(self.model, self.model.trainable, step, self.objective)
+        schedule = schedule_of(self.stages, len(passes), self.ranks.schedule or "1f1b")
+        yield pipeline_gradients(stage, schedule, passes)
+
+    def summed(
+        self, passes: Iterator[tuple[Any, dict[str, Any]]], count: int
+    ) -> tuple[float, dict[str, Any]]:
+        """Return loss and gradients summed over passes, and over ranks with different rows."""
+        count = 1 if self.stages is not None else count
+        loss, sums = sum_gradients(passes, count, added=self.graph)
+        if self.data_parallel is None:  # one rank, or both are summed over ranks already
+            return loss, sums
+        sum_ranks = self.data_parallel.sums if self.states is None else self.states.sums
+        return float(self.replicas.all_reduce(np.array(float(loss)))[()]), sum_ranks(sums)
+
+    def over_all(self, counts: Any) -> Any:
+        """Return the sum of an array over ranks with other rows, and over stages."""
+        pipeline = self.ranks.groups.pipeline
+        counts = self.replicas.all_reduce(counts)
+        return pipeline.all_reduce(counts) if pipeline.size > 1 else counts
+
+    def held_out(self, batches: Sequence[Mapping[str, Any]], sums: int = 0) -> Any:
+        """Return the loss of each batch, and what its labels count to, or ``sums`` of a method.
+
+        Data ranks compute different batches.
+        """
+        results, data = np.zeros((len(batches), 1 + (sums or len(Counts())))), self.data
+        with apart(self.model.division):
+            for first in range(0, len(batches), data.size):
+                number = first + data.rank
+                if number < len(batches):
+                    results[number] = self._held_out(batches[number], sums)
+                elif self.together:  # others gather weights from this rank, or send rows to it
+                    self._held_out(batches[first], sums)
+        if self.largest:  # maxima, which all ranks of a context have alike
+            results[:, -self.largest :] /= self.ranks.groups.context.size
+        return self.replicas.all_reduce(results)
+
+    def _held_out(self, batch: Mapping[str, Any], sums: int) -> tuple[float, ...]:
+        """Return the loss of a batch, without a backward pass, and its counts or sums."""
+        sink: list[Any] = []
+        arguments = {**batch, "sink": sink} if sums else batch
+        if self.stages is not None:
+            stage = ModelStage(self.model, {}, TrainingStep(), self.objective)
+            loss = pipeline_loss(stage, arguments)
+            own = to_numpy(sink[0]).astype(np.float64) if sink else np.zeros(sums)
+            return loss, *(self.stages.shared(own) if sums else Counts())
+        if sums:
+            loss = float(self.objective(self.model, **arguments))
+            return loss, *to_numpy(sink[0]).tolist()
+        watch = Watch(self.model)
+        loss = float(self.objective(watch.view, **batch))
+        # with a context, this rank has some of the tokens
+        return loss, *(watch.counts(batch) if self.model.context is None else Counts())
+
+    def measured(
+        self, gradients: Mapping[str, Any], max_norm: float, scaler: "LossScaler"
+    ) -> GradientMeasure:
+        """Return ``measure_gradients`` over all ranks, each gradient counted once."""
+        division, holder = self.model.division, self.parts or self.states
+        if division is None:
+            measure = measure_gradients if holder is None else holder.measure_gradients
+            return measure(gradients, max_norm, scaler=scaler)
+        whole, parts = 0.0, {self.replicas: 0.0, self.ranks.same: 0.0}
+        for name, gradient in gradients.items():
+            place, shares = self._place(name), division.shares(name)
+            if place is None:
+                whole += squares(gradient.reshape(-1), 0, gradient.shape, shares)
+            else:
+                apart = division.experts is not None and division.of_experts(name)
+                parts[self.ranks.same if apart else self.replicas] += squares(
+                    gradient, *place, shares
+                )
+        for group, divided in parts.items() if holder is not None else ():
+            whole += float(group.all_reduce(np.array(float(divided)))[()])
+        total, stages = np.array(float(whole)), division.stages
+        for group in (*division.groups, *([] if stages is None else [stages.comm])):
+            total = group.all_reduce(total)
+        norm = math.sqrt(total[()]) / scaler.value
+        clipped = max_norm / norm if norm > max_norm else 1.0
+        return GradientMeasure(norm, math.isfinite(norm), clipped / scaler.value)
+
+    def learns(self, adapter: Adapter, gradients: Mapping[str, Any]) -> str | None:
+        """Return what ``check_learns`` says of the gradients of all ranks."""
+        division, ranks = self.model.division, self.ranks
+        if division is None and self.states is None:
+            return check_learns(adapter, gradients)
+        whole = self.gathered(gradients if self.states is None else self.states.gathered(gradients))
+        outcome = ""
+        if ranks.first and whole is not None:
+            try:
+                report = check_learns(adapter, whole, None if division is None else division.shapes)
+                outcome = "later" if report is None else f"said {report}"
+            except ConfigError as error:
+                outcome = f"wrong {error}"
+        kind, _, text = ranks.broadcast(outcome).partition(" ")
+        if kind == "wrong":
+            raise ConfigError(text)
+        return None if kind == "later" else text
+
+    def _place(self, name: str) -> tuple[int, tuple[int, ...]] | None:
+        """Return where this rank's part of a parameter begins, and the parameter's shape.
+
+        None: this rank has the whole parameter.
+        """
+        if self.states is not None:
+            return self.states.own[name].start, self.states.shapes[name]
+        cut = None if self.parts is None else self.parts.cuts.get(name)
+        return None if cut is None else (self.replicas.rank * cut.length, cut.shape)
+
+    def gathered(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
+        """Return whole arrays by parameter name on rank 0, and None on the others."""
+        division, first = self.model.division, self.ranks.same.rank == 0
+        if self.parts is not None:
+            whole = {}
+            for name, array in named.items():
+                array_whole = self.parts.gathered({name: array})[name]
+                if first:  # in host memory: a GPU may have no room for all of them
+                    whole[name] = to_numpy(array_whole) if division is None else array_whole
+            named = whole
+        if not first:
+            return None
+        if division is None:
+            return dict(named)
+        for group in division.groups:
+            named = in_one_form(named, group)
+        named = scale_per_code(named)
+        return next(iter([*whole_parameters(named, division)]), None)
+
+    def own(self, named: Mapping[str, Any], narrow: Collection[str]) -> dict[str, Any]:
+        """Return this rank's parts of whole averages: 8-bit codes for parameters in ``narrow``."""
+        division = self.model.division
+        if division is not None:  # names contain a parameter's name, as mean.model.norm.weight
+            held = (
+                n for n in scale_per_code(named).items() if division.holds(n[0].partition(".")[2])
+            )
+            named = {name: division.own(name, array) for name, array in held}
+        named = stored_form(named, narrow)
+        return named if self.parts is None else self.parts.divided(named)
+
+
+def beginning_at(first: int, objective: Objective, *arguments: Any, **batch: Any) -> Any:
+    """Return an objective of a model, the last argument, whose first token has the number."""
+    arguments[-1].first_token = first
+    return objective(*arguments, **batch)
+
+
+def noisy(
+    objective: Objective,
+    size: float,
+    model: "Transformer",
+    *,
+    noise_key: Any,
+    **batch: Any,
+) -> Any:
+    """Return an objective of a model whose embeddings have noise added (NEFTune).
+
+    The noise of a text of L tokens is uniform in -1 .. 1, times size / sqrt(L hidden); that of a
+    token is drawn by its number in the batch of all ranks.  Source: Jain et al., NEFTune: Noisy
+    Embeddings Improve Instruction Finetuning, 2023.
+    """
+    offsets = batch.get("offsets")
+
+    def add_noise(x: Any, numbers: Any = None, context: Context | None = None) -> Any:
+        value: Any = x.value if type(x) is Var else x
+        tokens, hidden = value.shape[1:]
+        if is_planned(value):
+            return add(x, value.of(value.shape, value.dtype))
+        sizes, tokens = None, tokens if context is None else context.length
+        if offsets is not None:
+            after = np.searchsorted(offsets, np.arange(tokens, like=offsets), side="right")
+            lengths = offsets[after] - offsets[after - 1]
+            sizes = (size / np.sqrt(lengths * hidden)).astype(np.float32)
+            sizes = own_tokens(context, sizes[None])[0]
+        return add(x, drawn(value, size / math.sqrt(tokens * hidden), noise_key, sizes, numbers))
+
+    model.noise = add_noise
+    return objective(model, **batch)
+
+
+def planned_with_noise(objective: Objective, model: "Transformer", **batch: Any) -> Any:
+    """Return an objective of a planned model, in a step of which noise is added to embeddings."""
+    return noisy(objective, 1.0, model, noise_key=None, **batch)
+
+
+def squares(
+    flat: Any, start: int, shape: Sequence[int], shares: Sequence[tuple[slice, float]]
+) -> float:
+    """Return the sum of squares of a part of an array, each row weighted by its share.
+
+    ``flat`` is the part, which begins at element ``start`` of the array of this shape; ``shares``
+    are slices of rows, and the weight of each.
+    """
+    total, row = 0.0, math.prod(shape[1:])
+    for rows, share in shares:
+        first, last, _ = rows.indices(shape[0])
+        part = flat[max(0, first * row - start) : max(0, last * row - start)]
+        total += share * float(square_sum(part))
+    return total
+
+
+def share_of(
+    method: Method, size: int, model: Any, sink: list[Any] | None = None, **batch: Any
+) -> Any:
+    """Return a rank's share of a loss of all tokens, which ``size`` ranks compute, and add sums."""
+    own: list[Any] = []
+    options: dict[str, Any] = {} if sink is None else {"sink": own}
+    loss = method(model, **batch, **options)
+    for each in own:
+        each[: len(each) - method.largest] /= size
+    if sink is not None:
+        sink += own
+    return loss * (1 / size)

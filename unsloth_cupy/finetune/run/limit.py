@@ -1,0 +1,280 @@
+"""Checks the planned memory of a run against a limit, and measures it during training."""
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ...errors import ConfigError, DeviceMemoryError
+from ...machine import device_memory, format_bytes
+from ...memory.ledger import MemoryPlan
+from ...memory.plan import plan_memory
+from ...memory.planned_model import new_adapter
+from ...memory.pool import memory_pool
+from ...models.objective import Objective, next_token
+from ...models.quantizer import KINDS
+from ..data.text import TrainingData
+from ..listener import announce
+from ..methods.method import Method
+from ..naming import named
+from .executor import planned_with_noise
+
+if TYPE_CHECKING:
+    from ...models.adapters.adapter import Adapter
+    from ...models.configs.config import Config
+    from .settings import Plan
+
+# Steps measured if there is no limit: all steps take the same, and counting slows small ops down.
+COUNTED = 2
+ADAPTER_RANK = 8  # rank of the adapters that an error message proposes
+TOKENS = 2048  # default tokens in a row, if the model has as many positions
+ADAPTERS: Mapping[str, Any] = {"lora": ADAPTER_RANK}  # changes of settings that save memory
+CHUNKED: Mapping[str, Any] = {"chunked_mlp": True}
+
+
+class Sizes(NamedTuple):
+    """The properties of a run that a memory plan depends on."""
+
+    config: "Config"
+    batch: int
+    tokens: int
+    device: str | None
+    exists: bool  # whether adapters may be proposed: not for a new model, nor for BitNet's layers
+    adapter: "Adapter | None" = None  # the adapter that the model has
+    quantized: str | None = None  # the quantization of its weights
+    objective: Objective = next_token
+    inputs: Sequence[Mapping[str, Any]] = ()  # of the passes of a step; else full rows
+
+    def planned(self, plan: "Plan", **changes: Any) -> MemoryPlan:
+        """Return the memory plan of a step, with some settings changed."""
+        inputs = () if {"batch", "tokens", "accumulate"} & changes.keys() else self.inputs
+        if isinstance(self.objective, Method) and not inputs:
+            sizes = {"batch": self.batch, "tokens": self.tokens, **changes}
+            rows = self.objective.full(sizes["batch"], sizes["tokens"])
+            inputs = [rows] * min(2, changes.get("accumulate", plan.accumulate))
+        options: dict[str, Any] = {
+            "batch": self.batch,
+            "tokens": self.tokens,
+            "dtype": plan.dtype,
+            "optimizer": plan.kind,
+            "state_bits": plan.state_bits,
+            "adapter": self.adapter,
+            "quantization": self.quantized,
+            "checkpoint_every": plan.checkpoint or plan.checkpoint_every,
+            "accumulate": plan.accumulate,
+            "chunked_mlp": plan.chunked_mlp,
+            "device": "cpu" if self.device is None else "cuda",
+            "objective": _noisy(self.objective) if plan.neftune else self.objective,
+            "inputs": inputs,
+            "merge_into": plan.merge_into,
+        }
+        if self.adapter is None and plan.adapters is not None and "lora" not in changes:
+            planned = new_adapter(
+                self.config, **plan.adapters.options(self.config, plan.trained_tokens)
+            )
+            options |= {"rank": None, "adapter": planned}
+        options |= {"rank" if name == "lora" else name: value for name, value in changes.items()}
+        return plan_memory(self.config, **options)
+
+
+def passes_of(
+    data: TrainingData, step: int, accumulate: int, method: Method
+) -> list[dict[str, Any]]:
+    """Return what a plan of a step takes: its first batch, and the largest of the others."""
+    numbers = range(step * accumulate, (step + 1) * accumulate)
+    first, *others = (data.batches.at(number) for number in numbers)
+    chosen = [first, max(others, key=lambda batch: batch.tokens.size)] if others else [first]
+    return [method.inputs(batch) for batch in chosen]
+
+
+def tokens_of(tokens: int | None, positions: int) -> int:
+    """Return the tokens of a row; by default 2048, or all positions of the model if fewer."""
+    if tokens is None:
+        return min(TOKENS, positions)
+    check_tokens(tokens, positions)
+    return tokens
+
+
+def check_tokens(tokens: int, positions: int) -> None:
+    """Raise a ConfigError for rows of more tokens than the model has positions."""
+    if tokens > positions:
+        most = f"the {positions} positions of the model"
+        raise ConfigError(f"{named(tokens=tokens)} is more than {most}")
+
+
+def quantized_kind(
+    source: Any, wanted: str | None, lora: int | None, adapter: Any, stored: str | None
+) -> str | None:
+    """Return the quantization of the model's weights; raise if no weight could be trained."""
+    anew = stored is not None and not KINDS[stored].in_folders
+    if wanted is not None and stored is not None and not anew:
+        cure = f"leave {named('quantize')} out"
+        raise ConfigError(f"{source} is quantized already, as {stored}; {cure}")
+    kind = wanted or stored
+    if kind is not None and adapter is None and lora is None:
+        why = named("quantize") if stored is None else f"{source} is quantized, which"
+        cure = f"add {named('lora')}, as in {named(lora=16)}"
+        raise ConfigError(f"{why} freezes the weights: {cure}")
+    return kind
+
+
+def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
+    """Return the memory plan of a step; raise if it exceeds the limit.
+
+    The error names the op at which memory runs out, and options that would save memory.  Without a
+    limit, the plan is compared with the memory of the device.
+
+    Raises
+    ------
+    DeviceMemoryError
+        ``required`` is the peak of a step, ``available`` the limit.
+    """
+    step_plan = sizes.planned(plan)
+    whole, free = device_memory(sizes.device) if limit is None else (limit, limit)
+    first = None if whole is None else step_plan.beyond(whole)
+    if whole is None or first is None:
+        if free is not None and step_plan.total > free:
+            message = (
+                f"a step holds {format_bytes(step_plan.total)}; {format_bytes(free)} are free now"
+            )
+            announce(f"{message}, of {format_bytes(whole or 0)}")
+        return step_plan
+    held = sorted(first.held.items(), key=lambda item: -item[1])
+    listed = ", ".join(f"{part} {format_bytes(size)}" for part, size in held if size)
+    peak, over = f"{format_bytes(step_plan.total)} at its peak", format_bytes(first.total - whole)
+    device = f"{named(device=sizes.device or 'cpu')} has"
+    where = device if limit is None else named("limit_memory")
+    enough = round(step_plan.total / 2**20 * 1.02) * 2**20  # plans are exact to 2 %
+    raised = named(limit_memory=enough)
+    raised += " tries anyway" if limit is None else " would be enough"
+    cures = _cures(sizes, plan, step_plan, whole)
+    raise DeviceMemoryError(
+        f"{where} {format_bytes(whole)}: a step holds {peak},"
+        f" in {step_plan.moments[step_plan.peak]}; {over} do not fit in {first} already"
+        f" ({listed}). {cures}{'; ' * bool(cures)}{raised}",
+        step_plan.total,
+        whole,
+    )
+
+
+def _noisy(objective: Objective) -> Objective:
+    """Return an objective with noise, also where a planned teacher takes part in it."""
+    noisy: Any = partial(planned_with_noise, objective)
+    with_teacher = getattr(objective, "planned", None)
+    if with_teacher is not None:
+        noisy.planned = lambda frozen: partial(planned_with_noise, with_teacher(frozen))
+    return noisy
+
+
+def _cures(sizes: Sizes, plan: "Plan", step_plan: MemoryPlan, limit: int) -> str:
+    """Return what each change would save, the largest first; then all of them if none is enough."""
+    from ...models.layers.mlp_branch import check_chunked
+
+    changes: list[Mapping[str, Any]] = []
+    if plan.checkpoint_every != 1:
+        changes.append({"checkpoint_every": 1})
+    if plan.dtype == "float32":
+        changes.append({"dtype": "bfloat16"})
+    if sizes.batch > 1:
+        changes.append({"batch": -(-sizes.batch // 2), "accumulate": 2 * plan.accumulate})
+    if sizes.tokens > 2:
+        changes.append({"tokens": sizes.tokens // 2})
+    if plan.state_bits == 32 and plan.kind == "adamw":
+        changes.append({"state_bits": 8})
+    adapted = plan.lora is not None or sizes.adapter is not None
+    if not (adapted or plan.chunked_mlp):
+        with suppress(ConfigError):  # this kind of MLP has no chunked form
+            check_chunked(sizes.config, None)
+            changes.append(CHUNKED)
+    if sizes.exists and not (adapted or plan.chunked_mlp):
+        changes.append(ADAPTERS)
+    totals = [(sizes.planned(plan, **change).total, named(**change), change) for change in changes]
+    useful = sorted((each for each in totals if each[0] < step_plan.total), key=itemgetter(0, 1))
+    if useful and useful[0][0] > limit:  # no change alone is enough
+        chosen = [change for _, _, change in useful]
+        if ADAPTERS in chosen and CHUNKED in chosen:  # not both: adapters are on MLPs
+            chosen.remove(CHUNKED)
+        together: dict[str, Any] = {}
+        for change in chosen:
+            together |= change
+        most = sizes.planned(plan, **together).total
+        # together they may save less than one alone
+        useful += [(most, named(**together), together)] * (most < useful[0][0])
+    savings = [
+        f"{words} saves {format_bytes(step_plan.total - total)}" + " and fits" * (total <= limit)
+        for total, words, _ in useful
+    ]
+    return "; ".join(savings)
+
+
+class Memory:
+    """Measures the array memory of steps: of all under a limit, else of the first and the largest.
+
+    ``planned`` is the plan of the largest step, whose number is ``largest``; ``bytes_of`` returns
+    the planned bytes of another step.
+    """
+
+    def __init__(
+        self,
+        planned: MemoryPlan,
+        limit: int | None,
+        device: str | None,
+        *,
+        counts: bool = True,
+        largest: int = 0,
+        bytes_of: Callable[[int], int] | None = None,
+    ) -> None:
+        self.planned, self.limit, self.device = planned, limit, device
+        self.largest, self.bytes_of = largest, bytes_of
+        self.counts, self.left = counts, COUNTED if counts else 0
+        self.step = self.planned_steps = 0
+
+    @contextmanager
+    def watched(self, arrays: Iterable[Any]) -> Iterator[None]:
+        """Measure inside a ``with`` block, with ``arrays`` as what is held before it."""
+        if not self.counts:
+            yield
+            return
+        if self.device is None:  # import now what the first step would, so that it does not count
+            importlib.import_module("scipy.sparse")
+            importlib.import_module("scipy.special")
+        self.held = [*arrays]
+        with ExitStack() as self.stack:
+            self._open()
+            yield
+
+    def _open(self) -> None:
+        number = None if self.device is None else int(self.device.partition(":")[2] or 0)
+        self.pool = memory_pool(self.limit, number, held=self.held)
+        self.stack.enter_context(self.pool)
+
+    def begin_step(self, step: int = 0) -> bool:
+        """Reset the peak; return whether this step is slower than others, as it is measured."""
+        self.step = step
+        if self.counts and not self.left and step == self.largest:
+            self.left = 1
+            self._open()
+        if self.left:
+            self.pool.reset_peak()
+        return bool(self.left) and self.limit is None and self.device is None
+
+    def end_step(self) -> dict[str, int]:
+        """Return the planned and the measured peak of a step, for its line of the log.
+
+        A step of other batches than the largest is planned only if it is one of the first.
+        """
+        if not self.left:
+            return {}
+        line = {"planned_bytes": self.planned.total, "peak_bytes": self.pool.peak}
+        if self.bytes_of is not None and self.step != self.largest:
+            self.planned_steps += 1
+            if self.planned_steps > COUNTED:
+                del line["planned_bytes"]
+            else:
+                line["planned_bytes"] = self.bytes_of(self.step)
+        self.left -= self.limit is None
+        if not self.left:
+            self.stack.close()
+        return line

@@ -1,0 +1,506 @@
+"""The training loop: steps, evaluations, stopping and resuming.
+
+Step ``n`` takes batch ``n`` and the learning rate of ``n``, whatever ran before in this process; so
+a run resumed from a checkpoint ends with the same bits as one that never stopped.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...errors import ConfigError, NotFiniteError
+from ...machine import peak_memory
+from ...models.objective import Objective, TrainingStep, next_token
+from ...models.optimizers import of_tables, optimizer_of
+from ...ops.common.faults import check_errors
+from ...ops.quantized.weight import held_arrays
+from ...placement import to_device_of, to_numpy
+from ...training.find_nan import NonFiniteError, find_nan, fine
+from ..data.text import Batch, TrainingData, without_texts
+from ..listener import Listener, announce
+from ..methods.method import placed
+from ..methods.registry import METHODS
+from ..naming import named
+from .callbacks import Callbacks
+from .checkpoints import Checkpoints
+from .executor import Executor
+from .interrupt import Interrupted, Stop
+from .limit import Memory
+from .metrics import Counts, measures
+from .ranks import Ranks
+from .rates import rate_of
+from .routing import Routing
+from .run_folder import RunFolder
+from .settings import Plan
+
+if TYPE_CHECKING:
+    from ...models import Transformer
+    from ..data.chat import Chat
+
+LARGEST = 1e15  # of a label: the sum of many squares is in the range of float32
+SAMPLE_TOKENS = 60  # that continue a prompt of the settings
+
+
+def undecayed(model: "Transformer") -> list[str]:
+    """Return the trained parameters that do not decay: norms, biases, and embeddings."""
+    whole = model.config if model.division is None else model.division.whole
+    shapes: Mapping[str, Any] = whole.shapes()  # of whole arrays: ranks may hold flat parts
+    axes = {n: len(shapes.get(n, array.shape)) for n, array in model.trainable.items()}
+    return [name for name, count in axes.items() if count < 2 or "embed_tokens." in name]
+
+
+class Loop:
+    """Trains a model: its optimizer, data, settings, and the number of steps done."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        model: "Transformer",
+        tokenizer: Any,
+        training_data: TrainingData,
+        plan: Plan,
+        files: Mapping[str, str],
+        memory: Memory,
+        ranks: Ranks,
+        objective: Objective = next_token,
+        chat: "Chat | None" = None,
+    ) -> None:
+        self.memory, self.ranks, self.chat = memory, ranks, chat
+        self.run, self.model, self.tokenizer = run, model, tokenizer
+        self.training_data, self.plan, self.listener = training_data, plan, Listener()
+        graph = objective is next_token if plan.graph is None else plan.graph
+        self.executor = Executor(ranks, model, objective, graph)
+        self.method: Any = objective if plan.method != "sft" else METHODS["sft"]
+        own: Any = self.method
+        model.texts = {**model.texts, "config.json": own.settled(model.texts["config.json"])}
+        fixed = {n: a for n, a in model.parameters.items() if n not in model.trainable}
+        self.undecayed = [] if plan.decay_all else undecayed(model)
+        optimizer = optimizer_of(
+            plan.kind, model, lr=plan.lr, weight_decay=plan.weight_decay,
+            state_bits=plan.state_bits, undecayed=self.undecayed, embedding_lr=plan.embedding_lr,
+        )  # fmt: skip
+        self.callbacks, self.routing = Callbacks([], self, ""), Routing(model)
+        copies = self.executor.copies(plan.dtype)
+        self._check_copies(copies)
+        if model.adapter is None:
+            optimizer.keep_copies(copies)
+        model.parameters = model.parameters | copies  # the adapter's parameters stay float32
+        model.chunked_mlp = plan.chunked_mlp
+        self.optimizer = self.executor.optimizer(optimizer)
+        self.scaler, self.stop = plan.precision.scaler(), Stop()
+        self.checkpoints = Checkpoints(
+            run, self.executor, self.optimizer, self.scaler, fixed, self.method, plan, tokenizer,
+            files,
+        )  # fmt: skip
+        self.step, self.seconds = 0, 0.0
+        self.measured: dict[str, float | None] = {}  # by the method, in the newest step
+        self.step_context: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self.learns: str | None = None  # what the first gradients of adapters say
+        self._settle()
+
+    @property
+    def _into(self) -> Any:
+        """The quantizer through which the adapter is trained, if it is."""
+        return None if self.model.adapter is None else self.model.adapter.into
+
+    def _settle(self) -> None:
+        """Let products use the weights of the merged file from the step on that the plan says."""
+        if self._into is not None:
+            self._into.active = self.step >= self.plan.merge_from
+
+    def _check_copies(self, copies: Mapping[str, Any]) -> None:
+        """Raise a ConfigError if copies lose what the weights of the merged file are made of."""
+        adapter = self.model.adapter
+        if adapter is None or adapter.into is None:
+            return
+        for name, copy in copies.items():
+            weight: Any = self.model.parameters[name]
+            used = adapter.adds_to(name) or adapter.into.rounds(name, weight)
+            if used and bool((copy.astype(weight.dtype) != weight).any()):
+                problem = f"the model's {name} is float32, and {self.plan.dtype} does not hold it"
+                what = f"{named('merge_into')} rounds the weights of the model"
+                cure = f"leave {named(dtype=self.plan.dtype)} out"
+                raise ConfigError(f"{what}; {problem}; {cure}")
+
+    def train(self, stop: Stop, listener: Listener, callbacks: Callbacks | None = None) -> None:
+        """Run the remaining steps, and write the log and the checkpoints.
+
+        Raises
+        ------
+        Interrupted
+            The run was requested to stop; if the log has a line, the last complete step is saved.
+        ConfigError
+            The disk has no room for the checkpoints.
+        """
+        self.stop, self.listener, steps, ranks = stop, listener, self.plan.steps, self.ranks
+        self.callbacks = callbacks or self.callbacks
+        self.callbacks.call("on_init_end")
+        if ranks.first:
+            self.run.trim(self.checkpoints.resumed_step)
+        started = time.perf_counter() - self.seconds
+        self.checkpoints.check_room(self.step)
+        arrays: tuple[Any, ...] = (self.model.parameters, *self.checkpoints.part())
+        arrays += tuple(getattr(each, "parameters", {}) for each in self.method.other_models)
+        if self.model.adapter is not None:
+            arrays += (self.model.adapter.file_weights(self.model.parameters),)
+        held = [array for each in arrays for _, array in held_arrays(each)]
+        listener.began(self.step, steps)
+        with (
+            self._heard(),
+            self.memory.watched(held),
+            np.errstate(over="ignore", invalid="ignore"),  # losses and gradients are checked
+        ):
+            try:
+                self._evaluate_if_due()
+                control = self.callbacks.take()
+                while self.step < steps and not (
+                    control.should_training_stop or self._is_past_best()
+                ):
+                    ranks.agree(stop)
+                    epoch = self.callbacks.state.epoch
+                    with self.step_context():
+                        self._one_step()
+                    self.seconds = time.perf_counter() - started
+                    control = self.callbacks.take()
+                    self._evaluate_if_due(now=control.should_evaluate)
+                    self.seconds = time.perf_counter() - started
+                    due = self.step % self.plan.save_every == 0 or self.step == steps
+                    if due or control.should_save:
+                        self.save()
+                    self.callbacks.epochs(epoch)
+                    ends, control = control.should_training_stop, self.callbacks.take()
+                    control.should_training_stop |= ends
+                self.save()
+            except Interrupted:
+                if ranks.broadcast(bool(self.run.lines())):
+                    self.save()
+                raise
+
+    @contextmanager
+    def _heard(self) -> Iterator[None]:
+        """Tell callbacks that training begins, and, however it does, ends."""
+        self.callbacks.call("on_train_begin")
+        self.callbacks.call("on_epoch_begin")
+        try:
+            yield
+        finally:
+            self.callbacks.call("on_train_end")
+
+    def _evaluate_if_due(self, *, now: bool = False) -> None:
+        """Evaluate if it is time, unless the log already has the loss of this step."""
+        due = self.step % self.plan.evaluate_every == 0 or self.step == self.plan.steps
+        if (due or now) and not self.ranks.broadcast(self.run.evaluated(self.step)):
+            with (
+                self.checkpoints.averages(),
+                self.stop.interruptible_block(f"the held-out loss after step {self.step}"),
+            ):
+                self._evaluate()
+
+    def _is_past_best(self) -> bool:
+        """Return whether the held-out loss has not improved for as long as the run has patience.
+
+        The log determines it: a run that goes on knows what it knew.
+        """
+        if self.plan.patience is None:
+            return False
+        best, waited = math.inf, 0
+        for line in self.run.lines() if self.ranks.first else ():
+            if "held_out_loss" in line:
+                loss = line["held_out_loss"]
+                waited = 0 if best - loss > self.plan.threshold else waited + 1
+                best = min(best, loss)
+        return bool(self.ranks.broadcast(waited >= self.plan.patience))
+
+    def _one_step(self) -> None:
+        """Run a step and log it; raise if loss or gradients are not finite."""
+        started, scaler = time.perf_counter(), self.scaler
+        slowed = self.memory.begin_step(self.step)
+        self.callbacks.call("on_step_begin")
+        with self.stop.interruptible_block(f"step {self.step + 1}"):
+            loss, count, gradients = self._gradients()
+            check_errors()  # reading the loss has waited for the GPU: errors are known now
+        self.stop.uninterruptible(f"the update of step {self.step + 1}")
+        measure = self.executor.measured(gradients, self.plan.max_norm, scaler)
+        norm, finite = float(measure.norm), bool(measure.finite)
+        if not (math.isfinite(loss) and (finite or self._scale_may_shrink)):
+            self._stop(f"the loss is {loss:g} and the norm of its gradient {norm:g}")
+        if self.learns is None and self.model.adapter is not None:
+            self.learns = self.executor.learns(self.model.adapter, gradients)
+            if self.learns and self.model.adapter.stacks:
+                announce(self.learns)
+        rate = rate_of(self.step + 1, self.plan)
+        self.callbacks.call("on_pre_optimizer_step")
+        self.optimizer.step(gradients, lr=rate, finite=measure.finite, factor=measure.factor)
+        scaler.update(measure.finite)
+        self.callbacks.call("on_optimizer_step")
+        self.step += 1
+        self._settle()
+        self.checkpoints.tested()
+        seconds = time.perf_counter() - started
+        line = {
+            "step": self.step,
+            "loss": loss,
+            **self.measured,
+            "lr": rate,
+            "gradient_norm": norm if finite else None,
+            "tokens_per_second": None if slowed else round(count / seconds, 1),
+            "memory_bytes": peak_memory(),
+            "seconds": round(seconds, 4),
+        }
+        if scaler.dynamic:
+            line |= {"loss_scale": scaler.value, "skipped_steps": scaler.skipped}
+        line |= self.routing.measures(self.executor.over_all)
+        line |= self.memory.end_step()
+        self.callbacks.call("on_step_end")
+        due = self.step % self.plan.log_every == 0 or self.step == self.plan.steps
+        if due or self.callbacks.control.should_log:
+            self._log(line)
+            self.callbacks.logged(line)
+        self.listener.step(line)
+
+    def _log(self, line: dict[str, Any]) -> None:
+        """Append a line to the log, on rank 0."""
+        if self.ranks.first:
+            self.run.append(line)
+
+    def _gradients(self) -> tuple[float, int, dict[str, Array]]:
+        """Return the mean loss of a step's batches, their number of tokens, and the gradients."""
+        first = self.method.first(self.step, self.plan.accumulate)
+        numbers = range(first, first + self.plan.accumulate)
+        if self.method.draws:
+            batches = self._drawn(numbers)
+        else:
+            batches = [self.training_data.batches.at(number) for number in numbers]
+        rows, sink = [self.ranks.rows(batch) for batch in batches], list[Array]()
+        constants = self.method.before(self.model, rows, self.ranks.replicas.all_reduce)
+        shared = self.method.counts(batches) | constants
+        shared |= {"sink": sink} if self.method.sums else {}
+        own = [self._placed(batch, shared) for batch in rows]
+        step = TrainingStep(self.plan.checkpoint, self.scaler, self.plan.seed)
+        draws = bool(self.plan.neftune) or self.executor.drops
+        before = [self.ranks.rows(each, before=True) for each in batches if draws]
+        starts = [
+            self.method.inputs(each)["tokens"].size if each.tokens.size else 0 for each in before
+        ]
+        pairs = self.executor.gradients(own, step, numbers, self.plan.neftune, starts)
+
+        def passes() -> Iterator[tuple[Any, dict[str, Array]]]:
+            for number in numbers:
+                self.stop.check()
+                with self._finite(), self._watched(number):
+                    each = next(pairs, None)
+                if each is None:  # a pipeline runs all batches in its first pass
+                    return
+                yield each
+                if number != numbers[-1]:
+                    self.callbacks.call("on_substep_end")
+
+        with self.routing.counting():
+            loss, sums = self.executor.summed(passes(), len(batches))
+        measured = self.method.joined([to_numpy(each) for each in sink], self.ranks.replicas)
+        if self.executor.stages is not None:
+            measured = self.executor.stages.shared(measured)
+        self.measured = self.method.measures(measured, **constants)
+        return loss, sum(batch.real for batch in batches), sums
+
+    def _drawn(self, numbers: range) -> list[Batch]:
+        """Return the answers to batches of prompts, drawn now or in an earlier step."""
+        every, answers = self.method.drawn_with(numbers[0]), self.checkpoints.answers
+        if self.step % self.method.updates(self.plan.accumulate) == 0:
+            answers.clear()
+            prompts = [self.training_data.batches.at(number) for number in every]
+            with self._finite():
+                answers += self.method.drawn(self, prompts, every)
+        place = numbers[0] - every[0]
+        return answers[place : place + len(numbers)]
+
+    @contextmanager
+    def _finite(self, *, after: bool = False) -> Iterator[None]:
+        """Stop in a ``with`` block at numbers that are not finite: of answers, or in a loss."""
+        try:
+            yield
+        except (NonFiniteError, NotFiniteError) as error:
+            self._stop(str(error), after=after)
+
+    def _evaluate(self) -> None:
+        """Log the loss on the held-out text, and what the method measures there."""
+        self.model.graphs.clear()  # what follows may need their memory
+        with self._finite(after=True):
+            own = self.method.evaluated(self) if self.method.draws else self._held_out()
+        line = {"step": self.step, **own}
+        if self.plan.keeps_best:
+            self._keep_if_best(line["held_out_loss"])
+        self._log(line)
+        if (routes := self.routing.line(self.step)) is not None and self.ranks.first:
+            self.run.append_routes(routes)
+        self.callbacks.logged(line)
+        self.listener.evaluated(line)
+        self._generate_samples()
+
+    def _held_out(self) -> dict[str, Any]:
+        """Return the loss on the held-out text, in nats per token, or as the method has it."""
+        batches, method, data = self.training_data.held_out, self.method, self.executor.data
+        own = batches[data.rank :: data.size]
+        if self.executor.together and data.rank >= len(batches) % data.size > 0:
+            own = [*own, without_texts(batches[0])]  # as many as the others have
+        constants = method.before(self.model, own, data.all_reduce)
+        shared, count = method.counts(batches) | constants, sum(b.label_count for b in batches)
+        each = [
+            self._placed(batch, shared if method.sums else method.counts([batch]))
+            for batch in batches
+        ]
+        total, parts = 0.0, list[Array]()
+        for number, (loss, *more) in enumerate(self.executor.held_out(each, method.sums)):
+            if not math.isfinite(loss):
+                with self._watched(number, held_out=True):
+                    next(self.executor.gradients([each[number]], TrainingStep()))
+                self._stop(f"the held-out loss is {loss:g}", after=True)
+            total += loss * (1 if method.sums else batches[number].label_count)
+            parts.append(np.array(more))
+        line: dict[str, Any] = {"held_out_loss": total if method.sums else total / count}
+        line |= {f"held_out_{method.unit}": count}
+        if self.training_data.baseline is not None:
+            line["unigram_baseline"] = self.training_data.baseline
+        if method.sums:
+            named_sums = method.measures(method.joined(parts), **constants).items()
+            line |= {f"held_out_{name}": number for name, number in named_sums}
+        else:
+            usual = self.executor.objective is next_token
+            loss = line["held_out_loss"]
+            counts = Counts(*np.sum(parts, axis=0).tolist())
+            line |= measures(loss, counts, count, of_next_token=usual)
+        return line
+
+    def _keep_if_best(self, loss: float) -> None:
+        """Save the model if no earlier held-out loss was as low; before the log has the loss.
+
+        A run that is killed in between evaluates again, in equal bits.
+        """
+        best = self.run.best() if self.ranks.first else None
+        if self.ranks.broadcast(best is None or loss < best["held_out_loss"]):
+            self.stop.uninterruptible(f"the model of step {self.step}")
+            self.checkpoints.write_model(self.run.best_model, self.plan.save_dtype)
+
+    def _generate_samples(self) -> None:
+        """Continue the prompts of the settings, greedily, and log the texts."""
+        for prompt in self.plan.sample_prompt if self.ranks.first else ():
+            tokens = self.prompt_tokens(prompt)
+            placed = to_device_of(np.array([tokens]), self.model.table)
+            room = min(SAMPLE_TOKENS, self.model.config.positions - len(tokens))
+            added = [int(token[0]) for token in self.model.stream(placed, max_new_tokens=room)]
+            ends = self.model.config.end_tokens
+            text = self.tokenizer.decode([token for token in added if token not in ends])
+            self.run.append_sample({"step": self.step, "prompt": prompt, "text": text})
+            self.listener.sampled(self.step, prompt, text)
+
+    def check(self) -> None:
+        """Raise a ConfigError for settings that do not fit the model or the ranks."""
+        if self.plan.merge_from >= self.plan.steps:
+            problem = f"the run has {self.plan.steps} steps, none of which it would change"
+            cure = "give fewer, or leave it out"
+            raise ConfigError(f"{named(merge_from=self.plan.merge_from)}: {problem}; {cure}")
+        if self.plan.neftune and self.executor.stages:
+            problem = "is for ranks that hold all blocks"
+            raise ConfigError(f"{named('neftune')} {problem}; leave it out")
+        if self.plan.sample_prompt and not self.ranks.whole:
+            problem = "is for a model that no ranks divide"
+            raise ConfigError(f"{named('sample_prompt')} {problem}; leave it out")
+        if self.plan.sample_prompt and self.method.head is not None:
+            problem = f"is for a language model, which {named(method=self.plan.method)} trains none"
+            raise ConfigError(f"{named('sample_prompt')} {problem}; leave it out")
+        for prompt in self.plan.sample_prompt:
+            self.prompt_tokens(prompt)
+        if self.plan.embedding_lr is not None and not of_tables(self.model.trainable):
+            problem = "the run trains neither the table of tokens nor the head"
+            cure = f"leave it out, or train rows of the table by {named('new_tokens')}"
+            raise ConfigError(f"{named(embedding_lr=self.plan.embedding_lr)}: {problem}; {cure}")
+
+    def prompt_tokens(self, prompt: str) -> list[int]:
+        """Return the tokens of a prompt: of a run of chats, of a question and the answer's start.
+
+        Raises
+        ------
+        ConfigError
+            It leaves no position to go on.
+        """
+        if self.chat is None:
+            tokens = self.tokenizer.encode(prompt).ids
+        else:
+            text = self.chat.asked([{"role": "user", "content": prompt}])
+            tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
+        if not 0 < len(tokens) < self.model.config.positions:
+            has = f"{len(tokens)} tokens, and the model {self.model.config.positions} positions"
+            raise ConfigError(f"{named(sample_prompt=prompt)} has {has}; give another one")
+        return [*tokens]
+
+    def _placed(self, batch: Batch, shared: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what the objective takes: arrays on the model's device, and what batches share."""
+        return {**placed(self.method.inputs(batch), self.model.table), **shared}
+
+    @property
+    def _scale_may_shrink(self) -> bool:
+        """Whether the loss scaler handles a gradient that is not finite, by a smaller scale."""
+        return self.scaler.dynamic and self.scaler.value > self.scaler.minimum
+
+    @contextmanager
+    def _watched(self, batch: int, *, held_out: bool = False) -> Iterator[None]:
+        """With ``find_nan``, stop at the first value that is not finite in a ``with`` block."""
+        if not self.plan.find_nan:
+            yield
+            return
+        parameters = self.model.parameters | self.model.trainable
+        try:
+            with find_nan(parameters, gradients=not self._scale_may_shrink):
+                yield
+        except NonFiniteError as error:
+            name = f"batch {batch} ({self.training_data.batches.where(batch)})"
+            name = f"held-out batch {batch}" if held_out else name
+            self._stop(f"{name}: {error}", after=held_out)
+
+    def _stop(self, problem: str, *, after: bool = False) -> NoReturn:
+        """Raise for a value that is not finite, in the next step or (``after``) after this one."""
+        when = f"after step {self.step}" if after else f"step {self.step + 1}"
+        good = self.checkpoints.last_good()
+        kept = "" if good is None else f"; the last good state is {good}"
+        cure = f"try a smaller {named('lr')} than {self.plan.lr:g}"
+        if self.step == 0:  # no step has changed a weight: the model or the data are at fault
+            other = f", or try {named(dtype='bfloat16')}"
+            cure = self._smaller() + "copy the model again" + other * self.scaler.dynamic
+        more = (
+            "" if self.plan.find_nan else f"; {named('find_nan')} names the layer where it begins"
+        )
+        raise ConfigError(f"{when}: {problem}; {cure}{more}{kept}")
+
+    def _smaller(self) -> str:
+        """Return what to change, before the model, if numbers of the data are very large."""
+        held = held_arrays(self.model.parameters | self.model.trainable)
+        if not all(fine(name, array) for name, array in held):
+            return ""
+        if self.method.draws:
+            return "let rewards be smaller, or "
+        batches = map(self.training_data.batches.at, range(self.plan.accumulate))
+        values = (np.abs(each.beside.get("value", np.zeros(1))) for each in batches)
+        large = any((each > LARGEST).any() for each in values)
+        return "write smaller numbers in the data, or " if large else ""
+
+    def save(self) -> Path:
+        """Write a checkpoint of this step; the previous one is kept until the next step."""
+        self.stop.uninterruptible(f"the checkpoint of step {self.step}")
+        path = self.checkpoints.path(self.step)
+        if broken := self.checkpoints.broken():
+            self._stop(f"the weight {broken} is not finite", after=True)
+        if not self.ranks.broadcast(path.exists()):
+            self.checkpoints.write(self.step, self.seconds)
+            self.callbacks.call("on_save")
+        return path
+
+    def resume(self, checkpoint: Path) -> None:
+        """Go on after the step of a checkpoint, from which the model was loaded."""
+        self.step, self.seconds = self.checkpoints.read(checkpoint)
+        self._settle()

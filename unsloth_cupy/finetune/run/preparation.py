@@ -1,0 +1,489 @@
+"""Prepares a run: plans its memory, then loads or creates model, tokenizer and batches."""
+
+import dataclasses
+import json
+import math
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ... import models
+from ...core.dtypes import FLOAT32
+from ...errors import ConfigError
+from ...models.adapters.adapter_base import ADAPTER, BASE, base_name, base_of
+from ...models.adapters.adapter_folder import read_adapter
+from ...models.adapters.into import Into
+from ...models.adapters.outer_folder import implied_head, with_labels
+from ...models.configs.config_files import GENERATION, read_config
+from ...models.configs.heads import CLASSIFIERS
+from ...models.configs.names import ADAPTED, SCORE, TABLE
+from ...models.folders.checkpoint_files import find_tensors
+from ...models.gguf.export import check_tokenizer
+from ...models.gguf.opening import source_of
+from ...models.objective import Objective, next_token
+from ...models.parse import parse
+from ...models.quantizer import kind_of
+from ...models.text.chat import CHATML_TOKENS
+from ...models.text.tokenizer import FILE, Tokenizer, load_tokenizer
+from ...ops.quantized.weight import Quantized
+from ...placement import to_device_of
+from ..data.chat import Chat
+from ..data.records import Records
+from ..data.spans import encoded
+from ..data.text import Text, TrainingData
+from ..data.tokenizer import train_tokenizer
+from ..data.training_data import Shape, ends_of, from_records, from_text
+from ..data.turns import ending
+from ..listener import announce, reading
+from ..methods.method import Method
+from ..methods.registry import METHODS
+from ..naming import named
+from .limit import Memory, Sizes, check_tokens, checked_plan, passes_of, quantized_kind
+from .loop import Loop
+from .new_model import ONLINE, SIZES, small_llama
+from .new_tokens import account as account_of
+from .new_tokens import add_tokens, rows_with
+from .ranks import Ranks
+from .reference import add_reference, add_taught, other_models, reference_known, with_teacher
+from .run_folder import Facts, RunFolder, model_without_weights, words_folder
+from .settings import Plan, Settings
+
+if TYPE_CHECKING:
+    from ...models.configs.config import Config
+
+MOST_STEPS = 1000  # of 3 and of 2 epochs, if neither epochs nor steps are given
+SHARE_OF_ROWS = 0.99  # that are whole in the default number of tokens
+COUNTED_ROWS = 2000  # of a large file
+
+
+def prepare(
+    run: RunFolder,
+    settings: Settings,
+    text: Text | Records,
+    source: Path | None,
+    ranks: Ranks,
+    objective: Objective = next_token,
+    transformer: models.Transformer | None = None,
+) -> Loop:
+    """Return a loop with model and tokenizer, loaded from the newest checkpoint if any.
+
+    ``transformer`` is the model itself, if it is in memory; ``source`` is then the folder that it
+    came from.
+    """
+    plan, checkpoint = settings.decided(new=source is None), run.newest_checkpoint()
+    folder, method = checkpoint or source, fitted(plan, text, source, transformer)
+    words = None if folder is None else words_folder(folder, plan.base)
+    chat = Chat(words)
+    has_chats = isinstance(text, Records) and text.chats
+    new_adapter = plan.lora is not None and folder == source
+    values: dict[str, Any] = {}
+    if folder is None or words is None:
+        size = {key: getattr(plan, key) or SIZES[key] for key in SIZES}
+        special = CHATML_TOKENS if has_chats else ()
+        tokenizer = new_tokenizer(text, size["vocabulary"], special, ranks)
+        values = small_llama(tokenizer, plan.tokens, size["layers"], size["hidden"])
+        values |= {"quantization_config": ONLINE} if plan.train_weights else {}
+        config, adapter, kind = parse(values), None, None
+    else:
+        tokenizer = load_tokenizer(words)
+        config, adapter, kind = facts_of(
+            folder, plan, transformer, source, method, new_adapter=new_adapter
+        )
+    settings, config = with_new_tokens(settings, tokenizer, config, adapter, ranks)
+    settings = with_tokens(settings, text, tokenizer, chat, config, method)
+    plan = settings.decided(new=source is None)
+    check_tokens(plan.tokens, config.positions)
+    others = other_models(plan, tokenizer, config.vocab)
+    objective = objective if plan.method == "sft" else with_teacher(method, others, tokenizer)
+    shape = shape_of(plan, text, config, method)
+    if isinstance(text, Records):  # before the plan: lines may be shorter than rows
+        data = from_records(text, tokenizer, config, shape, plan.data_seed, chat)
+        training_data = add_taught(objective, data, shape, text.place)
+        plan = with_steps(settings, plan, training_data, new=source is None)
+    rows = (shape.batch, shape.length) if isinstance(text, Text) else training_data.largest
+    sizes = Sizes(
+        config, *rows, ranks.device, source is not None and not config.bit_layers, adapter, kind,
+        objective,
+    )  # fmt: skip
+    memory = planned_memory(sizes, plan, ranks, None if isinstance(text, Text) else training_data)
+    compared = others.get("reference", source)
+    has_reference = method.compares and reference_known(
+        run, plan, training_data.examples, compared, shape, ranks, goes_on=checkpoint is not None
+    )
+    objective = (
+        with_teacher(objective, others, tokenizer, plan.dtype, ranks.device)
+        if plan.method != "sft" and (ranks.judges if method.draws else ranks.losses)
+        else objective
+    )
+    model = (
+        in_place(transformer, checkpoint)
+        if transformer
+        else new_or_loaded(folder, values, plan, ranks, **method.loading)
+    )
+    model.tokenizer = Tokenizer.of(tokenizer, chat)
+    add_adapters(model, plan, config.vocab, new=new_adapter)
+    if isinstance(text, Text):
+        training_data = from_text(text, tokenizer, config, shape, plan.data_seed)
+        plan = with_steps(settings, plan, training_data, new=source is None)
+    loop = Loop(
+        run, model, tokenizer, training_data, plan,
+        chat.keep() | ends_file(model, chat, tokenizer) if has_chats else chat.files,
+        memory, ranks, objective, chat if has_chats else None,
+    )  # fmt: skip
+    loop.check()
+    if method.compares:
+        add_reference(loop, compared, shape, known=has_reference)
+    if checkpoint is not None:
+        loop.resume(checkpoint)
+        announce(f"resuming from {checkpoint}")
+    # shuffle now, before memory is measured
+    loop.training_data.batches.where(loop.method.first(loop.step, plan.accumulate))
+    announce(summary(loop))
+    return loop
+
+
+def planned_memory(sizes: Sizes, plan: Plan, ranks: Ranks, lines: TrainingData | None) -> Memory:
+    """Return what measures the memory of steps, beside the plan of the largest of them.
+
+    Steps of ``lines`` differ: of a rank alone their own batches are planned, not full rows.
+    """
+    limit, device, largest, bytes_of = plan.limit_memory, sizes.device, 0, None
+    if ranks.alone and lines is not None and not METHODS[plan.method].draws:
+
+        def of_step(step: int) -> Sizes:
+            own: Any = METHODS["sft"] if plan.method == "sft" else sizes.objective
+            passes = passes_of(lines, step, plan.accumulate, own)
+            return rows._replace(inputs=passes)
+
+        def bytes_of(step: int) -> int:
+            return of_step(step).planned(plan).total
+
+        rows, candidates = sizes, lines.batches.largest(plan.steps, plan.accumulate)
+        largest = max(candidates, key=bytes_of) if len(candidates) > 1 else candidates[0]
+        sizes = of_step(largest)
+    step_plan = checked_plan(sizes, plan, limit) if ranks.whole else sizes.planned(plan)
+    return Memory(step_plan, limit, device, counts=ranks.alone, largest=largest, bytes_of=bytes_of)
+
+
+def new_or_loaded(
+    folder: Path | None, values: dict[str, Any], plan: Plan, ranks: Ranks, **head: Any
+) -> models.Transformer:
+    """Return the model in a folder, with a head, or a new one of the config ``values``."""
+    where: dict[str, Any] = {"dtype": "float32", "device": ranks.device, **ranks.placing}
+    if folder is None:
+        return models.create(values, seed=plan.seed, **where)
+    where |= head | {"seed": plan.seed}
+    base = base_of(folder, plan.base)
+    if base is None:
+        return models.load(folder, quantize=plan.quantize, **where)
+    model = models.load(base, lora=folder, quantize=plan.quantize, **where)
+    if plan.base is not None and model.adapter is not None:  # the adapter names the place of old
+        model.adapter.settings[BASE] = base_name(model.texts["config.json"], base)
+    return model
+
+
+def facts_of(
+    folder: Path,
+    plan: Plan,
+    transformer: models.Transformer | None,
+    source: Path | None,
+    method: Method,
+    *,
+    new_adapter: bool,
+) -> Facts:
+    """Return the properties of a model as the plan trains it; raise if it holds adapters already.
+
+    It is that in a folder, which is ``source`` in a new run, or one in memory.
+    """
+    source = source_of(source) if isinstance(source, Path) else source  # as it was named
+    facts = _facts_of(folder, plan, transformer, method)
+    _check_head(facts, source, transformer, method, named(method=plan.method))
+    into = None if facts.adapter is None else facts.adapter.into
+    quantize = plan.quantize or (None if into is None else into.quantize)
+    kind = quantized_kind(source, quantize, plan.lora, facts.adapter, facts.quantized)
+    if plan.merge_into is not None:
+        shown = named(merge_into=plan.merge_into)
+        if plan.lora is None and facts.adapter is None:
+            cure = f"add {named('lora')}, as in {named(lora=16)}"
+            raise ConfigError(f"{shown} is of adapters; {cure}")
+        into_file = Into(shown, facts.config, plan.merge_into)  # or the file has no such model
+        words = words_folder(folder, plan.base)
+        if not into_file.in_folder and (words / FILE).is_file():
+            check_tokenizer(shown, words, facts.config)
+    if new_adapter and facts.adapter is not None:
+        cure = f"leave {named('lora')} out"
+        holder = source if transformer is None else "the model"
+        raise ConfigError(f"{holder} holds adapters, which are trained further; {cure}")
+    return facts._replace(quantized=kind)
+
+
+def fitted(
+    plan: Plan, text: Text | Records, source: Path | None, transformer: models.Transformer | None
+) -> Method:
+    """Return the method of a plan, with what the data tell."""
+    if source is None or isinstance(text, Text):
+        return plan.learning
+    return plan.learning.fitted(text, values_of(source, plan, transformer))
+
+
+def values_of(
+    source: Path, plan: Plan, transformer: models.Transformer | None = None
+) -> Mapping[str, Any]:
+    """Return the config.json of a model as it is given, with the labels of an adapter."""
+    if transformer is not None:
+        return transformer.texts["config.json"]
+    base = base_of(source, plan.base)
+    if base is None:
+        return read_config(source)[1]["config.json"]
+    texts = read_config(base, *implied_head(source, base, None))[1]
+    return with_labels(source, texts["config.json"])
+
+
+def _facts_of(
+    folder: Path, plan: Plan, transformer: models.Transformer | None, method: Method
+) -> Facts:
+    """Return the properties of the model in a folder, or of one in memory."""
+    if transformer is None:
+        facts = model_without_weights(folder, plan.base, **method.loading)
+        # sizes that no weights have take no memory
+        base = base_of(folder, plan.base) or folder
+        config, _, choice = read_config(base, **method.loading)
+        find_tensors(base, config, choice)
+        return facts
+    if transformer.adapter is not None and transformer.adapter.initial:
+        problem = "the model's adapter began with a part of its weights, which a run does not keep"
+        cure = "save_adapter makes it a plain one of twice the rank: load and train that"
+        raise ConfigError(f"Trainer: {problem}; {cure}")
+    values: Iterable[Any] = transformer.parameters.values()
+    weight = next((value for value in values if isinstance(value, Quantized)), None)
+    return Facts(transformer.config, transformer.adapter, kind_of(weight))
+
+
+def _check_head(
+    facts: Facts,
+    source: Path | None,
+    transformer: models.Transformer | None,
+    method: Method,
+    shown: str,
+) -> None:
+    """Raise a ConfigError for a model without the head that a method trains."""
+    loading, config = method.loading, facts.config
+    if transformer is not None and loading and (config.head, config.labels) != (
+        loading["head"], loading["labels"] or 0
+    ):  # fmt: skip
+        call = ", ".join(f"{name}={value!r}" for name, value in loading.items() if value)
+        problem = f"{shown} needs another head than the model's, {config.head}"
+        raise ConfigError(f"{problem}; load it with models.load(folder, {call})")
+    adapted = {ADAPTED + SCORE} if facts.adapter is None else facts.adapter.parameters
+    if loading.get("head") in CLASSIFIERS and ADAPTED + SCORE not in adapted:
+        cure = "merge it first: unsloth-cupy merge, or models.merge"
+        raise ConfigError(f"{source} holds adapters without the head of {shown}; {cure}")
+
+
+def add_adapters(model: models.Transformer, plan: Plan, rows: int, *, new: bool) -> None:
+    """Add the adapters that a plan names, if they are ``new``, with its seed; tables first grow."""
+    if rows > model.config.vocab:
+        model.resize(rows)
+    if model.division is not None:
+        read = model.adapter is not None and model.adapter.dropout > 0
+        if plan.lora_dropout or read:
+            cure = f"leave {named('lora_dropout')} out"
+            cure = "let its adapter_config.json say 0" if read else cure
+            raise ConfigError(f"{named('lora_dropout')} is for a model that is whole; {cure}")
+    if plan.adapters is None or not new:
+        _train_through(model, plan)
+        return
+    options = plan.adapters.options(model.config, plan.trained_tokens)
+    model.add_adapter(**options, seed=plan.seed)
+    if model.adapter is not None:  # sums over gradients are in the order of a file that is read
+        model.adapter.parameters = dict(sorted(model.adapter.parameters.items()))
+    _train_through(model, plan)
+
+
+def _train_through(model: models.Transformer, plan: Plan) -> None:
+    """Train the model's adapter through the quantizer that a plan names, or that it knows."""
+    adapter = model.adapter
+    if adapter is None or (adapter.into is None and plan.merge_into is None):
+        return
+    if adapter.into is None and plan.merge_into is not None:
+        model.train_through(plan.merge_into)
+    elif plan.merge_into not in (None, *adapter.into.names):
+        problem = f"the adapter is trained through {adapter.into.kind}"
+        cure = f"leave {named('merge_into')} out, or start from the base"
+        raise ConfigError(f"{named(merge_into=plan.merge_into)}: {problem}; {cure}")
+    announce(
+        f"trained through {adapter.into.kind}: the merged file is the model, the adapter alone is"
+        " not"
+    )
+
+
+def in_place(model: models.Transformer, folder: Path | None) -> models.Transformer:
+    """Change a model to what a run trains: in float32, with what a folder of it has learned."""
+    if folder is not None and (folder / ADAPTER).exists():
+        base = None if model.adapter is None else model.adapter.base
+        own = partial(to_device_of, like=model.table)
+        model.adapter = read_adapter(folder, model.config, FLOAT32, own)
+        model.adapter.base = base or model.home
+    elif folder is not None:
+        model.parameters = models.load(folder, device=device_name(model)).parameters
+    values: dict[str, Any] = model.parameters
+    for name, value in values.items():
+        if not isinstance(value, Quantized) and value.dtype != FLOAT32:
+            values[name] = value.astype(FLOAT32)
+    return model
+
+
+def device_name(model: models.Transformer) -> str:
+    """Return the device of a model as ``models.load`` names it."""
+    table: Any = model.table
+    return "cpu" if isinstance(table, np.ndarray) else f"cuda:{table.device.id}"
+
+
+def with_steps(settings: Settings, plan: Plan, training_data: TrainingData, *, new: bool) -> Plan:
+    """Say what is learned; return the plan with the steps of its epochs.
+
+    Without epochs and steps, a model that exists is trained for 3, 2 or 1: as many as have at most
+    1,000 steps.
+    """
+    notes = [training_data.note] if training_data.note else []
+    epochs, count = settings.epochs, training_data.batches.count
+    chosen = epochs is None and settings.steps is None and not new
+
+    def steps_of(epochs: float) -> int:
+        return max(1, plan.learning.steps(count(epochs), plan.accumulate))
+
+    if chosen:
+        epochs = next((n for n in (3, 2) if steps_of(n) <= MOST_STEPS), 1)
+    if epochs is not None:
+        steps, others = steps_of(epochs), f"; {named('epochs')} or {named('steps')} give others"
+        notes.append(f"{float(epochs)} epochs are {steps:,} steps{others * chosen}")
+        plan = settings.decided(new=new, steps=steps)
+    if notes:
+        announce("; ".join(notes))
+    return plan
+
+
+def ends_file(model: models.Transformer, chat: Chat, tokenizer: Any) -> dict[str, str]:
+    """Return generation_config.json with the token that ends an answer of a chat, if it is one."""
+    try:
+        end = ending(chat, tokenizer, model.config.end_tokens).token
+    except ConfigError:  # the template takes other chats than a question and an answer
+        end = None
+    if end is None:
+        return {}
+    ends = [*dict.fromkeys((*model.config.end_tokens, end))]
+    values = {**model.texts.get(GENERATION, {}), "eos_token_id": ends if len(ends) > 1 else end}
+    return {GENERATION: json.dumps(values, indent=2) + "\n"}
+
+
+def shape_of(plan: Plan, text: Text | Records, config: "Config", method: Method) -> Shape:
+    """Return the shape of a batch."""
+    pad, pack = config.pad_token, isinstance(text, Records) and plan.pack is not False
+    pad = pad if pad is not None and pad < config.vocab else 0
+    pack = pack and not method.draws  # a batch has so many prompts, whatever their lengths
+    return Shape(plan.batch, plan.tokens, pack, pad, method)
+
+
+def with_new_tokens(
+    settings: Settings, tokenizer: Any, config: "Config", adapter: Any, ranks: Ranks
+) -> "tuple[Settings, Config]":
+    """Add the tokens of a file, if there is one, to a tokenizer; return what then follows."""
+    if settings.new_tokens is None:
+        return settings, config
+    shown = named(new_tokens=str(settings.new_tokens))
+    tokens = add_tokens(tokenizer, settings.new_tokens)
+    rows = rows_with(config, tokens)
+    if not ranks.whole and rows > config.vocab:
+        problem = "ranks keep parts of the tables, which grow"
+        cure = f"use {named('data_parallel')} alone, or resize(vocab) and save the model first"
+        raise ConfigError(f"{shown}: {problem}; {cure}")
+    known = () if adapter is None else adapter.tokens.get(TABLE, ())
+    if adapter is not None and not {*tokens} <= {*known}:
+        cure = "merge it first: unsloth-cupy merge, or models.merge"
+        raise ConfigError(f"{shown}: the model holds adapters that do not train them; {cure}")
+    changed = dataclasses.replace(settings, trained_tokens=tokens)
+    return changed, dataclasses.replace(config, vocab=rows)
+
+
+def with_tokens(
+    settings: Settings,
+    records: Text | Records,
+    tokenizer: Any,
+    chat: Chat,
+    config: "Config",
+    method: Method = METHODS["sft"],
+) -> Settings:
+    """Return settings with the tokens of a row that 99 % of the lines need, if none are given.
+
+    They are counted in a sample of a large file, and are not more than the model has positions.
+    """
+    if settings.tokens is not None or isinstance(records, Text):
+        return settings
+    ends = ends_of(records, tokenizer, config, chat)
+    lengths = []
+    for record in records.train[:: -(-len(records.train) // COUNTED_ROWS)]:
+        is_chat, own = bool(record.messages), [] if method.draws else ends
+        lengths += [
+            len(encoded(tokenizer, text, spans, is_chat, own, chat)[0]) + method.max_new_tokens
+            for side in record.sides
+            for text, spans, _ in records.texts(side, chat)
+        ]
+    needed = math.ceil(float(np.quantile(lengths, SHARE_OF_ROWS)))
+    tokens = max(2, min(needed, config.positions))
+    announce(f"{named(tokens=tokens)}: that many do for {SHARE_OF_ROWS:.0%} of the rows")
+    return dataclasses.replace(settings, tokens=tokens)
+
+
+def summary(loop: Loop) -> str:
+    """Return the model, the number of tokens and the folder of a run in words."""
+    model, training_data = loop.model, loop.training_data
+    whole = model.config if model.division is None else model.division.whole
+    count = sum(map(math.prod, whole.shapes().values()))
+    adapted = f", adapters of {trainable_count(model):,}" if model.adapter else ""
+    decay, free = "", trainable_count(model, loop.undecayed)
+    if loop.plan.weight_decay and free:
+        decay = f", of which {free:,} in norms, biases and embeddings do not decay"
+        decay += f" ({named(decay_all=True)}: all do)"
+    learned = f"{training_data.learned:,} tokens to learn"
+    if loop.method.draws:
+        learned = f"{loop.method.account(loop)}; {training_data.learned:,} {loop.method.unit}"
+    if loop.plan.trained_tokens:
+        seen = account_of(loop.tokenizer, loop.plan.trained_tokens, training_data)
+        learned = f"{seen}; {learned}"
+    return (
+        f"{model.config.model_type} of {count:,} parameters{adapted}{decay};"
+        f" {learned}, {training_data.held_out_tokens:,} held out;"
+        f" {loop.run.folder}" + f"; {model.origin}" * bool(model.origin)
+    )
+
+
+def trainable_count(model: models.Transformer, names: Collection[str] | None = None) -> int:
+    """Return the number of trained parameters, or of those named, over all ranks."""
+    trained, division = model.trainable, model.division
+    trained = {n: a for n, a in trained.items() if names is None or n in names}
+    if division is None:
+        return sum(array.size for array in trained.values())
+    learned = sum(math.prod(division.whole_shape(n, a.shape)) for n, a in trained.items())
+    if division.stages is None:
+        return learned
+    return int(division.stages.comm.all_reduce(np.array([learned]))[0])
+
+
+def new_tokenizer(
+    text: Text | Records, vocabulary: int, special: Sequence[str], ranks: Ranks
+) -> Any:
+    """Return a new tokenizer, which rank 0 trains for all ranks."""
+    tokenizer = train_tokenizer(blocks_of(text), vocabulary, special) if ranks.first else None
+    if ranks.alone:
+        return tokenizer
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_str(ranks.broadcast("" if tokenizer is None else tokenizer.to_str()))
+
+
+def blocks_of(text: Text | Records) -> Iterator[str]:
+    """Yield the text that a new tokenizer is trained on, and show the progress."""
+    yield from (part for _, part in reading(text.blocks(), text.size, "training a tokenizer"))

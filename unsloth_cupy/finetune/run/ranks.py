@@ -1,0 +1,338 @@
+"""The ranks of a run, and the groups that divide its weights, blocks, tokens and rows.
+
+    ranks = start(tensor=2, pipeline=1, data=2, device=None)       mpiexec, torchrun or srun
+    ranks = alone()                                                one process
+
+A step takes the same rows in any grid, so 1 or 2 ranks can resume a run that 4 ranks saved.
+Rank 0 writes the files of the run and prints its progress.
+"""
+
+import math
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...core import gpu
+from ...errors import CommunicationError, ConfigError, DeviceError, UnslothCupyError
+from ...parallel.communicator import Communicator, SingleCommunicator, part
+from ...parallel.grid import Grid, grid
+from ...parallel.mpi import MpiCommunicator
+from ...parallel.nccl import NcclCommunicator
+from ...parallel.sockets import SocketCommunicator, first_of
+from ..data.text import Batch
+from ..naming import named
+from .interrupt import Interrupted, Stop
+
+MOMENT = 1.0  # seconds within which all ranks raise an error that all of them meet
+MPI_RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
+UNDER_MPI = ("PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
+
+
+class Ranks:
+    """All ranks of a run, and the groups in which they share its work.
+
+    Attributes
+    ----------
+    alone, first : bool
+        Whether there is one rank; whether this is rank 0.
+    data : Communicator
+        The ranks that process other rows.
+    replicas : Communicator
+        The ranks that hold the same part of the weights, or other experts, and process other
+        tokens.
+    same : Communicator
+        Those of them that hold the same experts, too.
+    whole : bool
+        Whether each rank holds all weights.
+    losses, judges : bool
+        Of the ranks that divide a model, whether this one computes the loss; whether it gets the
+        rewards of answers, of which there is one.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        groups: Grid,
+        device: str | None = None,
+        zero: int = 0,
+        schedule: str | None = None,
+        chunks: int | None = None,
+        context_attention: str | None = None,
+    ) -> None:
+        self.comm, self.groups, self.device, self.zero = comm, groups, device, zero
+        self.schedule, self.chunks, self.context_attention = schedule, chunks, context_attention
+        self.alone, self.first = comm.size == 1, comm.rank == 0
+        self.data = self.replicas = self.same = groups.data
+        place = groups.pipeline.rank * groups.tensor.size + groups.tensor.rank
+        if groups.context.size * groups.expert.size > 1:
+            self.replicas = self.same = comm.split(place)
+        if groups.expert.size > 1:
+            self.data = comm.split(place * groups.context.size + groups.context.rank)
+            self.same = self.replicas.split(groups.expert.rank)
+        self.losses = groups.pipeline.rank == groups.pipeline.size - 1
+        self.judges = groups.tensor.rank == groups.pipeline.rank == 0
+        divided = groups.tensor.size * groups.pipeline.size * groups.expert.size > 1
+        self.whole = not divided and zero < 3
+        self.failing: Any = None if self.alone else getattr(comm, "host", comm).split(0)
+
+    @property
+    def placing(self) -> dict[str, Any]:
+        """Options of ``models.load`` and ``models.create`` that divide a model."""
+        tensor, pipeline, expert = self.groups.tensor, self.groups.pipeline, self.groups.expert
+        return {
+            "experts": expert if expert.size > 1 else None,
+            "communicator": tensor if tensor.size > 1 else None,
+            "pipeline": pipeline if pipeline.size > 1 else None,
+            "chunks": chunks_of(self.schedule, self.chunks),
+            "parts": self.replicas if self.zero == 3 else None,
+        }
+
+    def check(
+        self,
+        batch: int,
+        accumulate: int,
+        *,
+        limited: bool,
+        offload: bool,
+        find_nan: bool,
+        packed: bool = False,
+    ) -> None:
+        """Raise a ConfigError for options that these ranks do not support."""
+        if batch < self.data.size and not packed:  # of packed rows, texts are divided
+            cure = f"give {named(batch=self.data.size)} or more"
+            problem = f"{named(batch=batch)} is not enough for {self.data.size} ranks"
+            by = "data_parallel" if self.groups.expert.size == 1 else "expert_parallel"
+            raise ConfigError(f"{problem} of {named(by)}; {cure}")
+        groups = self.groups
+        check_options(
+            groups.pipeline.size, groups.context.size, self.zero, self.schedule, self.chunks,
+            self.context_attention, accumulate, groups.expert.size,
+        )  # fmt: skip
+        if self.zero == 3 and find_nan:
+            cure = f"use {named(zero=1)}, which computes the same numbers"
+            problem = "the whole weights of a block exist only briefly, and have no names"
+            raise ConfigError(f"{named(zero=3)} is not for {named('find_nan')}: {problem}; {cure}")
+        if not self.alone and (limited or offload):
+            name = named("limit_memory") if limited else "offload"
+            raise ConfigError(f"{name} is not for a run of several ranks; leave it out")
+
+    def judged(self, array: Any) -> Any:
+        """Return the array of the one that judges, in all ranks that divide a model."""
+        for group in (self.groups.tensor, self.groups.pipeline):
+            array = group.broadcast(array) if group.size > 1 else array
+        return array
+
+    def broadcast(self, value: Any) -> Any:
+        """Return the value of rank 0, a number or a text, on all ranks."""
+        if self.alone:
+            return value
+        if not isinstance(value, str):
+            return type(value)(self.comm.broadcast(np.array(float(value)))[()])
+        data = np.frombuffer(value.encode(), np.uint8)
+        size = int(self.comm.broadcast(np.array(data.size))[()])
+        own = data if self.first else np.empty(size, np.uint8)
+        return bytes(self.comm.broadcast(own)).decode()
+
+    def agree(self, stop: Stop) -> None:
+        """Raise on all ranks if one of them was requested to stop."""
+        if self.alone:
+            return
+        number = self.comm.all_reduce(np.array(stop.signal or 0), "max")
+        if int(number[()]):
+            stop.signal = int(number[()])
+            raise Interrupted
+
+    @contextmanager
+    def ending(self, *others: type[Exception]) -> Iterator[None]:
+        """End all ranks if an error is raised on one; only rank 0 prints anything else.
+
+        An error that the user can correct is one line, and only rank 0 prints it if all ranks
+        raise it.  ``others`` are such errors, beside this package's and those of the system.
+        """
+        if self.alone:
+            yield
+            return
+        with ExitStack() as stack, Path(os.devnull).open("w", encoding="utf-8") as nowhere:
+            if not self.first:
+                stack.enter_context(redirect_stdout(nowhere))
+                stack.enter_context(redirect_stderr(nowhere))
+            try:
+                yield
+            except Exception as error:
+                correctable = isinstance(error, (UnslothCupyError, OSError, MemoryError, *others))
+                of_another = error if isinstance(error, CommunicationError) else None
+                on_all = correctable and of_another is None and self._all_fail()
+                if of_another is None or not of_another.told:
+                    stack.close()
+                if on_all and self.first:
+                    raise
+                if not on_all:  # the hook prints the error and ends all ranks
+                    sys.excepthook(type(error), error, None if correctable else error.__traceback__)
+                raise SystemExit(1) from None
+
+    def _all_fail(self) -> bool:
+        """Return whether all ranks fail within a moment: all of them reach this barrier."""
+        if self.failing is None:
+            return False
+        self.failing.timeout = MOMENT
+        try:
+            self.failing.barrier()
+        except CommunicationError:
+            return False
+        return True
+
+    def rows(self, batch: Batch, *, before: bool = False) -> Batch:
+        """Return this rank's rows of a batch; of a packed one, the texts that begin in its part.
+
+        ``before``: those of all ranks before this one.
+        """
+        data, tokens, labels, starts = self.data, batch.tokens, batch.labels, batch.offsets
+        if data.size == 1 and not before:
+            return batch
+        group, arrays = batch.group, {"tokens": tokens, "labels": labels, **batch.beside}
+        share = part(len(tokens) // group if starts is None else tokens.size, data)
+        share = slice(0, share.start) if before else share
+        if starts is None:
+            rows = slice(share.start * group, share.stop * group)
+            own = {name: array[rows] for name, array in arrays.items()}
+        else:  # texts that belong together begin in one part
+            first, last = group * np.searchsorted(starts[::group], (share.start, share.stop))
+            place = slice(starts[first], starts[last])
+            own = {name: array.reshape(1, -1)[:, place] for name, array in arrays.items()}
+            batch = batch._replace(offsets=starts[first : last + 1] - starts[first])
+        return batch._replace(tokens=own.pop("tokens"), labels=own.pop("labels"), beside=own)
+
+
+def alone() -> Ranks:
+    """Return the ranks of a run in one process: only this one."""
+    one = SingleCommunicator()
+    return Ranks(one, Grid(one, one, one, one, one))
+
+
+def start(
+    *,
+    tensor: int | None,
+    pipeline: int | None,
+    data: int | None,
+    context: int | None = None,
+    expert: int | None = None,
+    device: str | None,
+    zero: int = 0,
+    **options: Any,
+) -> Ranks:
+    """Return the ranks that mpiexec, torchrun or srun started; without them, only this process.
+
+    ``options`` are those of Ranks that ``check_options`` checks.
+
+    Raises
+    ------
+    ConfigError
+        The product of the sizes is not the number of ranks, or ZeRO has no data ranks.
+    """
+    parallel = any(size is not None for size in (tensor, pipeline, data, context, expert))
+    sizes = {"tensor": tensor or 1, "pipeline": pipeline or 1, "context": context or 1}
+    sizes["expert"] = expert or 1
+    comm: Communicator | None = None
+    try:
+        comm = _started(parallel, device)
+        return _ranks(comm, sizes, data, device, zero, options)
+    except (ConfigError, DeviceError):
+        if comm.rank if comm is not None else not prints_errors(parallel=parallel):
+            raise SystemExit(1) from None
+        raise
+
+
+def _ranks(
+    comm: Communicator,
+    sizes: dict[str, int],
+    data: int | None,
+    device: str | None,
+    zero: int,
+    options: dict[str, Any],
+) -> Ranks:
+    """Return the ranks of a communicator in a grid, or raise a ConfigError."""
+    if comm.size > 1 and device is not None:
+        device = f"cuda:{gpu.cupy().cuda.runtime.getDevice()}"
+    count = math.prod(sizes.values()) * (data or 1)
+    if comm.size % count or (data is not None and comm.size != count):
+        every = {**sizes, "data": data or 1}
+        listed = named(**{f"{name}_parallel": size for name, size in every.items()})
+        cure = f"start it with mpiexec -n {count} unsloth-cupy, torchrun or srun"
+        raise ConfigError(f"{listed} is not a grid of {comm.size} ranks; {cure}")
+    groups = grid(comm, data=data, **sizes)
+    if zero and groups.data.size * groups.context.size * groups.expert.size == 1:
+        cure = f"start more ranks, with {named('data_parallel')}"
+        raise ConfigError(f"{named(zero=zero)} is not for one data rank; {cure}")
+    return Ranks(comm, groups, device, zero, **options)
+
+
+def chunks_of(schedule: str | None, chunks: int | None) -> int:
+    """Return the number of chunks of blocks in each stage of a pipeline."""
+    return (chunks or 2) if schedule == "interleaved" else 1
+
+
+def check_options(
+    stages: int,
+    contexts: int,
+    zero: int,
+    schedule: str | None,
+    chunks: int | None,
+    context_attention: str | None,
+    accumulate: int,
+    experts: int = 1,
+) -> None:
+    """Raise a ConfigError for options of a command that its ranks do not support."""
+    if zero == 3 and experts > 1:
+        cure = f"use {named(zero=1)}, which divides the averages"
+        problem = "they hold different experts, and each its own whole"
+        raise ConfigError(
+            f"{named(zero=3)} is not for ranks of {named('expert_parallel')}: {problem}; {cure}"
+        )
+    if schedule is not None and stages == 1:
+        cure = f"give {named(pipeline_parallel=2)} or more"
+        raise ConfigError(f"{named(pipeline_schedule=schedule)} is not for one stage; {cure}")
+    if chunks is not None and schedule != "interleaved":
+        cure = f"give {named(pipeline_schedule='interleaved')} too"
+        raise ConfigError(f"{named(chunks=chunks)} is not for a stage that is whole; {cure}")
+    if schedule == "interleaved" and accumulate % stages:
+        cure = f"give {named(accumulate=-(-accumulate // stages) * stages)}"
+        problem = f"{named(accumulate=accumulate)} is not a multiple of {stages} ranks"
+        raise ConfigError(f"{problem} of {named('pipeline_parallel')}, as interleaved asks; {cure}")
+    if context_attention is not None and contexts == 1:
+        cure = f"give {named(context_parallel=2)} or more"
+        option = named(context_attention=context_attention)
+        problem = f"{option} is not for tokens that are whole"
+        raise ConfigError(f"{problem}; {cure}")
+    if zero == 3 and stages > 1:
+        cure = f"use {named(zero=1)}, which divides the averages"
+        problem = "the weights of a stage would be gathered for each microbatch"
+        raise ConfigError(
+            f"{named(zero=3)} is not for {named('pipeline_parallel')}: {problem}; {cure}"
+        )
+
+
+def prints_errors(*, parallel: bool) -> bool:
+    """Return whether this is rank 0, which prints errors of all ranks, by the environment.
+
+    ``parallel`` says whether the command has options for several ranks: without them, variables
+    of Slurm do not count.
+    """
+    names = ("RANK",) * ("WORLD_SIZE" in os.environ) + MPI_RANKS + ("SLURM_PROCID",) * parallel
+    return int(first_of(os.environ, names) or 0) == 0
+
+
+def _started(parallel: bool, device: str | None) -> Communicator:
+    """Return the communicator of all ranks, as the environment describes them."""
+    by_name = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    if not by_name and any(name in os.environ for name in UNDER_MPI):
+        return MpiCommunicator() if device is None else NcclCommunicator.from_mpi()
+    if by_name or (parallel and "SLURM_PROCID" in os.environ):
+        kind: Any = SocketCommunicator if device is None else NcclCommunicator
+        comm: Communicator = kind.from_environment()
+        return comm
+    return SingleCommunicator()

@@ -1,0 +1,126 @@
+"""What the runs of a folder must have in common: settings.json, and its comparison."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...core.call import is_number
+from ...errors import ConfigError
+from ...files import read_json
+from ...models.gguf.opening import source_of
+from ..data.records import Records
+from ..data.text import Text
+from ..methods.method import FOLDERS
+from ..naming import named
+from .new_model import SIZES
+from .settings import Settings
+
+PYTHON = "Python's documentation"
+MORE = ("steps", "epochs", "evaluate_every")  # settings that may change when a run is finished
+ABOUT = ("text_file", "text_bytes")  # settings that only describe a text that has changed
+
+
+def kept(
+    settings: Settings, text: Text | Records, source: Path | None, base: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return the content of settings.json: all that a resumed run must have in common."""
+    path, plan = text.path, settings.decided(new=source is None)
+    fields = dataclasses.fields(Settings)
+    result = {
+        "model": None if source is None else str(source_of(source).resolve()),
+        "text": text.name,
+        "text_file": None if path is None else str(path.resolve()),
+        "text_bytes": text.size,
+        "text_sha256": text.digest,
+        **{
+            each.name: getattr(plan, each.name)
+            for each in fields
+            if each.metadata.get("kept", True)
+        },
+        "keeps_best": plan.keeps_best,
+        "quantize": settings.quantize,
+    }
+    folders = ((name, getattr(settings, name)) for name in (*FOLDERS, "new_tokens"))
+    result |= {name: None if path is None else str(Path(path).resolve()) for name, path in folders}
+    if isinstance(text, Records):
+        result["pack"] = settings.pack is not False
+    if source is None:
+        result |= {name: getattr(settings, name) or size for name, size in SIZES.items()}
+    if isinstance(text, Records):
+        result["tokens"] = settings.tokens  # None: the text determines them
+    if settings.steps is None and (settings.epochs is not None or source is not None):
+        every = settings.evaluate_every
+        result |= {"steps": None, "epochs": settings.epochs, "evaluate_every": every}
+    return result | {"base": base}
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any], *, ended: bool) -> list[str]:
+    """Return the differences of two runs' settings in words; ``ended`` allows more steps or epochs.
+
+    A setting that an earlier version did not write counts as the same.
+    """
+    now = json.loads(json.dumps(now))
+    changed = [key for key in now if key in before and before[key] != now[key]]
+    if ended and any(_more(before.get(key), now.get(key)) for key in ("steps", "epochs")):
+        changed = [key for key in changed if key not in MORE]
+    result = []
+    for key in changed:
+        if key in ABOUT:
+            continue
+        if key == "text_sha256" and before.get("text_file") == now.get("text_file"):
+            then, size = (each.get("text_bytes") or 0 for each in (before, now))
+            name = now.get("text_file") or now["text"].replace("python-docs", PYTHON)
+            sizes = f"{then:,} bytes then, {size:,} now" if then != size else f"{size:,} bytes both"
+            result.append(f"another text: {name} has changed since ({sizes})")
+        elif key == "text_sha256":
+            then = before.get("text_file") or before.get("text")
+            result.append(f"another text: {then} (now {now.get('text_file') or now['text']})")
+        elif key == "base":
+            result += _other_files(before[key] or {}, now[key] or {})
+        elif key != "text" or "text_sha256" not in changed:
+            result.append(f"{key} {before[key]} (now {now[key]})")
+    return result
+
+
+def asks_for_more(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether more steps or epochs are requested than a run had."""
+    return any(_more(before.get(key), now.get(key)) for key in ("steps", "epochs"))
+
+
+def _more(before: Any, now: Any) -> bool:
+    """Return whether both numbers are set and the second is larger."""
+    return before is not None and now is not None and now > before
+
+
+def _other_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Return in words which files of a base model have changed, are new or are gone."""
+    result = []
+    for name in sorted({*before, *now}):
+        digests = [each.get(name, {}).get("sha256") for each in (before, now)]
+        if digests[0] != digests[1]:
+            state = "is new" if digests[0] is None else "is gone" if digests[1] is None else "has"
+            state += " changed since" if state == "has" else ""
+            what = (
+                name
+                if name.startswith(("reward ", "new tokens"))
+                else f"another base model: {name}"
+            )
+            result.append(f"{what} {state}")
+    return result
+
+
+def read_settings(path: Any) -> dict[str, Any]:
+    """Return the settings that a run was started with, or raise a ConfigError."""
+    problem = f"{path} is broken; name a new folder with {named('out')}"
+    try:
+        settings = read_json(path)
+    except ConfigError:
+        raise ConfigError(problem) from None
+    base = settings.get("base") or {}
+    files = isinstance(base, dict) and all(isinstance(each, dict) for each in base.values())
+    numbers = (settings.get(key) for key in (*MORE, "text_bytes"))
+    if not files or not all(number is None or is_number(number) for number in numbers):
+        raise ConfigError(problem)
+    return settings

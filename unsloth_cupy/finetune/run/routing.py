@@ -1,0 +1,111 @@
+"""Which experts the tokens of a run go to: counts, numbers of a line of the log, a picture.
+
+    load = largest / mean          of the tokens that the experts of a layer take in a step
+
+Every token goes to its k experts: none has a capacity, so no token is dropped.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ...core.dtypes import Array
+from ...ops.experts.sort_by_expert import sort_by_expert
+from ...pictures import INK, SOFT, save_picture, write_title
+from ...placement import to_numpy
+
+if TYPE_CHECKING:
+    from ...models import Transformer
+
+REACH = 3.0  # doublings and halvings of an even share that the colours of the picture tell apart
+WIDTH = 60  # characters of a title that fit in a line
+
+
+class Routing:
+    """Counts the tokens of every expert in the passes of a step, where they are computed."""
+
+    def __init__(self, model: "Transformer") -> None:
+        experts = model.config.experts
+        self.model, self.count = model, 0 if experts is None else experts.count
+        sparse = () if experts is None else experts.sparse
+        self.layers = [layer for layer, has_experts in enumerate(sparse) if has_experts]
+        self.newest: Any = None  # (layers, experts), on the device
+        self.since: Any = 0  # the line before, on the host
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the tokens of the model's passes in a ``with`` block."""
+        if not self.count:
+            yield
+            return
+        self.model.seen = self._add
+        try:
+            yield
+        finally:
+            del self.model.seen
+
+    def _add(self, routed: Sequence[Any], before: int = 0) -> None:
+        offsets = [sort_by_expert(each.experts, self.count)[1] for each in routed]
+        if self.newest is None:
+            shape = len(self.layers), self.count
+            self.newest = np.zeros_like(offsets[0], np.int64, shape=shape)
+        counts = np.stack([each[1:] - each[:-1] for each in offsets])
+        self.newest[before : before + len(counts)] += counts
+
+    def measures(self, summed: Callable[[Array], Array]) -> dict[str, float]:
+        """Return what a line of the log says of a step; ``summed`` sums over ranks."""
+        if not self.layers:
+            return {}
+        own: Any = np.zeros((len(self.layers), self.count)) if self.newest is None else self.newest
+        counts, self.newest = summed(to_numpy(own).astype(np.float64)), None
+        if not counts.any():
+            return {}
+        self.since = self.since + counts
+        return {
+            "expert_tokens": float(counts.mean()),
+            "expert_load": float((counts.max(axis=1) / counts.mean(axis=1)).max()),
+            "idle_experts": int((counts == 0).sum()),
+        }
+
+    def line(self, step: int) -> dict[str, Any] | None:
+        """Return the tokens of each expert since the last call, by layer; None without any."""
+        counts, self.since = self.since, 0
+        if np.ndim(counts) == 0:
+            return None
+        return {"step": step, "layers": self.layers, "tokens": counts.astype(int).tolist()}
+
+
+def draw_routing(path: Path, lines: Sequence[Mapping[str, Any]], title: str) -> None:
+    """Draw what share of the tokens each expert took into a PNG file, layer by layer.
+
+    Of several lines the last counts: a colour is a share beside an even one.
+    """
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import MaxNLocator
+
+    line = lines[-1]
+    tokens = np.array(line["tokens"], float)
+    shares = tokens / tokens.mean(axis=1, keepdims=True)
+    doublings = np.log2(np.maximum(shares, 2.0 ** -(REACH + 1)))
+    figure = Figure(figsize=(8, 1.8 + 0.16 * max(6, len(shares))), dpi=150, layout="constrained")
+    axes = figure.subplots()
+    image = axes.imshow(
+        doublings, cmap="RdBu_r", vmin=-REACH, vmax=REACH, aspect="auto", interpolation="nearest"
+    )
+    write_title(axes, f"{title}: experts up to step {line['step']}", size=11, width=WIDTH)
+    axes.set_xlabel("expert", color=INK)
+    axes.set_ylabel("layer", color=INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    places = sorted({*np.linspace(0, len(shares) - 1, min(len(shares), 8)).astype(int).tolist()})
+    axes.set_yticks(places, [str(line["layers"][place]) for place in places])
+    axes.tick_params(colors=INK, labelsize=9)
+    for side in axes.spines.values():
+        side.set_color(SOFT)
+    ticks = [-REACH, -1.0, 0.0, 1.0, REACH]
+    bar = figure.colorbar(image, ax=axes, ticks=ticks)
+    bar.set_label("tokens, beside an even share", color=INK, fontsize=9)
+    bar.set_ticklabels(["1/8 or less", "1/2", "1", "2", "8 or more"], fontsize=9, color=INK)
+    save_picture(figure, path)

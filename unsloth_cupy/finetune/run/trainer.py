@@ -1,0 +1,353 @@
+"""Trains a model on a text, from Python: what ``unsloth-cupy finetune`` does, without printing.
+
+    run = Trainer("model", "chat.jsonl", Settings(epochs=2, out="runs/chat"), lora=Lora(16)).train()
+    run.losses, run.best, run.model.generate(tokens, max_new_tokens=20)
+
+A run prints nothing: a ``Listener`` hears its words, steps and evaluations.
+"""
+
+import dataclasses
+import hashlib
+import shutil
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
+from functools import cached_property
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...errors import ConfigError
+from ...files import atomic_path, path_of
+from ...machine import blas_threads
+from ...models.adapters.adapter_base import base_of
+from ...models.folders.folder import load, on_device
+from ...models.objective import Objective, next_token
+from ...models.transformer import Transformer
+from ...ops.quantized.weight import held_arrays
+from ...placement import to_numpy
+from ..data.records import Records
+from ..data.rows import KINDS, PAIRS, RATED, SCORED
+from ..data.sources import DataFiles, find_data
+from ..data.text import Text
+from ..listener import Listener, announce, hearing
+from ..lora import Lora
+from ..methods.registry import METHODS
+from ..methods.reward_pool import ending_workers, fingerprint
+from ..methods.rewards import rewards_of
+from ..methods.taught import is_taught
+from ..naming import named
+from .callbacks import Callbacks, checked
+from .evaluation import held_out_of
+from .interrupt import Stop
+from .loop import Loop
+from .preparation import device_name, in_place, prepare
+from .ranks import start
+from .reference import folder_of
+from .reporters import reporters
+from .resume import kept, read_settings
+from .run_folder import RunFolder, fingerprints, model_folder
+from .settings import Settings
+
+READS = dict.fromkeys((PAIRS, SCORED), "pairs of answers") | {RATED: "rated answers"}
+
+
+class Run:
+    """A run: its folder, and the model that it trains or has trained.
+
+    Attributes
+    ----------
+    name : str
+        The names of model and text.
+    files : RunFolder
+        The files in its folder: settings, log, checkpoints, model.
+    loop : Loop or None
+        The training loop; None if an earlier run in this folder was finished.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        files: RunFolder,
+        loop: Loop | None,
+        transformer: Transformer | None = None,
+        **place: Any,
+    ) -> None:
+        self.name, self.files, self.loop = name, files, loop
+        self.transformer, self.place = transformer, place
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the run."""
+        return self.files.folder
+
+    @cached_property
+    def model(self) -> Transformer:
+        """The trained model; loaded from the folder if an earlier run was finished."""
+        if self.loop is not None:
+            return self.loop.model
+        if self.transformer is not None:
+            return in_place(self.transformer, self.files.model)
+        return load(self.files.model, **self.place)
+
+    @property
+    def losses(self) -> list[float]:
+        """The loss of each step in the log, in nats per token."""
+        return [line["loss"] for line in self.files.lines() if "loss" in line]
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """The line of the log with the lowest held-out loss; the first of equal ones."""
+        return self.files.best()
+
+
+class Trainer:
+    """Trains a model on a text, and saves it in the folder of a run.
+
+    The same arguments resume a run that was stopped, with the bits of one that was not.
+
+    Parameters
+    ----------
+    model : path or Transformer, optional
+        The folder of a model, an adapter or a run; or a model that ``models.load`` has read, which
+        is trained in place, in float32; None: a new small Llama.
+    text : path, list of paths, or what read_data returns, optional
+        Texts, instructions or chats: see ``read_data``; None: Python's documentation.
+    settings : Settings, optional
+        All other settings, with their defaults.
+    ignore : collection of str, optional
+        Columns of the data that are not read.
+    lora : Lora, optional
+        Train new adapters, in place of the fields of the settings that say so.
+    evaluate : path, float, Records or Text, optional
+        A file to evaluate on, or the share of the text that is held out, in place of
+        ``settings.eval``; None: a tenth.
+    callbacks : sequence of Callback
+        Hear the events of the run, and may stop it: see ``Callback``.
+    objective : callable, optional
+        The mean loss to minimise, ``objective(model, tokens=, labels=, offsets=, count=)``: the sum
+        over labels divided by ``count``.  By default that of the next token.
+    listener : Listener, optional
+        Hears words, steps and evaluations.
+
+    Raises
+    ------
+    ConfigError
+        The settings exclude each other, the model or the text; the message names the fields.
+    """
+
+    def __init__(
+        self,
+        model: str | PathLike[str] | Transformer | None = None,
+        text: Any = None,
+        settings: Settings | None = None,
+        *,
+        ignore: Collection[str] = (),
+        lora: Lora | None = None,
+        evaluate: str | PathLike[str] | float | Records | Text | None = None,
+        callbacks: Sequence[Any] = (),
+        objective: Objective = next_token,
+        listener: Listener | None = None,
+    ) -> None:
+        value: Any = settings
+        if not (value is None or isinstance(value, Settings)):
+            raise ConfigError(f"Trainer(settings={value!r}): pass Settings(...), or None")
+        each = Settings() if settings is None else settings
+        if lora is not None:
+            each = _with_lora(each, lora)
+        if evaluate is not None:
+            other: Any = evaluate
+            each = dataclasses.replace(each, eval=other)
+        self.evaluate: Any = each.eval
+        if not isinstance(each.eval, int | float | Records | Text | None):
+            self.evaluate = path_of("Trainer: evaluate", each.eval)
+        self.transformer = model if isinstance(model, Transformer) else None
+        if self.transformer is not None:
+            each = dataclasses.replace(each, device=device_name(self.transformer))
+            model = _home(self.transformer)
+        self.settings = each
+        self.callbacks = checked(callbacks)
+        self.objective, self.listener = objective, Listener() if listener is None else listener
+        folder = None if model is None else path_of("Trainer: model", model)
+        self.files: RunFolder | None = None  # known when the text is read
+        self.ranks = start(
+            tensor=each.tensor_parallel, pipeline=each.pipeline_parallel, data=each.data_parallel,
+            context=each.context_parallel, expert=each.expert_parallel,
+            device=None if each.device == "cpu" else each.device, zero=each.zero,
+            schedule=each.pipeline_schedule, chunks=each.chunks,
+            context_attention=each.context_attention,
+        )  # fmt: skip
+        with self.ranks.ending():
+            self.source = None if folder is None else model_folder(folder)
+            known = isinstance(text, Text | Records)
+            if known and ignore:
+                raise ConfigError("Trainer(ignore=) is for files; give it to read_data")
+            if not self.ranks.alone and "-" in (text if isinstance(text, list) else [text]):
+                raise ConfigError("ranks do not share standard input; name a file in place of -")
+            self.text: Any = (
+                text if known else find_data(text, ignore, "Trainer: text", each.method)
+            )
+            self.lines = isinstance(text, Records) or (
+                isinstance(self.text, DataFiles) and self.text.lines
+            )
+            each.check(self.source, lines=self.lines)
+            self._check_method()
+            self.callbacks += reporters(each.report_to)
+            if self.transformer is not None and not self.ranks.alone:
+                problem = "a model in memory is trained by one process"
+                raise ConfigError(f"Trainer: {problem}; pass its folder, {self.source}")
+            self.base = None if self.source is None else base_of(self.source, each.base)
+            self.ranks.check(
+                each.batch, each.accumulate, limited=bool(each.limit_memory),
+                offload=each.offload, find_nan=each.find_nan,
+                packed=self.lines and each.pack is not False and not METHODS[each.method].draws,
+            )  # fmt: skip
+        new = "small-bitnet" if each.train_weights else "small-llama"
+        self.base_name = new if folder is None else folder.resolve().name.removesuffix(".gguf")
+
+    def _check_method(self) -> None:
+        """Raise a ConfigError if data or objective are not those of the method."""
+        method, reads = self.settings.method, KINDS[self.settings.method]
+        if method == "sft":
+            data_method = getattr(self.text, "method", "sft")
+        elif not self.lines:
+            if reads == KINDS["sft"] and not is_taught(Path(self.settings.teacher or "")):
+                return
+            what = READS.get(reads[0], reads[0])
+            cure = f"give {named('text')}, a file of {what}"
+            raise ConfigError(f"{named(method=method)} learns from lines; {cure}")
+        else:
+            data_method = self.text.method
+        if KINDS[data_method] != reads:
+            cure = f"read it by read_data(..., method={method!r})"
+            raise ConfigError(
+                f"Trainer(text=...): it was read for the method {data_method}; {cure}"
+            )
+        data = self.ranks.data.size  # of which the command may not speak
+        self.settings.learning.check(dataclasses.replace(self.settings, data_parallel=data))
+        if self.objective is not next_token and method != "sft":
+            problem = f"{named(method=method)} has a loss of its own"
+            raise ConfigError(f"Trainer(objective=...): {problem}; leave one of them out")
+
+    def train(self, stop: Stop | None = None) -> Run:
+        """Train to the end, save the model, and return the run.
+
+        Parameters
+        ----------
+        stop : Stop, optional
+            Requests the run to stop, as ``interrupt.stop_request`` does on Ctrl-C.
+
+        Raises
+        ------
+        ConfigError
+            Model, text or settings do not fit together, a loss is not finite, or the folder holds
+            another run.
+        DeviceMemoryError
+            A step does not fit in memory.
+        Interrupted
+            The run was requested to stop; its last complete step is saved.
+        """
+        stop, ranks = Stop() if stop is None else stop, self.ranks
+        stop.together, stop.interruptible = not ranks.alone, ranks.alone
+        with hearing(self.listener), ranks.ending(), ending_workers():
+            text = self.text.read() if isinstance(self.text, DataFiles) else self.text
+            if isinstance(text, Records) and text.note:
+                announce(text.note)
+            text, self.evaluated = held_out_of(text, self.evaluate)
+            name = f"{self.base_name}-{text.name}"
+            self.files = files = RunFolder(Path(self.settings.out or Path("runs") / name))
+            with on_device("finetune", ranks.device), ExitStack() as stack:
+                if ranks.first:
+                    stack.enter_context(files.claimed(self._kept(text)))
+                ranks.comm.barrier()  # all ranks see the folder as rank 0 leaves it
+                if ranks.broadcast(files.finished):
+                    kind = None if self.settings.train_weights else self.settings.quantize
+                    place = {"dtype": "float32", "device": ranks.device, **ranks.placing}
+                    run = Run(name, files, None, self.transformer, quantize=kind, **place)
+                    self.listener.finished(run)
+                    return run
+                loop = prepare(
+                    files, self.settings, text, self.source, ranks, self.objective, self.transformer
+                )
+                run = Run(name, files, loop)
+                stack.enter_context(blas_threads(loop.model.config.hidden))
+                self._train(run, loop, stop)
+                return run
+
+    def _train(self, run: Run, loop: Loop, stop: Stop) -> None:
+        """Run the remaining steps, and save the model."""
+        self.listener.prepared(run)
+        try:
+            loop.train(stop, self.listener, Callbacks(self.callbacks, loop, run.name))
+        finally:
+            self.listener.ended(run)
+        stop.uninterruptible("the saving of the model")
+        if loop.plan.keeps_best:
+            if self.ranks.first:
+                with atomic_path(run.files.model) as partial:
+                    shutil.copytree(run.files.best_model, partial)
+            self.ranks.comm.barrier()
+        else:
+            loop.checkpoints.write_model(run.files.model, self.settings.save_dtype)
+        newest = loop.save().name
+        loop.checkpoints.averages().__enter__()  # for good
+        if self.ranks.first:
+            run.files.drop_checkpoints(before=newest)
+        if loop.plan.keeps_best and self.ranks.whole:
+            in_place(loop.model, run.files.model)
+        if loop.model.adapter is None:
+            loop.model.folder = run.files.model
+        self.listener.finished(run)
+
+    def _kept(self, text: Text | Records) -> dict[str, Any]:
+        """Return the settings to keep, with digests of the base model's files if it is adapted."""
+        adapted, base = self.settings.lora is not None, dict[str, Any]()
+        folder = self.source if adapted else self.base
+        if self.transformer is not None:
+            frozen = adapted or self.transformer.adapter is not None
+            base = {"the model": digest_of(self.transformer.parameters)} if frozen else {}
+        elif folder is not None and self.files is not None:
+            path = self.files.settings
+            known = read_settings(path) if path.is_file() else {}
+            base = fingerprints(folder, known.get("base") or {})
+        if self.settings.teacher is not None:
+            files = fingerprints(folder_of(self.settings.teacher), {})
+            base |= {f"teacher {name}": each for name, each in files.items()}
+        for path in {each.path for each in rewards_of(self.settings.reward or ())}:
+            if path.is_file():
+                base[f"reward {path.name}"] = {"sha256": fingerprint(path)}
+                continue
+            files = fingerprints(model_folder(path), {})
+            base |= {f"reward {path.name}/{name}": each for name, each in files.items()}
+        if self.settings.new_tokens is not None:
+            base["new tokens"] = {"sha256": fingerprint(Path(self.settings.new_tokens))}
+        return kept(self.settings, text, self.source, base) | self.evaluated
+
+
+def digest_of(parameters: Mapping[str, Any]) -> dict[str, str]:
+    """Return the fingerprint of a model's weights in memory."""
+    digest = hashlib.sha256()
+    for name, array in held_arrays(parameters):
+        digest.update(name.encode())
+        digest.update(np.ascontiguousarray(to_numpy(array)).reshape(-1).view(np.uint8).data)
+    return {"sha256": digest.hexdigest()}
+
+
+def _with_lora(settings: Settings, lora: Any) -> Settings:
+    """Return settings with the fields of a Lora; raise if they have others already."""
+    if not isinstance(lora, Lora):
+        raise ConfigError(f"Trainer(lora={lora!r}): pass Lora(16), or None")
+    if settings.adapters not in (None, lora):
+        raise ConfigError(
+            f"Trainer: lora={lora} and the settings' {settings.adapters} differ; leave one out"
+        )
+    return dataclasses.replace(settings, **lora.settings())
+
+
+def _home(model: Transformer) -> Path:
+    """Return the folder of a model in memory, whose tokenizer a run needs."""
+    if model.folder is None:
+        cure = "save it beside its tokenizer.json, and pass that folder, or load it from there"
+        raise ConfigError(f"Trainer: the model has no folder, and no tokenizer; {cure}")
+    return model.folder

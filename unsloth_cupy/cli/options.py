@@ -215,26 +215,49 @@ OTHERS = "other options"  # name of the last group
 
 
 class Option(click.Option):
-    """An option in a group of the help page."""
+    """An option in a group of the help page; only ``--help-all`` shows one that is rare."""
 
-    def __init__(self, *names: Any, group: str | None = None, **options: Any) -> None:
+    def __init__(
+        self, *names: Any, group: str | None = None, rare: bool = False, **options: Any
+    ) -> None:
         super().__init__(*names, **options)
-        self.group = group
+        self.group, self.rare = group, rare
 
 
 class Grouped(click.Command):
     """A command whose help lists the options in their groups."""
+
+    def get_params(self, ctx: click.Context) -> list[click.Parameter]:
+        """Return the parameters and, where some are rare, the option that shows them, too."""
+        params = super().get_params(ctx)
+        rare = any(getattr(each, "rare", False) for each in params)
+        return [*params, HELP_ALL] if rare else params
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the groups in the order of their first options, then options without a group."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
-            if record is not None and isinstance(parameter, click.Option):
+            shown = ctx.meta.get(HELP_ALL.name) or not getattr(parameter, "rare", False)
+            if record is not None and isinstance(parameter, click.Option) and shown:
                 groups.setdefault(getattr(parameter, "group", None) or OTHERS, []).append(record)
         for group in sorted(groups, key=OTHERS.__eq__):
             with formatter.section(group.capitalize()):
                 formatter.write_dl(groups[group])
+
+
+def _show_all(ctx: click.Context, param: click.Parameter, value: Any) -> None:
+    """Print the help page with all options."""
+    if value and not ctx.resilient_parsing:
+        ctx.meta[param.name] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
+
+
+HELP_ALL = click.Option(
+    ["--help-all"], is_flag=True, expose_value=False, is_eager=True, callback=_show_all,
+    help="Show this message with all options and exit.",
+)  # fmt: skip
 
 
 class WithData(Grouped):
@@ -270,14 +293,20 @@ def ignore_option(function: Any) -> Any:
 
 
 def option(
-    name: str, kind: Any, text: str, default: Any = None, group: str | None = None
+    name: str,
+    kind: Any,
+    text: str,
+    default: Any = None,
+    group: str | None = None,
+    rare: bool = False,
 ) -> Callable[..., Any]:
     """Return a click option whose help shows its default, if it has one."""
     metavar = METAVARS.get(type(kind))
     has_default = default not in (None, ())
     return click.option(
         name, type=kind, default=default, show_default=has_default, metavar=metavar, help=text,
-        is_eager=isinstance(kind, ConfigFile), cls=Option, group=group, multiple=default == (),
+        is_eager=isinstance(kind, ConfigFile), cls=Option, group=group, rare=rare,
+        multiple=default == (),
     )  # fmt: skip
 
 
@@ -296,14 +325,16 @@ def options_of(settings: type[Settings]) -> Callable[..., Any]:
 def _option_of(setting: "dataclasses.Field[Any]", names: Iterable[str]) -> Callable[..., Any]:
     """Return the option of a setting: its flag, type, default, and help."""
     limits, group = setting.metadata, setting.metadata["group"]
+    rare = limits.get("rare", False)
     flag = as_flags({setting.name: None})
     text = limits["text"].format_map({name: as_flags({name: None}) for name in names})
     number, least = kind_of(setting), limits.get("least")
     if number is bool:
         flag += f"/{as_flags({setting.name: False})}" * (setting.default is None)
         return click.option(
-            flag, is_flag=True, default=setting.default, help=text, cls=Option, group=group
-        )
+            flag, is_flag=True, default=setting.default, help=text, cls=Option, group=group,
+            rare=rare,
+        )  # fmt: skip
     kind = KINDS_BY_NAME.get(setting.name)
     if "choices" in limits:
         kind = Choice(limits["choices"])
@@ -312,4 +343,4 @@ def _option_of(setting: "dataclasses.Field[Any]", names: Iterable[str]) -> Calla
     elif number is float:
         above = limits.get("above")
         kind = Number(least if above is None else above, min_open=above is not None)
-    return option(flag, kind, text, setting.default, group)
+    return option(flag, kind, text, setting.default, group, rare)

@@ -152,9 +152,9 @@ def stored_weight(
     """
     method, weight = str(method_of(facts)), Weight(facts, name, shape, parts)
     if method in ("gptq", "awq"):
-        needed = ("qweight", "qzeros", "scales")
+        needed = ["qweight", "qzeros", "scales"]
     else:
-        needed = ("weight_packed" if "weight_packed" in parts else "weight", weight.scale)
+        needed = ["weight_packed" if "weight_packed" in parts else "weight", weight.scale]
     if missing := [key for key in needed if key not in parts]:
         problem = f"{name.removesuffix('weight')}{missing[0]} is missing, a part of its {method}"
         raise ConfigError(f"{problem}; copy the checkpoint again")

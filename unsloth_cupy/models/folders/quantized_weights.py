@@ -20,7 +20,7 @@ from ...ops.quantized.ternary import Ternary
 from ...ops.quantized.weight import Quantized
 from ..configs.config import BUFFERS, CORRECTION
 from ..configs.names import is_stack
-from ..quantizer import KINDS
+from ..quantizer import OF_STACKS
 
 # names after a layer's name, other than weight and bias, of the tensors of each class of weights
 PARTS: Mapping[type[Quantized], re.Pattern[str]] = {
@@ -165,7 +165,7 @@ def stored_kind(config: Mapping[str, Any]) -> str | None:
     facts = config.get(KEY) or {}
     if facts.get("quant_method") == "bitnet":
         return None if online(config) else Ternary.KIND
-    if (kind := KINDS.get(str(facts.get("quant_method")))) is not None and kind.only_experts:
+    if facts.get("quant_method") in OF_STACKS:
         return str(facts["quant_method"])
     if facts.get("quant_method") == GGUF:
         return str(facts["kind"])

@@ -13,7 +13,7 @@ from unsloth_cupy import AdamW, CheckpointConfig, lora_linears
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import Transformer, create, load, merge
-from unsloth_cupy.models.adapters import adapter
+from unsloth_cupy.models.adapters import adapter, adapter_folder
 from unsloth_cupy.models.adapters.adapter_base import base_of
 
 from ..golden.golden import op_cases
@@ -480,6 +480,18 @@ def test_broken_folders(make: Any, message: str, tmp_path: Path) -> None:
     shutil.copytree(FOLDER, folder)
     make(folder)
     with pytest.raises(ConfigError, match=message):
+        load(LLAMA, lora=folder)
+
+
+@pytest.mark.parametrize(("key", "plain"), adapter_folder.UNUSED.items())
+def test_settings_of_features_that_are_not_there(key: str, plain: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(FOLDER, folder)
+    for value in (None, plain):
+        broken({key: value})(folder)
+        load(LLAMA, lora=folder)
+    broken({key: "lora_only" if key == "bias" else True})(folder)
+    with pytest.raises(ConfigError, match=rf"{key} is .*, which is not supported; merge the"):
         load(LLAMA, lora=folder)
 
 

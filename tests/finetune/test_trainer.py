@@ -4,8 +4,6 @@ import dataclasses
 import json
 import os
 import re
-import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -108,18 +106,6 @@ def test_a_run_needs_no_click_and_prints_nothing(text: Path, tmp_path: Path) -> 
         env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert (done.stdout, done.stderr) == ("1 4\n", "")
-
-
-def test_a_run_leaves_signals_as_they_were(text: Path, tmp_path: Path) -> None:
-    signals, (receiver, sender) = (signal.SIGINT, signal.SIGTERM), socket.socketpair()
-    sender.setblocking(False)
-    expected = sender.fileno(), *map(signal.getsignal, signals)
-    previous = signal.set_wakeup_fd(sender.fileno())
-    train(text, tmp_path / "run", steps=1)
-    actual = signal.set_wakeup_fd(previous), *map(signal.getsignal, signals)
-    receiver.close()
-    sender.close()
-    assert actual == expected
 
 
 def test_a_listener_hears_the_lines_of_the_log(text: Path, tmp_path: Path) -> None:

@@ -290,6 +290,13 @@ def test_what_single_experts_cannot_say(tmp_path: Path) -> None:
         load(base, lora=adapter)
 
 
+def test_two_single_experts_are_a_stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(MIXTURES, "mixtral", MIXTURES["mixtral"] | {"num_local_experts": 2})
+    base, adapter, expected = of_single_experts(tmp_path, "mixtral")
+    actual = load(base, lora=adapter).logits(IDS)
+    np.testing.assert_allclose(actual, expected.logits(IDS), rtol=0, atol=1e-4)
+
+
 def test_patterns_of_attention_stay_beside_single_experts(tmp_path: Path) -> None:
     base, adapter, _ = of_single_experts(tmp_path, "mixtral", alpha_pattern={"q_proj": 9})
     model = load(base, lora=adapter)

@@ -181,6 +181,10 @@ def test_the_adapter_alone_is_not_the_model(tmp_path: Path) -> None:
         models.load(tmp_path / "adapter", quantize="int8")
     with pytest.raises(ConfigError, match="trained through q4_0, which ranks would cut"):
         models.load(tmp_path / "adapter", communicator=SingleCommunicator())
+    ranks = models.load(tmp_path / "base", communicator=SingleCommunicator())
+    ranks.add_adapter(2)
+    with pytest.raises(ConfigError, match="on a model that is whole"):
+        ranks.train_through("nf4")
     for facts, problem in (({"version": 2}, "version 2, not 1"), ({"dtype": 3}, "copy the adap")):
         wrong = {**settings, "merge_into": settings["merge_into"] | facts}
         path.write_text(json.dumps(wrong))

@@ -15,6 +15,7 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import Transformer, create, load, merge
 from unsloth_cupy.models.adapters import adapter, adapter_folder
 from unsloth_cupy.models.adapters.adapter_base import base_of
+from unsloth_cupy.models.adapters.matching import matches
 
 from ..golden.golden import op_cases
 from .peers import SIZES
@@ -457,6 +458,15 @@ def broken(change: dict[str, Any], drop: str = "", rename: str = "") -> Any:
             save_file(tensors, folder / "adapter_model.safetensors")
 
     return make
+
+
+def test_expressions_are_matched_by_the_first() -> None:
+    """As the process does that other people's expressions run in."""
+    names = ["a.1.b", "a.2.b", "c"]
+    assert matches("match", [r"c|x", r"a\.(?P<idx>\d+)"], names) == [[1, "1"], [1, "2"], [0, None]]
+    assert matches("fullmatch", [r"a\.\d"], names) == [None] * 3
+    assert matches("match", ["a", "("], names)[0] == 1
+    assert "unterminated" in matches("match", ["("], names)[1]
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ import pytest
 from unsloth_cupy import PagedKVCache
 from unsloth_cupy.errors import ConfigError, ShapeError
 from unsloth_cupy.models import Transformer, create, load, quantize
-from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.training.adamw import AdamW
 
 from ..harness.parity import emulator
@@ -222,23 +221,6 @@ def test_several_learn_at_once() -> None:
             np.testing.assert_allclose(actual, expected, atol=2e-5)
     for parameter, array in made().adapters["code"].parameters.items():
         np.testing.assert_array_equal(model.adapters["code"].parameters[parameter], array)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_rows_of_divided_tokens_draw_the_dropout_of_whole_ones(packed: bool) -> None:
-    """A token draws by its number among those of its adapter, whichever rank has it."""
-    names, texts = ["dora", "chat", "dora", None, "dora"], {"tokens": TOKENS, "labels": LABELS}
-    if packed:
-        texts = {name: array.reshape(1, -1) for name, array in texts.items()}
-        texts["offsets"] = np.arange(6) * 7
-    model = made()
-    loss, expected = model.by_rows(names).loss_and_gradients(**texts, seed=3)
-    model.context = SingleCommunicator()
-    actual_loss, actual = model.by_rows(names).loss_and_gradients(**texts, seed=3)
-    np.testing.assert_allclose(actual_loss, loss, rtol=1e-5)
-    for name, gradient in expected.items():
-        largest = np.abs(gradient).max()
-        np.testing.assert_allclose(actual[name], gradient, atol=1e-5 * largest, err_msg=name)
 
 
 STEP = ["chat", None, "code", "chat", "code"]  # of 20 tokens each

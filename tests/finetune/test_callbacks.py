@@ -42,6 +42,8 @@ class Recorder(Callback):
     def hears(self, event: str) -> Any:
         def heard(args: Any, state: Any, control: Any, **more: Any) -> None:
             assert more["model"].config.hidden == 32
+            assert more["processing_class"].encode("1 and 2").ids
+            assert more["optimizer"].step is not None
             assert args.steps == state.max_steps
             self.events.append((event.removeprefix("on_"), state.global_step))
             self.logs += [more["logs"]] if event == "on_log" else []

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import sys
 import threading
 import time
@@ -140,6 +141,19 @@ def test_nothing_is_left_behind_before_the_first_evaluation(
 @pytest.mark.slow
 def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+def test_signals_are_left_as_they_were() -> None:
+    signals, (receiver, sender) = (signal.SIGINT, signal.SIGTERM), socket.socketpair()
+    sender.setblocking(False)
+    expected = sender.fileno(), *map(signal.getsignal, signals)
+    previous = signal.set_wakeup_fd(sender.fileno())
+    with interrupt.stop_request(say) as stop:
+        assert stop.signal is None
+    actual = signal.set_wakeup_fd(previous), *map(signal.getsignal, signals)
+    receiver.close()
+    sender.close()
+    assert actual == expected
 
 
 def test_a_request_is_answered_while_python_runs_no_handler(

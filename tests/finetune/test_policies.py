@@ -574,6 +574,7 @@ def test_a_prompt_leaves_room_for_its_answer(home: Path, tmp_path: Path) -> None
             {"tensor_parallel": 2, "invariant": True},
             "invariant is for a model that is whole; use data_parallel in place of tensor_parall",
         ),
+        ({"expert_parallel": 2}, "expert_parallel=2 is not for method=grpo, whose ranks draw"),
         ({"steps_per_generation": 3, "accumulate": 2}, "=3 is not a multiple of accumulate=2"),
         ({"reward_seconds": 0.0}, "reward_seconds=0.0: give a number above 0"),
         (

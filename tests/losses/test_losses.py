@@ -719,11 +719,40 @@ def test_a_certain_text_has_no_gradient_of_odds() -> None:
 @pytest.mark.parametrize("options", [{"divergence": "forward_kl"}, {"divergence": "alpha"}])
 def test_beyond_the_largest_exponent_a_divergence_is_constant(options: Any) -> None:
     alpha = {"alpha": -1.0} if options["divergence"] == "alpha" else {}  # its exponent is -2 r
-    for size, moves in ((30, True), (100, False)):
+    last = 41 if alpha else 81  # r = 1 - size; the limit itself has a slope, as of torch.clamp
+    for size, moves in ((30, True), (last, True), (last + 1, False), (100, False)):
         tape = Tape()
         pairs = tape.watch(np.array([[-size], [-1.0]]))
         loss = losses.preference(pairs, M[:2, :1], A[:2, :1], kind="ipo", **options, **alpha)
         assert tape.gradients(loss, [pairs])[0][0].any() == moves
+
+
+@pytest.mark.parametrize(
+    ("divergence", "f"),
+    [
+        ("reverse_kl", lambda r: r),
+        ("forward_kl", lambda r: 1 - np.exp(-r)),
+        ("js", lambda r: np.log(2) - np.log1p(np.exp(-r))),
+        ("alpha", lambda r: (np.exp(-0.5 * r) - 1) / -0.5),
+    ],
+)
+@pytest.mark.parametrize("kind", ["ipo", "sigmoid_norm"])
+def test_divergences_of_texts_of_unequal_lengths(kind: str, divergence: str, f: Any) -> None:
+    """Where each is divided by its length, what f adds to both is not the same."""
+    mask = np.array([[True, True, True], [True, False, False]])
+    margin = f(-3.0) / 3 - f(-1.0)
+    expected = (margin - 5) ** 2 if kind == "ipo" else np.log1p(np.exp(-0.1 * margin))
+    actual = losses.preference(A[:2], mask, kind=kind, divergence=divergence)
+    np.testing.assert_allclose(actual, expected, rtol=1e-12)
+
+
+@pytest.mark.parametrize("clip", [(0.0, 0.2), (0.2, 0.0)])
+def test_a_ratio_at_a_limit_of_the_clip_moves(clip: Any) -> None:
+    """The slope there is that of torch.clamp, where the cap is below and the advantage too."""
+    tape = Tape()
+    log_probs = tape.watch(A[:1, :1])
+    loss = losses.policy(log_probs, M[:1, :1], A[0, :1], clip=clip, cap=0.5)
+    assert tape.gradients(loss, [log_probs])[0] == 1
 
 
 def test_vespo_has_the_shapes_of_its_docstring() -> None:

@@ -13,8 +13,9 @@ from unsloth_cupy import AdamW, CheckpointConfig, lora_linears
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import Transformer, create, load, merge
-from unsloth_cupy.models.adapters import adapter
+from unsloth_cupy.models.adapters import adapter, adapter_folder
 from unsloth_cupy.models.adapters.adapter_base import base_of
+from unsloth_cupy.models.adapters.matching import matches
 
 from ..golden.golden import op_cases
 from .peers import SIZES
@@ -172,6 +173,27 @@ def test_peft_reads_what_is_written(dora: bool, tmp_path: Path) -> None:
     assert np.abs(model.logits(TOKENS) - logits).max() < 1e-4
 
 
+def test_a_new_adapter_has_the_defaults_of_its_docstring() -> None:
+    """A is uniform in -1 .. 1, divided by the root of the inputs; other seeds draw another."""
+    model = small()
+    model.add_adapter(3)
+    assert model.adapter.settings["lora_alpha"] == 6
+    assert {*model.adapter.scales.values()} == {2.0}
+    first = {n: a for n, a in model.trainable.items() if n.endswith("lora_A.weight")}
+    for name, a in first.items():
+        scaled = a * a.shape[1] ** 0.5
+        assert -1 <= scaled.min() < -0.8, name
+        assert 0.8 < scaled.max() <= 1, name
+        assert abs(scaled.mean()) < 4 / (3 * a.size) ** 0.5, name
+    model.adapter = None
+    model.add_adapter(3, seed=1)
+    assert not any((model.trainable[name] == a).any() for name, a in first.items())
+
+
+def test_a_merge_that_rounds_nothing_measures_nothing(model: Transformer) -> None:
+    assert model.merge_adapter().layers == {}
+
+
 def test_what_an_adapter_learned_is_never_dropped_in_silence(tmp_path: Path) -> None:
     model = load(LLAMA)
     model.add_adapter(2)
@@ -306,6 +328,20 @@ def test_dropout_is_drawn_by_seed(model: Transformer) -> None:
     assert again == one
 
 
+def test_dropout_belongs_to_the_number_of_a_token() -> None:
+    """Whatever tokens are computed beside it."""
+    model, module = small(), "model.layers.0.self_attn.q_proj"
+    model.add_adapter(2, dropout=0.5)
+    draw = np.random.default_rng(0)
+    held = {n: draw.standard_normal(a.shape).astype("f4") for n, a in model.trainable.items()}
+    held |= model.parameters
+    x, numbers = draw.standard_normal((2, 3, 32)).astype("f4"), np.int32([[4, 5, 6], [0, 1, 2]])
+    (expected,) = model.adapter.linears(held, [module], x, 1, numbers)
+    for row in range(2):
+        (actual,) = model.adapter.linears(held, [module], x[row, None], 1, numbers[row])
+        np.testing.assert_allclose(actual[0], expected[row], rtol=1e-5, atol=1e-5)
+
+
 @quiet
 @pytest.mark.parametrize(
     "options",
@@ -424,6 +460,15 @@ def broken(change: dict[str, Any], drop: str = "", rename: str = "") -> Any:
     return make
 
 
+def test_expressions_are_matched_by_the_first() -> None:
+    """As the process does that other people's expressions run in."""
+    names = ["a.1.b", "a.2.b", "c"]
+    assert matches("match", [r"c|x", r"a\.(?P<idx>\d+)"], names) == [[1, "1"], [1, "2"], [0, None]]
+    assert matches("fullmatch", [r"a\.\d"], names) == [None] * 3
+    assert matches("match", ["a", "("], names)[0] == 1
+    assert "unterminated" in matches("match", ["("], names)[1]
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -480,6 +525,18 @@ def test_broken_folders(make: Any, message: str, tmp_path: Path) -> None:
     shutil.copytree(FOLDER, folder)
     make(folder)
     with pytest.raises(ConfigError, match=message):
+        load(LLAMA, lora=folder)
+
+
+@pytest.mark.parametrize(("key", "plain"), adapter_folder.UNUSED.items())
+def test_settings_of_features_that_are_not_there(key: str, plain: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "adapter"
+    shutil.copytree(FOLDER, folder)
+    for value in (None, plain):
+        broken({key: value})(folder)
+        load(LLAMA, lora=folder)
+    broken({key: "lora_only" if key == "bias" else True})(folder)
+    with pytest.raises(ConfigError, match=rf"{key} is .*, which is not supported; merge the"):
         load(LLAMA, lora=folder)
 
 

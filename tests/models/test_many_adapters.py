@@ -500,6 +500,11 @@ def test_an_adapter_of_merged_weights_names_no_other_base(tmp_path: Path) -> Non
         assert settings["base_model_name_or_path"] == ("owner/name" if name == "one" else None)
         expected = model.logits(TOKENS)
         if name == "one":
+            named = load(tmp_path / "base")
+            named.load_adapter(tmp_path / "one", "one")
+            named.set_adapter("one")
+            named.save_adapter(tmp_path / "again")  # which says where owner/name is
+            np.testing.assert_array_equal(load(tmp_path / "again").logits(TOKENS), expected)
             model.merge_adapter()
             model.save(tmp_path / "merged")
     with pytest.raises(ConfigError, match="name the folder of the adapter's base"):

@@ -290,6 +290,19 @@ def test_what_single_experts_cannot_say(tmp_path: Path) -> None:
         load(base, lora=adapter)
 
 
+def test_two_single_experts_are_a_stack(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setitem(MIXTURES, "mixtral", MIXTURES["mixtral"] | {"num_local_experts": 2})
+    base, adapter, expected = of_single_experts(tmp_path, "mixtral")
+    actual = load(base, lora=adapter).logits(IDS)
+    np.testing.assert_allclose(actual, expected.logits(IDS), rtol=0, atol=1e-4)
+
+
+def test_patterns_of_attention_stay_beside_single_experts(tmp_path: Path) -> None:
+    base, adapter, _ = of_single_experts(tmp_path, "mixtral", alpha_pattern={"q_proj": 9})
+    model = load(base, lora=adapter)
+    assert {model.adapter.scales[n] for n in model.adapter.scales if "q_proj" in n} == {3.0}
+
+
 def test_targets() -> None:
     model = create(SIZES | MIXTURES["qwen2_moe types"], seed=0)
     model.add_adapter(2, targets=("q_proj", STACKS[1]))
@@ -355,6 +368,7 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     [
         ({"target_parameters": ["mlp.experts.up_proj"]}, "names mlp.experts.up_proj, which is ne"),
         ({"target_parameters": ["norm.weight"]}, "norm.weight, which is neither a stack of a mix"),
+        ({"target_parameters": ["weight"]}, "names model.embed_tokens.weight, which is neither"),
         ({"target_parameters": "mlp"}, "must be a list, each a text"),
         ({"target_parameters": []}, "does not belong to a linear layer"),
         ({"lora_dropout": 0.1}, "lora_dropout is 0.1, and adapters of target_p"),

@@ -60,6 +60,15 @@ def test_adapters_of_mlx_are_read(kind: str, tied: bool, tmp_path: Path) -> None
         np.testing.assert_allclose(actual, expected.logits(TOKENS), atol=1e-4)
 
 
+def test_a_folder_of_peft_is_one_beside_a_file_of_mlx(tmp_path: Path) -> None:
+    adapter, _ = written(tmp_path, "lora")
+    model = load(tmp_path / "base")
+    model.add_adapter(2, targets=["v_proj"])
+    model.save_adapter(tmp_path / "peft")
+    (adapter / "adapters.safetensors").rename(tmp_path / "peft" / "adapters.safetensors")
+    assert load(tmp_path / "peft").adapter.scales.keys() == model.adapter.scales.keys()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -10,7 +10,7 @@ import pytest
 from unsloth_cupy import models
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models.adapters.adapter import Adapter
-from unsloth_cupy.models.adapters.probe import check_same, own_tokens
+from unsloth_cupy.models.adapters.probe import check_same, check_written, explained, own_tokens
 from unsloth_cupy.models.folders import checkpoint_files
 
 from .exported import IN_LLAMA_CPP, make
@@ -142,3 +142,44 @@ def test_tokens_of_an_adapter_are_among_those_that_are_compared() -> None:
     check_same("call", model, model, own=range(100))  # type: ignore[arg-type]
     assert compared[-1].shape == compared[0].shape
     assert compared[-1].ravel().tolist() == [*range(8), *compared[0].ravel()[8:]]
+
+
+def test_what_rounding_explains() -> None:
+    names = ("float16", "float32", "float64")
+    assert [explained(np.dtype(name)) for name in names] == [2**-5, 1e-3, 1e-3]
+    config = SimpleNamespace(vocab=90, experts=None)
+
+    def model(numbers: Any, config: Any = config) -> Any:
+        return SimpleNamespace(config=config, path="a", numbers=lambda tokens: numbers)
+
+    before, after = np.ones((16, 4)), np.ones((16, 4))
+    after[3] = 1.0009
+    assert 8e-4 < check_same("call", model(before), model(after)) < 1e-3
+    after[3] = 1.0011
+    with pytest.raises(ConfigError, match=r"differ by 0\.0011 of their size, and rou"):
+        check_same("call", model(before), model(after))
+    with pytest.raises(ConfigError, match=r"differ by 0\.0011 of their size, and rou"):
+        check_same("call", model(0 * before), model(0 * before + 0.00055))  # of a norm of 0
+    mixture = SimpleNamespace(vocab=90, experts=True)  # in which a token may go another way
+    assert check_same("call", model(before, mixture), model(after, mixture)) == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"), [("model.layers.0.mlp.up_proj.weight", 6), ("model.norm.weight", 8)]
+)
+def test_a_tensor_is_written_but_for_rounding(name: str, steps: int) -> None:
+    """Of float32, by the norm of the tensor; that of a norm's weight may be added to 1."""
+    exact = np.full((4, 4), 3, np.float32)
+    for more, error, passes in (
+        *((steps - 1, 0.0, True), (steps + 1, 0.0, False)),
+        *((steps + 64, 2.0**-16, True), (steps + 66, 2.0**-16, False)),  # 64 steps, and 1 %
+    ):
+        written = exact.copy()
+        written[1, 2] += more * 2.0**-22  # of numbers from 2 to 4
+        if passes:
+            check_written("call", name, exact, written, error)
+            continue
+        with pytest.raises(ConfigError, match=f"written as {name} differs by .* of 12"):
+            check_written("call", name, exact, written, error)
+    exact[0, 0] = np.nan
+    check_written("call", name, exact, exact, 0.0)

@@ -11,7 +11,7 @@ import pytest
 from unsloth_cupy import CheckpointConfig, linear, models
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.memory.plan import plan_memory
-from unsloth_cupy.models.adapters.into import CHOICES, IN_FOLDERS
+from unsloth_cupy.models.adapters.into import CHOICES, IN_FOLDERS, Into
 from unsloth_cupy.models.adapters.through import through_linear, through_stack
 from unsloth_cupy.ops.linear.lora import dropped_rows
 from unsloth_cupy.ops.linear.lora_merge import lora_sum
@@ -181,11 +181,30 @@ def test_the_adapter_alone_is_not_the_model(tmp_path: Path) -> None:
         models.load(tmp_path / "adapter", quantize="int8")
     with pytest.raises(ConfigError, match="trained through q4_0, which ranks would cut"):
         models.load(tmp_path / "adapter", communicator=SingleCommunicator())
+    ranks = models.load(tmp_path / "base", communicator=SingleCommunicator())
+    ranks.add_adapter(2)
+    with pytest.raises(ConfigError, match="on a model that is whole"):
+        ranks.train_through("nf4")
     for facts, problem in (({"version": 2}, "version 2, not 1"), ({"dtype": 3}, "copy the adap")):
         wrong = {**settings, "merge_into": settings["merge_into"] | facts}
         path.write_text(json.dumps(wrong))
         with pytest.raises(ConfigError, match=problem):
             models.load(tmp_path / "adapter")
+
+
+def test_a_weight_that_is_made_in_parts_is_kept_for_the_backward_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, names, of_sum = through(tmp_path, "q4_k_m"), list[str](), Into.of_sum
+    assert model.adapter.into.names == {"q4_k", "q4_k_m"}
+
+    def counted(self: Any, name: str, *given: Any) -> Any:
+        names.append(name)
+        return of_sum(self, name, *given)
+
+    monkeypatch.setattr(Into, "of_sum", counted)
+    model.loss_and_gradients(IDS, IDS)
+    assert len(names) == len({*names}) == 7
 
 
 def test_another_base_is_refused(tmp_path: Path) -> None:

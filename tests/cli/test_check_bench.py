@@ -422,6 +422,12 @@ def test_write_renews_the_block_between_the_markers(
     assert run("bench", "scale", "--write", page).exit_code == 0, "other ops keep their rows"
     assert "| `swiglu` | 32 x 64 | float32 | 1.00 ms | " in page.read_text()
     assert re.search(r"^Run 2: .*commit def456: a copy moves", page.read_text(), re.M)
+    kept = json.loads(page.with_suffix(".json").read_text())
+    assert all({*row["sources"]} == {"arithmetic.cu"} for row in kept["scale"]["rows"])
+    kept["scale"]["rows"][-1]["sources"]["arithmetic.cu"] = "of other code"
+    page.with_suffix(".json").write_text(json.dumps(kept))
+    report.renew(page)
+    assert page.read_text().count("| 1, changed since |") == 1
     page.write_text("no markers")
     result = run("bench", "--write", page)
     assert result.exit_code == 1
@@ -485,7 +491,7 @@ def test_a_ratio_above_one_is_a_faster_one() -> None:
         assert [*column.cells] == ["3.00x"]
         column = next(c for c in made.columns if c.header == "time (quartiles)")
         assert [*column.cells] == ["2.0 us (1.5-6.5)"]
-    block = report._block({"scale": {"facts": facts, "rows": [row]}})
+    block = report.block({"scale": {"facts": facts, "rows": [row]}})
     assert "| times as fast as the best peer |" in block
     assert "| 3.00x (torch) |" in block
 

@@ -294,6 +294,31 @@ def test_performance_lists_every_kernel() -> None:
     assert said == confirmed.keys(), cure
 
 
+def test_a_time_of_code_that_changed_since_is_marked() -> None:
+    """The table is written from the numbers beside the page, and from the code of kernels."""
+    page = DOCS / "performance.md"
+    table = page.read_text().partition(f"{report.BEGIN}\n")[2].partition(f"\n{report.END}")[0]
+    cure = "python -m tests.code.programs.budget --write renews the table"
+    assert table == report.block(report.confirmed(page)), cure
+
+
+def test_a_time_of_an_h200_has_its_source() -> None:
+    """A section of a page names day and commit; an entry of the changelog has a time of a page."""
+    measured = {word.strip(";,") for word in (DOCS / "performance.md").read_text().split()}
+    lacking = []
+    for page in (*PAGES, ROOT / "README.md"):
+        text = re.sub(r"(?s)<!-- (\w+): begin -->.*?<!-- \1: end -->", "", page.read_text())
+        entries = page.stem == "changelog"
+        for part in re.split(r"\n(?=- )" if entries else r"\n(?=## )", text):
+            times = re.findall(r"([\d.]+)\s(?:[mu]s|TFLOP/s|GB/s)\b", part)
+            if not times or "H200" not in part or "predicted" in part.splitlines()[0].lower():
+                continue
+            dated = re.search(r"\d{4}-\d\d-\d\d", part) and re.search(r"commit\s\w{8}", part)
+            if not (measured.issuperset(times) if entries else dated):
+                lacking.append(f"{page.name}: {part.splitlines()[0]}")
+    assert lacking == []
+
+
 def test_no_entry_of_the_changelog_stands_twice() -> None:
     """An entry that another one extends is deleted: most of its words are in both."""
     page = (DOCS / "changelog.md").read_text(encoding="utf-8")

@@ -426,8 +426,12 @@ def test_layers_that_share_keys_and_values_may_slice_masks(images_see):
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa").double()
+        model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
         pixels = torch.rand(2, 16, 12).double()
+    cure = patch(model, parts=["attention"]).left["attention"]
+    assert 'set_attn_implementation("sdpa") before patch has it replaced' in cure
+    unpatch(model)
+    model.double().set_attn_implementation("sdpa")
     places = torch.tensor([[x, y] for y in range(4) for x in range(4)]).expand(2, -1, -1)
     inputs = texts("left")
     inputs["input_ids"][:, 10:14], inputs["labels"][:, 10:14] = 1, -100

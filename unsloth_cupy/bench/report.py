@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from ..core.op import OPS
+from ..core.source import code_digest
 from ..errors import ConfigError
 from ..files import atomic_path
 from ..pictures import INK, SOFT, save_picture
@@ -15,6 +16,7 @@ Report = dict[str, Any]
 
 BEGIN, END = "<!-- bench: begin -->", "<!-- bench: end -->"
 OURS = "unsloth_cupy"
+CHANGED = ", changed since"
 TIME, QUARTILES = "time (quartiles)", ("p25", "p75")
 COLOURS = {OURS: "#3b6fb6", "torch": "#d1495b", "torch.compile": "#e8a33d", "Liger": "#5a9a68"}
 
@@ -205,7 +207,7 @@ def renew(page: Path) -> None:
     text = page.read_text(encoding="utf-8")
     head, tail = text[: text.index(BEGIN)], text[text.index(END) :]
     with atomic_path(page) as partial:
-        table = _block(confirmed(page))
+        table = block(confirmed(page))
         partial.write_text(f"{head}{BEGIN}\n{table}\n{tail}", encoding="utf-8")
 
 
@@ -215,7 +217,7 @@ def confirmed(page: Path) -> dict[str, Any]:
     return json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
 
 
-def _block(confirmed: dict[str, Any]) -> str:
+def block(confirmed: dict[str, Any]) -> str:
     """Return the table: of every op that has a kernel the last results at the largest size."""
     lines = [
         "| kernel | size | dtype | time | GB/s | fraction of the roofline |"
@@ -237,7 +239,8 @@ def _block(confirmed: dict[str, Any]) -> str:
                 faster = f"{ratio(row['peers'][best], row['microseconds'])} ({best})"
             lines.append(
                 f"| `{op}` | {_size(row)} | {dtype} | {_time(row['microseconds'])} |"
-                f" {_number(row['gb_per_s'])} | {_share(row['of_roofline'])} | {faster} | {run} |"
+                f" {_number(row['gb_per_s'])} | {_share(row['of_roofline'])} | {faster} |"
+                f" {run}{CHANGED if changed(row.get('sources')) else ''} |"
             )
     if not confirmed:
         return "\n".join(
@@ -245,8 +248,15 @@ def _block(confirmed: dict[str, Any]) -> str:
         )
     lines += ["", "The roofline is the longer of two times: that of a copy of as many bytes, and"]
     lines += ["that of a matrix product of as many operations, both on the device in the same"]
-    lines += ["run. 2.00x: the peer takes twice as long."]
+    lines += ["run. 2.00x: the peer takes twice as long.", ""]
+    lines += ["Changed since: the code of the kernel, or of a header that it includes, is not"]
+    lines += ["that of the run any more, so it may take another time today."]
     return "\n".join([*lines, *(f"\nRun {number}: {about}" for about, number in runs.items())])
+
+
+def changed(sources: dict[str, str] | None) -> bool:
+    """Return whether kernels were timed in another form, by the hashes of ``timing.sources``."""
+    return sources is None or any(code_digest(f) != digest for f, digest in sources.items())
 
 
 def _where(facts: dict[str, Any]) -> str:

@@ -1,5 +1,6 @@
 """Times ops, forward and backward, and compares them with the limits of the machine."""
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -8,6 +9,9 @@ import numpy as np
 from ..core.dtypes import KERNEL_DTYPES
 from ..core.gpu import cupy
 from ..core.op import OPS, Op
+from ..core.source import code_digest
+from ..core.target import using
+from ..memory.planned import Planned, Shapes
 from .cases import Call, Scale, draw
 from .report import OURS
 
@@ -93,6 +97,7 @@ def _row(
         "size": list(lead.shape),
         "shapes": {name: list(a.shape) for name, a in call.arrays.items() if a is not None},
         "ran_as": ran_as,
+        "sources": sources(call) if gpu is not None else {},
         "microseconds": seconds[0] * 1e6,
         "runs": runs,
         "bytes": moved,
@@ -103,6 +108,26 @@ def _row(
             zip((OURS, *others), (each.percentiles for each in seconds), strict=True)
         ),
     }, notes
+
+
+class Sources(Shapes):
+    """The target of planned arrays that collects the files of kernels."""
+
+    def __init__(self) -> None:
+        self.files: set[str] = set()
+
+    def compile(self, name: str, source: str) -> Callable[..., None]:
+        """Return a launch that does nothing."""
+        self.files |= {*re.findall(r'^#include "(\w+\.cu)"$', source, re.M)}
+        return super().compile(name, source)
+
+
+def sources(call: Call) -> dict[str, str | None]:
+    """Return a hash of the code of each file that a call's kernels are in, on an H200."""
+    target = Sources()
+    with using(target):
+        call.mapped(lambda a: Planned.of(a.shape, a.dtype)).launches()
+    return {file: code_digest(file) for file in sorted(target.files)}
 
 
 def traffic(call: Call, outputs: dict[str, Any]) -> int:

@@ -58,6 +58,15 @@ def digest() -> str:
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
 
+@functools.cache
+def code_digest(file: str) -> str | None:
+    """Return a hash of a source and its headers without comments; None if there is no such file."""
+    if not (source_root() / file).exists():
+        return None
+    text = with_headers("common/device.cuh") + with_headers(file)
+    return hashlib.sha256(" ".join(re.sub(r"//.*", "", text).split()).encode()).hexdigest()[:12]
+
+
 def translation_unit(file: str, constants: Mapping[str, Any]) -> str:
     """Return the text to compile: shared headers, typed constants, then the file itself."""
     lines = [f"// kernels_cu {digest()}", '#include "common/device.cuh"']

@@ -34,10 +34,11 @@ import numpy as np
 
 from unsloth_cupy import AttentionConfig, attention_backward, attention_forward, machine
 from unsloth_cupy.bench.attention_shapes import Shape, torch_calls
-from unsloth_cupy.bench.report import OURS
+from unsloth_cupy.bench.report import CHANGED, OURS, changed
 from unsloth_cupy.bench.stopwatch import DeviceClock
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.core.gpu import cupy
+from unsloth_cupy.core.source import code_digest
 from unsloth_cupy.files import atomic_path
 
 from .fixtures import ROOT
@@ -58,6 +59,7 @@ NEAR = 2e-2
 NEAR_LSE = 1e-3  # absolute, as it is a logarithm: a lost tile makes 8e-3
 TWO = "two launches"
 PEERS = {TWO: TWO, "mma.sync": "mma.sync", "torch cuDNN": "cuDNN", "torch flash": "flash"}
+FILES = [f"attention_{name}.cu" for name in ("forward_sm90", "backward_sm90", "dq_sm90", "delta")]
 BEGIN, END = "<!-- hopper: begin -->", "<!-- hopper: end -->"
 # Metrics of Nsight Compute by the names of programs/warpgroups.py: percentage of a pipe's peak
 BUSY = ".avg.pct_of_peak_sustained_active"
@@ -242,7 +244,7 @@ def model(dim: int) -> list[dict[str, float]]:
 
 
 def facts() -> Row:
-    """Return the device, the date, the commit and the versions of packages."""
+    """Return the device, the date, the commit, the versions of packages, and hashes of the code."""
     from unsloth_cupy.cli.bench import commit
 
     now = datetime.datetime.now(datetime.UTC).date().isoformat()
@@ -250,7 +252,9 @@ def facts() -> Row:
     versions["cupy"] = machine.version(*machine.CUPY)
     gpus, _ = machine.gpus()
     device = gpus[0].name if gpus else machine.processor()
-    return {"device": device, "date": now, "commit": commit() or "unknown", "versions": versions}
+    code = {file: code_digest(file) for file in FILES}
+    where = {"device": device, "date": now, "commit": commit() or "unknown"}
+    return {**where, "versions": versions, "sources": code}
 
 
 def kept_at(page: Path) -> Path:
@@ -315,7 +319,8 @@ def table(kept: dict[str, Any]) -> Iterator[str]:
     about = {json.dumps(kept[step]["facts"]): None for step in order}
     for each in map(json.loads, about):
         versions = ", ".join(f"{name} {v}" for name, v in each["versions"].items() if v)
-        yield f"\n{each['device']}, {each['date']}, commit {each['commit']}; {versions}."
+        since = CHANGED * changed(each["sources"])
+        yield f"\n{each['device']}, {each['date']}, commit {each['commit']}{since}; {versions}."
 
 
 def words(what: str, row: Row) -> str:

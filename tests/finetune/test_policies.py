@@ -328,7 +328,7 @@ def test_a_run_that_goes_on_has_equal_bits(more: Any, home: Path, tmp_path: Path
     halted.callbacks = [Halts(stop, 2)]
     with pytest.raises(Interrupted):
         halted.train(stop)
-    again = trainer(home, out, **options, reward_seconds=30.0, reward_processes=2).train()
+    again = trainer(home, out, **options, reward_seconds=30.0).train()
     expected = trainer(home, tmp_path / "whole", **options).train()
     assert log(again) == log(expected)
     both = [
@@ -580,7 +580,6 @@ def test_a_prompt_leaves_room_for_its_answer(home: Path, tmp_path: Path) -> None
             {"reward": ["tests"], "reward_seconds": 9.0},
             "reward_seconds is of functions, and reward names models alone; leave it out",
         ),
-        ({"reward_processes": 0}, "reward_processes=0: give a whole number of 1 or more"),
         ({"method": "dpo", "reward": (), "num_iterations": 2}, "dpo does not use num_iterations"),
         ({"method": "rloo", "beta": 0.1}, "method=rloo does not use beta"),
         ({"method": "rloo", "loss": "dapo"}, "method=rloo does not use loss"),

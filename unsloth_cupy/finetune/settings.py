@@ -27,7 +27,7 @@ from .methods import METHODS, OPTIONS, using
 from .naming import named
 from .new_model import SIZES
 from .new_tokens import read_lines
-from .policy_methods import LIMITS, NEW, SAMPLES
+from .policy_methods import NEW, SAMPLES
 from .rates import DECAYS
 from .records import Records
 from .reporters import REPORTERS
@@ -52,7 +52,7 @@ KEPT = (  # in settings.json, in this order: a run of other ones is another run
     *("keeps_best", "warmup", "decay", "optimizer", "data_seed", "neftune"),
     *("lora_alpha", "lora_dropout", "lora_targets", "rslora", "dora", "embedding_lr"),
     *("merge_into", "merge_from"),
-    *("method", *(name for name in OPTIONS if name not in (*FOLDERS, *LIMITS))),
+    *("method", *(name for name in OPTIONS if name not in (*FOLDERS, "reward_seconds"))),
 )
 
 
@@ -118,10 +118,6 @@ class Settings:
     reward_seconds: float | None = setting(
         "method", "Seconds in which a call of a reward must end; answers that take longer alone"
         f" are not judged.  [default: {SECONDS:g}]", above=0,
-    )  # fmt: skip
-    reward_processes: int | None = setting(
-        "method", "Processes of each function, for the answers to some prompts each."
-        "  [default: 1]", least=1,
     )  # fmt: skip
     samples: int | None = setting(
         "method", f"Answers that they draw to a prompt.  [default: {SAMPLES}]", least=2

@@ -404,7 +404,7 @@ def test_rollouts_hold_what_is_planned(case: str) -> None:
     rows = prompts, asked + new
     plan = plan_memory(
         config, batch=rows[0], tokens=rows[1], dtype="float32", rank=2, optimizer="none",
-        device="cpu", objective=method, inputs=[method.full(*rows)],
+        device="cpu", objective=method,
     )  # fmt: skip
     (planned,) = (each.total for each in plan.moments if each.op == "rollouts")
 

@@ -22,17 +22,14 @@ sys.path.insert(0, str(ROOT))
 from unsloth_cupy import attention, explain, plan_memory, shape  # noqa: E402
 from unsloth_cupy.bench.report import COLOURS as PEERS  # noqa: E402
 from unsloth_cupy.bench.report import draw_times  # noqa: E402
-from unsloth_cupy.cli.plan_ranks import draw_schedule  # noqa: E402
 from unsloth_cupy.cli.timeline import draw_timeline  # noqa: E402
 from unsloth_cupy.finetune.run.curve import draw_curve  # noqa: E402
 from unsloth_cupy.memory.planned import Planned  # noqa: E402
-from unsloth_cupy.memory.stage_plan import Layout  # noqa: E402
 from unsloth_cupy.models.parse import parse  # noqa: E402
 from unsloth_cupy.models.transformer import Transformer  # noqa: E402
 from unsloth_cupy.pictures import INK, SOFT, save_picture  # noqa: E402
 from unsloth_cupy.profiling.cards import CARDS  # noqa: E402
 from unsloth_cupy.profiling.profile import COLOURS as PHASES  # noqa: E402
-from unsloth_cupy.profiling.scale import plan_ranks  # noqa: E402
 
 FOLDER, PAGE = (Path(__file__).with_name(name) for name in ("pictures", "performance.md"))
 OPS = "attention rms_norm layer_norm swiglu geglu softmax linear cross_entropy linear_cross_entropy"
@@ -103,14 +100,6 @@ def draw_attention(path: Path) -> None:
     for axes in grid[1]:
         axes.set_xlabel("key", color=INK, fontsize=9)
     save_picture(picture, path)
-
-
-def draw_pipeline(path: Path) -> None:
-    """Draw the schedule of a pipeline of four stages."""
-    rates: dict[str, Any] = {"rate": 400.0, "interconnect": (900.0, 50.0)}
-    sizes: dict[str, Any] = {"batch": 1, "tokens": 2048, "dtype": "bfloat16", "microbatches": 8}
-    plan = plan_ranks(LLAMA_1B, Layout(pipeline=4), **sizes, **rates)
-    draw_schedule(path, plan, "Llama 3.2 1B in 4 stages, 8 microbatches of 2048 tokens: planned")
 
 
 def draw_memory(path: Path) -> None:
@@ -286,7 +275,6 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "floors-of-cards": draw_floors,
     "loss": draw_loss,
     "memory": draw_memory,
-    "schedule": draw_pipeline,
     "trace": draw_trace,
 }
 

@@ -1,4 +1,4 @@
-"""The costs of a call of every op equal those in ``costs.toml``; opcodes are an upper bound."""
+"""The costs of a call of every op are at most those in ``costs.toml``."""
 
 import re
 import shutil
@@ -22,11 +22,17 @@ from .programs.sass import nvdisasm
 
 NAMES = costs.with_kernels()
 HEAD, LINES = costs.read()
-CURE = 'renew it with a word why: python -m tests.code.programs.costs --write "why it changed" OP'
+CURE = 'renew it with a word why: python -m tests.code.programs.costs --write "why it changed" '
+
+
+def check(name: str, key: str, actual: Any) -> None:
+    """Assert that a cost of an op is at most that of the table."""
+    text = f"{key} of {name}: {actual} in place of {LINES[name][key]}; {CURE}{name}"
+    assert not costs.rises(actual, LINES[name][key]), text
 
 
 def test_every_op_with_a_kernel_has_a_line() -> None:
-    assert sorted(LINES) == NAMES, CURE
+    assert sorted(LINES) == NAMES, CURE + "OP"
     assert HEAD["reasons"].keys() <= LINES.keys()
     assert all(isinstance(why, str) and why for why in HEAD["reasons"].values())
 
@@ -44,14 +50,23 @@ def test_there_is_no_other_table_of_ops() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_launches_and_allocations(name: str) -> None:
-    actual = {arch: costs.planned(name, arch) for arch in costs.ARCHITECTURES}
-    assert actual == {arch: LINES[name][arch] for arch in costs.ARCHITECTURES}, CURE
+    for arch in costs.ARCHITECTURES:
+        check(name, arch, costs.planned(name, arch))
+
+
+def test_a_cost_may_fall_and_a_rise_names_the_command() -> None:
+    entry = LINES["softmax"]["moved"]
+    for first in (0, entry[0], int(1.02 * entry[0])):
+        check("softmax", "moved", [first, *entry[1:]])
+    for wrong in ([int(1.02 * entry[0]) + 1, *entry[1:]], [*entry, 0], entry[1:]):
+        with pytest.raises(AssertionError, match=r"--write \"why it changed\" softmax"):
+            check("softmax", "moved", wrong)
 
 
 @pytest.mark.skipif(HEAD["python"] != costs.PYTHON, reason="another Python has other opcodes")
 @pytest.mark.parametrize("name", NAMES)
 def test_opcodes_of_a_replayed_call(name: str) -> None:
-    assert costs.opcodes(name) <= (1 + costs.SLACK) * LINES[name]["opcodes"], CURE
+    check(name, "opcodes", costs.opcodes(name))
 
 
 @pytest.mark.skipif(HEAD["python"] != costs.PYTHON, reason="another Python has other opcodes")
@@ -60,14 +75,14 @@ def test_opcodes_of_a_replayed_call(name: str) -> None:
 )
 def test_opcodes_of_replayed_products(name: str, most: int) -> None:
     """With two products, one, and two; 350 take 5.8 us (``overhead.PythonAloneWithoutGpu``)."""
-    assert costs.opcodes(name) <= (1 + costs.SLACK) * most
+    assert not costs.rises(costs.opcodes(name), most)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(missing() is not None, reason=str(missing()))
 @pytest.mark.parametrize("name", NAMES)
 def test_what_kernels_move(name: str) -> None:
-    assert costs.moved(name) == LINES[name]["moved"], CURE
+    check(name, "moved", costs.moved(name))
 
 
 def compared() -> list[tuple[str, str]]:
@@ -88,7 +103,7 @@ def test_hot_loops(name: str, arch: str) -> None:
         pytest.skip(str(error))
     if here != HEAD["compiler"]:
         pytest.skip(f"NVRTC {here} makes other loops than {HEAD['compiler']}")
-    assert costs.loops(name, arch) == LINES[name][f"loops {arch}"], CURE
+    check(name, f"loops {arch}", costs.loops(name, arch))
 
 
 def test_one_opcode_more_is_seen() -> None:

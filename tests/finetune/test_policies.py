@@ -328,7 +328,7 @@ def test_a_run_that_goes_on_has_equal_bits(more: Any, home: Path, tmp_path: Path
     halted.callbacks = [Halts(stop, 2)]
     with pytest.raises(Interrupted):
         halted.train(stop)
-    again = trainer(home, out, **options, reward_seconds=30.0, reward_processes=2).train()
+    again = trainer(home, out, **options, reward_seconds=30.0).train()
     expected = trainer(home, tmp_path / "whole", **options).train()
     assert log(again) == log(expected)
     both = [
@@ -404,7 +404,7 @@ def test_rollouts_hold_what_is_planned(case: str) -> None:
     rows = prompts, asked + new
     plan = plan_memory(
         config, batch=rows[0], tokens=rows[1], dtype="float32", rank=2, optimizer="none",
-        device="cpu", objective=method, inputs=[method.full(*rows)],
+        device="cpu", objective=method,
     )  # fmt: skip
     (planned,) = (each.total for each in plan.moments if each.op == "rollouts")
 
@@ -581,7 +581,6 @@ def test_a_prompt_leaves_room_for_its_answer(home: Path, tmp_path: Path) -> None
             {"reward": ["tests"], "reward_seconds": 9.0},
             "reward_seconds is of functions, and reward names models alone; leave it out",
         ),
-        ({"reward_processes": 0}, "reward_processes=0: give a whole number of 1 or more"),
         ({"method": "dpo", "reward": (), "num_iterations": 2}, "dpo does not use num_iterations"),
         ({"method": "rloo", "beta": 0.1}, "method=rloo does not use beta"),
         ({"method": "rloo", "loss": "dapo"}, "method=rloo does not use loss"),

@@ -1,4 +1,4 @@
-"""Rewards of answers: functions in processes of their own, and reward models."""
+"""Rewards of answers: functions in a process of their own, and reward models."""
 
 import json
 import os
@@ -73,8 +73,8 @@ def own(tmp_path: Path) -> Path:
     return path
 
 
-def judged(word: str, columns: Any = COLUMNS, group: int = 1, **options: Any) -> Any:
-    return scores(rewards_of([word], **options), columns, "row {}".format, group=group)
+def judged(word: str, columns: Any = COLUMNS, **options: Any) -> Any:
+    return scores(rewards_of([word], **options), columns, "row {}".format)
 
 
 OF_B = "for the answer 'b' to 'q' (row 1)"
@@ -141,7 +141,8 @@ def test_weights_and_answers_that_nobody_judges(tmp_path: Path) -> None:
 
 def test_a_file_that_changes_is_not_called(own: Path) -> None:
     """A process that starts anew would call another function than those before it."""
-    rewards = rewards_of([f"{own}:place"], processes=2)
+    with ending_workers():
+        rewards = rewards_of([f"{own}:place"])
     own.write_text(FUNCTIONS.replace("double(len(each))", "0"))
     with pytest.raises(ConfigError, match=r"own\.py has changed since the run began"):
         scores(rewards, COLUMNS, str)
@@ -162,13 +163,12 @@ class TestTime:
         """The others are judged together, as they were; a new process is called."""
         said = f"the reward hangs did not end in 0.5 s {OF_B}, which it does not judge"
         columns = {"prompts": [*"pqrs"], "completions": [*"abcd"]}
-        for processes, expected in ((1, [3, np.nan, 3, 3]), (2, [1, np.nan, 2, 2])):
-            heard, late = Hears(), list[int]()
-            (reward,) = rewards_of([f"{own}:hangs"], seconds=0.5, processes=processes)
-            with hearing(heard):
-                actual = scores([reward], columns, "row {}".format, late=late)
-            np.testing.assert_array_equal(actual[:, 0], expected)
-            assert (heard.said, late) == ([said], [1])
+        heard, late = Hears(), list[int]()
+        with hearing(heard):
+            rewards = rewards_of([f"{own}:hangs"], seconds=0.5)
+            actual = scores(rewards, columns, "row {}".format, late=late)
+        np.testing.assert_array_equal(actual[:, 0], [3, np.nan, 3, 3])
+        assert (heard.said, late) == ([said], [1])
 
     @pytest.mark.parametrize(
         ("name", "said"),
@@ -176,7 +176,7 @@ class TestTime:
             ("ever", "ever does not end in reward_seconds=0.4 for the answer 'a' to 'p' (row 0), a"
              "nd for 2 others; mend {path}, or give it more"),
             ("slow", "slow does not end in reward_seconds=0.4 for 3 answers, though for each of t"
-             "hem alone; give it more, or more reward_processes"),
+             "hem alone; give it more, or let it start processes"),
         ],
     )  # fmt: skip
     def test_a_function_that_is_too_slow_ends_the_run(
@@ -201,17 +201,11 @@ class TestTime:
             assert call._late(range(5)) == late
 
 
-def test_any_number_of_processes_gives_equal_bits(own: Path) -> None:
-    """Answers to a prompt stay together; a function of a prompt's answers sees all of them."""
-    columns = {"prompts": [*"aaabbbcccdddeee"], "completions": ["x" * n**2 for n in range(15)]}
-    for name in ("place", "mean"):
-        expected = judged(f"{own}:{name}", columns, 3)
-        assert len({*expected[:, 0]}) > 4
-        for processes in (2, 3, 9):
-            actual = judged(f"{own}:{name}", columns, 3, processes=processes)
-            np.testing.assert_array_equal(actual, expected)
-    empty = {name: list[Any]() for name in columns}
-    assert judged(f"{own}:place", empty, 3).shape == (0, 1)
+def test_answers_are_judged_together(own: Path) -> None:
+    """A function of a prompt's answers sees all of them; none are judged without a call."""
+    columns = {"prompts": [*"aaabbb"], "completions": ["x" * n**2 for n in range(6)]}
+    np.testing.assert_allclose(judged(f"{own}:mean", columns)[:, 0], np.repeat([5, 50], 3) / 3)
+    assert judged(f"{own}:few", {name: [] for name in columns}).shape == (0, 1)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes end with a run where they can fork")

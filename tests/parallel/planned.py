@@ -14,9 +14,8 @@ from unsloth_cupy.cli.commands import group
 from unsloth_cupy.finetune.run.loop import Loop
 from unsloth_cupy.memory.planned_model import new_adapter
 from unsloth_cupy.memory.pool import memory_pool
-from unsloth_cupy.memory.stage_plan import Job, Layout, plan_stages
+from unsloth_cupy.memory.stage_plan import Layout, plan_ranks
 from unsloth_cupy.ops.quantized.weight import held_arrays
-from unsloth_cupy.training.precision import DTYPES
 
 
 def planned(loop: Loop) -> int:
@@ -34,15 +33,14 @@ def planned(loop: Loop) -> int:
     if plan.adapters is not None:
         adapter = new_adapter(config, **plan.adapters.options(config))
     prompts = -(-plan.batch // groups.data.size)
-    job = Job(
-        prompts, loop.training_data.largest[1] + method.max_new_tokens, DTYPES[plan.dtype], 32,
-        plan.checkpoint_every, "cpu", adapter=adapter,
-        context_attention=loop.ranks.context_attention or "ring",
+    stages = plan_ranks(
+        config, layout, batch=prompts, tokens=loop.training_data.largest[1] + method.max_new_tokens,
+        dtype=plan.dtype, microbatches=plan.accumulate, schedule=loop.ranks.schedule or "1f1b",
+        chunks=loop.ranks.chunks, checkpoint_every=plan.checkpoint_every, device="cpu",
+        adapter=adapter, context_attention=loop.ranks.context_attention or "ring",
         objective=method, optimizer=plan.kind, inputs=method.inputs(loop.ranks.rows(batch)),
     )  # fmt: skip
-    kind = loop.ranks.schedule or "1f1b"
-    stages = plan_stages(config, layout, job, plan.accumulate, kind, loop.ranks.chunks)
-    return stages[groups.pipeline.rank].memory.total
+    return stages[groups.pipeline.rank].total
 
 
 def measured(self: Loop) -> None:

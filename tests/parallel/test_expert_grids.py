@@ -10,7 +10,7 @@ import pytest
 from unsloth_cupy import CheckpointConfig
 from unsloth_cupy.finetune.run.executor import Executor
 from unsloth_cupy.finetune.run.ranks import Ranks
-from unsloth_cupy.memory.stage_plan import Layout
+from unsloth_cupy.memory.stage_plan import Layout, plan_ranks
 from unsloth_cupy.models import load
 from unsloth_cupy.models.configs.names import is_stack
 from unsloth_cupy.models.folders.expert_files import Stack
@@ -19,7 +19,6 @@ from unsloth_cupy.models.parse import parse
 from unsloth_cupy.models.ranks.division import Division
 from unsloth_cupy.models.ranks.pipeline_stages import Stages
 from unsloth_cupy.parallel import SingleCommunicator, grid, part
-from unsloth_cupy.profiling.scale import plan_ranks
 from unsloth_cupy.training.loss_scaler import LossScaler
 
 from ..models.peers import MIXTURES, SIZES
@@ -155,17 +154,9 @@ def test_a_rank_reads_slices_of_its_experts(
 
 @pytest.mark.parametrize("axis", AXES)
 def test_the_plan_of_experts_beside_other_axes(axis: str) -> None:
-    """A rank holds its part of both axes; all ranks meet, in the memory that is planned."""
-    options: dict[str, Any] = {
-        "batch": 2, "tokens": 16, "dtype": "float32", "microbatches": 2, "rate": 1.0,
-        "interconnect": (1.0, 1.0), "device": "cpu",
-    }  # fmt: skip
+    """A rank holds its part of both axes."""
+    options = {"batch": 2, "tokens": 16, "dtype": "float32", "microbatches": 2, "device": "cpu"}
     config = SIZES | MIXTURES["mixtral"] | {"num_hidden_layers": 4}
-    plans = [plan_ranks(config, Layout(**{axis: 2}, expert=n), **options) for n in (1, 2)]
+    one, both = (plan_ranks(config, Layout(**{axis: 2}, expert=n), **options)[0] for n in (1, 2))
     stacks = sum(math.prod(s) for n, s in parse(config).shapes().items() if is_stack(n))
-    weights = [plan.stages[0].memory.weights for plan in plans]
-    assert weights[0] - weights[1] == stacks * 4 // 4
-    both = plans[1]
-    assert sum(both.stages[0].sent("expert")["all_to_all_rows"]) > 0
-    peaks = [stage.memory.total for stage in both.stages]
-    assert both.replay().peaks == [peak for peak in peaks for _ in range(4 // len(peaks))]
+    assert one.weights - both.weights == stacks * 4 // 4

@@ -19,11 +19,11 @@ from ..finetune.run.settings import Settings, check_optimizer
 from ..memory.ledger import MemoryPlan
 from ..memory.plan import plan_memory
 from ..memory.planned_model import DEVICES
-from ..memory.stage_plan import Layout
+from ..memory.stage_plan import Layout, plan_ranks
 from ..models.adapters.into import CHOICES
 from ..models.gguf.opening import source_of
+from ..models.objective import next_token
 from ..models.optimizers import OPTIMIZERS
-from ..profiling.scale import plan_ranks
 from .options import (
     ATTENTION,
     FILE,
@@ -31,12 +31,10 @@ from .options import (
     SCHEDULE,
     ZERO,
     NewPicture,
-    Number,
     json_option,
     option,
 )
-from .plan_ranks import Interconnect, rate_of, show
-from .plan_tables import cards, ledger, options_text, show_rollouts, training_methods
+from .plan_tables import cards, ledger, of_stages, options_text, show_rollouts, training_methods
 from .timeline import draw_timeline
 
 RANK = 16  # of the adapters in the comparison table, unless --lora sets one
@@ -72,9 +70,6 @@ RANK = 16  # of the adapters in the comparison table, unless --lora sets one
 @option("--pipeline-schedule", SCHEDULE, "Pipeline schedule.  [default: 1f1b]")
 @option("--chunks", click.IntRange(1), "Parts of each stage, if interleaved.  [default: 2]")
 @option("--zero", ZERO, "1: data ranks divide the optimizer's averages; 3: the weights too.", "0")
-@option("--interconnect", Interconnect(), "GB/s in a node, and between nodes.", "900,50")
-@option("--node", click.IntRange(1), "Ranks in a node.", 8)
-@option("--rate", Number(0, min_open=True), "TFLOP/s of a rank's products.  [default: by device]")
 @option("--plot", NewPicture(), "Draw the step's timeline: PNG, PDF or SVG.")
 @json_option
 def plan(
@@ -105,16 +100,13 @@ def plan(
     pipeline_schedule: str | None,
     chunks: int | None,
     zero: str,
-    interconnect: tuple[float, float],
-    node: int,
-    rate: float | None,
     plot: Path | None,
 ) -> None:
     """Show how much memory a training step needs, and which cards have enough.
 
     CONFIG is a config.json or the folder of a model or an adapter; no weights of a model are read.
-    With a number of ranks, the plan shows memory, sent bytes and time of each rank, and simulates
-    all of them; --batch is then the batch of one data rank.
+    With a number of ranks, the plan shows the memory of a rank of each pipeline stage, and draws
+    that of the stage that holds most; --batch is then the batch of one data rank.
     """
     from ..models.parse import parse
 
@@ -165,34 +157,32 @@ def plan(
         if optimizer == "none":
             raise ConfigError("plan: ranks are planned with an optimizer; leave --optimizer out")
         tensor, pipeline, data, context, expert = (size or 1 for size in sizes)
-        layout = Layout(tensor, pipeline, data, int(zero), node, context, expert)
-        speed, rate_source = rate_of(rate, device, dtype)
-        options |= inputs_of(learning, batch, length)
+        layout = Layout(tensor, pipeline, data, int(zero), context, expert)
         with _named(path):
-            scale_plan = plan_ranks(
+            plans = plan_ranks(
                 values, layout, batch=batch, tokens=length, microbatches=options.pop("accumulate"),
-                rate=speed, interconnect=interconnect, schedule=pipeline_schedule or "1f1b",
-                chunks=chunks_of(pipeline_schedule, chunks),
-                context_attention=context_attention or "ring", **options,
+                schedule=pipeline_schedule or "1f1b", chunks=chunks_of(pipeline_schedule, chunks),
+                context_attention=context_attention or "ring", objective=learning or next_token,
+                **options,
             )  # fmt: skip
-        settings = f"{accumulate} x {batch} x {length} tokens, {dtype}{options_text(options)}"
-        settings += learned + words_of(pipeline_schedule, chunks, context_attention)
-        show(scale_plan, str(path if own else config), settings, rate_source, length, plot)
-        show_rollouts(machine.console(), scale_plan.memory, learning, batch, length)
+        title = f"{path if own else config}: {_grid(layout)}, {accumulate} x {batch} x {length}"
+        title += f" tokens, {dtype}{options_text(options)}{learned}"
+        title += words_of(pipeline_schedule, chunks, context_attention)
+        _show(of_stages(plans, title), plans, title, plot)
+        show_rollouts(machine.console(), plans, learning, batch, length)
         return
 
     @cache
     def planned(rows: int, length: int, **changes: Any) -> MemoryPlan:
-        passes = [] if learning is None else [learning.full(rows, length)] * min(2, accumulate)
-        more = {**options, **changes, "objective": learning, "inputs": passes}
-        return plan_memory(values, batch=rows, tokens=length, **more)
+        more = {**options, **changes}
+        return plan_memory(values, batch=rows, tokens=length, objective=learning, **more)
 
     with _named(path):
         memory_plan = planned(batch, length)
     extra = options_text(options) + f", the adapter in {folder}" * (adapter is not None)
     title = f"{path if own else config}: {batch} x {length} tokens, {dtype}{extra}{learned}"
+    _show(ledger(memory_plan, title), [memory_plan], title, plot)
     console = machine.console()
-    console.print(ledger(memory_plan, title))
     show_rollouts(console, [memory_plan], learning, batch, length)
     here = machine.device_memory(None if device == "cpu" else device)[0]
     console.print(cards(planned, batch, length, positions, here))
@@ -200,8 +190,21 @@ def plan(
         console.print(
             training_methods(partial(planned, batch, length), lora or RANK, quantize or "nf4", here)
         )
+
+
+def _grid(layout: Layout) -> str:
+    """Return the sizes of a grid of ranks, in words."""
+    axes = ["tensor", *["expert"] * (layout.expert > 1), "context", "pipeline", "data"]
+    sizes = " x ".join(str(getattr(layout, axis)) for axis in axes)
+    return f"{sizes} ranks ({', '.join(axes)})"
+
+
+def _show(table: Any, plans: list[MemoryPlan], title: str, plot: Path | None) -> None:
+    """Print the table of plans; draw that which holds most if a picture is named."""
+    console = machine.console()
+    console.print(table)
     if plot is not None:
-        draw_timeline(plot, memory_plan, title)
+        draw_timeline(plot, max(plans, key=lambda plan: plan.total), title)
         console.print(f"timeline: {plot}", markup=False)
 
 
@@ -229,13 +232,6 @@ def words_of(schedule: str | None, chunks: int | None, context_attention: str | 
     """Return options of ranks for the title of a plan."""
     each = (schedule, chunks and f"{chunks} chunks", context_attention)
     return "".join(f", {word}" for word in each if word)
-
-
-def inputs_of(learning: Any, batch: int, length: int) -> dict[str, Any]:
-    """Return the options of a plan by which a method learns full rows; none for next tokens."""
-    if learning is None:
-        return {}
-    return {"objective": learning, "inputs": learning.full(batch, length)}
 
 
 def sized(learning: Any, values: Any, new: int | None, length: int) -> Any:

@@ -1,10 +1,10 @@
-"""Output of ``unsloth-cupy plan`` for one device: the memory of a step, and cards that fit it."""
+"""Output of ``unsloth-cupy plan``: the memory of a step, on one device with cards that fit it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..machine import format_bytes
-from ..memory.ledger import ROLLOUTS, MemoryPlan
+from ..memory.ledger import ALL, ROLLOUTS, MemoryPlan
 
 CARDS = (8, 16, 24, 48, 80, 141)  # GB, the memory sizes that cards are sold with
 GB = 2**30
@@ -61,6 +61,22 @@ def ledger(plan: MemoryPlan, title: str) -> Any:
     moment = plan.moments[plan.peak]
     where = f"at step {plan.peak + 1} of {len(plan.moments)}: {moment}"
     table.add_row("total", "", format_bytes(plan.total), where)
+    return table
+
+
+def of_stages(plans: Sequence[MemoryPlan], title: str) -> Any:
+    """Return the table of the memory that a rank of each pipeline stage holds at its peak."""
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=escape(title), title_justify="left")
+    table.add_column("at the peak", style="bold")
+    for stage in range(len(plans)):
+        table.add_column(f"stage {stage}", justify="right")
+    for name in ALL:
+        table.add_row(name, *(format_bytes(plan.at_peak[name]) for plan in plans))
+    table.add_section()
+    table.add_row("total of a rank", *(format_bytes(plan.total) for plan in plans))
     return table
 
 

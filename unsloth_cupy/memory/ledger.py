@@ -160,14 +160,6 @@ class Ledger:
                     self.parts[number] = LOGITS
         self.note(op.__name__, self.layer)
 
-    def between(self, start: int, stop: int) -> tuple[int, int]:
-        """Return the bytes that changes from ``start`` to ``stop`` add: the peak, and the end."""
-        running = top = 0
-        for change in self.changes[start:stop]:
-            running += self.sizes[change] if change >= 0 else -self.sizes[~change]
-            top = max(top, running)
-        return top, running
-
     def plan(self) -> MemoryPlan:
         """Return the plan that follows from all changes."""
         numbers = np.array(self.changes)

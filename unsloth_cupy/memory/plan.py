@@ -21,14 +21,14 @@ from ..errors import ConfigError
 from ..ops.common.checks import check_choice
 from ..training.checkpoint import CheckpointConfig
 from ..training.gradients import measure_gradients, sum_gradients
-from .ledger import GRADIENTS, ROLLOUTS, Ledger, MemoryPlan
+from .ledger import GRADIENTS, Ledger, MemoryPlan
 from .planned import placed_inputs, recording_in
-from .planned_model import DEVICES, frozen_model, new_adapter, planned_training
+from .planned_model import DEVICES, new_adapter, planned_training, rehearse, with_planned_models
 
 if TYPE_CHECKING:
     from ..models.adapters.adapter import Adapter
     from ..models.configs.config import Config
-    from .stage_plan import Job, Layout
+    from .stage_plan import Layout
 
 ALIKE = 2  # forward passes to run: the first begins the sum of gradients, all others are alike
 CLIPPED = 0.5  # the factor of gradients: any but 1, which would save a copy
@@ -96,7 +96,8 @@ def plan_memory(
         The loss of a step, ``objective(model, tokens=tokens, labels=tokens, count=count)``; None:
         that of the next tokens.  If it has ``planned(create)``, that returns the same loss with
         what ``create(config)`` makes: another model, whose weights are counted.  If it has
-        ``rehearse(model, rows, tokens)``, that is what a step does before its passes.
+        ``rehearse(model, rows, tokens)``, that is what a step does before its passes; if it has
+        ``full(batch, tokens)``, that returns what it takes in place of tokens and labels.
     device : str
         cuda counts the arrays of kernels, in the pieces of CuPy's pool; cpu those of NumPy.
     inputs : sequence of {"tokens": array, "labels": array, "offsets": array or None}, optional
@@ -123,17 +124,20 @@ def plan_memory(
     from ..models.objective import next_token
     from ..models.parse import parse
     from ..models.quantizer import Quantizer
-    from .stage_plan import Job, Layout
+    from .stage_plan import Layout, plan_ranks
 
     kind = float_dtype("plan_memory", dtype, KERNEL_DTYPES)
-    sizes = {"batch": batch, "tokens": tokens, "accumulate": accumulate}
-    sizes |= {"tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel}
-    sizes |= {} if rank is None else {"rank": rank}
+    sizes = {
+        "batch": batch, "tokens": tokens, "accumulate": accumulate,
+        "rank": 1 if rank is None else rank,
+        "tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel,
+    }  # fmt: skip
     for name, size in sizes.items():
         if not 1 <= size < 2**31:
             raise ConfigError(f"plan_memory: {name}={size}; pass 1 or more, less than 2**31")
     check_choice("plan_memory", "device", device, tuple(DEVICES))
-    _check_optimizer(optimizer, state_bits, tensor_parallel)
+    layout = Layout(tensor_parallel, pipeline_parallel)
+    _check_optimizer(optimizer, state_bits, layout)
     parsed = config if isinstance(config, Config) else parse(config)
     _check_adapter(
         parsed, rank, adapter, quantization, objective, merge_into,
@@ -141,14 +145,15 @@ def plan_memory(
     )  # fmt: skip
     every = checkpoint_every
     parts = every if isinstance(every, CheckpointConfig | None) else CheckpointConfig(True, every)
-    layout = Layout(tensor_parallel, pipeline_parallel)
     _check_inputs(inputs, layout.ranks)
     if layout.ranks > 1:
-        job = Job(
-            batch, tokens, kind, state_bits, parts, device, rank, adapter, quantization,
-            chunked_mlp, objective=objective or next_token, optimizer=optimizer,
+        plans = plan_ranks(
+            parsed, layout, batch=batch, tokens=tokens, dtype=kind, microbatches=accumulate,
+            optimizer=optimizer, state_bits=state_bits, rank=rank, checkpoint_every=parts,
+            chunked_mlp=chunked_mlp, adapter=adapter, quantization=quantization, device=device,
+            objective=objective or next_token,
         )  # fmt: skip
-        return _of_ranks(parsed, layout, job, accumulate)
+        return max(plans, key=lambda plan: plan.total)
     arrays, granule = DEVICES[device]
     ledger = Ledger(granule)
     with recording_in(ledger), ledger.watching_ops(), _counted(f"plan_memory({batch=}, {tokens=})"):
@@ -157,11 +162,13 @@ def plan_memory(
         arguments = (ledger, parsed, arrays, kind, optimizer, state_bits, adapter, codes)
         model, steps = planned_training(*arguments)
         model.chunked_mlp = chunked_mlp
-        if (other := getattr(objective, "planned", None)) is not None:  # it has a frozen model
-            objective = other(partial(frozen_model, ledger, arrays=arrays, kind=kind))
+        objective = with_planned_models(ledger, objective, arrays, kind)
         ledger.begin()
         alike = len(inputs) or min(accumulate, ALIKE)
-        _rehearse(ledger, objective, model, inputs[0] if inputs else None, (batch, tokens))
+        if not inputs and hasattr(objective, "full"):
+            inputs = [objective.full(batch, tokens)] * alike
+        rows = inputs[0]["tokens"].shape if inputs else (batch, tokens)
+        rehearse(ledger, objective, model, *rows)
         batches = _batches(arrays, (batch, tokens), alike, inputs)
 
         def passes() -> Iterator[tuple[Any, dict[str, Any]]]:
@@ -185,14 +192,6 @@ def plan_memory(
             del measure
             ledger.note(f"{steps.call}.step")
         return ledger.plan()
-
-
-def _rehearse(ledger: Ledger, objective: Any, model: Any, first: Any, sizes: Any) -> None:
-    """Do what a step does before its passes, of the rows of the first or of these sizes."""
-    rehearse = getattr(objective, "rehearse", None)
-    if rehearse is not None:
-        rehearse(model, *(sizes if first is None else first["tokens"].shape))
-        ledger.note(ROLLOUTS)
 
 
 def _adapter_of(
@@ -232,16 +231,20 @@ def _check_inputs(inputs: Any, ranks: int) -> None:
         raise ConfigError(f"plan_memory(inputs=..., {ranks} ranks): inputs are those of one rank")
 
 
-def _check_optimizer(optimizer: str, state_bits: int, tensor_parallel: int) -> None:
+def _check_optimizer(optimizer: str, state_bits: int, layout: "Layout") -> None:
     from ..models.optimizers import OPTIMIZERS, conflict
 
     check_choice("plan_memory", "optimizer", optimizer, (*OPTIMIZERS, "none"))
-    problem = conflict(optimizer, state_bits=state_bits, tensor_parallel=tensor_parallel)
+    problem = conflict(optimizer, state_bits=state_bits, tensor_parallel=layout.tensor)
     if problem is not None:
         settings, why = problem
         text = ", ".join(f"{name}={value}" for name, value in settings.items())
         cure = f"leave {text} out, or pass optimizer='adamw'"
         raise ConfigError(f"plan_memory({optimizer=}): {why}; {cure}")
+    if optimizer == "none" and layout.ranks > 1:
+        options = f"optimizer='none', tensor_parallel={layout.tensor}"
+        options += f", pipeline_parallel={layout.pipeline}"
+        raise ConfigError(f"plan_memory({options}): ranks have an optimizer; pass 'adamw'")
 
 
 def _check_adapter(
@@ -275,18 +278,6 @@ def _check_adapter(
         raise ConfigError(f"plan_memory(quantization={quantization!r}): {cure}")
     if quantization is not None:
         check_stacks("plan_memory", quantization, config)
-
-
-def _of_ranks(config: "Config", layout: "Layout", job: "Job", accumulate: int) -> MemoryPlan:
-    """Return the plan of the rank that holds most."""
-    from .stage_plan import plan_stages
-
-    if job.optimizer == "none":
-        options = f"optimizer='none', tensor_parallel={layout.tensor}"
-        options += f", pipeline_parallel={layout.pipeline}"
-        raise ConfigError(f"plan_memory({options}): ranks have an optimizer; pass 'adamw'")
-    stages = plan_stages(config, layout, job, accumulate, "1f1b", None)
-    return max((stage.memory for stage in stages), key=lambda plan: plan.total)
 
 
 @contextmanager

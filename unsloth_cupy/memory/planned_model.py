@@ -7,7 +7,7 @@ from ..core.dtypes import FLOAT32
 from ..training.joined import Joined
 from ..training.optimizer import Optimizer
 from ..training.precision import compute_copies
-from .ledger import MASTER, OPTIMIZER, WEIGHTS, Ledger
+from .ledger import MASTER, OPTIMIZER, ROLLOUTS, WEIGHTS, Ledger
 from .planned import Planned, PlannedOnHost, recording_in
 
 if TYPE_CHECKING:
@@ -85,14 +85,33 @@ def new_adapter(
     return Adapter(settings, parameters, stacks=stacks)
 
 
-def frozen_model(ledger: "Ledger", config: "Config", *, arrays: Any, kind: Any) -> "Transformer":
-    """Return a model that is not trained, whose weights are counted."""
+def with_planned_models(
+    ledger: "Ledger", objective: Any, arrays: Any, kind: Any, here: bool = True
+) -> Any:
+    """Return an objective with its frozen models, whose weights are counted if they are ``here``.
+
+    ``objective.planned(create)`` returns it with what ``create`` makes of the config of each.
+    """
     from ..models.transformer import Transformer
 
-    shapes = config.shapes().items()
-    parameters = {name: arrays.of(shape, config.dtype_of(name, kind)) for name, shape in shapes}
-    ledger.enter(WEIGHTS, parameters)
-    return Transformer(config, parameters, {})
+    def create(config: "Config") -> "Transformer | None":
+        if not here:
+            return None
+        shapes = config.shapes().items()
+        weights = {name: arrays.of(shape, config.dtype_of(name, kind)) for name, shape in shapes}
+        ledger.enter(WEIGHTS, weights)
+        return Transformer(config, weights, {})
+
+    return objective.planned(create) if hasattr(objective, "planned") else objective
+
+
+def rehearse(
+    ledger: "Ledger", objective: Any, model: "Transformer", rows: int, tokens: int
+) -> None:
+    """Do what the objective does before the passes of a step of so many rows, if it does."""
+    if hasattr(objective, "rehearse"):
+        objective.rehearse(model, rows, tokens)
+        ledger.note(ROLLOUTS)
 
 
 def planned_training(

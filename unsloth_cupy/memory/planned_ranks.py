@@ -1,10 +1,9 @@
-"""A rank without peers: its exchanges return planned arrays and count the bytes that they send.
+"""A rank without peers: its exchanges return planned arrays.
 
 The collectives of ``parallel`` themselves run, so that their buffers are planned too.
 """
 
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +11,7 @@ import numpy as np
 from ..core.arrays import contiguous, empty
 from ..parallel.communicator import check_counts
 from ..parallel.exchanges import Exchanges, pieces
-from ..parallel.schedule import Step
 from .ledger import Ledger
-
-Calls = Mapping[str, tuple[int, int]]  # bytes by name of the call: forward, backward; a microbatch
 
 
 class PlannedRanks(Exchanges):
@@ -30,11 +26,6 @@ class PlannedRanks(Exchanges):
         Whether ranks communicate while they compute, as on GPUs.
     inbox : Inbox, optional
         Where messages of ranks of hosts wait, for all groups of this rank.
-
-    Attributes
-    ----------
-    sent : Counter
-        Bytes that this rank has sent, by name of the call.
     """
 
     def __init__(
@@ -49,13 +40,10 @@ class PlannedRanks(Exchanges):
         super().__init__(timeout=1.0, checked=False)
         self.inbox = inbox
         self.rank, self.size, self.groups, self.ahead = rank, size, groups, ahead
-        self.sent: Counter[str] = Counter()
 
     def split(self, color: int) -> "PlannedRanks":
-        """Return this rank as a member of a group, whose bytes are added to those of this one."""
-        member = PlannedRanks(self.rank % self.groups, self.groups, inbox=self.inbox)
-        member.sent = self.sent
-        return member
+        """Return this rank as a member of a group."""
+        return PlannedRanks(self.rank % self.groups, self.groups, inbox=self.inbox)
 
     def all_to_all_rows(self, x: Any, counts: Sequence[int]) -> tuple[Any, list[int]]:
         """Return as many rows as ranks send that all do as this one; back, as many as it sent."""
@@ -69,9 +57,6 @@ class PlannedRanks(Exchanges):
         return out, came
 
     def _exchange(self, call: str, sends: list[Any], receives: list[Any]) -> None:
-        for rank, array in enumerate(sends):
-            if array is not None and rank != self.rank:
-                self.sent[call] += array.nbytes
         if self.inbox is not None:
             others = [array for rank, array in enumerate(receives) if rank != self.rank]
             self.inbox.empty(sum(array.nbytes for array in others if array is not None))
@@ -80,7 +65,7 @@ class PlannedRanks(Exchanges):
         return np.array([row] * self.size)
 
     def _post(self, x: Any, to: int) -> None:
-        self.sent["send"] += x.nbytes
+        pass
 
     def _own(self, call: str, x: Any) -> Any:
         return contiguous(x)
@@ -107,27 +92,3 @@ class Came(list[int]):
     """How many rows came from each rank, and how many were ``sent``."""
 
     sent: Sequence[int] = ()
-
-
-class Sent:
-    """Bytes that a group has sent in the last step of each chunk, forward and backward."""
-
-    def __init__(self, group: PlannedRanks, chunks: int) -> None:
-        self.group = group
-        group.sent.clear()
-        self.before = dict[str, int]()
-        self.chunks = [{False: Counter[str](), True: Counter[str]()} for _ in range(chunks)]
-
-    def note(self, step: Step) -> None:
-        """Record the bytes that a step has sent."""
-        now = dict(self.group.sent)
-        sent = Counter({n: v - self.before.get(n, 0) for n, v in now.items()})
-        self.chunks[step.chunk][step.backward] = sent
-        self.before = now
-
-    def by_call(self) -> list[Calls]:
-        """Return the bytes forward and backward by name of the call, for each chunk."""
-        return [
-            {name: (ways[False][name], ways[True][name]) for name in ways[False] | ways[True]}
-            for ways in self.chunks
-        ]

@@ -1,45 +1,49 @@
-"""Plans one pipeline stage of a grid of ranks: memory, messages and operations of its first rank.
+"""Plans the memory of the ranks of a grid in a step of training, before anything is allocated.
 
-The steps of the schedule run in order on planned arrays, with the collectives of real ranks.
+    plans = plan_ranks(config, Layout(tensor=8, pipeline=4, data=64, zero=1), batch=1, tokens=4096,
+                       dtype="bfloat16", microbatches=32)
+    max(plan.total for plan in plans)
+
+The steps of each stage of the model run in the order of its schedule on planned arrays, with the
+collectives of real ranks.
 """
 
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise, product
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.dtypes import FLOAT32
+from ..core.dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
+from ..errors import ConfigError
 from ..models.adapters.adapter import Adapter
 from ..models.configs.config import Config
 from ..models.objective import TrainingStep, next_token
+from ..models.parse import parse
 from ..models.quantizer import Quantizer
 from ..models.ranks.division import Division, divided_adapter
 from ..models.ranks.pipeline_stages import Stages
 from ..models.ranks.stages import ModelStage
 from ..parallel.data import BUCKET_BYTES, Buckets
-from ..parallel.schedule import Step, pipeline_schedule
+from ..parallel.schedule import Step, chunks_of, pipeline_schedule
 from ..parallel.zero import Zero1
 from ..training.checkpoint import CheckpointConfig
-from .ledger import GRADIENTS, MASTER, OPTIMIZER, ROLLOUTS, Ledger, MemoryPlan
+from .ledger import GRADIENTS, MASTER, OPTIMIZER, Ledger, MemoryPlan
 from .planned import placed_inputs, recording_in
-from .planned_model import DEVICES, frozen_model, new_adapter, planned_training
-from .planned_ranks import Calls, Inbox, PlannedRanks, Sent
-from .stage_products import products
+from .planned_model import DEVICES, new_adapter, planned_training, rehearse, with_planned_models
+from .planned_ranks import Inbox, PlannedRanks
 
 SPARE = 2  # microbatches beyond those that fill a pipeline: later ones need the same as these
 ROUNDS = 4  # of as many microbatches as stages: the same, if stages have chunks
 
 
 class Layout(NamedTuple):
-    """A grid of ranks, numbered as in ``parallel.grid``."""
+    """The sizes of a grid of ranks, and what data ranks divide by ZeRO: 1 the averages, 3 all."""
 
     tensor: int = 1
     pipeline: int = 1
     data: int = 1
     zero: int = 0
-    node: int = 8  # ranks that are joined by the faster link
     context: int = 1
     expert: int = 1
 
@@ -52,21 +56,6 @@ class Layout(NamedTuple):
     def alike(self) -> int:
         """The number of ranks that hold the same weights, but for experts, for other tokens."""
         return self.data * self.context * self.expert
-
-    def rank(self, tensor: int, stage: int, data: int, context: int = 0, expert: int = 0) -> int:
-        """Return the number of a rank."""
-        place = (data * self.pipeline + stage) * self.context + context
-        return (place * self.expert + expert) * self.tensor + tensor
-
-    def column(self, stage: int, tensor: int = 0, data: int | None = None) -> list[int]:
-        """Return the ranks of the same weights, but for experts, of all or ``data`` data ranks."""
-        replicas = range(self.data if data is None else data)
-        places = product(replicas, range(self.context), range(self.expert))
-        return [self.rank(tensor, stage, *place) for place in places]
-
-    def joined(self, ranks: Sequence[int]) -> bool:
-        """Return whether ranks belong to one node."""
-        return len({rank // self.node for rank in ranks}) == 1
 
 
 class Job(NamedTuple):
@@ -104,68 +93,75 @@ class Job(NamedTuple):
         return {**placed_inputs(self.inputs, arrays), "count": 1}
 
 
-class StagePlan(NamedTuple):
-    """Memory and messages of the first tensor rank of a stage, which has the largest parts.
+def plan_ranks(
+    config: Mapping[str, Any] | Config,
+    layout: Layout,
+    *,
+    batch: int,
+    tokens: int,
+    dtype: Any,
+    microbatches: int = 1,
+    schedule: str = "1f1b",
+    chunks: int | None = None,
+    **options: Any,
+) -> list[MemoryPlan]:
+    """Return what a rank of each pipeline stage holds: the one with the largest parts.
 
-    Attributes
+    Parameters
     ----------
-    memory : MemoryPlan
-    begin : int
-        Bytes held before a step.
-    before : tuple of (int, int)
-        Bytes that are added before its passes, at the peak and at its end: to draw answers.
-    held : list of (int, int)
-        Bytes that each step adds, at its peak and at its end; for the steps that were run.
-    after : tuple of (int, int)
-        The same for the sums of gradients and the optimizer.
-    calls : dict of str to list of dict
-        For each group of ranks, ``tensor``, ``expert``, ``context`` and ``data`` (ranks that divide
-        the weights by ZeRO), and each chunk of blocks: the bytes that are sent in a microbatch,
-        forward and backward, by name of the call.
-    passes : int
-        Bytes of a message to the next stage.
-    gradients : int
-        Bytes that are sent for the sums of gradients, and with ZeRO for the parameters.
-    products : list of (float, float)
-        Operations of each chunk in a microbatch, forward and backward.
+    config : dict or Config
+        Content of a Hugging Face config.json, or a Config.
+    layout : Layout
+        The grid of ranks.
+    batch, tokens : int
+        Rows of a microbatch in one data rank, and tokens in a row.
+    dtype : dtype or its name
+        Dtype of the computation.
+    microbatches : int
+        Microbatches of each data rank in a step.
+    schedule, chunks
+        As in ``pipeline_schedule``.
+    options
+        As in ``plan_memory``: optimizer, state_bits, rank, adapter, quantization, checkpoint_every,
+        chunked_mlp, device, objective; context_attention, as of a model; and ``inputs``, of one
+        pass in a data rank.
+
+    Returns
+    -------
+    plans : list of MemoryPlan
+        In bytes, by stage.
+
+    Raises
+    ------
+    ConfigError
+        The model cannot be divided among these ranks, or a number is not valid.
     """
-
-    memory: MemoryPlan
-    begin: int
-    before: tuple[int, int]
-    held: Sequence[tuple[int, int]]
-    after: tuple[int, int]
-    calls: Mapping[str, Sequence[Calls]]
-    passes: int
-    gradients: int
-    products: Sequence[tuple[float, float]]
-
-    def sent(self, group: str) -> Calls:
-        """Return the ``calls`` of a group, all chunks added up."""
-        chunks = self.calls[group]
-        names = sorted({name for calls in chunks for name in calls})
-        every = {name: [calls.get(name, (0, 0)) for calls in chunks] for name in names}
-        return {n: (sum(f for f, _ in of), sum(b for _, b in of)) for n, of in every.items()}
-
-
-def plan_stages(
-    config: Config, layout: Layout, job: Job, microbatches: int, kind: str, chunks: int | None
-) -> list[StagePlan]:
-    """Run each stage on planned arrays, for as few microbatches as determine what others need."""
-    run = microbatches  # gpipe keeps all of them to the end
-    if kind != "gpipe":
-        most = ROUNDS * layout.pipeline if kind == "interleaved" else layout.pipeline + SPARE
-        run = min(run, most)
-    short = pipeline_schedule(layout.pipeline, run, kind, chunks=chunks)
-    return [plan_stage(config, layout, stage, steps, job) for stage, steps in enumerate(short)]
+    sizes = {**layout._asdict(), "microbatches": microbatches, "zero": layout.zero + 1}
+    if min(sizes.values()) < 1 or layout.zero not in (0, 1, 3):
+        cure = "pass sizes >= 1, and zero 0, 1 or 3"
+        raise ConfigError(f"plan_ranks({layout}, {microbatches=}) is not a grid; {cure}")
+    if layout.zero == 3 and layout.pipeline > 1:
+        problem = "would gather the weights of a stage for each microbatch"
+        raise ConfigError(f"plan_ranks({layout}): zero=3 {problem}; pass zero=1, or pipeline=1")
+    parsed = config if isinstance(config, Config) else parse(config)
+    kind = float_dtype("plan_ranks", dtype, KERNEL_DTYPES)
+    steps = pipeline_schedule(layout.pipeline, microbatches, schedule, chunks=chunks)
+    if schedule != "gpipe":  # which keeps all of them to the end; here later ones need no more
+        most = ROUNDS * layout.pipeline if schedule == "interleaved" else layout.pipeline + SPARE
+        run = min(microbatches, most)
+        steps = pipeline_schedule(layout.pipeline, run, schedule, chunks=chunks)
+    job = Job(batch, tokens, kind, chunks=chunks_of(steps), **options)
+    if job.inputs is None and hasattr(job.objective, "full"):
+        job = job._replace(inputs=job.objective.full(batch, tokens))
+    return [plan_stage(parsed, layout, stage, own, job) for stage, own in enumerate(steps)]
 
 
 def plan_stage(
     config: Config, layout: Layout, stage: int, steps: Sequence[Step], job: Job
-) -> StagePlan:
-    """Run the steps of a stage on planned arrays."""
+) -> MemoryPlan:
+    """Run the steps of a stage on planned arrays, in its first tensor rank."""
     arrays, granule = DEVICES[job.device]
-    ledger, stops = Ledger(granule), list[int]()  # changes before each step, and before the sums
+    ledger = Ledger(granule)
     inbox = Inbox(ledger) if job.device == "cpu" else None
     tensor, pipeline, context, expert = (
         PlannedRanks(*each, inbox=inbox)
@@ -184,10 +180,9 @@ def plan_stage(
         for name, shape in config.shapes().items()
         if division is None or division.holds(name)
     }
-    rows, kind = (job.rows, job.tokens), job.quantization
+    kind = job.quantization
     codes = None if kind is None else Quantizer("plan_ranks", kind, division)
     read = {n: config.shapes()[n] if codes and codes.wants_whole(n) else shapes[n] for n in shapes}
-    own = _tokens_of_rank(job, layout.context)
     adapter = _adapter(config, division, job)
     with recording_in(ledger), ledger.watching_ops():
         zero = layout.zero if layout.alike > 1 else 0
@@ -199,23 +194,22 @@ def plan_stage(
         model.chunked_mlp, model.context_attention = job.chunked_mlp, job.context_attention
         _place(model, division, context, job.dtype)
         states = _divided(ledger, optimizer, data, division) if zero == 1 else None
-        job = _with_models(job, ledger, stage == 0, stages is None or stages.last)
-        runs = _Runs(model, job.as_arrays(arrays), job)
+        # answers are rewarded before the passes, by the first stage; losses are of the last
+        first = hasattr(job.objective, "rehearse")
+        here = stage == 0 if first else stages is None or stages.last
+        objective = with_planned_models(ledger, job.objective, arrays, job.dtype, here)
+        runs = _Runs(model, job.as_arrays(arrays), job._replace(objective=objective))
         if zero == 3:
             runs.learn_the_order()
-        begin = len(ledger.changes)
         ledger.begin()
-        _draw(ledger, model, job, layout.context)
-        stops.append(len(ledger.changes))
-        groups = {"tensor": tensor, "expert": expert, "context": context, "data": data}
-        sent = {name: Sent(group, job.chunks) for name, group in groups.items()}
+        drawing = model.on_tape(model.parameters, model.step)
+        drawing.context = None  # context ranks draw a share of the answers each, without the others
+        rows = -(-job.batch // layout.context) * (job.rows // job.batch)
+        rehearse(ledger, objective, drawing, rows, job.tokens)
+        del drawing
         for step in steps:
             runs.run(step)
             ledger.note("backward" if step.backward else "forward")
-            stops.append(len(ledger.changes))
-            for each in sent.values():
-                each.note(step)
-        data.sent.clear()
         ledger.enter(GRADIENTS, runs.sums)
         alone = layout.alike == 1 or zero == 3
         summed = runs.sums if alone else _sums(runs.sums, data, states, division)
@@ -224,23 +218,7 @@ def plan_stage(
         steps_by: Any = optimizer if states is None else states
         steps_by.step(summed, finite=True, factor=0.5)
         ledger.note(f"{steps_by.call}.step")
-        drawn, *held, after = (  # once the sizes of messages are known
-            ledger.between(*pair) for pair in pairwise([begin, *stops, len(ledger.changes)])
-        )
-        return StagePlan(
-            ledger.plan(),
-            ledger.between(0, begin)[1],
-            drawn,
-            held,
-            after,
-            {name: each.by_call() for name, each in sent.items()},
-            _passed(config, job, own) if layout.pipeline > 1 else 0,
-            sum(data.sent.values()),
-            products(
-                config, shapes, {} if adapter is None else adapter.parameters, division, rows, own,
-                job.checkpoint_every is not None,
-            ),
-        )  # fmt: skip
+        return ledger.plan()
 
 
 def _adapter(config: Config, division: Division | None, job: Job) -> Adapter | None:
@@ -250,14 +228,6 @@ def _adapter(config: Config, division: Division | None, job: Job) -> Adapter | N
         return None
     with recording_in(Ledger(1)):
         return divided_adapter(whole, division)
-
-
-def _passed(config: Config, job: Job, tokens: int) -> int:
-    """Return the bytes of a message to the next stage: hidden states, sums of the router's loss."""
-    hidden = job.rows * tokens * config.hidden * job.dtype.itemsize
-    if config.experts is None or not config.balanced:
-        return hidden
-    return hidden + 2 * config.experts.count * np.dtype(np.float64).itemsize
 
 
 def _divided(ledger: Ledger, adamw: Any, data: PlannedRanks, division: Division | None) -> Zero1:
@@ -340,30 +310,6 @@ class _Runs:
                 self.sums[name] = gradients.pop(name).astype(FLOAT32)
             else:
                 del gradients[name]
-
-
-def _tokens_of_rank(job: Job, ranks: int) -> int:
-    """Return the tokens of a row that a rank has, whose rows are padded to equal parts."""
-    parts = ranks * (2 if ranks > 1 and job.context_attention == "ring" else 1)
-    return -(-job.tokens // parts) * parts // ranks
-
-
-def _with_models(job: Job, ledger: Ledger, first: bool, last: bool) -> Job:
-    """Return a job with the other models of its objective, which one stage has."""
-    if not hasattr(job.objective, "planned"):
-        return job
-    create = partial(frozen_model, ledger, arrays=DEVICES[job.device][0], kind=job.dtype)
-    here = first if job.objective.draws else last
-    return job._replace(objective=job.objective.planned(create if here else lambda _: None))
-
-
-def _draw(ledger: Ledger, model: Any, job: Job, ranks: int) -> None:
-    """Draw answers, of which ranks draw a share each."""
-    if getattr(job.objective, "draws", False):
-        whole = model.on_tape(model.parameters, model.step)
-        whole.context = None  # texts are of this rank alone
-        job.objective.rehearse(whole, -(-job.batch // ranks) * job.objective.samples, job.tokens)
-        ledger.note(ROLLOUTS)
 
 
 def _place(model: Any, division: Division | None, context: Any, dtype: Any) -> None:

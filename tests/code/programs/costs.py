@@ -7,11 +7,13 @@ There is one line for each op that launches a kernel, called with bfloat16 array
 rows:
 
     80, 90    launches, allocations and bytes allocated, by architecture
-    opcodes   Python bytecode instructions that the library runs in a replayed call: an upper bound,
-              which may be exceeded by a share SLACK
+    opcodes   Python bytecode instructions that the library runs in a replayed call
     moved     of smaller arrays, on the emulator: sectors of global memory read and written, passes
               over shared memory for reads and for writes
     loops     SASS instructions of each kernel's hot loop, by architecture
+
+All are upper bounds: a smaller number needs no entry, and one may be exceeded by a share SLACK.
+Where two branches changed a line, a merge takes the smaller of each number.
 
 ``[kernels]`` of the same file has the resources of each kernel: see budget.py.
 """
@@ -162,6 +164,12 @@ def measured(name: str) -> dict[str, Any]:
     line["moved"] = moved(name)
     line |= {f"loops {arch}": loops(name, arch) for arch in ARCHITECTURES}
     return line
+
+
+def rises(now: Any, before: Any) -> bool:
+    """Return whether a number is above that of the table, or their count is another one."""
+    numbers, bounds = np.atleast_1d(now), np.atleast_1d(before)
+    return numbers.shape != bounds.shape or bool((numbers > (1 + SLACK) * bounds).any())
 
 
 def read() -> tuple[dict[str, Any], Lines]:

@@ -37,11 +37,11 @@ from .method import (
 )
 from .preference_methods import RATES
 from .reward_models import RewardModel
+from .reward_pool import SECONDS
 from .rewards import Reward, rewards_of, scores
 
 SAMPLES, NEW = 8, 256  # answers to a prompt, and tokens of an answer at most
 CLIP = 0.2
-LIMITS = ("reward_seconds", "reward_processes")  # settings that change no reward
 REPEATED = ("num_iterations", "steps_per_generation")
 RANKS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 
@@ -102,12 +102,10 @@ class Policy(Method):
 
     def bound(self, settings: Any) -> Self:
         """Return this method with the values of settings."""
-        options, limits = self.options(settings), dict[str, Any]()
-        for name in LIMITS:
-            if name in options:
-                limits[name.removeprefix("reward_")] = options.pop(name)
+        options = self.options(settings)
+        seconds = options.pop("reward_seconds", SECONDS)
         at_once = options.pop("steps_per_generation", settings.accumulate)
-        rewards = rewards_of(options.pop("reward", ()), **limits)
+        rewards = rewards_of(options.pop("reward", ()), seconds)
         return dataclasses.replace(
             self, loss_options=options, rewards=rewards, drawn_at_once=at_once
         )
@@ -131,9 +129,10 @@ class Policy(Method):
         if not self.rewards:
             cure = f"give {named('reward')}, FILE.py:FUNCTION or the folder of a reward model"
             raise ConfigError(f"{method} has nothing to learn from; {cure}")
-        limits = [name for name in LIMITS if getattr(settings, name) is not None]
-        if limits and all(hasattr(each, "model") for each in self.rewards):
-            problem = f"{named(*limits)} is of functions, and {named('reward')} names models alone"
+        limited = settings.reward_seconds is not None
+        if limited and all(hasattr(each, "model") for each in self.rewards):
+            of_functions = f"{named('reward_seconds')} is of functions"
+            problem = f"{of_functions}, and {named('reward')} names models alone"
             raise ConfigError(f"{problem}; leave it out")
         ranks = [name for name in RANKS if (getattr(settings, name) or 1) > 1]
         if ranks and self.invariant:
@@ -252,7 +251,7 @@ class Policy(Method):
         columns |= {name: [record.value.get(name) for record in records] for name in names}
         where = [self.text.place(record.line) for record in records]
         late = list[int]()
-        more = {"group": samples, "tools": [record.tools for record in records], "late": late}
+        more = {"tools": [record.tools for record in records], "late": late}
         rewards = np.zeros((len(records), len(self.rewards)))
         if loop.ranks.judges:
             rewards = scores(self.rewards, columns, where.__getitem__, **more)

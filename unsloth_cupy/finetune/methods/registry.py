@@ -15,7 +15,7 @@ from ..data.rows import listing
 from .distillation import Distill
 from .embedding_method import Embed
 from .method import Method
-from .policy_methods import LIMITS, REPEATED, Policy
+from .policy_methods import REPEATED, Policy
 from .preference_methods import Kto, Preference
 from .scoring_methods import Classify, Reward
 
@@ -30,7 +30,10 @@ MEASURES = {  # what lines of the log say of answers: as TRL names it
     "reward": "reward", "entropy": "entropy", "clipped": "clip_ratio/region_mean", "ratio": "ratio",
     "length": "completions/mean_length",
 }  # fmt: skip
-DRAWING = (*("reward", *LIMITS, "samples", "max_new_tokens", "temperature", "invariant"), *REPEATED)
+DRAWING = (
+    *("reward", "reward_seconds", "samples", "max_new_tokens", "temperature", "invariant"),
+    *REPEATED,
+)
 CLIPPED = ("dapo", "grpo", "dr_grpo", "luspo")  # losses whose terms are those of tokens
 METHODS: Mapping[str, Method] = {
     "sft": Method(),

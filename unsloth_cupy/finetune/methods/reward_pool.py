@@ -126,18 +126,16 @@ def _end(process: "subprocess.Popen[str]") -> None:
         stdin.close()
 
 
-_WORKERS = dict[tuple[Path, str, str], list[Worker]]()
+_WORKERS = dict[tuple[Path, str, str], Worker]()
 
 
-def workers(path: Path, digest: str, name: str, count: int) -> list[Worker]:
-    """Return processes of a function that wait for a call; missing ones are started."""
-    own = _WORKERS.setdefault((path, digest, name), [])
-    own[:] = [each for each in own if each.alive]
-    while len(own) < count:
-        own.append(Worker(path, digest, name))
-    for each in own[:count]:
-        each.takes  # noqa: B018 -- the file has run
-    return own[:count]
+def worker_of(path: Path, digest: str, name: str) -> Worker:
+    """Return the process of a function, which waits for a call; it is started if there is none."""
+    worker = _WORKERS.get((path, digest, name))
+    if worker is None or not worker.alive:
+        worker = _WORKERS[path, digest, name] = Worker(path, digest, name)
+    worker.takes  # noqa: B018 -- the file has run
+    return worker
 
 
 @contextmanager
@@ -146,7 +144,6 @@ def ending_workers() -> Iterator[None]:
     try:
         yield
     finally:
-        for own in _WORKERS.values():
-            for each in own:
-                each.end()
+        for worker in _WORKERS.values():
+            worker.end()
         _WORKERS.clear()

@@ -7,7 +7,7 @@
 
 A function takes lists by name, as those of TRL do: ``prompts``, ``completions`` (in chats lists of
 messages), ``completion_ids``, and columns of the data.  It returns a number for each answer, or
-None for an answer that it does not judge.  It is called in processes of its own.
+None for an answer that it does not judge.  It is called in a process of its own.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ from ..data.prompts import ARGUMENTS
 from ..listener import announce
 from ..naming import named
 from .reward_models import RewardModel
-from .reward_pool import SECONDS, EndedError, LateError, Worker, fingerprint, workers
+from .reward_pool import SECONDS, EndedError, LateError, Worker, fingerprint, worker_of
 
 LARGEST = 1e15  # of a reward: the sum of many squares of gradients is in the range of float32
 ENOUGH = 3  # answers that are all too late end the run
@@ -43,8 +43,6 @@ class RewardFunction:
     ----------
     takes : (bool, list of (str, bool))
         Whether it takes all columns, and those that it names, with whether it needs them.
-    processes : int
-        How many call it, each for the answers to some of the prompts.
     seconds : float
         In which a call must end.
     """
@@ -54,7 +52,6 @@ class RewardFunction:
     path: Path
     digest: str
     takes: Any
-    processes: int = 1
     seconds: float = SECONDS
 
     def check(self, columns: Mapping[str, Any]) -> None:
@@ -70,7 +67,6 @@ class RewardFunction:
         self,
         columns: Mapping[str, Sequence[Any]],
         place: Callable[[int], str],
-        group: int = 1,
         late: list[int] | None = None,
         **more: Any,
     ) -> Callable[[], Array]:
@@ -83,19 +79,16 @@ class RewardFunction:
         if not takes_all:
             arguments = {name: columns[name] for name, _ in names if name in columns}
         count = len(columns["completions"])
-        size = -(-count // group // self.processes) * group
-        parts = [range(n, min(n + size, count)) for n in range(0, count, max(1, size))]
-        pool = workers(self.path, self.digest, self.name, len(parts))
-        for worker, part in zip(pool, parts, strict=True):
-            worker.send(_request(arguments, part))
+        if not count:
+            return lambda: np.empty(0)
+        worker = worker_of(self.path, self.digest, self.name)
+        worker.send(_request(arguments, range(count)))
         until = time.monotonic() + self.seconds
         call = _Call(self, columns, place, arguments, [] if late is None else late)
 
         def finish() -> Array:
             result = np.full(count, np.nan)
-            replies = [_reply(worker, until - time.monotonic()) for worker in pool]
-            for part, reply in zip(parts, replies, strict=True):  # now all processes wait
-                call.judge(result, part, reply)
+            call.judge(result, range(count), _reply(worker, until - time.monotonic()))
             return result
 
         return finish
@@ -153,7 +146,7 @@ class _Call:
     def _again(self, part: Sequence[int]) -> Any:
         """Return the reply to another call."""
         reward = self.reward
-        (worker,) = workers(reward.path, reward.digest, reward.name, 1)
+        worker = worker_of(reward.path, reward.digest, reward.name)
         worker.send(_request(self.arguments, part))
         return _reply(worker, reward.seconds)
 
@@ -179,8 +172,7 @@ class _Call:
             problem += f" {self._of(late[0])}" + f", and for {count - 1} others" * (count > 1)
             raise ConfigError(f"{problem}; mend {self.reward.path}, or give it more")
         each = f"for {count} answers, though for each of them alone"
-        processes = f"more {named('reward_processes')}"
-        raise ConfigError(f"{problem} {each}; give it more, or {processes}")
+        raise ConfigError(f"{problem} {each}; give it more, or let it start processes")
 
 
 def _reply(worker: Worker, seconds: float) -> Any:
@@ -199,10 +191,10 @@ def _request(arguments: Mapping[str, Sequence[Any]], part: Sequence[int]) -> tup
 Reward = RewardFunction | RewardModel
 
 
-def rewards_of(words: Sequence[str], **options: Any) -> tuple[Reward, ...]:
+def rewards_of(words: Sequence[str], seconds: float = SECONDS) -> tuple[Reward, ...]:
     """Return the rewards that words name: FILE.py:FUNCTION or FOLDER, each perhaps with :WEIGHT.
 
-    ``options`` are those of functions: ``processes`` and ``seconds``.
+    A call of a function must end in ``seconds``.
 
     Raises
     ------
@@ -210,7 +202,7 @@ def rewards_of(words: Sequence[str], **options: Any) -> tuple[Reward, ...]:
         One of them is written in another way, or its file has no such function; or two have one
         name.
     """
-    rewards = tuple(_reward(word, options) for word in words)
+    rewards = tuple(_reward(word, seconds) for word in words)
     names = [each.name for each in rewards]
     if twice := [name for name in names if names.count(name) > 1]:
         problem = f"{named('reward')}: two rewards are named {twice[0]}"
@@ -218,7 +210,7 @@ def rewards_of(words: Sequence[str], **options: Any) -> tuple[Reward, ...]:
     return rewards
 
 
-def _reward(word: str, options: Mapping[str, Any]) -> Reward:
+def _reward(word: str, seconds: float) -> Reward:
     shown_word = named(reward=word)
     parts, weight = str(word).split(":"), 1.0
     if len(parts) > 2 or Path(":".join(parts[:-1]) or "-").is_dir():  # it may end in a weight
@@ -238,14 +230,13 @@ def _reward(word: str, options: Mapping[str, Any]) -> Reward:
         raise ConfigError(f"{shown_word}: {path} is not a file; name a Python file")
     digest = fingerprint(path)
     takes = _taken(path, digest, name)
-    return RewardFunction(name, weight, path, digest, takes, **options)
+    return RewardFunction(name, weight, path, digest, takes, seconds)
 
 
 @functools.lru_cache(maxsize=64)  # settings are checked more than once
 def _taken(path: Path, digest: str, name: str) -> Any:
     """Return what a function takes; its process, which knows that, waits for calls from then on."""
-    (worker,) = workers(path, digest, name, 1)
-    return worker.takes
+    return worker_of(path, digest, name).takes
 
 
 def scores(

@@ -50,10 +50,6 @@ class Sizes(NamedTuple):
     def planned(self, plan: "Plan", **changes: Any) -> MemoryPlan:
         """Return the memory plan of a step, with some settings changed."""
         inputs = () if {"batch", "tokens", "accumulate"} & changes.keys() else self.inputs
-        if isinstance(self.objective, Method) and not inputs:
-            sizes = {"batch": self.batch, "tokens": self.tokens, **changes}
-            rows = self.objective.full(sizes["batch"], sizes["tokens"])
-            inputs = [rows] * min(2, changes.get("accumulate", plan.accumulate))
         options: dict[str, Any] = {
             "batch": self.batch,
             "tokens": self.tokens,
@@ -162,6 +158,8 @@ def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
 def _noisy(objective: Objective) -> Objective:
     """Return an objective with noise, also where a planned teacher takes part in it."""
     noisy: Any = partial(planned_with_noise, objective)
+    if isinstance(objective, Method):
+        noisy.full = objective.full
     with_teacher = getattr(objective, "planned", None)
     if with_teacher is not None:
         noisy.planned = lambda frozen: partial(planned_with_noise, with_teacher(frozen))

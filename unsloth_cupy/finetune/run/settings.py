@@ -106,10 +106,6 @@ class Settings:
         "method", "Seconds in which a call of a reward must end; answers that take longer alone"
         f" are not judged.  [default: {SECONDS:g}]", above=0, kept=False,
     )  # fmt: skip
-    reward_processes: int | None = setting(
-        "method", "Processes of each function, for the answers to some prompts each."
-        "  [default: 1]", least=1, kept=False,
-    )  # fmt: skip
     samples: int | None = setting(
         "method", f"Answers that they draw to a prompt.  [default: {SAMPLES}]", least=2
     )

@@ -191,7 +191,7 @@ delta_chunks_mma(const T *__restrict__ q, const T *__restrict__ k, const D *__re
                 split(own_solve, i, from[0], from[1]);
             }
             put_operand<EXACT>(to.solve, row, column, own_solve);
-            if constexpr (BACKWARD) put_turned(to.scores + EXACT * PLANE, row, column, t);
+            if constexpr (BACKWARD) put_turned(to.scores + TURNED, row, column, t);
         }
         const int token = threadIdx.x;
         if (token < CHUNK) {

@@ -15,6 +15,7 @@ using Values = Tile<T, WIDE>;              // v, then out; dout, then dv
 static_assert(sizeof(T) == 2 && WARPS == STRIPES);
 
 // What delta_chunks_mma computes of a chunk and a value head; triangles are operands of lanes.
+constexpr int TURNED = BACKWARD ? EXACT * PLANE : 0;  // of scores, where T^T begins
 struct Pieces {
     uint4 solve[EXACT * PLANE];                                // T
     float into[CHUNK], onward[CHUNK], beta[CHUNK];

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import click
 import click.testing
 import numpy as np
 import pytest
@@ -817,6 +818,19 @@ def test_help(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
     assert "Usage" in result.output
+
+
+def test_help_shows_60_options_at_most() -> None:
+    """The others are marked as rare where they are declared, and shown by --help-all."""
+    shown, every = (
+        set(re.findall(r"^  (--[a-z-]+)", run("finetune", each).output, re.M))
+        for each in ("--help", "--help-all")
+    )
+    assert len(shown) <= 60
+    parameters = group.commands["finetune"].params
+    expected = {each.opts[0] for each in parameters if isinstance(each, click.Option)}
+    assert every == {*expected, "--help-all"}
+    assert shown < every
 
 
 def assert_one_clear_error(result: click.testing.Result, *said: str) -> None:

@@ -44,7 +44,8 @@ LOSSES = tuple(dict.fromkeys(kind for method in METHODS.values() for kind in met
 def setting(group: str, text: str, default: Any = None, *, kept: bool = True, **limits: Any) -> Any:
     """Return a field with its group and its meaning; a command makes an option of it.
 
-    What is ``kept`` is in settings.json: a run is resumed only with the same value.
+    What is ``kept`` is in settings.json: a run is resumed only with the same value.  An option
+    that is ``rare`` is shown by --help-all alone.
     ``limits`` are ``least``, ``above``, ``below`` or ``choices``.  In the text, {steps} names a
     setting.
     """
@@ -75,25 +76,37 @@ class Settings:
         " rewards of answers that they draw; all others learn pairs.", "sft", choices=(*METHODS,),
     )  # fmt: skip
     loss: str | None = setting(
-        "method", f"Of {using('loss')}.  [default: sigmoid, kto, dapo, jsd]", choices=LOSSES
+        "method",
+        f"Of {using('loss')}.  [default: sigmoid, kto, dapo, jsd]",
+        choices=LOSSES,
+        rare=True,
     )
     beta: float | None = setting(
         "method", "Strength of a preference, or of distill's jsd; of grpo, weight of the divergence"
         " from the model before the run.  [default: 0.1, 0, 0]", least=0,
     )  # fmt: skip
     smoothing: float | None = setting(
-        "method", "Share of pairs that are the wrong way round.  [default: 0]", least=0, below=1
+        "method",
+        "Share of pairs that are the wrong way round.  [default: 0]",
+        least=0,
+        below=1,
+        rare=True,
     )
-    gamma: float | None = setting("method", "Margin of simpo.  [default: 0.5]", least=0)
+    gamma: float | None = setting("method", "Margin of simpo.  [default: 0.5]", least=0, rare=True)
     nll: float | None = setting(
-        "method", "Weight of the chosen texts' own loss.  [default: cpo 1, simpo 0]", least=0
+        "method",
+        "Weight of the chosen texts' own loss.  [default: cpo 1, simpo 0]",
+        least=0,
+        rare=True,
     )
     center: float | None = setting(
         "method", "Of reward: weight of the squared sums of pairs, which keeps rewards near 0, as"
-        " 0.01.  [default: 0]", least=0,
+        " 0.01.  [default: 0]", least=0, rare=True,
     )  # fmt: skip
-    desirable_weight: float | None = setting("method", "Of good answers in kto.", above=0)
-    undesirable_weight: float | None = setting("method", "Of all others.", above=0)
+    desirable_weight: float | None = setting(
+        "method", "Of good answers in kto.", above=0, rare=True
+    )
+    undesirable_weight: float | None = setting("method", "Of all others.", above=0, rare=True)
     temperature: float | None = setting(
         "method", "Of the predictions that distill compares, embed's cosines, or the answers that"
         " grpo and rloo draw.  [default: 1, 0.05, 1]", above=0,
@@ -104,7 +117,7 @@ class Settings:
     )  # fmt: skip
     reward_seconds: float | None = setting(
         "method", "Seconds in which a call of a reward must end; answers that take longer alone"
-        f" are not judged.  [default: {SECONDS:g}]", above=0, kept=False,
+        f" are not judged.  [default: {SECONDS:g}]", above=0, kept=False, rare=True,
     )  # fmt: skip
     samples: int | None = setting(
         "method", f"Answers that they draw to a prompt.  [default: {SAMPLES}]", least=2
@@ -113,18 +126,21 @@ class Settings:
         "method", f"Tokens of these at most.  [default: {NEW}, or half of the positions]", least=1
     )
     num_iterations: int | None = setting(
-        "method", "Updates by the same answers.  [default: 1]", least=1
+        "method", "Updates by the same answers.  [default: 1]", least=1, rare=True
     )
     steps_per_generation: int | None = setting(
         "method", "Batches of prompts that are answered before the next update.  [default:"
-        " {accumulate}]", least=1,
+        " {accumulate}]", least=1, rare=True,
     )  # fmt: skip
     invariant: bool = setting(
         "method", "Of grpo and rloo: the bits by which they draw are those by which they learn, so"
-        " that all ratios of a first step are 1; slower.", False,
+        " that all ratios of a first step are 1; slower.", False, rare=True,
     )  # fmt: skip
     pooling: str | None = setting(
-        "method", "Of embed: mean over tokens, or last.  [default: mean]", choices=POOLINGS
+        "method",
+        "Of embed: mean over tokens, or last.  [default: mean]",
+        choices=POOLINGS,
+        rare=True,
     )
     reference: str | Path | None = setting(  # noqa: RUF009 -- a field
         "method",
@@ -145,7 +161,7 @@ class Settings:
         "model", f"Of a new tokenizer.  [default: {SIZES['vocabulary']}]", least=1, kept=False
     )
     train_weights: bool = setting(
-        "model", "With {quantize} ternary: train a new model.", False, kept=False
+        "model", "With {quantize} ternary: train a new model.", False, kept=False, rare=True
     )
     new_tokens: str | Path | None = setting(  # noqa: RUF009 -- a field
         "model", "File of tokens to add to an existing model, one a line.", kept=False
@@ -166,7 +182,7 @@ class Settings:
     lora_targets: str | Sequence[str] = setting(
         "adapters", "all, attention, or names of layers, as q_proj,v_proj.", ALL
     )
-    rslora: bool = setting("adapters", "Their scale is alpha / sqrt(rank).", False)
+    rslora: bool = setting("adapters", "Their scale is alpha / sqrt(rank).", False, rare=True)
     dora: bool = setting("adapters", "Train the norms of the weights' rows too.", False)
     base: str | Path | None = setting(  # noqa: RUF009 -- a field
         "adapters", "Base model of the adapter that goes on to learn, if it has moved.", kept=False
@@ -179,7 +195,7 @@ class Settings:
         choices=CHOICES,
     )  # fmt: skip
     merge_from: int = setting(
-        "adapters", "With {merge_into}: after so many steps without it.", 0, least=0
+        "adapters", "With {merge_into}: after so many steps without it.", 0, least=0, rare=True
     )
 
     steps: int | None = setting(
@@ -192,7 +208,10 @@ class Settings:
     )
     lr: float | None = setting("training", "Highest learning rate.  [default: by model]", above=0)
     embedding_lr: float | None = setting(
-        "training", "Of the table of tokens and the head, if they learn.  [default: {lr}]", above=0
+        "training",
+        "Of the table of tokens and the head, if they learn.  [default: {lr}]",
+        above=0,
+        rare=True,
     )
     warmup: float = setting(
         "training", "Steps in which {lr} is reached, or a share of all, below 1.", 0.05, least=0
@@ -208,7 +227,9 @@ class Settings:
     weight_decay: float = setting(
         "training", "Share of the weights removed per step, times lr.", 0.1, least=0
     )
-    decay_all: bool = setting("training", "Decay norms, biases and embeddings too.", False)
+    decay_all: bool = setting(
+        "training", "Decay norms, biases and embeddings too.", False, rare=True
+    )
     max_norm: float = setting("training", "Norm to clip gradients to.", 1.0, above=0)
     accumulate: int = setting(
         "training", "Batches whose gradients are summed per step.", 1, least=1
@@ -220,18 +241,19 @@ class Settings:
         "training", "Of new weights, the order of the text and the sample.", 0, least=0
     )
     data_seed: int | None = setting(
-        "training", "Of the order of the text.  [default: that of {seed}]", least=0
+        "training", "Of the order of the text.  [default: that of {seed}]", least=0, rare=True
     )
     neftune: float = setting(
-        "training", "Add noise of this size to embeddings (NEFTune), as 5.", 0.0, least=0
+        "training", "Add noise of this size to embeddings (NEFTune), as 5.", 0.0, least=0, rare=True
     )
     graph: bool | None = setting(
         "training",
         "On a GPU, repeat steps of equal shapes as CUDA graphs.  [default: of sft]",
         kept=False,
+        rare=True,
     )
     find_nan: bool = setting(
-        "training", "Name the first layer with a NaN; slower.", False, kept=False
+        "training", "Name the first layer with a NaN; slower.", False, kept=False, rare=True
     )
     loss_scale: float = 65536.0
     dynamic_scaling: bool = True
@@ -253,6 +275,7 @@ class Settings:
         0.0,
         least=0,
         kept=False,
+        rare=True,
     )
     keep_best: bool = setting(
         "evaluation",
@@ -261,7 +284,11 @@ class Settings:
         kept=False,
     )
     sample_prompt: Sequence[str] = setting(
-        "evaluation", "Text to continue at each evaluation; may be repeated.", (), kept=False
+        "evaluation",
+        "Text to continue at each evaluation; may be repeated.",
+        (),
+        kept=False,
+        rare=True,
     )
 
     checkpoint_every: int | None = setting(
@@ -269,7 +296,9 @@ class Settings:
     )
     keep: Sequence[str] = ()
     offload: bool = False
-    chunked_mlp: bool = setting("memory", "Compute MLPs in chunks, twice: less memory.", False)
+    chunked_mlp: bool = setting(
+        "memory", "Compute MLPs in chunks, twice: less memory.", False, rare=True
+    )
     state_bits: int = setting("memory", "Bits of the optimizer's averages.", 32, choices=(32, 8))
     limit_memory: int | None = setting(
         "memory", "Limit of array memory, as 2GiB; checked before training.", least=1, kept=False
@@ -282,10 +311,14 @@ class Settings:
         "ranks", "Ranks that divide the blocks.", least=1, kept=False
     )
     pipeline_schedule: str | None = setting(
-        "ranks", "Pipeline schedule.  [default: 1f1b]", choices=(*SCHEDULES,), kept=False
+        "ranks", "Pipeline schedule.  [default: 1f1b]", choices=(*SCHEDULES,), kept=False, rare=True
     )
     chunks: int | None = setting(
-        "ranks", "Parts of each stage, if interleaved.  [default: 2]", least=1, kept=False
+        "ranks",
+        "Parts of each stage, if interleaved.  [default: 2]",
+        least=1,
+        kept=False,
+        rare=True,
     )
     data_parallel: int | None = setting(
         "ranks", "Ranks that divide the rows of a batch.", least=1, kept=False
@@ -297,7 +330,11 @@ class Settings:
         "ranks", "Ranks that divide the experts, and the rows of a batch.", least=1, kept=False
     )
     context_attention: str | None = setting(
-        "ranks", "ulysses: ranks divide heads.  [default: ring]", choices=(*CONTEXTS,), kept=False
+        "ranks",
+        "ulysses: ranks divide heads.  [default: ring]",
+        choices=(*CONTEXTS,),
+        kept=False,
+        rare=True,
     )
     zero: int = setting(
         "ranks", "1: data ranks divide the optimizer's averages; 3: the weights too.", 0,

@@ -30,7 +30,7 @@ from ..harness.tracked import ROOT, tracked
 TESTS = ROOT / "tests"
 CLOCK = re.compile(r"\btoordinal\(|\bdate\.today\(|\bdatetime\.(now|utcnow|today)\(")
 # what is written down with its date: no verdict
-DATED = {f"code/hardware/{name}.py" for name in ("__main__", "attention", "session")}
+DATED = {"code/hardware/session.py"}
 
 
 def emulated_of(op: str) -> list[Emulated]:

@@ -154,12 +154,8 @@ def torch_calls(
     causal: bool,
     backward: bool,
     on_gpu: bool,
-    chain: bool = True,
 ) -> Calls:
-    """Return torch's methods for the same computation by name: those that run on this machine.
-
-    Without ``chain``, only the fused ones.
-    """
+    """Return torch's methods for the same computation by name: those that run on this machine."""
     import torch
     from torch.nn import attention as torch_attention
     from torch.nn.functional import scaled_dot_product_attention
@@ -185,7 +181,7 @@ def torch_calls(
         backends = torch_attention.SDPBackend
         flash, cudnn = backends.FLASH_ATTENTION, backends.CUDNN_ATTENTION
         methods = {"torch flash": lambda: fused(flash), "torch cuDNN": lambda: fused(cudnn)}
-        methods |= {"torch unfused": unfused_chain} if chain else {}
+        methods |= {"torch unfused": unfused_chain}
 
     def tried(method: Callable[[], Any]) -> Callable[[], Any] | None:
         try:

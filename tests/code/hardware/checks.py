@@ -4,8 +4,7 @@
                   same values in float32, without clusters and warpgroups: other kernels
     repeat CLASS  a class of tests/ops whose kernels have counters, clusters or turns: a thousand
                   launches of each case while another stream is busy, all with the same bits
-    memcheck OP   a small call of each op under compute-sanitizer, all in one process; initcheck too
-    ncu           ten kernels with all metrics, for Nsight Compute: FOLDER/ten.ncu-rep
+    memcheck ops  a small call of each op under compute-sanitizer, all in one process; initcheck too
 
 FILE lists the steps that are done, and what they say.  A step that detects an error ends the
 process.
@@ -39,18 +38,12 @@ from unsloth_cupy.ops.common import counters
 from ...harness import parity
 from ...machines import stand_in
 from ..programs import variants
-from .attention import away
 from .fixtures import ROOT
 
 SMALL = Scale(tokens=64, hidden=64, inner=96, vocab=80, heads=4, kv_heads=2, dim=32)
 LARGE = DEVICE_SCALES[-1]
 NEAR = 2e-2  # of a row's norm: the result's rounding to bfloat16, and those inside
 TIMES = 1000
-# ten calls: three with their backward op, and a decode step
-PROFILED = (
-    *("attention_forward", "rms_norm_forward", "cross_entropy_forward", "nf4_product_"),
-    *("ternary_linear_forward", "int8_quantize_forward"),
-)
 
 
 def kernels() -> list[str]:
@@ -98,6 +91,18 @@ def of_case(proof: type[Any], case: parity.Case, dtype: Any = BFLOAT16) -> list[
     outputs = parity.outputs_of(forward)
     seeds = parity._seeds(forward.op, outputs, np.random.default_rng(1))
     return [*[forward] * ("forward" in proof.sides), forward.backward(outputs, seeds)]
+
+
+def away(actual: Any, expected: Any) -> float:
+    """Return the largest difference of a row, as a share of the norm of the expected row.
+
+    Rows lie along the last axis.  One that is much smaller than the others, as that of the first
+    query's gradient, is compared with an eighth of their median.
+    """
+    actual, expected = (a.reshape(-1, a.shape[-1]).astype(np.float32) for a in (actual, expected))
+    norms = np.linalg.norm(expected, axis=1)
+    least = max(float(np.median(norms)) / 8, float(np.finfo(np.float32).tiny))  # all may be 0
+    return float((np.linalg.norm(actual - expected, axis=1) / np.maximum(norms, least)).max())
 
 
 def rows(array: Any) -> Any:
@@ -195,43 +200,23 @@ def small() -> None:
     cp.cuda.Device().synchronize()
 
 
-def ten() -> None:
-    """Call ten ops on large arrays, and profile these calls alone."""
-    cp = cupy()
-    for name in PROFILED:
-        for call in calls(name, LARGE, BFLOAT16, cp.asarray, cp.random.default_rng(0)):
-            profiled(call)
-            if call.op.__name__ == "attention_forward":
-                profiled(call._replace(arrays=call.arrays | {"q": call.arrays["q"][:, -1:]}))
-
-
-def profiled(call: Call) -> None:
-    """Make a call once, and then once more for the profiler."""
-    cp = cupy()
-    call()
-    cp.cuda.Device().synchronize()
-    cp.cuda.profiler.start()
-    call()
-    cp.cuda.Device().synchronize()
-    cp.cuda.profiler.stop()
-
-
-def under(tool: str, calls_of: str, report: Path, *options: str) -> str:
-    """Make ``small`` or ``ten`` calls under a tool of NVIDIA; return its report's last line."""
-    if not shutil.which(tool):
-        return f"no {tool} here"
-    own = [sys.executable, "-m", "tests.code.hardware.checks", calls_of]
+def sanitized(tool: str, report: Path) -> str:
+    """Make the small calls under a tool of compute-sanitizer; return its report's last line."""
+    if not shutil.which("compute-sanitizer"):
+        return "no compute-sanitizer here"
+    own = [sys.executable, "-m", "tests.code.hardware.checks", "--small"]
+    command = ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9", *own]
     with report.open("w") as output:
-        status = subprocess.call([tool, *options, *own], cwd=ROOT, stdout=output, stderr=output)
+        status = subprocess.call(command, cwd=ROOT, stdout=output, stderr=output)
     lines = [line for line in report.read_text().splitlines() if line.startswith("==")]
     if status:
-        raise SystemExit("\n".join([f"{report.stem}: ended with {status}", *lines[:12]]))
+        raise SystemExit("\n".join([f"{tool}: ended with {status}", *lines[:12]]))
     return lines[-1].strip("= ") if lines else "nothing"
 
 
 def names() -> list[str]:
     """Return the steps, the fastest to find a fault first."""
-    tools = ("memcheck ops", "initcheck ops", "ncu ten")
+    tools = ("memcheck ops", "initcheck ops")
     return [f"large {name}" for name in kernels()] + [f"repeat {k}" for k in classes()] + [*tools]
 
 
@@ -247,12 +232,7 @@ def do(step: str, folder: Path) -> str:
         return large(of, LARGE, cupy().asarray, cupy().random.default_rng(0))
     if what == "repeat":
         return repeat(of)
-    if what == "ncu":
-        options = ("--set", "full", "--clock-control", "none", "--profile-from-start", "off")
-        options = (*options, "-f", "-o", str(folder / "ten"))
-        return under("ncu", "--ten", folder / "ncu.txt", *options)
-    options = ("--tool", what, "--error-exitcode", "9")
-    return under("compute-sanitizer", "--small", folder / f"{what}.txt", *options)
+    return sanitized(what, folder / f"{what}.txt")
 
 
 def rates() -> str:
@@ -268,11 +248,11 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", help="the folder for reports of tools")
     parser.add_argument("steps", nargs="*", metavar="STEP", help="such as 'large rope'")
     parser.add_argument("--json", type=Path, help="the file that lists the steps that are done")
-    for name in ("small", "ten", "rates"):
+    for name in ("small", "rates"):
         parser.add_argument(f"--{name}", action="store_true", help="only make these calls")
     args = parser.parse_args()
-    if args.small or args.ten:
-        return (small if args.small else ten)()
+    if args.small:
+        return small()
     if args.rates:
         return print(rates())
     said: dict[str, str] = {}

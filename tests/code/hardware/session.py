@@ -1,12 +1,10 @@
-"""All checks that need a GPU, within a time limit: ``python -m tests.code.hardware --all FOLDER``.
+"""All checks that need a GPU, within a time limit: ``python -m tests.code.hardware FOLDER``.
 
     first      the environment, the rates of the GPU, and the primitives
     tests      the tests marked ``gpu``: one of each kind and dtype, then the rest; several
-               processes share the GPU, as compilation takes CPU time.  Those that broke their
-               process run again under compute-sanitizer
-    host       the time that the host takes for a call, with nothing beside it
-    attention  on Hopper: see ``attention``
-    checks     large arrays, many launches, all kernels under tools: see ``checks``
+               processes share the GPU, as compilation takes CPU time
+    checks     the time that the host takes for a call, with nothing beside it; then large arrays,
+               many launches, all kernels under compute-sanitizer: see ``checks``
     times      the ops and their peers, after several processes have compiled their kernels
 
 Each result is written to FOLDER/results.jsonl at once and shown in report.md, so that an
@@ -46,10 +44,9 @@ Line = dict[str, Any]
 START = 120  # seconds for a process to collect the tests
 SECONDS = 60  # for one test, including compilation, which takes a second or two
 BREAKS = 3  # after this many broken processes, other tests of the same kind are left out
-QUIET = 90  # seconds for a step of attention or of the checks
+QUIET = 90  # seconds for a step of the checks
 QUIET_OP = 300  # for the times of one op
 CALM = 10  # for other processes to leave the GPU
-LOOKS = 4  # tests to run under compute-sanitizer, which is slow
 LIBRARY = ("numpy", "scipy", "ml_dtypes", "safetensors", "cupy")
 NEEDS = {
     "tests": (*LIBRARY, "pytest"),
@@ -61,9 +58,8 @@ DTYPES = ("float16", "bfloat16", "float32")
 HERE = "tests/code/hardware/test_hardware.py::test_on_a_gpu"  # primitives
 COMPILED = "test_what_bench_asks_for_compiles_and_can_be_launched"
 ALONE = "test_a_small_call_takes_the_host_little_more_than_cupys_add"
-STEPS = ("first", "tests", "host", "attention", "checks", "times")
+STEPS = ("first", "tests", "checks", "times")
 BENCH = (sys.executable, "-m", "unsloth_cupy", "bench")
-ATTENTION = (sys.executable, "-m", "tests.code.hardware.attention")
 CHECKS = (sys.executable, "-m", "tests.code.hardware.checks")
 FIRST = ("cross_entropy", "rms_norm", "swiglu", "rope_qk", "linear_cross_entropy")
 LAST = "attention_forward"  # with a grid of shapes, for which other ops would wait a minute
@@ -326,23 +322,6 @@ class Session:
         with ThreadPoolExecutor(self.workers) as pool:
             list(pool.map(work, [first, *[None] * (self.workers - 1)]))
 
-    def closer(self) -> None:
-        """Run one test of each kind that broke its process again, under compute-sanitizer."""
-        tool, lines = shutil.which("compute-sanitizer"), self.results.lines
-        lost = {n.partition("[")[0]: n for n in reversed(lines) if lines[n].get("lost")}
-        names = [n for n in lost.values() if f"compute-sanitizer {n}" not in lines]
-
-        def look(name: str) -> None:
-            command = [str(tool), "--print-limit", "2", sys.executable, "-m", "pytest", *OPTIONS]
-            own: Any = {"cwd": self.root, "env": ENVIRONMENT}
-            status, text = finished([*command, name], min(2 * SECONDS, self.left()), **own)
-            output = [line for line in text.splitlines() if line.startswith("=========")][:12]
-            outcome = "hung" if status is None else "told"
-            self.results.add(f"compute-sanitizer {name}", outcome, 0, "\n".join(output))
-
-        with ThreadPoolExecutor(LOOKS) as pool:
-            list(pool.map(look, names[:LOOKS] if tool else ()))
-
     def times(
         self,
         ops: Sequence[str],
@@ -351,13 +330,12 @@ class Session:
         command: Sequence[Any] = (),
         quiet: float = QUIET_OP,
         process_of: Callable[[str], str] = str,
-        after: Callable[[str], list[str]] = lambda op: [],
     ) -> None:
         """Run steps of a program, one process at a time; one that ends it is left out of the next.
 
         `what` is the first word of the names of the results.  Steps in succession run in one
-        process if ``process_of`` says the same of them; ``after`` returns those that come next
-        where one failed.  Only a program that does not even begin twice ends this.
+        process if ``process_of`` says the same of them.  Only a program that does not even begin
+        twice ends this.
         """
         waiting = self.results.waiting([f"{what} {op}" for op in ops])
         waiting = [name.partition(" ")[2] for name in waiting]
@@ -374,12 +352,9 @@ class Session:
                 end(process)
                 waiting = waiting[count:]
                 if outcome and count < len(batch):
-                    self.results.add(f"{what} {waiting[0]}", outcome, 0, "\n".join(tail(errors)))
-                    first = [op for op in after(waiting.pop(0)) if op in waiting]
-                    waiting = first + [op for op in waiting if op not in first]
+                    said = "\n".join(tail(errors))
+                    self.results.add(f"{what} {waiting.pop(0)}", outcome, 0, said)
             idle = 0 if numbers.exists() else idle + 1
-            if numbers.exists() and '"attention"' in numbers.read_text():  # the known shapes
-                shutil.copy(numbers, numbers.with_name("attention_shapes.json"))
 
     def _watched(
         self, process: Any, ops: int, numbers: Path, what: str, quiet: float
@@ -423,7 +398,7 @@ def missing_packages() -> dict[str, list[str]]:
 def everything(folder: Path, minutes: float, steps: Sequence[str] = STEPS) -> None:
     """Run the steps whose packages are installed; print first which packages are missing.
 
-    On a Hopper GPU, attention is measured too.  What SIGTERM ends keeps its results.
+    What SIGTERM ends keeps its results.
     """
     lacking = missing_packages()
     import cupy
@@ -446,21 +421,16 @@ def everything(folder: Path, minutes: float, steps: Sequence[str] = STEPS) -> No
     for page in (ROOT / "docs").glob("performance.*"):
         if not (folder / page.name).exists():
             shutil.copy(page, folder)
-    kinds = {step: "times" if step in ("attention", "times") else "tests" for step in STEPS}
-    chosen = [step for step in STEPS if step in steps and not lacking[kinds[step]]]
-    if about["major"] != 9:
-        chosen = [step for step in chosen if step != "attention"]
+    lacks = {step: lacking["times" if step == "times" else "tests"] for step in STEPS}
+    chosen = [step for step in STEPS if step in steps and not lacks[step]]
     before = signal.signal(signal.SIGTERM, session.stop)
     try:
         for step in chosen:
-            if step in ("host", "attention", "checks"):
-                session.quiet()
             if step == "times":
                 time_ops(session, lacking)
             else:
-                RUN[step](session)
-            if step in ("first", "tests"):
-                keep_fixtures(results.lines, device)
+                {"first": first, "tests": tests, "checks": checks}[step](session)
+        keep_fixtures(results.lines, device)
     finally:
         end_all()
         signal.signal(signal.SIGTERM, before)
@@ -477,29 +447,16 @@ def first(session: Session) -> None:
 
 
 def tests(session: Session) -> None:
-    """Run all tests but the one that must be alone; look closer at what broke its process."""
+    """Run all tests but the one that must be alone."""
     session.tests(*marked(), chosen=lambda name: not name.endswith(ALONE))
-    session.closer()
-
-
-def host(session: Session) -> None:
-    """Run the test that must be alone."""
-    session.tests("tests/core/test_launches.py", chosen=lambda name: name.endswith(ALONE))
-
-
-def attention(session: Session) -> None:
-    """Judge and time attention on Hopper."""
-    from . import attention
-
-    command = (*ATTENTION, session.results.folder / "performance.md")
-    how: Any = {"process_of": attention.process_of, "after": attention.after, "quiet": QUIET}
-    session.times(attention.names(), what="attention", command=command, **how)
 
 
 def checks(session: Session) -> None:
-    """Check all ops in other ways than tests do."""
+    """Run the test that must be alone, and check all ops in other ways than tests do."""
     from . import checks
 
+    session.quiet()
+    session.tests("tests/core/test_launches.py", chosen=lambda name: name.endswith(ALONE))
     how: Any = {"process_of": checks.process_of, "quiet": QUIET}
     session.times(checks.names(), what="check", command=(*CHECKS, session.results.folder), **how)
 
@@ -529,8 +486,3 @@ def time_ops(session: Session, lacking: dict[str, list[str]]) -> None:
             )
         session.quiet()
         session.times(batch, *options, process_of=lambda op: op if op == LAST else "bench")
-
-
-RUN: dict[str, Callable[[Session], None]] = {
-    **{"first": first, "tests": tests, "host": host, "attention": attention, "checks": checks},
-}

@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from ...harness.parity import on_gpu, within_rule
-from ...machines.cuda_on_cpu import missing
 from . import fixtures
-from .__main__ import KINDS, emulated, run
+from .__main__ import KINDS, run
 from .fixtures import FILE, ROOT, Fixture, digest, read, table, write
 from .primitives import PRIMITIVES, Tile, launch, runs_on
 from .session import STEPS
@@ -24,7 +23,7 @@ from .session import STEPS
 def test_fixtures_are_of_primitives_that_exist() -> None:
     assert set(read()) <= set(PRIMITIVES)
     stale = [name for name, kept in read().items() if kept.digest != digest(launch(name))]
-    assert not stale, f"run python -m tests.code.hardware {' '.join(stale)} on a GPU"
+    assert not stale, f"run python -m tests.code.hardware found --only first on a GPU: {stale}"
 
 
 def test_numpy_is_enough_to_start() -> None:
@@ -34,39 +33,25 @@ def test_numpy_is_enough_to_start() -> None:
     assert not {"ml_dtypes", "unsloth_cupy", "pytest", "cupy"} & set(done.stdout.split())
 
 
-@pytest.mark.parametrize(
-    ("names", "says"),
-    [
-        (["mma f61"], "no primitive is called"),
-        ([], "tests.code.hardware needs a GPU and CuPy"),
-    ],
-)
-def test_the_script_says_what_it_needs(names: list[str], says: str) -> None:
-    command = [sys.executable, "-m", "tests.code.hardware", *names]
+def test_the_script_says_what_it_needs() -> None:
     # CUDA finds no device under this name, wherever the tests run
     hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, "-m", "tests.code.hardware", "found"]
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, check=False, env=hidden
     )
     assert done.returncode != 0
-    assert says in done.stderr
+    assert "tests.code.hardware needs a GPU and CuPy" in done.stderr
 
 
-def test_the_recipe_asks_for_every_step_in_calls_of_nine_minutes() -> None:
+def test_the_recipe_asks_for_every_step_in_15_minutes() -> None:
     text = (ROOT / "tests/code/hardware/README.md").read_text(encoding="utf-8")
-    calls = re.findall(r"hardware --all found --only (.*) --minutes (\d+)\n", text)
-    assert len(calls) == text.count("python -m ") == 5
+    calls = re.findall(r"hardware found --only (.*) --minutes (\d+)\n", text)
+    assert len(calls) == text.count("python -m tests.code.hardware found") == 3
     assert tuple(" ".join(steps for steps, _ in calls).split()) == STEPS
-    assert all(int(minutes) <= 9 for _, minutes in calls)
-    assert calls[0][1] == "2"
+    assert sum(int(minutes) for _, minutes in calls) <= 13  # a machine starts, and files travel
     rows = re.findall(r"^\| (\w+) \| (?!seconds)[^|]{20}", text, re.MULTILINE)
     assert tuple(rows[: len(STEPS)]) == STEPS
-
-
-def test_the_script_runs_the_emulator_beside_a_gpu() -> None:
-    said = emulated("dp4a")
-    assert said.startswith("agrees with arithmetic")
-    assert (said == "agrees with arithmetic and the emulator") == (missing() is None)
 
 
 @pytest.mark.slow

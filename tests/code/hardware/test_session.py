@@ -14,9 +14,9 @@ import pytest
 from unsloth_cupy.bench.report import check_markers, confirmed
 
 from ...core import test_launches
-from . import attention, fixtures, processes, session
+from . import fixtures, processes, session
 from .fixtures import read
-from .session import HERE, Results, Session, in_order, keep_fixtures, report
+from .session import HERE, Results, Session, in_order, keep_fixtures
 
 CUPY = """
 lost = False
@@ -238,23 +238,17 @@ def test_times_go_on_after_an_op_that_breaks(root: Path, monkeypatch: pytest.Mon
     assert results.lines["time breaks"]["said"] == "it broke"
 
 
-def test_steps_have_processes_and_those_after_a_failure_come_next(root: Path) -> None:
-    """However many fail one after another: each had its turn."""
+def test_steps_that_belong_together_share_a_process(root: Path) -> None:
+    """Where one failed, the rest goes on in another."""
     results, command = Results(root, "now"), (sys.executable, str(root / "bench.py"))
-    steps = ["a b", "breaks 1", "breaks 2", "breaks 3", "a d", "look 2"]
-    Session(results, 300, 1, root).times(
-        steps,
-        what="attention",
-        command=command,
-        process_of=lambda step: step.split()[0],
-        after=lambda step: ["look 2"] if step == "breaks 2" else [],
-    )
+    steps = ["a b", "breaks 1", "breaks 2", "a d"]
+    own: Any = {"what": "check", "process_of": lambda step: step.split()[0]}
+    Session(results, 300, 1, root).times(steps, command=command, **own)
     assert {name: line["outcome"] for name, line in results.lines.items()} == {
-        f"attention {step}": "failed" if "breaks" in step else "passed" for step in steps
+        f"check {step}": "failed" if "breaks" in step else "passed" for step in steps
     }
-    assert (root / "processes").read_text().splitlines() == [
-        *("a b", "breaks 1 breaks 2 breaks 3", "breaks 2 breaks 3", "look 2", "breaks 3", "a d"),
-    ]
+    processes = (root / "processes").read_text().splitlines()
+    assert processes == ["a b", "breaks 1 breaks 2", "breaks 2", "a d"]
 
 
 def test_times_end_where_nothing_can_be_timed(root: Path) -> None:
@@ -306,19 +300,6 @@ def tool(folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str) ->
     monkeypatch.setenv("PATH", str(folder), prepend=":")
 
 
-def test_lost_devices_are_looked_at_closer(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = "echo noise\necho ========= Invalid __global__ write of size 2"
-    tool(root, monkeypatch, "compute-sanitizer", said)
-    results = Results(root, "now")
-    for name, lost in (("t::a[1]", True), ("t::a[2]", True), ("t::b", False)):
-        results.add(name, "failed", 0, "wrong", lost=lost)
-    Session(results, 300, 1, root).closer()
-    assert {n: line["said"] for n, line in results.lines.items() if " " in n} == {
-        "compute-sanitizer t::a[1]": "========= Invalid __global__ write of size 2"
-    }
-    assert "========= Invalid" in report(results.lines)
-
-
 def test_primitives_that_passed_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fixtures, "FILE", tmp_path / "fixtures.json")
     lines: dict[str, Any] = {f"{HERE}[dp4a]": {"outcome": "passed"}}
@@ -348,7 +329,7 @@ def test_what_a_machine_lacks_is_said_first_and_left_out(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in lacks else importlib.util
     )
-    for step in ("rates", "tests", "closer", "quiet", "times"):
+    for step in ("rates", "tests", "quiet", "times"):
         monkeypatch.setattr(Session, step, noted(step))
     folder = tmp_path / "found"
     session.everything(folder, 1)
@@ -358,13 +339,11 @@ def test_what_a_machine_lacks_is_said_first_and_left_out(
     untimed = bool({"click", "rich"} & {*lacks})
     assert ("no times without" in printed) == ("times" not in steps) == untimed
     assert "GPU; driver 13000; CuPy 1" in (folder / "report.md").read_text()
-    assert ("attention" in steps) == ("times" in steps)
     assert ("check" in steps) == ("tests" in steps)
     if not lacks:
-        expected = ["rates", "tests", "tests", "closer", "quiet", "tests", "quiet", "attention"]
-        assert steps == [*expected, "quiet", "check", *["tests", "quiet", "times"] * 2]
+        expected = ["rates", "tests", "tests", "quiet", "tests", "check"]
+        assert steps == [*expected, *["tests", "quiet", "times"] * 2]
     if "times" in steps:
-        assert ("attention", attention.names()) in done
         (new, *_), (ops, *options) = (given for what, *given in done if what == "times")
         assert (ops[0], ops[-1]) == ("cross_entropy_forward", session.LAST)
         assert len(ops) == len({*ops}) > 20
@@ -376,9 +355,3 @@ def test_what_a_machine_lacks_is_said_first_and_left_out(
         about["major"] = 7
         with pytest.raises(SystemExit, match="kernels need a GPU of sm_80 or newer"):
             session.everything(folder, 1)
-    for major in (8, 9):
-        done.clear()
-        about["major"] = major
-        session.everything(tmp_path / f"{major}", 1, ["attention"])
-        actual = [name for name, *_ in done]
-        assert actual == (["quiet", "attention"] if major == 9 and not untimed else [])

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from unsloth_cupy.finetune import Listener, Lora, Settings, Trainer
 from unsloth_cupy.finetune.run import interrupt
 from unsloth_cupy.finetune.run.loop import Loop
 from unsloth_cupy.finetune.run.resume import differences
@@ -32,6 +33,7 @@ SMALL = (
     "--batch", "2", "--tokens", "16", "--layers", "1", "--hidden", "32", "--vocabulary", "300",
     "--evaluate-every", "3", "--save-every", "100", "--lr", "0.01",
 )  # fmt: skip
+STOPPED = Path(__file__).parents[1] / "golden" / "stopped"
 ADAPTED = ("--steps", 4, "--batch", 2, "--tokens", 16, "--lora", 2, "--save-every", 2)
 
 
@@ -416,3 +418,37 @@ def test_a_run_that_stops_keeps_its_profile(
     assert (out / "profile.txt").read_text().startswith("steps 1 to 3\n")
     assert run(*command).exit_code == 0
     assert (out / "profile.txt").read_text().startswith("steps 3 to 6\n")
+
+
+@pytest.mark.parametrize("name", ["full", "adapter"])
+def test_a_run_of_an_earlier_version_goes_on(name: str, tmp_path: Path) -> None:
+    """Weights and averages are those of its files, and its log goes on."""
+    root = shutil.copytree(STOPPED, tmp_path / "stopped")
+    for path in root.glob("*/**/*.json"):  # they name folders
+        path.write_text(path.read_text().replace('"stopped/', f'"{root}/'))
+    (checkpoint,) = (root / name).glob("checkpoint-*")
+    steps = list[int]()
+
+    class Resumed(Listener):
+        def prepared(self, run: Any) -> None:
+            steps.append(run.loop.step)
+            trained, averages = run.loop.checkpoints.part()
+            weights = load_file(next(checkpoint.glob("*model.safetensors")))  # by names of peft
+            assert sorted(a.tobytes() for a in weights.values()) == sorted(
+                np.ascontiguousarray(array).tobytes() for array in trained.values()
+            )
+            stored = load_file(checkpoint / "optimizer.safetensors")
+            assert all(np.array_equal(array, averages[each]) for each, array in stored.items())
+
+    base = None if name == "full" else root / "full" / checkpoint.name
+    sizes: dict[str, Any] = {"layers": 1, "hidden": 8, "vocabulary": 257} if base is None else {}
+    settings = Settings(steps=4, batch=2, tokens=16, lr=0.01, out=root / name, **sizes)
+    lora = None if base is None else Lora(2)
+    Trainer(base, root / "text.txt", settings, lora=lora, listener=Resumed()).train()
+    assert steps == [2]
+    assert [line["step"] for line in RunFolder(root / name).lines() if "loss" in line] == [
+        1,
+        2,
+        3,
+        4,
+    ]

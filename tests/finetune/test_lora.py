@@ -5,6 +5,7 @@ import json
 import re
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from unsloth_cupy.finetune import Lora, Run, Settings, Trainer
 from unsloth_cupy.finetune.listener import Listener
 from unsloth_cupy.finetune.lora import check_learns
 from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
+from unsloth_cupy.finetune.run.loop import Loop
 from unsloth_cupy.models import Transformer, create, load, merge, quantize
 
 from ..cli.test_cli import run, weights
@@ -323,3 +325,20 @@ def test_tables_have_a_rate_of_their_own(base: Path, text: Path, tmp_path: Path)
     tables = {name for name in moved if "embed_tokens" in name or "lm_head" in name}
     assert all(5e-6 < moved[name] < 2e-5 for name in tables)
     assert all(5e-4 < moved[name] < 2e-3 for name in moved.keys() - tables)
+
+
+def test_a_base_in_16_bits_is_in_memory_once(
+    base: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its float32 weights are freed; those that the computation takes as they are stay."""
+    before: dict[str, Any] = {}
+
+    def prepared(run: Any, model: Transformer, *more: Any) -> Loop:
+        before.update({name: ref(array) for name, array in model.parameters.items()})
+        return Loop(run, model, *more)
+
+    monkeypatch.setattr("unsloth_cupy.finetune.run.preparation.Loop", prepared)
+    model = trained(base, text, tmp_path / "run", Lora(2), dtype="bfloat16").model
+    actual = {name for name, array in before.items() if array() is not None}
+    assert actual == {name for name, each in model.parameters.items() if each.dtype == np.float32}
+    assert actual < before.keys()

@@ -86,7 +86,7 @@ class Method(Format):
         """Raise a ConfigError for ranks that cannot compute the loss."""
 
     def fitted(self, text: Any, config: Mapping[str, Any]) -> Self:
-        """Return this method with what the data tell, and the config.json of the model."""
+        """Return this method, completed from the data and the config.json of the model."""
         return self
 
     def first(self, step: int, accumulate: int) -> int:
@@ -98,7 +98,7 @@ class Method(Format):
         return -(-batches // accumulate)
 
     def updates(self, accumulate: int) -> int:
-        """Return after how many steps it needs nothing of those before, beyond what all keep."""
+        """Return the number of steps that share one rollout."""
         return 1
 
     def with_models(self, read: Callable[[Any], Any]) -> Self:

@@ -223,7 +223,7 @@ def facts_of(
 def fitted(
     plan: Plan, text: Text | Records, source: Path | None, transformer: models.Transformer | None
 ) -> Method:
-    """Return the method of a plan, with what the data tell."""
+    """Return the method of a plan, completed from the data (labels, number of classes)."""
     if source is None or isinstance(text, Text):
         return plan.learning
     return plan.learning.fitted(text, values_of(source, plan, transformer))

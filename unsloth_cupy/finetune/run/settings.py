@@ -120,10 +120,10 @@ class Settings:
         f" are not judged.  [default: {SECONDS:g}]", above=0, kept=False, rare=True,
     )  # fmt: skip
     samples: int | None = setting(
-        "method", f"Answers that they draw to a prompt.  [default: {SAMPLES}]", least=2
+        "method", f"Answers sampled for each prompt.  [default: {SAMPLES}]", least=2
     )
     max_new_tokens: int | None = setting(
-        "method", f"Tokens of these at most.  [default: {NEW}, or half of the positions]", least=1
+        "method", f"Most new tokens of an answer.  [default: {NEW}, or half the positions]", least=1
     )
     num_iterations: int | None = setting(
         "method", "Updates by the same answers.  [default: 1]", least=1, rare=True

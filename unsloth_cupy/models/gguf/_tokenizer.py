@@ -17,10 +17,9 @@ from ...files import TOKENIZER, of_library, read_json, read_text
 from ..configs.config import Config
 from ..text.tokenizer import has_tokenizer, tokenizer_text
 from ._metadata import Values
-from ._words import parts_of, prefix_of, words_of
+from ._words import SPACE, parts_of, prefix_of, words_of
 
 FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-SPACE = "\u2581"
 ROLES = ("unk", "pad", "sep", "mask")  # special tokens by the keys of tokenizer_config.json
 ENDS = ("eos", "eot", "eom")  # tokens that end a text: llama.cpp has three keys for them
 # tokens that end a turn where a chat template writes them, by the names that llama.cpp knows

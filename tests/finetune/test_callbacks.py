@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,9 +14,13 @@ import pytest
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Callback, Control, Run, Settings, Trainer
 from unsloth_cupy.finetune.run.arguments import FIXED, NAMES
-from unsloth_cupy.finetune.run.callbacks import EVENTS, State
+from unsloth_cupy.finetune.run.callbacks import EVENTS, Callbacks, State
+from unsloth_cupy.finetune.run.ranks import Ranks
+from unsloth_cupy.parallel import Communicator
+from unsloth_cupy.parallel.grid import grid
 
 from ..cli.test_cli import ROOT, assert_one_clear_error, numbers, run, weights
+from ..parallel.threads import by_threads
 
 TINY: dict[str, Any] = {"batch": 2, "tokens": 16, "layers": 1, "hidden": 32, "vocabulary": 300}
 
@@ -272,3 +277,27 @@ def test_trackio(text: Path, tmp_path: Path) -> None:
     with sqlite3.connect(database) as connection:
         rows = [json.loads(row) for (row,) in connection.execute("select metrics from metrics")]
     assert [row["train/loss"] for row in rows if "train/loss" in row] == losses(folder)
+
+
+def test_requests_of_the_first_rank_are_those_of_all() -> None:
+    """Callbacks run on rank 0 alone; each request reaches all ranks once, and an end stays."""
+    flags = [field.name for field in dataclasses.fields(Control)]
+
+    def requests(comm: Communicator) -> list[tuple[Control, Control]]:
+        each = Callbacks.__new__(Callbacks)
+        each.callbacks = [Callback()]
+        each.loop = SimpleNamespace(ranks=Ranks(comm, grid(comm)))
+        taken = []
+        for flag in flags:
+            each.control = Control(**{flag: comm.rank == 0})
+            if comm.rank != 0:  # what another rank has of its own does not count
+                each.control.should_log = each.control.should_save = True
+            taken.append((each.take(), each.control))
+        return taken
+
+    ends = {"should_training_stop", "should_epoch_stop"}
+    for taken in by_threads(3, requests):
+        for flag, (control, after) in zip(flags, taken, strict=True):
+            expected = {flag: True, "should_training_stop": flag in ends}
+            assert control == Control(**expected)
+            assert after == Control(should_training_stop=flag in ends)

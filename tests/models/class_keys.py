@@ -146,8 +146,9 @@ def table() -> str:
 
 
 def word(key: str, default: Any) -> str:
-    """Return a key as the table has it; tokens have no default."""
-    usable = isinstance(default, bool | int | float | str) and not key.endswith("_id")
+    """Return a key as the table has it; tokens have no default but the one that ends a text."""
+    usable = isinstance(default, bool | int | float | str)
+    usable &= key == "eos_token_id" or not key.endswith("_id")
     return f"{key}={json.dumps(default)}" if usable else key
 
 

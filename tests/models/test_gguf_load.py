@@ -155,6 +155,28 @@ def test_types_that_only_others_write(kind: str, wide: Path, tmp_path: Path) -> 
     np.testing.assert_array_equal(actual.astype("float32"), expected)
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q5_1", "Q4_K", "Q5_K", "MXFP4"])
+def test_scales_that_are_not_finite_are_refused(
+    kind: str, value: float, wide: Path, tmp_path: Path
+) -> None:
+    """A block begins with its scale: of float16, or an exponent that stands for NaN."""
+    models.export_gguf(wide, tmp_path / "m.gguf", kind="f32")
+    number = getattr(gguf.GGMLQuantizationType, kind)
+    numbers, size = gguf.GGML_QUANT_SIZES[number]
+    blocks = np.zeros((256, 256 // numbers * size), np.uint8)
+    scale = [255] if kind == "MXFP4" else [*np.float16(value).tobytes()]
+    blocks[7, size * (256 // numbers - 1) :][: len(scale)] = scale  # the last block of a row
+    blocks[7, -1] = 3
+
+    def tensors(name: str) -> tuple[Any, ...]:
+        return (name, blocks, number) if name == "blk.0.ffn_down.weight" else (name,)
+
+    file = copied(tmp_path / "m.gguf", tmp_path / "n.gguf", {}, tensors)
+    with pytest.raises(ConfigError, match=r"has a scale that is not finite; fetch the file again"):
+        models.load(file)
+
+
 @pytest.mark.slow
 def test_transformers_reads_the_same_file(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch", reason="a peer")

@@ -533,3 +533,27 @@ def test_every_row_needs_a_name() -> None:
         rows.logits(TOKENS)
     with pytest.raises(ShapeError, match="2 adapters are named for 3 packed texts"):
         rows.loss(TOKENS[:1], LABELS[:1], offsets=np.array([0, 2, 4, 7]))
+
+
+@pytest.mark.parametrize("rows", [["dora", "dora"], ["chat", "dora"], [None, "dora"]])
+@pytest.mark.parametrize("packed", [False, True])
+def test_dropout_of_a_rank_draws_by_numbers_of_tokens(rows: list[str | None], packed: bool) -> None:
+    """A rank that holds a later part of a batch drops for an adapter what its own batch drops."""
+    model, alone = made(), made()
+    places = [number for number, name in enumerate(rows) if name == "dora"]
+    alone.set_adapter("dora")
+    model = model.by_rows(rows)
+
+    def gradients(part: Transformer, own: list[int], first: int) -> dict[str, np.ndarray]:
+        part.first_token = first
+        batch = {"tokens": TOKENS[own], "labels": LABELS[own]}
+        if packed:
+            batch = {name: each.reshape(1, -1) for name, each in batch.items()}
+            batch["offsets"] = np.arange(len(own) + 1) * TOKENS.shape[1]
+        return part.loss_and_gradients(**batch, seed=3, count=10)[1]
+
+    actual = gradients(model, [*range(len(rows))], 100)
+    expected, others = (gradients(alone, places, first) for first in (100, 0))
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(actual[f"{name}@dora"], gradient, atol=2e-5)
+    assert any(np.abs(others[name] - each).max() > 1e-3 for name, each in expected.items())

@@ -13,7 +13,9 @@ from safetensors.numpy import load_file, save_file
 from unsloth_cupy import AdamW, CheckpointConfig, losses
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import Transformer, create, load, merge
+from unsloth_cupy.models.adapters.outer_weights import inner_modules
 from unsloth_cupy.models.layers.head import head_weight
+from unsloth_cupy.models.parse import parse
 from unsloth_cupy.ops.quantized.weight import Quantized
 from unsloth_cupy.parallel import SingleCommunicator, Zero3
 
@@ -387,6 +389,17 @@ def test_a_vocabulary_grows_as_in_transformers(name: str, tmp_path: Path) -> Non
     np.testing.assert_array_equal(again.table, model.table[:50])
     with pytest.raises(ConfigError, match="token 2 ends texts or pads them; pass 3 or more"):
         again.resize(2)
+
+
+def test_convolutions_of_an_older_transformers_have_a_cure() -> None:
+    """It had q_conv1d, k_conv1d and v_conv1d of hybrids; today they are one module."""
+    config = parse(SIZES | {"model_type": "olmo_hybrid"})
+    for listed in ("q_conv1d", "model.layers.0.linear_attn.v_conv1d"):
+        with pytest.raises(ConfigError, match="a part of conv1d today; merge the adapter by"):
+            inner_modules("f", config, {"modules_to_save": [listed]})
+    assert inner_modules("f", config, {"modules_to_save": ["conv1d"]}) != set()
+    with pytest.raises(ConfigError, match="no module of this model ends so; pass the model"):
+        inner_modules("f", config, {"modules_to_save": ["conv"]})
 
 
 HEAD = f"{PREFIX}lm_head.weight"

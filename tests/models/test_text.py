@@ -108,6 +108,10 @@ def test_a_tokenizer_without_a_file_of_its_own_is_converted(older: Path, tmp_pat
     assert (
         models.load(tmp_path / "merged").tokenizer.encode(text).tolist() == expected(text).input_ids
     )
+    pytest.importorskip("gguf", reason="needs the extra `gguf`")
+    models.export_gguf(older, tmp_path / "model.gguf")
+    exported = models.load(tmp_path / "model.gguf").tokenizer
+    assert exported.encode(text).tolist() == expected(text).input_ids
 
 
 @pytest.mark.parametrize("known", [False, True])

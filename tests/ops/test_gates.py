@@ -92,6 +92,26 @@ def test_in_place_needs_arrays_that_may_change(gate: Gate) -> None:
         gate.over(x, y, y)
 
 
+@pytest.mark.parametrize("strides", [(0, 4), (4, 4), (16, 0)])
+@pytest.mark.parametrize("place", [lambda x: x, lambda x: x[::-1]], ids=["forward", "backward"])
+def test_in_place_needs_elements_apart(strides: tuple[int, int], place: Any) -> None:
+    """Two threads would write one element of a view that overlaps itself."""
+    memory = np.ones(64, np.float32)
+    view = place(np.lib.stride_tricks.as_strided(memory, (4, 8), strides))
+    heads, x = view[None, :, None], np.ones((4, 8), np.float32)
+    for name, call in (
+        ("gate", lambda: uc.swiglu_backward_(x, view, x.copy())),
+        ("up", lambda: uc.geglu_backward_(x, x.copy(), view)),
+        ("x", lambda: uc.relu2_backward_(x, view)),
+        ("total", lambda: uc.accumulate_(view, x)),
+        ("logits", lambda: uc.cross_entropy_(view, np.arange(4))),
+        ("q", lambda: uc.rope_qk_(heads, x[None, :, None], *uc.rope_tables(4, 8))),
+    ):
+        with pytest.raises(ConfigError, match=f"elements of {name} share memory; call .* a copy"):
+            call()
+    assert (memory == 1).all()
+
+
 def on_gpu(array: np.ndarray) -> Any:
     """Return what an array of CuPy says of where it lies."""
     facts = {name: getattr(array, name) for name in ("shape", "strides", "dtype", "size", "nbytes")}

@@ -2,6 +2,7 @@
 
 import json
 import tracemalloc
+from typing import Any
 
 import numpy as np
 import pytest
@@ -230,6 +231,26 @@ def test_codes_stored_as_numbers_of_another_dtype(dtype: str, double: bool) -> N
     np.testing.assert_array_equal(again.packed, weight.packed)
     with pytest.raises(ConfigError, match=r"weight is \(\d+, 1\) uint8; it must be \(192, 1\)"):
         uc.Nf4.from_state({**state, "weight": stored[:-1]})
+
+
+@pytest.mark.parametrize("offset", [np.nan, np.inf, -np.inf, 1e300, -1e39, None, "0", [0.0]])
+def test_offsets_of_scales_are_finite_in_float32(offset: Any) -> None:
+    state = uc.nf4_quantize(drawn(6, 64), double=True).state()
+    name = "weight.quant_state.bitsandbytes__nf4"
+    facts = json.loads(state[name].tobytes()) | {"nested_offset": offset}
+    state[name] = np.frombuffer(json.dumps(facts).encode(), np.uint8)
+    with pytest.raises(ConfigError, match=r"nested_offset of .* is wrong"):
+        uc.Nf4.from_state(state)
+
+
+@pytest.mark.parametrize("double", [False, True])
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_scales_are_finite(double: bool, value: float) -> None:
+    state = uc.nf4_quantize(drawn(6, 64), double=double).state()
+    name = "weight.nested_absmax" if double else "weight.absmax"
+    state[name] = np.full_like(state[name], value)
+    with pytest.raises(ConfigError, match=f"{name} holds a number that is not finite"):
+        uc.Nf4.from_state(state)
 
 
 def test_wrong_calls() -> None:

@@ -68,7 +68,9 @@ SERVERS = {
     "dgx spark": spark,
 }
 # Datasheets of the RTX workstation GPUs: a product of 16-bit floats runs at 4 times the rate of
-# float32, as is stated for float32 and for 8- or 4-bit floats.
+# float32, as is stated for float32 and for 8- or 4-bit floats.  RTX PRO 6000 Server: "RTX PRO 6000
+# Blackwell Server Edition", December 2025, page 3 (1597 GB/s, 120 TFLOP/s).  RTX PRO 6000 Max-Q:
+# 110 TFLOP/s are 188 SMs of 256 operations a cycle at a boost clock of 2288 MHz.
 WORKSTATIONS = {
     "rtx a4000": ("RTX A4000", 86, 48, 448, 19.2),
     "rtx a5000": ("RTX A5000", 86, 64, 768, 27.8),

@@ -59,9 +59,18 @@ class ByRows(Adapter):
         }
 
     def project(
-        self, tokens: Any, offsets: Any, seed: int | None, plain: Project, context: Context | None
+        self,
+        tokens: Any,
+        offsets: Any,
+        seed: int | None,
+        plain: Project,
+        context: Context | None,
+        first: int = 0,
     ) -> Project:
-        """Return the linear layers of a call on rows of tokens, or on packed texts."""
+        """Return the linear layers of a call on rows of tokens, or on packed texts.
+
+        ``first`` is the number of the first token of each adapter, by which dropout draws.
+        """
         if offsets is None:
             self.check(len(tokens))
         else:
@@ -72,11 +81,12 @@ class ByRows(Adapter):
         places = {key: np.flatnonzero(own == key) for key in dict.fromkeys(self.rows)}
         places = {key: place for key, place in places.items() if place.size}
         numbers = {}
-        if context is not None and self.dropout and seed is not None:
+        if (context is not None or first) and self.dropout and seed is not None:
+            own_part = np.asarray if context is None else context.own
             every = np.broadcast_to(names if axis else names[:, None], tokens.shape)
             for key in places:  # those that its tokens have in a batch of its own
                 number = np.cumsum(every == key, dtype=np.int32).reshape(every.shape) - 1
-                numbers[key] = context.own(number)[context.own(every) == key]
+                numbers[key] = own_part(number)[own_part(every) == key] + first
         return partial(self._linears, places, numbers, axis, seed, plain)
 
     def check(self, count: int, what: str = "rows") -> None:

@@ -90,7 +90,11 @@ def inner_modules(call: str, config: Config, settings: Mapping[str, Any]) -> set
         own = {name for name in config.shapes() if end.search(stored_name(name, config.body))}
         if not own:
             problem = f"{MODULES} names {listed[:200]!r}, and no module of this model ends so"
-            raise ConfigError(f"{call}: {problem}; pass the model that the adapter is for")
+            cure = "pass the model that the adapter is for"
+            if config.delta is not None and re.fullmatch(r"(.*\.)?[qkv]_conv1d", listed):
+                problem = f"{MODULES} names {listed[:200]!r}, which is a part of conv1d today"
+                cure = "merge the adapter by the version of transformers that wrote it"
+            raise ConfigError(f"{call}: {problem}; {cure}")
         names |= own
     return names
 

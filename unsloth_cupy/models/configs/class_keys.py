@@ -39,7 +39,7 @@ all: architectures attention_chunk_size attention_dropout=0.0 attention_scaling 
  base_model_pp_plan base_model_tp_plan bos_token_id cache_dir chain_hidden_post_norm
  chunk_size_feed_forward=0 classifier_dropout commit_message compile_config config config_class
  create_compatible_mapping default_rope_type default_theta device_map device_mesh disable_mmap
- disk_offload_folder distributed_config dtype embed_dim eos_token_id experts_implementation fget
+ disk_offload_folder distributed_config dtype embed_dim eos_token_id=2 experts_implementation fget
  first_k_dense_replace force_download fusion_config get get_config_class gguf_file
  gradient_checkpointing head_dim hf_quantizer hidden_dropout hidden_size=4096 id2label
  ignore_keys_at_rope_validation ignore_mismatched_sizes init_kwargs init_std initializer_factor
@@ -60,8 +60,9 @@ all: architectures attention_chunk_size attention_dropout=0.0 attention_scaling 
 apertus: attention_bias=false hidden_act="xielu" intermediate_size=14336
  max_position_embeddings=65536 rms_norm_eps=1e-05 rope_theta=12000000.0 use_cache=true
  vocab_size=131072
-arcee: attention_bias=false hidden_act="relu2" hidden_size=2560 intermediate_size=18432
- max_position_embeddings=4096 mlp_bias=false rms_norm_eps=1e-05 use_cache=true
+arcee: attention_bias=false eos_token_id=128001 hidden_act="relu2" hidden_size=2560
+ intermediate_size=18432 max_position_embeddings=4096 mlp_bias=false rms_norm_eps=1e-05
+ use_cache=true
 aya_vision: adapter_layer_norm_eps=1e-06 downsample_factor=2 image_token_id image_token_index=255036
  text_config tie_word_embeddings=true vision_config vision_feature_layer=-1
  vision_feature_select_strategy="full"
@@ -70,16 +71,16 @@ bamba: attention_bias=false attn_layer_indices hidden_act="silu" intermediate_si
  mamba_d_state=256 mamba_expand=2 mamba_n_groups=1 mamba_n_heads=128 mamba_proj_bias=false
  max_position_embeddings=262144 mlp_bias=false num_key_value_heads=8 num_logits_to_keep=1
  rms_norm_eps=1e-05 time_step_limit use_cache=true vocab_size=128000 z_loss_coefficient=0.0
-bitnet: attention_bias=false hidden_act="relu2" hidden_size=2560 intermediate_size=6912
- num_attention_heads=20 num_hidden_layers=30 num_key_value_heads=5 rms_norm_eps=1e-05
- rope_theta=500000.0 use_cache=true vocab_size=128256
-cohere: attention_bias=false hidden_act="silu" hidden_size=8192 intermediate_size=22528
- layer_norm_eps=1e-05 logit_scale=0.0625 max_position_embeddings=8192 num_attention_heads=64
- num_hidden_layers=40 rms_norm_eps rope_theta=500000.0 tie_word_embeddings=true use_cache=true
- use_qk_norm=false vocab_size=256000
-cohere2: attention_bias=false hidden_act="silu" hidden_size=8192 intermediate_size=22528
- layer_norm_eps=1e-05 logit_scale=0.0625 max_position_embeddings=8192 num_attention_heads=64
- num_hidden_layers=40 rms_norm_eps sliding_window=4096 sliding_window_pattern
+bitnet: attention_bias=false eos_token_id=128001 hidden_act="relu2" hidden_size=2560
+ intermediate_size=6912 num_attention_heads=20 num_hidden_layers=30 num_key_value_heads=5
+ rms_norm_eps=1e-05 rope_theta=500000.0 use_cache=true vocab_size=128256
+cohere: attention_bias=false eos_token_id=255001 hidden_act="silu" hidden_size=8192
+ intermediate_size=22528 layer_norm_eps=1e-05 logit_scale=0.0625 max_position_embeddings=8192
+ num_attention_heads=64 num_hidden_layers=40 rms_norm_eps rope_theta=500000.0
+ tie_word_embeddings=true use_cache=true use_qk_norm=false vocab_size=256000
+cohere2: attention_bias=false eos_token_id=255001 hidden_act="silu" hidden_size=8192
+ intermediate_size=22528 layer_norm_eps=1e-05 logit_scale=0.0625 max_position_embeddings=8192
+ num_attention_heads=64 num_hidden_layers=40 rms_norm_eps sliding_window=4096 sliding_window_pattern
  tie_word_embeddings=true use_cache=true vocab_size=256000
 cohere2_vision: alignment_intermediate_size=36864 downsample_factor=2 image_token_id text_config
  tie_word_embeddings=true vision_config
@@ -89,12 +90,12 @@ deepseek_v2: attention_bias=false first_k_dense_replace=0 hidden_act="silu" inte
  pretraining_tp=1 q_lora_rank=1536 qk_nope_head_dim=128 qk_rope_head_dim=64
  routed_scaling_factor=1.0 topk_group topk_method="greedy" use_cache=true v_head_dim=128
  vocab_size=102400
-deepseek_v3: attention_bias=false first_k_dense_replace=3 hidden_act="silu" hidden_size=7168
- intermediate_size=18432 kv_lora_rank=512 max_position_embeddings=4096 moe_intermediate_size=2048
- n_group=8 n_routed_experts=256 n_shared_experts=1 norm_topk_prob=true num_attention_heads=128
- num_experts_per_tok=8 num_hidden_layers=61 num_key_value_heads=128 num_local_experts
- num_mtp_layers=1 num_nextn_predict_layers output_router_logits=false pretraining_tp=1
- q_lora_rank=1536 qk_nope_head_dim=128 qk_rope_head_dim=64 rope_interleave=true
+deepseek_v3: attention_bias=false eos_token_id=1 first_k_dense_replace=3 hidden_act="silu"
+ hidden_size=7168 intermediate_size=18432 kv_lora_rank=512 max_position_embeddings=4096
+ moe_intermediate_size=2048 n_group=8 n_routed_experts=256 n_shared_experts=1 norm_topk_prob=true
+ num_attention_heads=128 num_experts_per_tok=8 num_hidden_layers=61 num_key_value_heads=128
+ num_local_experts num_mtp_layers=1 num_nextn_predict_layers output_router_logits=false
+ pretraining_tp=1 q_lora_rank=1536 qk_nope_head_dim=128 qk_rope_head_dim=64 rope_interleave=true
  routed_scaling_factor=2.5 topk_group=4 use_cache=true v_head_dim=128 vocab_size=129280
 ernie4_5: attention_dropout head_dim=128 hidden_act="silu" hidden_size=1024 intermediate_size=3072
  max_position_embeddings=131072 num_attention_heads=16 num_hidden_layers=18 num_key_value_heads=2
@@ -118,55 +119,55 @@ falcon_h1: attention_bias=false attention_in_multiplier=1.0 attention_out_multip
  num_key_value_heads=8 num_logits_to_keep=1 projectors_bias=false rms_norm_eps=1e-05
  ssm_in_multiplier=1.0 ssm_multipliers ssm_out_multiplier=1.0 time_step_limit use_cache=true
  vocab_size=128000
-gemma: attention_bias=false head_dim=256 hidden_act="gelu_pytorch_tanh" hidden_size=3072
- intermediate_size=24576 max_position_embeddings=8192 num_attention_heads=16 num_hidden_layers=28
- num_key_value_heads=16 tie_word_embeddings=true use_bidirectional_attention use_cache=true
- vocab_size=256000
-gemma2: attention_bias=false attn_logit_softcapping=50.0 final_logit_softcapping=30.0 head_dim=256
- hidden_activation="gelu_pytorch_tanh" hidden_size=2304 intermediate_size=9216
+gemma: attention_bias=false eos_token_id=1 head_dim=256 hidden_act="gelu_pytorch_tanh"
+ hidden_size=3072 intermediate_size=24576 max_position_embeddings=8192 num_attention_heads=16
+ num_hidden_layers=28 num_key_value_heads=16 tie_word_embeddings=true use_bidirectional_attention
+ use_cache=true vocab_size=256000
+gemma2: attention_bias=false attn_logit_softcapping=50.0 eos_token_id=1 final_logit_softcapping=30.0
+ head_dim=256 hidden_activation="gelu_pytorch_tanh" hidden_size=2304 intermediate_size=9216
  max_position_embeddings=8192 num_attention_heads=8 num_hidden_layers=26 num_key_value_heads=4
  query_pre_attn_scalar=256 sliding_window=4096 tie_word_embeddings=true use_bidirectional_attention
  use_cache=true vocab_size=256000
 gemma3: boi_token_id boi_token_index=255999 eoi_token_id eoi_token_index=256000 image_token_id
  image_token_index=262144 mm_tokens_per_image=256 text_config tie_word_embeddings=true vision_config
-gemma3_text: attention_bias=false attn_logit_softcapping final_logit_softcapping head_dim=256
- hidden_activation="gelu_pytorch_tanh" hidden_size=2304 image_size intermediate_size=9216
- layer_norm_eps max_position_embeddings=131072 mm_tokens_per_image num_attention_heads=8
- num_hidden_layers=26 num_key_value_heads=4 patch_size query_pre_attn_scalar=256
- rope_local_base_freq rope_theta sliding_window=4096 sliding_window_pattern text_config
- tie_word_embeddings=true use_bidirectional_attention=false use_cache=true vision_config
- vocab_size=262208
-glm: attention_bias=true head_dim=128 hidden_act="silu" intermediate_size=13696
+gemma3_text: attention_bias=false attn_logit_softcapping eos_token_id=1 final_logit_softcapping
+ head_dim=256 hidden_activation="gelu_pytorch_tanh" hidden_size=2304 image_size
+ intermediate_size=9216 layer_norm_eps max_position_embeddings=131072 mm_tokens_per_image
+ num_attention_heads=8 num_hidden_layers=26 num_key_value_heads=4 patch_size
+ query_pre_attn_scalar=256 rope_local_base_freq rope_theta sliding_window=4096
+ sliding_window_pattern text_config tie_word_embeddings=true use_bidirectional_attention=false
+ use_cache=true vision_config vocab_size=262208
+glm: attention_bias=true eos_token_id head_dim=128 hidden_act="silu" intermediate_size=13696
  max_position_embeddings=131072 num_hidden_layers=40 num_key_value_heads=2 rms_norm_eps=1.5625e-07
  use_cache=true vocab_size=151552
-glm4: attention_bias=true head_dim=128 hidden_act="silu" intermediate_size=13696
+glm4: attention_bias=true eos_token_id head_dim=128 hidden_act="silu" intermediate_size=13696
  max_position_embeddings=131072 num_hidden_layers=40 num_key_value_heads=2 rms_norm_eps=1.5625e-07
  use_cache=true vocab_size=151552
-glm4_moe: attention_bias=false first_k_dense_replace=1 hidden_act="silu" intermediate_size=10944
- max_position_embeddings=131072 moe_intermediate_size=1408 n_group=1 n_routed_experts=128
- n_shared_experts=1 norm_topk_prob=true num_attention_heads=96 num_experts_per_tok=8
- num_hidden_layers=46 num_key_value_heads=8 num_local_experts num_mtp_layers=1
+glm4_moe: attention_bias=false eos_token_id first_k_dense_replace=1 hidden_act="silu"
+ intermediate_size=10944 max_position_embeddings=131072 moe_intermediate_size=1408 n_group=1
+ n_routed_experts=128 n_shared_experts=1 norm_topk_prob=true num_attention_heads=96
+ num_experts_per_tok=8 num_hidden_layers=46 num_key_value_heads=8 num_local_experts num_mtp_layers=1
  num_nextn_predict_layers output_router_logits=false rms_norm_eps=1e-05 routed_scaling_factor=1.0
  topk_group=1 use_cache=true use_qk_norm=false vocab_size=151552
-glm4_moe_lite: attention_bias=false hidden_act="silu" hidden_size=2048 intermediate_size=10240
- kv_lora_rank=512 max_position_embeddings=202752 moe_intermediate_size=1536 n_group=1
- n_routed_experts=64 n_shared_experts=1 norm_topk_prob=true num_attention_heads=20
+glm4_moe_lite: attention_bias=false eos_token_id=1 hidden_act="silu" hidden_size=2048
+ intermediate_size=10240 kv_lora_rank=512 max_position_embeddings=202752 moe_intermediate_size=1536
+ n_group=1 n_routed_experts=64 n_shared_experts=1 norm_topk_prob=true num_attention_heads=20
  num_experts_per_tok=4 num_hidden_layers=47 num_key_value_heads=20 num_local_experts
  output_router_logits=false pretraining_tp=1 q_lora_rank=768 qk_nope_head_dim=192
  qk_rope_head_dim=64 rms_norm_eps=1e-05 rope_interleave=true routed_scaling_factor=1.8 topk_group=1
  use_cache=true v_head_dim=256 vocab_size=154880
 glm4v: image_end_token_id image_start_token_id image_token_id text_config video_end_token_id
  video_start_token_id video_token_id vision_config
-glm4v_text: hidden_act="silu" intermediate_size=13696 max_position_embeddings=32768
+glm4v_text: eos_token_id hidden_act="silu" intermediate_size=13696 max_position_embeddings=32768
  num_hidden_layers=40 num_key_value_heads=2 rms_norm_eps=1e-05 tie_word_embeddings use_cache=true
  vocab_size=151552
 got_ocr2: image_seq_length=576 image_token_id image_token_index=151859 text_config
  tie_word_embeddings=true vision_config
-gpt_oss: attention_bias=true head_dim=64 hidden_act="silu" hidden_size=2880 intermediate_size=2880
- max_position_embeddings=131072 num_attention_heads=64 num_experts num_experts_per_tok=4
- num_hidden_layers=36 num_key_value_heads=8 num_local_experts=128 output_router_logits=false
- rms_norm_eps=1e-05 rope_theta=150000.0 router_aux_loss_coef=0.001 sliding_window=128
- swiglu_alpha=1.702 swiglu_limit=7.0 use_cache=true vocab_size=201088
+gpt_oss: attention_bias=true eos_token_id head_dim=64 hidden_act="silu" hidden_size=2880
+ intermediate_size=2880 max_position_embeddings=131072 num_attention_heads=64 num_experts
+ num_experts_per_tok=4 num_hidden_layers=36 num_key_value_heads=8 num_local_experts=128
+ output_router_logits=false rms_norm_eps=1e-05 rope_theta=150000.0 router_aux_loss_coef=0.001
+ sliding_window=128 swiglu_alpha=1.702 swiglu_limit=7.0 use_cache=true vocab_size=201088
 granite: attention_bias=false attention_multiplier=1.0 embedding_multiplier=1.0 hidden_act="silu"
  intermediate_size=11008 logits_scaling=1.0 mlp_bias=false residual_multiplier=1.0 use_cache=true
 granitemoe: attention_bias=false attention_multiplier=1.0 embedding_multiplier=1.0 hidden_act="silu"
@@ -187,17 +188,17 @@ idefics3: image_token_id scale_factor=2 text_config use_cache=true vision_config
 internvl: downsample_ratio=0.5 image_seq_length=256 image_token_id projector_hidden_act="gelu"
  text_config tie_word_embeddings=true vision_config vision_feature_layer=-1
  vision_feature_select_strategy="default"
-jais2: attention_bias=true hidden_act="relu2" hidden_size=3328 intermediate_size=26624
- layer_norm_eps=1e-05 max_position_embeddings=8192 mlp_bias=true num_attention_heads=26 rms_norm_eps
- use_cache=true vocab_size=150272
-kimi_linear: attention_bias=false hidden_act="silu" hidden_size=2304 intermediate_size=9216
- kv_lora_rank=512 linear_attn_config linear_conv_kernel_dim=4 linear_head_dim=128
- linear_num_heads=32 max_position_embeddings=1048576 model_max_length moe_intermediate_size=1024
- moe_renormalize n_group=1 n_shared_experts=1 norm_topk_prob=true num_expert_group num_experts
- num_experts_per_tok=8 num_experts_per_token num_hidden_layers=27 num_key_value_heads=32
- num_local_experts=256 num_shared_experts output_router_logits=false pretraining_tp=1 q_lora_rank
- qk_nope_head_dim=128 qk_rope_head_dim=64 rms_norm_eps=1e-05 rope_theta routed_scaling_factor=2.446
- topk_group=1 use_cache=true v_head_dim=128 vocab_size=163840
+jais2: attention_bias=true eos_token_id=150024 hidden_act="relu2" hidden_size=3328
+ intermediate_size=26624 layer_norm_eps=1e-05 max_position_embeddings=8192 mlp_bias=true
+ num_attention_heads=26 rms_norm_eps use_cache=true vocab_size=150272
+kimi_linear: attention_bias=false eos_token_id=163586 hidden_act="silu" hidden_size=2304
+ intermediate_size=9216 kv_lora_rank=512 linear_attn_config linear_conv_kernel_dim=4
+ linear_head_dim=128 linear_num_heads=32 max_position_embeddings=1048576 model_max_length
+ moe_intermediate_size=1024 moe_renormalize n_group=1 n_shared_experts=1 norm_topk_prob=true
+ num_expert_group num_experts num_experts_per_tok=8 num_experts_per_token num_hidden_layers=27
+ num_key_value_heads=32 num_local_experts=256 num_shared_experts output_router_logits=false
+ pretraining_tp=1 q_lora_rank qk_nope_head_dim=128 qk_rope_head_dim=64 rms_norm_eps=1e-05 rope_theta
+ routed_scaling_factor=2.446 topk_group=1 use_cache=true v_head_dim=128 vocab_size=163840
 llama: attention_bias=false hidden_act="silu" intermediate_size=11008 mlp_bias=false
  pretraining_tp=1 use_cache=true
 llava: image_seq_length=576 image_token_id image_token_index=32000 multimodal_projector_bias=true
@@ -226,11 +227,11 @@ minicpm3: attention_bias=false dim_model_base=256 hidden_act="silu" hidden_size=
  num_key_value_heads=40 pretraining_tp=1 q_lora_rank=768 qk_nope_head_dim=64 qk_rope_head_dim=32
  rms_norm_eps=1e-05 scale_depth=1.4 scale_emb=12 tie_word_embeddings=true use_cache=true v_head_dim
  vocab_size=73448
-minimax_m2: head_dim=128 hidden_act="silu" hidden_size=3072 intermediate_size=1536
- max_position_embeddings=196608 num_attention_heads=48 num_experts num_experts_per_tok=8
- num_hidden_layers=62 num_key_value_heads=8 num_local_experts=256 output_router_logits=false
- rope_theta=5000000.0 rotary_dim router_aux_loss_coef=0.001 router_jitter_noise=0.0 use_cache=true
- vocab_size=200064
+minimax_m2: eos_token_id=200020 head_dim=128 hidden_act="silu" hidden_size=3072
+ intermediate_size=1536 max_position_embeddings=196608 num_attention_heads=48 num_experts
+ num_experts_per_tok=8 num_hidden_layers=62 num_key_value_heads=8 num_local_experts=256
+ output_router_logits=false rope_theta=5000000.0 rotary_dim router_aux_loss_coef=0.001
+ router_jitter_noise=0.0 use_cache=true vocab_size=200064
 ministral: hidden_act="silu" intermediate_size=14336 max_position_embeddings=131072
  num_key_value_heads=8 sliding_window=4096 use_cache=true
 ministral3: head_dim=128 hidden_act="silu" intermediate_size=14336 max_position_embeddings=262144
@@ -244,9 +245,9 @@ mixtral: hidden_act="silu" intermediate_size=14336 max_position_embeddings=13107
  num_experts_per_tok=2 num_key_value_heads=8 num_local_experts=8 output_router_logits=false
  rms_norm_eps=1e-05 rope_theta=1000000.0 router_aux_loss_coef=0.001 router_jitter_noise=0.0
  use_cache=true
-nemotron: attention_bias=false hidden_act="relu2" hidden_size=6144 initializer_range=0.0134
- intermediate_size=24576 max_position_embeddings=4096 mlp_bias=false norm_eps=1e-05
- num_attention_heads=48 rms_norm_eps use_cache=true vocab_size=256000
+nemotron: attention_bias=false eos_token_id=3 hidden_act="relu2" hidden_size=6144
+ initializer_range=0.0134 intermediate_size=24576 max_position_embeddings=4096 mlp_bias=false
+ norm_eps=1e-05 num_attention_heads=48 rms_norm_eps use_cache=true vocab_size=256000
 nemotron_h: attention_bias=false chunk_size=128 conv_kernel=4 expand=2 get_text_config head_dim=128
  hidden_dropout=0.0 hybrid_override_pattern intermediate_size=21504 layer_norm_epsilon=1e-05
  layers_block_type mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_dt_init_floor mamba_dt_limit
@@ -261,77 +262,80 @@ nemotron_h: attention_bias=false chunk_size=128 conv_kernel=4 expand=2 get_text_
  rope_theta routed_scaling_factor=1.0 ssm_state_size=128 time_step_floor=0.0001 time_step_limit
  time_step_max=0.1 time_step_min=0.001 topk_group=1 use_bias=false use_cache=true use_conv_bias=true
  use_mamba_kernels=true vocab_size=131072
-olmo: attention_bias=false clip_qkv hidden_act="silu" intermediate_size=11008 rms_norm_eps
- use_cache=true vocab_size=50304
-olmo2: attention_bias=false hidden_act="silu" intermediate_size=11008 rms_norm_eps=1e-05
- use_cache=true vocab_size=50304
-olmo3: attention_bias=false hidden_act="silu" intermediate_size=11008 rms_norm_eps=1e-05
- rope_theta=500000.0 sliding_window=4096 use_cache=true vocab_size=50304
-olmo_hybrid: attention_bias=false hidden_act="silu" hidden_size=3840 intermediate_size=11008
- linear_a_log_max=16.0 linear_a_log_min=0.0 linear_allow_neg_eigval=true linear_conv_kernel_dim=4
- linear_dt_init_floor=0.0001 linear_dt_max=0.1 linear_dt_min=0.001 linear_key_head_dim
- linear_num_key_heads linear_num_value_heads linear_value_head_dim max_position_embeddings=65536
- num_attention_heads=30 use_cache=true vocab_size=100352
-olmoe: attention_bias=false clip_qkv hidden_act="silu" hidden_size=2048 intermediate_size=2048
- max_position_embeddings=4096 norm_topk_prob=false num_attention_heads=16 num_experts=64
- num_experts_per_tok=8 num_hidden_layers=16 num_local_experts output_router_logits=false
- rms_norm_eps=1e-05 router_aux_loss_coef=0.01 use_cache=true vocab_size=50304
+olmo: attention_bias=false clip_qkv eos_token_id=50279 hidden_act="silu" intermediate_size=11008
+ rms_norm_eps use_cache=true vocab_size=50304
+olmo2: attention_bias=false eos_token_id=50279 hidden_act="silu" intermediate_size=11008
+ rms_norm_eps=1e-05 use_cache=true vocab_size=50304
+olmo3: attention_bias=false eos_token_id=50279 hidden_act="silu" intermediate_size=11008
+ rms_norm_eps=1e-05 rope_theta=500000.0 sliding_window=4096 use_cache=true vocab_size=50304
+olmo_hybrid: attention_bias=false eos_token_id=100257 hidden_act="silu" hidden_size=3840
+ intermediate_size=11008 linear_a_log_max=16.0 linear_a_log_min=0.0 linear_allow_neg_eigval=true
+ linear_conv_kernel_dim=4 linear_dt_init_floor=0.0001 linear_dt_max=0.1 linear_dt_min=0.001
+ linear_key_head_dim linear_num_key_heads linear_num_value_heads linear_value_head_dim
+ max_position_embeddings=65536 num_attention_heads=30 use_cache=true vocab_size=100352
+olmoe: attention_bias=false clip_qkv eos_token_id=50279 hidden_act="silu" hidden_size=2048
+ intermediate_size=2048 max_position_embeddings=4096 norm_topk_prob=false num_attention_heads=16
+ num_experts=64 num_experts_per_tok=8 num_hidden_layers=16 num_local_experts
+ output_router_logits=false rms_norm_eps=1e-05 router_aux_loss_coef=0.01 use_cache=true
+ vocab_size=50304
 phi: embd_pdrop=0.0 hidden_act="gelu_new" hidden_size=2048 intermediate_size=8192
  layer_norm_eps=1e-05 num_hidden_layers=24 qk_layernorm=false resid_pdrop=0.0 rms_norm_eps
  use_cache=true vocab_size=51200
-phi3: embd_pdrop=0.0 hidden_act="silu" hidden_size=3072 intermediate_size=8192
+phi3: embd_pdrop=0.0 eos_token_id=32000 hidden_act="silu" hidden_size=3072 intermediate_size=8192
  max_position_embeddings=4096 original_max_position_embeddings=4096 resid_pdrop=0.0
  rms_norm_eps=1e-05 use_cache=true vocab_size=32064
 phimoe: attention_bias=false hidden_act="silu" input_jitter_noise=0.0 intermediate_size=6400
  lm_head_bias=false max_position_embeddings=131072 num_experts_per_tok=2 num_key_value_heads=8
  num_local_experts=16 output_router_logits=false rms_norm_eps=1e-05 rope_theta=1000000.0
  router_aux_loss_coef=0.001 router_jitter_noise=0.01 use_cache=true vocab_size=32064
-qwen2: hidden_act="silu" intermediate_size=22016 max_position_embeddings=32768 max_window_layers=28
- num_key_value_heads=32 sliding_window=4096 use_cache=true use_sliding_window=false
- vocab_size=151936
+qwen2: eos_token_id hidden_act="silu" intermediate_size=22016 max_position_embeddings=32768
+ max_window_layers=28 num_key_value_heads=32 sliding_window=4096 use_cache=true
+ use_sliding_window=false vocab_size=151936
 qwen2_5_vl: image_token_id text_config video_token_id vision_config vision_end_token_id
  vision_start_token_id
-qwen2_5_vl_text: hidden_act="silu" hidden_size=8192 intermediate_size=29568
+qwen2_5_vl_text: eos_token_id=151645 hidden_act="silu" hidden_size=8192 intermediate_size=29568
  max_position_embeddings=32768 max_window_layers=80 num_attention_heads=64 num_hidden_layers=80
  num_key_value_heads=8 rms_norm_eps=1e-05 rope_theta=1000000.0 sliding_window=4096
  tie_word_embeddings use_cache=true use_sliding_window=false vocab_size=152064
 qwen2_audio: audio_config audio_token_id audio_token_index=151646 text_config
-qwen2_moe: decoder_sparse_step=1 hidden_act="silu" hidden_size=2048 intermediate_size=5632
- max_position_embeddings=32768 max_window_layers=28 mlp_only_layers moe_intermediate_size=1408
- norm_topk_prob=false num_attention_heads=16 num_experts=60 num_experts_per_tok=4
- num_hidden_layers=24 num_key_value_heads=16 output_router_logits=false qkv_bias=true
- router_aux_loss_coef=0.001 shared_expert_intermediate_size=5632 sliding_window=4096 use_cache=true
- use_sliding_window=false vocab_size=151936
+qwen2_moe: decoder_sparse_step=1 eos_token_id hidden_act="silu" hidden_size=2048
+ intermediate_size=5632 max_position_embeddings=32768 max_window_layers=28 mlp_only_layers
+ moe_intermediate_size=1408 norm_topk_prob=false num_attention_heads=16 num_experts=60
+ num_experts_per_tok=4 num_hidden_layers=24 num_key_value_heads=16 output_router_logits=false
+ qkv_bias=true router_aux_loss_coef=0.001 shared_expert_intermediate_size=5632 sliding_window=4096
+ use_cache=true use_sliding_window=false vocab_size=151936
 qwen2_vl: image_token_id text_config video_token_id vision_config vision_end_token_id
  vision_start_token_id
-qwen2_vl_text: hidden_act="silu" hidden_size=8192 intermediate_size=29568
+qwen2_vl_text: eos_token_id=151645 hidden_act="silu" hidden_size=8192 intermediate_size=29568
  max_position_embeddings=32768 max_window_layers=80 num_attention_heads=64 num_hidden_layers=80
  num_key_value_heads=8 rms_norm_eps=1e-05 rope_theta=1000000.0 sliding_window=4096
  tie_word_embeddings use_cache=true use_sliding_window=false vocab_size=152064
-qwen3: attention_bias=false head_dim=128 hidden_act="silu" intermediate_size=22016
+qwen3: attention_bias=false eos_token_id head_dim=128 hidden_act="silu" intermediate_size=22016
  max_position_embeddings=32768 max_window_layers=28 num_key_value_heads=32 sliding_window=4096
  use_cache=true use_sliding_window=false vocab_size=151936
 qwen3_5: image_token_id text_config video_token_id vision_config vision_end_token_id
  vision_start_token_id
 qwen3_5_moe: image_token_id text_config video_token_id vision_config vision_end_token_id
  vision_start_token_id
-qwen3_5_moe_text: attention_bias=false full_attention_interval head_dim=256 hidden_act="silu"
- hidden_size=2048 linear_conv_kernel_dim=4 linear_key_head_dim=128 linear_num_key_heads=16
- linear_num_value_heads=32 linear_value_head_dim=128 max_position_embeddings=32768
- moe_intermediate_size=512 num_attention_heads=16 num_experts=256 num_experts_per_tok=8
- num_hidden_layers=40 num_key_value_heads=2 output_router_logits=false router_aux_loss_coef=0.001
- shared_expert_intermediate_size=512 use_cache=true vocab_size=248320
-qwen3_5_text: attention_bias=false full_attention_interval head_dim=256 hidden_act="silu"
- intermediate_size=12288 linear_conv_kernel_dim=4 linear_key_head_dim=128 linear_num_key_heads=16
- linear_num_value_heads=32 linear_value_head_dim=128 max_position_embeddings=32768
- num_attention_heads=16 num_key_value_heads=4 use_cache=true vocab_size=248320
-qwen3_moe: attention_bias=false decoder_sparse_step=1 hidden_act="silu" hidden_size=2048
- intermediate_size=6144 max_position_embeddings=32768 mlp_only_layers moe_intermediate_size=768
- norm_topk_prob=false num_experts=128 num_experts_per_tok=8 num_hidden_layers=24
- num_key_value_heads=4 num_local_experts output_router_logits=false router_aux_loss_coef=0.001
- sliding_window=4096 use_cache=true use_sliding_window=false vocab_size=151936
-qwen3_next: attention_bias=false decoder_sparse_step=1 full_attention_interval head_dim=256
- hidden_act="silu" hidden_size=2048 intermediate_size=5632 linear_conv_kernel_dim=4
+qwen3_5_moe_text: attention_bias=false eos_token_id full_attention_interval head_dim=256
+ hidden_act="silu" hidden_size=2048 linear_conv_kernel_dim=4 linear_key_head_dim=128
+ linear_num_key_heads=16 linear_num_value_heads=32 linear_value_head_dim=128
+ max_position_embeddings=32768 moe_intermediate_size=512 num_attention_heads=16 num_experts=256
+ num_experts_per_tok=8 num_hidden_layers=40 num_key_value_heads=2 output_router_logits=false
+ router_aux_loss_coef=0.001 shared_expert_intermediate_size=512 use_cache=true vocab_size=248320
+qwen3_5_text: attention_bias=false eos_token_id full_attention_interval head_dim=256
+ hidden_act="silu" intermediate_size=12288 linear_conv_kernel_dim=4 linear_key_head_dim=128
+ linear_num_key_heads=16 linear_num_value_heads=32 linear_value_head_dim=128
+ max_position_embeddings=32768 num_attention_heads=16 num_key_value_heads=4 use_cache=true
+ vocab_size=248320
+qwen3_moe: attention_bias=false decoder_sparse_step=1 eos_token_id hidden_act="silu"
+ hidden_size=2048 intermediate_size=6144 max_position_embeddings=32768 mlp_only_layers
+ moe_intermediate_size=768 norm_topk_prob=false num_experts=128 num_experts_per_tok=8
+ num_hidden_layers=24 num_key_value_heads=4 num_local_experts output_router_logits=false
+ router_aux_loss_coef=0.001 sliding_window=4096 use_cache=true use_sliding_window=false
+ vocab_size=151936
+qwen3_next: attention_bias=false decoder_sparse_step=1 eos_token_id full_attention_interval
+ head_dim=256 hidden_act="silu" hidden_size=2048 intermediate_size=5632 linear_conv_kernel_dim=4
  linear_key_head_dim=128 linear_num_key_heads=16 linear_num_value_heads=32 linear_value_head_dim=128
  max_position_embeddings=32768 mlp_only_layers moe_intermediate_size=512 norm_topk_prob=true
  num_attention_heads=16 num_experts=512 num_experts_per_tok=10 num_hidden_layers=48
@@ -339,30 +343,32 @@ qwen3_next: attention_bias=false decoder_sparse_step=1 full_attention_interval h
  shared_expert_intermediate_size=512 use_cache=true vocab_size=151936
 qwen3_vl: image_token_id text_config video_token_id vision_config vision_end_token_id
  vision_start_token_id
-qwen3_vl_text: attention_bias=false head_dim=128 hidden_act="silu" intermediate_size=22016
- max_position_embeddings=128000 num_key_value_heads=32 rope_theta=500000.0 tie_word_embeddings
- use_cache=true vocab_size=151936
+qwen3_vl_text: attention_bias=false eos_token_id head_dim=128 hidden_act="silu"
+ intermediate_size=22016 max_position_embeddings=128000 num_key_value_heads=32 rope_theta=500000.0
+ tie_word_embeddings use_cache=true vocab_size=151936
 seed_oss: attention_bias=true attention_dropout=0.1 attention_out_bias=false head_dim=128
  hidden_act="silu" intermediate_size=27648 max_position_embeddings=524288 mlp_bias=false
  num_attention_heads=80 num_hidden_layers=64 num_key_value_heads=8 pretraining_tp=1
  residual_dropout=0.1 use_cache=true vocab_size=155136
-smollm3: attention_bias=false hidden_act="silu" hidden_size=2048 intermediate_size=11008
- max_position_embeddings=32768 mlp_bias=false no_rope_layer_interval=4 no_rope_layers
- num_attention_heads=16 num_hidden_layers=36 num_key_value_heads=4 rope_theta=2000000.0
- tie_word_embeddings=true use_cache=true use_sliding_window=false vocab_size=128256
+smollm3: attention_bias=false eos_token_id=128001 hidden_act="silu" hidden_size=2048
+ intermediate_size=11008 max_position_embeddings=32768 mlp_bias=false no_rope_layer_interval=4
+ no_rope_layers num_attention_heads=16 num_hidden_layers=36 num_key_value_heads=4
+ rope_theta=2000000.0 tie_word_embeddings=true use_cache=true use_sliding_window=false
+ vocab_size=128256
 smolvlm: image_token_id scale_factor=2 text_config use_cache=true vision_config
-stablelm: hidden_act="silu" hidden_dropout=0.0 hidden_size=2560 intermediate_size=6912
- layer_norm_eps=1e-05 max_position_embeddings=4096 num_key_value_heads=32 qk_layernorm=false
- rms_norm_eps use_cache=true use_parallel_residual=false use_qkv_bias=false vocab_size=50304
-starcoder2: embedding_dropout=0.0 hidden_act="gelu_pytorch_tanh" hidden_size=3072
+stablelm: eos_token_id=0 hidden_act="silu" hidden_dropout=0.0 hidden_size=2560
+ intermediate_size=6912 layer_norm_eps=1e-05 max_position_embeddings=4096 num_key_value_heads=32
+ qk_layernorm=false rms_norm_eps use_cache=true use_parallel_residual=false use_qkv_bias=false
+ vocab_size=50304
+starcoder2: embedding_dropout=0.0 eos_token_id=50256 hidden_act="gelu_pytorch_tanh" hidden_size=3072
  initializer_range=0.018042 intermediate_size=12288 max_position_embeddings=4096 norm_epsilon=1e-05
  num_attention_heads=24 num_hidden_layers=30 num_key_value_heads=2 residual_dropout=0.0 rms_norm_eps
  tie_word_embeddings=true use_bias=true use_cache=true vocab_size=49152
-vaultgemma: attention_bias=false attn_logit_softcapping=50.0 final_logit_softcapping=30.0
- head_dim=256 hidden_activation="gelu_pytorch_tanh" hidden_size=2304 intermediate_size=9216
- max_position_embeddings=8192 num_attention_heads=8 num_hidden_layers=26 num_key_value_heads=4
- query_pre_attn_scalar=256 sliding_window=4096 tie_word_embeddings=true use_cache=true
- vocab_size=256000
+vaultgemma: attention_bias=false attn_logit_softcapping=50.0 eos_token_id=1
+ final_logit_softcapping=30.0 head_dim=256 hidden_activation="gelu_pytorch_tanh" hidden_size=2304
+ intermediate_size=9216 max_position_embeddings=8192 num_attention_heads=8 num_hidden_layers=26
+ num_key_value_heads=4 query_pre_attn_scalar=256 sliding_window=4096 tie_word_embeddings=true
+ use_cache=true vocab_size=256000
 video_llava: image_seq_length=256 image_token_id image_token_index=32000
  multimodal_projector_bias=true projector_hidden_act="gelu" text_config video_seq_length=2056
  video_token_id video_token_index=32001 vision_config vision_feature_layer=-2
@@ -370,9 +376,9 @@ video_llava: image_seq_length=256 image_token_id image_token_index=32000
 vipllava: image_seq_length=576 image_token_id image_token_index=32000 projector_hidden_act="gelu"
  projector_layernorm_eps=1e-05 text_config vision_config vision_feature_layer vision_feature_layers
 voxtral: audio_config audio_token_id projector_hidden_act="gelu" text_config
-youtu: attention_bias=false embedding_initializer_range hidden_act="silu" hidden_size=2048
- initializer_range intermediate_size=6144 kv_lora_rank=512 max_position_embeddings=131072
- num_attention_heads=16 num_key_value_heads=16 q_lora_rank=1536 qk_nope_head_dim=128
- qk_rope_head_dim=64 rope_interleave=true tie_word_embeddings=true use_cache=true v_head_dim=128
- vocab_size=128256
+youtu: attention_bias=false embedding_initializer_range eos_token_id=128001 hidden_act="silu"
+ hidden_size=2048 initializer_range intermediate_size=6144 kv_lora_rank=512
+ max_position_embeddings=131072 num_attention_heads=16 num_key_value_heads=16 q_lora_rank=1536
+ qk_nope_head_dim=128 qk_rope_head_dim=64 rope_interleave=true tie_word_embeddings=true
+ use_cache=true v_head_dim=128 vocab_size=128256
 """

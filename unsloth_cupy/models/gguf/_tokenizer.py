@@ -5,6 +5,7 @@ file names, and BPE over characters with bytes as a fallback ("llama"), which me
 token has the highest score.
 """
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,11 +15,11 @@ from gguf import TokenType
 from ...errors import ConfigError
 from ...files import TOKENIZER, of_library, read_json, read_text
 from ..configs.config import Config
+from ..text.tokenizer import has_tokenizer, tokenizer_text
 from ._metadata import Values
-from ._words import parts_of, prefix_of, words_of
+from ._words import SPACE, parts_of, prefix_of, words_of
 
 FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
-SPACE = "\u2581"
 ROLES = ("unk", "pad", "sep", "mask")  # special tokens by the keys of tokenizer_config.json
 ENDS = ("eos", "eot", "eom")  # tokens that end a text: llama.cpp has three keys for them
 # tokens that end a turn where a chat template writes them, by the names that llama.cpp knows
@@ -144,13 +145,16 @@ def _without_beyond(
 
 def read(folder: Path) -> Vocabulary:
     """Return the tokenizer of a folder; raise a ConfigError for one that is not BPE."""
-    path = folder / FILE
-    if not path.is_file():
+    if not has_tokenizer(folder):
         raise ConfigError(
             f"export_gguf: {folder} holds no {FILE}; copy it from the model's page into the folder,"
             " or name the folder that holds it, as in tokenizer='folder'"
         )
-    values = read_json(path, TOKENIZER)
+    if (path := folder / FILE).is_file():
+        values = read_json(path, TOKENIZER)
+    else:
+        path, text = tokenizer_text(folder)
+        values = json.loads(text)
     model = values.get("model")
     if not isinstance(model, Mapping) or model.get("type", "BPE") != "BPE":
         kind = model.get("type") if isinstance(model, Mapping) else None
@@ -272,9 +276,9 @@ def _around(folder: Path) -> tuple[list[int], list[int]]:
     """Return the tokens that the tokenizer adds before and after a text."""
     from tokenizers import Tokenizer
 
-    path = folder / FILE
+    path, text = tokenizer_text(folder)
     try:
-        loaded = Tokenizer.from_str(read_text(path, TOKENIZER))
+        loaded = Tokenizer.from_str(text)
         loaded.no_truncation()
         loaded.no_padding()
         texts = ("a", *(loaded.decode([number]) for number in range(PROBED)))

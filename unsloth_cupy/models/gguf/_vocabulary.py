@@ -6,8 +6,7 @@ from typing import Any
 from gguf import TokenType
 
 from ...errors import ConfigError
-from ._tokenizer import SPACE
-from ._words import ALIASES, BEGUN, DIGITS, GPT2, NORMALISED, rule_of
+from ._words import ALIASES, BEGUN, DIGITS, GPT2, NORMALISED, SPACE, rule_of
 from .reading import GgufFile
 
 BYTE_LEVEL = {

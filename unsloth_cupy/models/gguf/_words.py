@@ -5,6 +5,7 @@ from typing import Any, NoReturn
 
 from ...errors import ConfigError
 
+SPACE = "\u2581"
 SHORT = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CASES = (
@@ -113,11 +114,11 @@ def prefix_of(values: Mapping[str, Any]) -> tuple[bool, list[str]]:
     parts += parts_of(values.get("pre_tokenizer"), "pretokenizers")
     for part in parts:
         kind, pattern = part.get("type"), part.get("pattern") or {}
-        if kind == "Prepend" and part.get("prepend") == "\u2581":
+        if kind == "Prepend" and part.get("prepend") == SPACE:
             prefix = True
-        elif kind == "Replace" and pattern.get("String") == " " and part["content"] == "\u2581":
+        elif kind == "Replace" and pattern.get("String") == " " and part["content"] == SPACE:
             spaces = True
-        elif kind == "Metaspace" and part.get("replacement") == "\u2581":
+        elif kind == "Metaspace" and part.get("replacement") == SPACE:
             default = "always" if part.get("add_prefix_space", True) else "never"
             scheme = part.get("prepend_scheme", default)
             prefix, spaces = scheme != "never", True

@@ -219,4 +219,5 @@ def _dense(data: Array, kind: Any) -> Array:
 
     if kind.name in ("F16", "F32", "F64"):
         return np.asarray(data)
-    return np.asarray(dequantize(np.ascontiguousarray(data), kind), FLOAT32)
+    with np.errstate(all="ignore"):  # what is not finite is refused by the tensor's name
+        return np.asarray(dequantize(np.ascontiguousarray(data), kind), FLOAT32)

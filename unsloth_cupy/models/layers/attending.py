@@ -108,7 +108,7 @@ def project_of(
     ``first`` is the number of the first token: see ``token_numbers``.
     """
     if isinstance(adapter, ByRows):
-        return adapter.project(tokens, offsets, seed, _plain, context)
+        return adapter.project(tokens, offsets, seed, _plain, context, first)
     if adapter is not None:
         numbers = None if seed is None else token_numbers(context, tokens, first)
         return partial(adapter.linears, seed=seed, numbers=numbers)

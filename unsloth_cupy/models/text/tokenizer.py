@@ -126,22 +126,26 @@ def load_tokenizer(folder: Path) -> Any:
     """Return the tokenizer of a model folder; transformers converts one in another form."""
     from tokenizers import Tokenizer
 
-    path, form = folder / FILE, other_form(folder)
-    if not path.exists() and form is None:
-        raise ConfigError(
-            f"{folder} holds no {FILE}; copy it from the model's page into the folder"
-        )
-    if not path.exists() and form is not None:
-        files = [folder / name for name in (*form, *AROUND)]
-        states = [(f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file()]
-        path, text = folder / form[0], _converted(folder.resolve(), form, tuple(states))
-    else:
-        text = read_text(path, TOKENIZER)
+    path, text = tokenizer_text(folder)
     with _whole(path):
         tokenizer = Tokenizer.from_str(text)
         tokenizer.no_truncation()  # some files store truncation and padding of an earlier call
         tokenizer.no_padding()
     return Guarded(tokenizer, path)
+
+
+def tokenizer_text(folder: Path) -> tuple[Path, str]:
+    """Return a file of a folder's tokenizer, and its text in the form of tokenizer.json."""
+    path, form = folder / FILE, other_form(folder)
+    if path.exists():
+        return path, read_text(path, TOKENIZER)
+    if form is None:
+        raise ConfigError(
+            f"{folder} holds no {FILE}; copy it from the model's page into the folder"
+        )
+    files = [folder / name for name in (*form, *AROUND)]
+    states = [(f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file()]
+    return folder / form[0], _converted(folder.resolve(), form, tuple(states))
 
 
 @functools.lru_cache(maxsize=2)  # of a large vocabulary it takes seconds

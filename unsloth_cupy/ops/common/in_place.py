@@ -18,7 +18,7 @@ from ...errors import ConfigError, GradientError
 
 
 def check_writable(call: str, otherwise: str, **arrays: Any) -> None:
-    """Raise if an array is on a tape or read-only; ``otherwise`` is the cure in the message."""
+    """Raise if an array is on a tape, read-only or overlaps itself; ``otherwise`` is the cure."""
     for name, array in arrays.items():
         if isinstance(array, Traced):
             raise GradientError(f"{call}: {name} is on a tape; {otherwise}, which leaves it as is")
@@ -27,6 +27,9 @@ def check_writable(call: str, otherwise: str, **arrays: Any) -> None:
             frozen = not array.flags.writeable
         if frozen or not hasattr(array, "__setitem__"):
             raise ConfigError(f"{call}: {name} is read-only; {otherwise}, or pass a copy")
+        if not array.flags.c_contiguous and overlapping({name: array}):
+            problem = f"elements of {name} share memory"
+            raise ConfigError(f"{call}: {problem}; {otherwise}, or pass a copy")
 
 
 def check_apart(call: str, **arrays: Any) -> None:

@@ -38,6 +38,7 @@ from .weight import (
 )
 
 BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+LARGEST = float(np.finfo(FLOAT32).max)
 NESTED = dynamic_codes.BLOCK  # blocks that share an absmax_scale
 
 
@@ -298,7 +299,7 @@ class Nf4(Quantized):
             codes = array_of(call, state, "weight.absmax", (blocks,), np.uint8)
             scale = array_of(call, state, "weight.nested_absmax", (-(-blocks // NESTED),), FLOAT32)
             offset = facts.get("nested_offset")
-            known = isinstance(offset, float) and math.isfinite(offset)
+            known = isinstance(offset, float) and abs(offset) <= LARGEST  # which NaN is not
             if facts.get("nested_blocksize") != NESTED or not known:
                 raise ConfigError(f"{call}: nested_blocksize or nested_offset of {facts} is wrong")
             scales = {"absmax_codes": codes, "absmax_scale": scale, "absmax_offset": offset}

@@ -426,6 +426,11 @@ class TestTools:
             (lesson, *_) = Chat(folder(tmp_path, self.ACTS)).spans(messages[:count], self.TOOLS)
             assert lesson.text[lesson.spans[0].stop :].startswith("<result>")
 
+    def test_a_template_that_takes_no_calls_says_why(self, tmp_path: Path) -> None:
+        refuses = "{% if messages[1].tool_calls %}{{ raise_exception('no calls') }}{% endif %}"
+        with pytest.raises(ConfigError, match="no calls"):
+            Chat(folder(tmp_path, refuses + CHATML)).spans(self.messages({"a": 1}))
+
     def test_what_the_template_leaves_out_is_refused_by_name(self, tmp_path: Path) -> None:
         known = Chat(folder(tmp_path, CHATML))
         with pytest.raises(ConfigError, match=r"does not write messages\[1\]\.tool_calls"):

@@ -49,6 +49,13 @@ def test_tokens_of_every_expert_are_counted_once(label: str, checkpoint: Any) ->
     assert own.line(8) is None
 
 
+def test_an_expert_of_one_token_is_not_idle() -> None:
+    _, own = counted("qwen3_moe")
+    actual = own.measures(lambda _: np.array([[0, 1, 3], [4, 0, 0]]))
+    expected = {"expert_tokens": 8 / 6, "expert_load": 3.0, "idle_experts": 3}
+    assert actual == pytest.approx(expected)
+
+
 def test_nothing_is_counted_outside_of_a_block_nor_of_a_dense_model() -> None:
     model, own = counted("mixtral")
     before = own.measures(same)

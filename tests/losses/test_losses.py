@@ -446,6 +446,7 @@ BROKEN[1, 2] = -np.inf
     ("call", "words"),
     [
         (lambda: losses.preference(A, M, kind="dpo"), "kind='dpo'; choose from sigmoid, hinge"),
+        (lambda: losses.preference(A, M, kind="dpo", smoothing=0.1), "kind='dpo'; choose from sig"),
         (lambda: losses.preference(A, M, kind="hinge", smoothing=0.1), "'hinge' does not use smoo"),
         (lambda: losses.preference(A, M, alpha=0.5), "divergence=None does not use alpha; leave"),
         (lambda: losses.preference(A, M, kind="apo_zero", divergence="js"), "not use divergence"),
@@ -695,6 +696,28 @@ def test_what_a_policy_divides_by(kind: str, divisor: int) -> None:
     assert losses.policy(A[:2], mask, A[:2, 0], kind=kind) == 1 / divisor
 
 
+def test_a_token_alone_is_a_mean() -> None:
+    mask = np.arange(12).reshape(4, 3) == 5
+    tape = Tape()
+    log_probs = tape.watch(A)
+    loss = losses.nll(log_probs, mask)
+    assert loss.value == 1
+    np.testing.assert_array_equal(tape.gradients(loss, [log_probs])[0], -1.0 * mask)
+
+
+@pytest.mark.parametrize("kind", [*policies.CLIPPED, *policies.ROWS])
+def test_a_policy_clips_as_its_docstring_says(kind: str) -> None:
+    """With ratios on both sides of the limits."""
+    old = A - np.linspace(-0.6, 0.6, 12).reshape(4, 3)
+
+    def of(**options: Any) -> Any:
+        return losses.policy(A, M, np.array([1.0, -1, 2, -2]), old=old, kind=kind, **options)
+
+    assert of() == of(clip=(0.2, 0.2))
+    assert of() != of(clip=(0.2, 0.4))
+    assert of() != of(clip=(0.4, 0.2))
+
+
 def test_exo_pair_smooths_by_a_thousandth() -> None:
     pairs = ROWS * np.arange(1, 5)[:, None]
     plain = losses.preference(pairs, COUNTED, kind="exo_pair")
@@ -720,7 +743,7 @@ def test_a_certain_text_has_no_gradient_of_odds() -> None:
 def test_beyond_the_largest_exponent_a_divergence_is_constant(options: Any) -> None:
     alpha = {"alpha": -1.0} if options["divergence"] == "alpha" else {}  # its exponent is -2 r
     last = 41 if alpha else 81  # r = 1 - size; the limit itself has a slope, as of torch.clamp
-    for size, moves in ((30, True), (last, True), (last + 1, False), (100, False)):
+    for size, moves in ((30, True), (last, True), (last + 0.25, False), (100, False)):
         tape = Tape()
         pairs = tape.watch(np.array([[-size], [-1.0]]))
         loss = losses.preference(pairs, M[:2, :1], A[:2, :1], kind="ipo", **options, **alpha)

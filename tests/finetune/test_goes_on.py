@@ -270,6 +270,17 @@ def test_a_text_that_has_changed_is_named(copied: Path, text: Path, tmp_path: Pa
     assert differences({"steps": 6, "seed": 0}, earlier, ended=True) == [], "of another version"
 
 
+def test_files_of_another_base_are_named() -> None:
+    before = {"base": {"a": {"sha256": "1"}, "b": {"sha256": "2"}, "reward c.py": {"sha256": "3"}}}
+    now = {"base": {"b": {"sha256": "4"}, "d": {"sha256": "5"}, "reward c.py": {"sha256": "6"}}}
+    assert differences(before, now, ended=False) == [
+        "another base model: a is gone",
+        "another base model: b has changed since",
+        "another base model: d is new",
+        "reward c.py has changed since",
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
 def test_adapters_go_on_with_the_base_that_they_began_with(

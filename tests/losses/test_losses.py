@@ -456,6 +456,7 @@ BROKEN[1, 2] = -np.inf
             lambda: losses.preference(A, M, divergence="alpha", alpha=1),
             "divergence='reverse_kl' is",
         ),
+        (lambda: losses.preference(A, M, divergence="kl"), "divergence='kl'; choose from reverse"),
         (lambda: losses.preference(A, M, ld_alpha=1.5), r"ld_alpha must be in \[0, 1\]"),
         (lambda: losses.preference(A, M, ld_alpha=-0.5), r"ld_alpha must be in \[0, 1\]"),
         (lambda: preferences.preference_forward(A, M, kind="a"), "kind='a'; choose from sigmoid"),
@@ -682,7 +683,9 @@ def test_a_ratio_at_a_limit_is_kept() -> None:
     sampler = ROWS - np.log(np.float32([1, 2, 4]))  # ratios of 1, 2 and 4
     ratio = np.exp(ROWS - sampler)
     _, two, four = ratio[0]
-    for least, most, expected in ((two, four, [0, 1, 1]), (None, two, [1, 1, 0])):
+    for least, most, expected in (
+        *((two, four, [0, 1, 1]), (None, two, [1, 1, 0]), (two, two, [0, 1, 0])),
+    ):
         kept = losses.sampler_ratio(ROWS, sampler, COUNTED, kind="token_mask", limits=(least, most))
         np.testing.assert_array_equal(kept, ratio * expected)
 
@@ -776,6 +779,13 @@ def test_a_ratio_at_a_limit_of_the_clip_moves(clip: Any) -> None:
     log_probs = tape.watch(A[:1, :1])
     loss = losses.policy(log_probs, M[:1, :1], A[0, :1], clip=clip, cap=0.5)
     assert tape.gradients(loss, [log_probs])[0] == 1
+
+
+def test_a_pair_at_the_margin_of_a_hinge_moves_no_more() -> None:
+    tape = Tape()
+    pairs = tape.watch(np.array([[-1.0], [-2.0]]))
+    loss = losses.preference(pairs, M[:2, :1], kind="hinge", beta=1.0)
+    assert not tape.gradients(loss, [pairs])[0].any()
 
 
 def test_vespo_has_the_shapes_of_its_docstring() -> None:

@@ -273,6 +273,8 @@ class TestFiles:
 
     def test_missing_files(self, tmp_path: Path) -> None:
         assert "No such file" in refusal(tmp_path / "a.jsonl")
+        for name in ("there-is-no/rows.jsonl", "there-is-no/rows.jsonl.gz"):
+            assert refusal(Path(name)) == f"{name}: No such file or directory; name a readable file"
         assert "hf download tatsu-lab/alpaca --repo-type dataset --loc" in refusal(
             "tatsu-lab/alpaca"
         )

@@ -112,6 +112,8 @@ def _changes_nothing(key: str, value: Any, harmless: Mapping[str, Any]) -> bool:
     """Return whether this value of a key that nothing reads is as good as its absence."""
     if not isinstance(value, str | int | float | list | tuple | Mapping | None):
         return False  # no value of JSON: an array has no truth value
+    if isinstance(value, float):
+        value = float(value)  # a float64 of NumPy beside a list is compared as an array
     absent = any(value is one for one in (None, False)) or value in ([], {})
     return absent or (key in harmless and harmless[key] in (value, ...))
 

@@ -27,7 +27,8 @@ def check_writable(call: str, otherwise: str, **arrays: Any) -> None:
             frozen = not array.flags.writeable
         if frozen or not hasattr(array, "__setitem__"):
             raise ConfigError(f"{call}: {name} is read-only; {otherwise}, or pass a copy")
-        if not array.flags.c_contiguous and overlapping({name: array}):
+        own = _start(array) is not None  # of NumPy or CuPy
+        if own and not array.flags.c_contiguous and overlapping({name: array}):
             problem = f"elements of {name} share memory"
             raise ConfigError(f"{call}: {problem}; {otherwise}, or pass a copy")
 

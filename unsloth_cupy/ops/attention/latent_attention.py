@@ -24,6 +24,8 @@ from ._options import Options
 from ._scores import Scores
 from .attention import attend
 
+LARGEST = float(np.finfo(np.float32).max)  # kernels and the definition hold scale as float32
+
 
 def latent_attention(
     q: Array,
@@ -177,7 +179,7 @@ def _check(
     if not is_integer(rank, 1) or rank > dim:
         cure = f"pass how many of a row's {dim} numbers are its value"
         raise ConfigError(f"{call}: rank={rank!r}; {cure}")
-    if not 0 < scale <= np.finfo(np.float32).max:  # kernels and the definition hold it as float32
+    if not 0 < scale <= LARGEST:
         raise ConfigError(f"{call}: scale={scale!r}; pass a number above 0 that float32 holds")
     if page_table is None and pages != q.shape[0]:
         problem = f"{call}: latents has {pages} sequences for {q.shape[0]} of q"

@@ -106,7 +106,7 @@ def test_packed_texts_are_those_of_rows(
     tmp_path: Path,
 ) -> None:
     given: dict[str, Any] = {"method": method, **settings}
-    if METHODS[method].draws:
+    if METHODS[method].is_on_policy:
         given |= {"lora": Lora(2), "beta": 0.1} if method == "grpo" else {}
         trainer, where = policies.trainer, answering
     else:

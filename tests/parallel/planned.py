@@ -27,7 +27,9 @@ def planned(loop: Loop) -> int:
     method = loop.method
     if hasattr(method, "planned"):  # some ranks have the other model, all know its config
         method = method.planned(lambda model: getattr(model, "config", model))
-    batch = loop.checkpoints.answers[0] if method.draws else loop.training_data.batches.at(first)
+    batch = (
+        loop.checkpoints.answers[0] if method.is_on_policy else loop.training_data.batches.at(first)
+    )
     config = model.config if model.division is None else model.division.whole
     adapter = None
     if plan.adapters is not None:

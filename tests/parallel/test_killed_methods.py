@@ -45,13 +45,13 @@ def test_methods_go_on_in_equal_bits(home: Path, answering: Path, tmp_path: Path
     runs = Sample.one_in(5, RUNS)
 
     def asked(method: str, grid: str, more: str, out: str) -> list[str]:
-        own = answering if METHODS[method].draws else home
-        data = own / "prompts.jsonl" if METHODS[method].draws else data_of(own, method)
-        model = own / "model" if METHODS[method].draws else model_of(own, method)
+        own = answering if METHODS[method].is_on_policy else home
+        data = own / "prompts.jsonl" if METHODS[method].is_on_policy else data_of(own, method)
+        model = own / "model" if METHODS[method].is_on_policy else model_of(own, method)
         given = {"--data": data, "--eval": data, "--method": method, "--lr": 1e-3, "--steps": 5}
         given |= {"--out": tmp_path / out / f"{method}-{grid}", "--batch": 3, "--tokens": 20}
         given |= {"--evaluate-every": 2, "--save-every": 2}
-        if METHODS[method].draws:
+        if METHODS[method].is_on_policy:
             given |= {"--tokens": 40, "--samples": 4, "--max-new-tokens": 6}
             given |= {"--reward": f"{own}/rewards.py:low"}
         given |= {"--teacher": home / "model-0.9"} if method == "distill" else {}

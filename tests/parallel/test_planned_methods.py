@@ -50,7 +50,7 @@ def test_ranks_hold_what_is_planned(home: Path, answering: Path, tmp_path: Path)
     runs = Sample.one_in(3, RUNS)
 
     def asked(method: str, grid: str, more: str) -> list[str]:
-        draws = METHODS[method].draws
+        draws = METHODS[method].is_on_policy
         data = prompts if draws else data_of(home, method)
         given = {"--data": data, "--eval": data, "--method": method, "--steps": 4, "--batch": 6}
         given |= {"--out": tmp_path / f"{method}-{grid}", "--tokens": 20, "--evaluate-every": 9}
@@ -82,7 +82,7 @@ def test_the_command_plans_ranks(method: str, home: Path) -> None:
     def plan(*words: Any) -> Any:
         given = ["--method", method, "--tokens", 32, "--batch", 2, *words]
         given += ["--teacher", home / "model-0.9"] if method == "distill" else []
-        given += ["--reward", home / "model-scored"] if METHODS[method].draws else []
+        given += ["--reward", home / "model-scored"] if METHODS[method].is_on_policy else []
         return run("plan", model_of(home, method), "--dtype", "float32", *given)
 
     grids = ["--tensor-parallel 2", "--pipeline-parallel 2", "--context-parallel 2 --lora 2"]
@@ -95,8 +95,8 @@ def test_the_command_plans_ranks(method: str, home: Path) -> None:
             assert "total of a rank" in text
             assert (f", {method} of {METHODS[method].unit}" in text) == (method != "sft")
             drawn = text.count("rollouts: 16 answers of")
-            assert drawn == (2 if "pipeline" in grid else 1) * METHODS[method].draws
-    if METHODS[method].draws:
+            assert drawn == (2 if "pipeline" in grid else 1) * METHODS[method].is_on_policy
+    if METHODS[method].is_on_policy:
         said = f"--zero 3 is not for --method {method}, whose ranks draw answers on their own"
     elif method == "embed":
         said = "--method embed compares all texts of a step with each other; leave --accumulate"
@@ -107,7 +107,7 @@ def test_the_command_plans_ranks(method: str, home: Path) -> None:
     assert_one_clear_error(plan("--data-parallel", 2, "--zero", 3), said)
 
 
-@pytest.mark.parametrize("method", [name for name in METHODS if not METHODS[name].draws])
+@pytest.mark.parametrize("method", [name for name in METHODS if not METHODS[name].is_on_policy])
 def test_packed_texts_are_planned_for_a_gpu(method: str) -> None:
     """Arrays without values, and what a packed batch has none of."""
     loading = METHODS[method].loading

@@ -51,7 +51,7 @@ def data(
     for first, last, count in report.histogram:
         bar = "#" * max(round(BAR * count / largest), int(count > 0))
         echo(f"  {first:>{width},} - {last:>{width},}  {count:>9,}  {bar}".rstrip())
-    if not METHODS[method].draws:
+    if not METHODS[method].is_on_policy:
         share = report.learned / max(1, report.total)
         without = f"; of {report.unlearned:,} texts nothing" * bool(report.unlearned)
         echo(f"learned: {report.learned:,} of {report.total:,} {unit} ({share:.0%}){without}")

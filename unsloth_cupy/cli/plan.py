@@ -223,7 +223,7 @@ def facts_of(config: Path, head: dict[str, Any]) -> tuple[Path | None, Any, Any,
 def learning_of(name: str, options: dict[str, Any]) -> Any:
     """Return a method with its teacher's config; None for the next token of texts."""
     settings, teacher = Settings(method=name, **options), options["teacher"]
-    settings.check_method(whole=not METHODS[name].draws)
+    settings.check_method(whole=not METHODS[name].is_on_policy)
     folders = {} if teacher is None else {"teacher": folder_of(teacher)}
     return None if name == "sft" else with_teacher(settings.learning, folders)
 
@@ -236,7 +236,7 @@ def words_of(schedule: str | None, chunks: int | None, context_attention: str | 
 
 def sized(learning: Any, values: Any, new: int | None, length: int) -> Any:
     """Return a method with the tokens of the answers that it draws, by a config.json."""
-    if learning is None or not learning.draws:
+    if learning is None or not learning.is_on_policy:
         return learning
     if new is not None and new >= length:
         problem = f"--max-new-tokens {new} leaves no prompt in --tokens {length}"

@@ -46,7 +46,7 @@ class Format:
         How many numbers the loss adds to the sink; 0: rows are texts, any number in an example.
     plain : bool
         Whether all of a text is learned, as the tokenizer writes it.
-    draws : bool
+    is_on_policy : bool
         Whether rows are prompts, to which the model draws the answers.
     max_new_tokens : int
         The tokens of such an answer at most.
@@ -57,7 +57,7 @@ class Format:
     unit: str = "tokens"
     sums: int = 0
     plain: bool = False
-    draws: bool = False
+    is_on_policy: bool = False
     max_new_tokens: int = 0
 
     @property

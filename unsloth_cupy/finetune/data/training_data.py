@@ -317,7 +317,7 @@ def from_records(
     more = (method,) if method.sums else ()
     if method.plain:
         cut, more = functools.partial(_plain, records, tokenizer, shape.length, method), ()
-    if method.draws:
+    if method.is_on_policy:
         cut = functools.partial(_prompts, records, tokenizer, shape.length, chat, method)
         more = ()
     (train, long, lost), (held_out, *without) = (
@@ -327,7 +327,7 @@ def from_records(
         if not part:
             problem = f"no text that is {which} gets to its answer in {named(tokens=shape.length)}"
             cure = f"give more {named('tokens')}"
-            if method.draws:
+            if method.is_on_policy:
                 problem = f"no prompt that is {which} leaves room for"
                 room = named(max_new_tokens=method.max_new_tokens)
                 problem += f" {room} in {named(tokens=shape.length)}"
@@ -352,7 +352,7 @@ def from_records(
         )
     first, (rows, longest), held_shape = held_out[0], train.largest(shape), shape
     begin = int((first.labels != IGNORE).argmax())
-    if method.draws:  # one answer to each prompt is held out, of a step many
+    if method.is_on_policy:  # one answer to each prompt is held out, of a step many
         begin, longest = len(first.tokens), longest + method.max_new_tokens
         held_shape = shape._replace(batch=shape.batch * method.samples)
     prompt = first.tokens[: begin if begin > 1 else PROMPT_TOKENS].tolist()
@@ -392,7 +392,7 @@ def account_of_answers(
 ) -> str:
     """Return in words what of pairs, or of answers that are good or not, is learned."""
     units, counts = len(examples) // method.group, examples.counts
-    if method.draws:
+    if method.is_on_policy:
         text = f"{units:,} of {units + dropped:,} prompts are answered, {method.summary}"
         few = f"{named(max_new_tokens=method.max_new_tokens)} in {named(tokens=length)}"
         text += f"; {dropped:,} dropped, which leave no room for {few}" * bool(dropped)

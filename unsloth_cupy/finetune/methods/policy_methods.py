@@ -63,7 +63,7 @@ class Policy(Method):
     unit: str = "prompts"
     rates: tuple[float, float] | None = RATES
     sums: int = 6
-    draws: bool = True
+    is_on_policy: bool = True
     rewards: tuple[Reward, ...] = ()
     text: Any = None
     max_new_tokens: int = NEW

@@ -232,7 +232,7 @@ def of_itself(name: str, model: "Transformer", folder: Path) -> Any:
     if learning.compares or learning.other_models or "teacher" in learning.uses:
         problem = "compares with another model, which training has"
         raise ConfigError(f"evaluate(method={name!r}): it {problem}; choose another method")
-    if learning.draws:
+    if learning.is_on_policy:
         cure = "finetune measures it on held-out prompts"
         raise ConfigError(f"evaluate(method={name!r}): it needs rewards; {cure}")
     if (head := learning.head or CAUSAL) != model.head:

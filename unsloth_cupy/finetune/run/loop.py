@@ -273,7 +273,7 @@ class Loop:
         """Return the mean loss of a step's batches, their number of tokens, and the gradients."""
         first = self.method.first(self.step, self.plan.accumulate)
         numbers = range(first, first + self.plan.accumulate)
-        if self.method.draws:
+        if self.method.is_on_policy:
             batches = self._drawn(numbers)
         else:
             batches = [self.training_data.batches.at(number) for number in numbers]
@@ -332,7 +332,7 @@ class Loop:
         """Log the loss on the held-out text, and what the method measures there."""
         self.model.graphs.clear()  # what follows may need their memory
         with self._finite(after=True):
-            own = self.method.evaluated(self) if self.method.draws else self._held_out()
+            own = self.method.evaluated(self) if self.method.is_on_policy else self._held_out()
         line = {"step": self.step, **own}
         if self.plan.keeps_best:
             self._keep_if_best(line["held_out_loss"])
@@ -482,7 +482,7 @@ class Loop:
         held = held_arrays(self.model.parameters | self.model.trainable)
         if not all(fine(name, array) for name, array in held):
             return ""
-        if self.method.draws:
+        if self.method.is_on_policy:
             return "let rewards be smaller, or "
         batches = map(self.training_data.batches.at, range(self.plan.accumulate))
         values = (np.abs(each.beside.get("value", np.zeros(1))) for each in batches)

@@ -115,7 +115,7 @@ def prepare(
     )
     objective = (
         with_teacher(objective, others, tokenizer, plan.dtype, ranks.device)
-        if plan.method != "sft" and (ranks.judges if method.draws else ranks.losses)
+        if plan.method != "sft" and (ranks.judges if method.is_on_policy else ranks.losses)
         else objective
     )
     model = (
@@ -151,7 +151,7 @@ def planned_memory(sizes: Sizes, plan: Plan, ranks: Ranks, lines: TrainingData |
     Steps of ``lines`` differ: of a rank alone their own batches are planned, not full rows.
     """
     limit, device, largest, bytes_of = plan.limit_memory, sizes.device, 0, None
-    if ranks.alone and lines is not None and not METHODS[plan.method].draws:
+    if ranks.alone and lines is not None and not METHODS[plan.method].is_on_policy:
 
         def of_step(step: int) -> Sizes:
             own: Any = METHODS["sft"] if plan.method == "sft" else sizes.objective
@@ -383,7 +383,7 @@ def shape_of(plan: Plan, text: Text | Records, config: "Config", method: Method)
     """Return the shape of a batch."""
     pad, pack = config.pad_token, isinstance(text, Records) and plan.pack is not False
     pad = pad if pad is not None and pad < config.vocab else 0
-    pack = pack and not method.draws  # a batch has so many prompts, whatever their lengths
+    pack = pack and not method.is_on_policy  # a batch has so many prompts, whatever their lengths
     return Shape(plan.batch, plan.tokens, pack, pad, method)
 
 
@@ -425,7 +425,7 @@ def with_tokens(
     ends = ends_of(records, tokenizer, config, chat)
     lengths = []
     for record in records.train[:: -(-len(records.train) // COUNTED_ROWS)]:
-        is_chat, own = bool(record.messages), [] if method.draws else ends
+        is_chat, own = bool(record.messages), [] if method.is_on_policy else ends
         lengths += [
             len(encoded(tokenizer, text, spans, is_chat, own, chat)[0]) + method.max_new_tokens
             for side in record.sides
@@ -448,7 +448,7 @@ def summary(loop: Loop) -> str:
         decay = f", of which {free:,} in norms, biases and embeddings do not decay"
         decay += f" ({named(decay_all=True)}: all do)"
     learned = f"{training_data.learned:,} tokens to learn"
-    if loop.method.draws:
+    if loop.method.is_on_policy:
         learned = f"{loop.method.account(loop)}; {training_data.learned:,} {loop.method.unit}"
     if loop.plan.trained_tokens:
         seen = account_of(loop.tokenizer, loop.plan.trained_tokens, training_data)

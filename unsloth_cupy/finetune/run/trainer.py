@@ -201,7 +201,9 @@ class Trainer:
             self.ranks.check(
                 each.batch, each.accumulate, limited=bool(each.limit_memory),
                 offload=each.offload, find_nan=each.find_nan,
-                packed=self.lines and each.pack is not False and not METHODS[each.method].draws,
+                packed=self.lines
+                and each.pack is not False
+                and not METHODS[each.method].is_on_policy,
             )  # fmt: skip
         new = "small-bitnet" if each.train_weights else "small-llama"
         self.base_name = new if folder is None else folder.resolve().name.removesuffix(".gguf")

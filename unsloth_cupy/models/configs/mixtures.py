@@ -76,6 +76,7 @@ QWEN3 = Mixture(
     inner="moe_intermediate_size", layers="stepped", normalize="norm_topk_prob", files=BY_NAME
 )
 QWEN2 = Mixture(
+    count=("num_experts", "num_local_experts"),
     inner="moe_intermediate_size",
     layers="stepped",
     normalize="norm_topk_prob",

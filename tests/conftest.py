@@ -100,6 +100,17 @@ def _isolated() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """Collect no garbage during a test that reaches the limit of recursion.
+
+    There finalizers fail, of objects that earlier tests left, and the test with them.
+    """
+    gc.disable()
+    yield
+    gc.enable()
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Parametrize each method with a parameter ``case`` by the ``cases`` of its class."""
     if "case" in metafunc.fixturenames and metafunc.cls is not None:

@@ -375,8 +375,7 @@ def test_a_tokenizer_that_panics_is_broken(values: dict[str, Any], tmp_path: Pat
         used(folder)
 
 
-# A collection in the depth of the nested list has no room for the finalizers of other tests.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize(
     "line",
     [

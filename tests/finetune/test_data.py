@@ -193,8 +193,7 @@ class TestFiles:
             path.write_bytes(data[:keep])
             assert refusal(path).startswith(f"{path} is cut off or broken")
 
-    # A collection in the depth of the nested list has no room for the finalizers of other tests.
-    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    @pytest.mark.usefixtures("no_collections")
     @pytest.mark.parametrize(
         ("name", "data", "said"),
         [

@@ -119,8 +119,7 @@ class TestRecords:
         records = read_records(path)
         assert sorted(r.line for r in (*records.train, *records.held_out)) == [1, 4]
 
-    # A collection in the depth of the nested list has no room for the finalizers of other tests.
-    @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+    @pytest.mark.usefixtures("no_collections")
     @pytest.mark.parametrize(
         ("line", "said"),
         [

@@ -34,8 +34,10 @@
 constexpr int ROWS = THREADS / ROW_THREADS;
 constexpr int STEP = ROW_THREADS * LANES;  // columns between two vectors of a thread
 constexpr int WARPS = THREADS / 32;
-// Blocks that an SM must hold: long rows need threads in flight, short ones registers.
-constexpr int BLOCKS = ROW_THREADS <= 32 ? 1 : THREADS < 96 ? 16 : 1536 / THREADS;
+// Blocks that an SM must hold: long rows need threads in flight, short ones registers.  A cosine has
+// the units of both rows, too, for which 40 registers are too few.
+constexpr int BLOCKS =
+    ROW_THREADS <= 32 ? 1 : THREADS < 96 ? 16 : (KIND == 4 ? 1024 : 1536) / THREADS;
 constexpr bool FORWARD = KIND == 0, REVERSE = KIND == 1, BETWEEN = KIND == 2, TVD = KIND == 3;
 constexpr bool COSINE = KIND == 4;
 constexpr float LEAST = 1e-8f;     // length of a row by which it is divided, as torch divides

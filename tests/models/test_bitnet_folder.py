@@ -152,5 +152,5 @@ def test_wrong_folders(folder: Path) -> None:
             models.load(folder)
     del tensors[f"{name}_scale"]
     save_file(tensors, folder / "model.safetensors")
-    with pytest.raises(ConfigError, match=f"{name}.*config.json asks for"):
+    with pytest.raises(ConfigError, match=f"{name}.*config.json implies"):
         models.load(folder)

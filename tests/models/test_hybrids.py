@@ -283,5 +283,5 @@ def test_parts_of_a_convolution_with_other_rows_are_refused(tmp_path):
     rows = sum(len(a) for n, a in tensors.items() if re.sub("[qv]_conv", "k_conv", n) == name)
     tensors[name] = np.concatenate([tensors[name], tensors[name][:2]])
     safetensors.numpy.save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(ConfigError, match=rf"have {rows + 2} rows; config.json asks for {rows}"):
+    with pytest.raises(ConfigError, match=rf"have {rows + 2} rows; config.json implies {rows}"):
         load(tmp_path)

@@ -562,7 +562,7 @@ def test_the_shape_of_packed_codes_is_compared(tmp_path: Path) -> None:
     folder(tmp_path, "packed 4 True")
     file, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight_shape"
     write(file, stored_tensors(file) | {name: np.array([96, 60])})
-    with pytest.raises(ConfigError, match=r"its weight_shape is \(96, 60\); config.json asks for"):
+    with pytest.raises(ConfigError, match=r"its weight_shape is \(96, 60\); config.json implies"):
         models.load(tmp_path)
 
 

@@ -33,15 +33,15 @@ def weight_of(kind: str, shape: tuple[int, int]) -> tuple[Any, dict[str, Any]]:
     """Return a weight of a kind and its state, absmax as bitsandbytes writes it on a CPU or not."""
     w = np.random.default_rng(0).standard_normal(shape).astype(np.float32)
     if kind in PER:
-        made: Any = ternary_quantize(w, per=PER[kind], group=32)
+        weight: Any = ternary_quantize(w, per=PER[kind], group=32)
     else:
-        made = KINDS[kind.removesuffix(" turned")].make(w)
-    state = made.state()
+        weight = KINDS[kind.removesuffix(" turned")].make(w)
+    state = weight.state()
     if "turned" in kind:
-        blocks = made.absmax.astype(BFLOAT16).reshape(shape[0], -1)
+        blocks = weight.absmax.astype(BFLOAT16).reshape(shape[0], -1)
         state["weight.absmax"] = np.ascontiguousarray(blocks.T)
-        made = type(made).from_state(state)
-    return made, state
+        weight = type(weight).from_state(state)
+    return weight, state
 
 
 @pytest.mark.parametrize("axis", [0, 1])

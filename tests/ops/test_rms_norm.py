@@ -108,9 +108,9 @@ def test_gradients_of_frozen_weights_are_left_out(name: str, hidden: int, machin
         back = forward.backward(outputs, forward.seeds(outputs, every=True))
         every = outputs_of(back)
         for names in ({"x", "residual"}, {"gate"}, {"weight"}, {"x", "bias"}, {"residual"}):
-            wanted = names & {*OPS[f"{name}_forward"].names}
-            some = outputs_of(back._replace(options=back.options | {"wanted": wanted}))
-            kept = wanted | {"x"} if "residual" in wanted else wanted
+            operands = names & {*OPS[f"{name}_forward"].names}
+            some = outputs_of(back._replace(options=back.options | {"wanted": operands}))
+            kept = operands | {"x"} if "residual" in operands else operands
             assert some.keys() == {f"d{each}" for each in kept} & every.keys()
             for key, actual in some.items():
                 assert actual.tobytes() == every[key].tobytes(), key

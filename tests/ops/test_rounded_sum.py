@@ -1,5 +1,6 @@
 """Weights plus the changes of adapters, rounded as files have them, part by part."""
 
+import contextlib
 from typing import Any
 
 import numpy as np
@@ -199,8 +200,7 @@ CORNER = slice(3, 21), slice(64, 192), np.dtype("float32")
 def test_stacks(kind: str, base: str) -> None:
     draw = np.random.default_rng(0)
     w = draw.standard_normal((3, 8, 64)).astype(np.float32)
-    made = {**FOLDERS, "q4_0": Q40.quantized}
-    weight: Any = made.get(base, np.array)(w)
+    weight: Any = {**FOLDERS, "q4_0": Q40.quantized}.get(base, np.array)(w)
     a, b = 0.3 * draw.standard_normal((3, 2, 64)), 0.3 * draw.standard_normal((3, 8, 2))
     a, b = a.astype(np.float32), b.astype(np.float32)
     total = np.stack([lora_sum(weight[e], a[e], b[e], 2.0) for e in range(3)])
@@ -208,13 +208,9 @@ def test_stacks(kind: str, base: str) -> None:
     x = draw.standard_normal((5, 64)).astype(np.float32)
     plain: Any = grouped_linear(x, expected, offsets)
     for emulated in (False, True):
-        if emulated:
-            with emulator():
-                made = SummedWeight(weight, a, b, 2.0, kind)
-                dense, y = made.dense_where(offsets, x.dtype), grouped_linear(x, made, offsets)
-        else:
-            made = SummedWeight(weight, a, b, 2.0, kind)
-            dense, y = made.dense_where(offsets, x.dtype), grouped_linear(x, made, offsets)
+        with emulator() if emulated else contextlib.nullcontext():
+            both = SummedWeight(weight, a, b, 2.0, kind)
+            dense, y = both.dense_where(offsets, x.dtype), grouped_linear(x, both, offsets)
         np.testing.assert_array_equal(dense[[0, 2]], expected[[0, 2]])
         np.testing.assert_allclose(y, plain, rtol=1e-5, atol=1e-5)
 

@@ -80,10 +80,10 @@ def test_the_command_plans_ranks(method: str, home: Path) -> None:
     """All methods in all grids, on both devices: a rank of two holds less than all."""
 
     def plan(*words: Any) -> Any:
-        given = ["--method", method, "--tokens", 32, "--batch", 2, *words]
-        given += ["--teacher", home / "model-0.9"] if method == "distill" else []
-        given += ["--reward", home / "model-scored"] if METHODS[method].is_on_policy else []
-        return run("plan", model_of(home, method), "--dtype", "float32", *given)
+        options = ["--method", method, "--tokens", 32, "--batch", 2, *words]
+        options += ["--teacher", home / "model-0.9"] if method == "distill" else []
+        options += ["--reward", home / "model-scored"] if METHODS[method].is_on_policy else []
+        return run("plan", model_of(home, method), "--dtype", "float32", *options)
 
     grids = ["--tensor-parallel 2", "--pipeline-parallel 2", "--context-parallel 2 --lora 2"]
     grids += ["--tensor-parallel 2 --pipeline-parallel 2 --zero 1 --data-parallel 2"]

@@ -60,7 +60,7 @@ def digest() -> str:
 
 @functools.cache
 def code_digest(file: str) -> str | None:
-    """Return a hash of a source and its headers without comments; None if there is no such file."""
+    """Return a hash of a source and its headers without comments; None if the file is missing."""
     if not (source_root() / file).exists():
         return None
     text = with_headers("common/device.cuh") + with_headers(file)

@@ -352,8 +352,8 @@ class Session:
                 end(process)
                 waiting = waiting[count:]
                 if outcome and count < len(batch):
-                    said = "\n".join(tail(errors))
-                    self.results.add(f"{what} {waiting.pop(0)}", outcome, 0, said)
+                    text = "\n".join(tail(errors))
+                    self.results.add(f"{what} {waiting.pop(0)}", outcome, 0, text)
             idle = 0 if numbers.exists() else idle + 1
 
     def _watched(

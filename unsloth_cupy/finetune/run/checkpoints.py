@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from ...training.loss_scaler import LossScaler
     from ...training.optimizer import Optimizer
 
-ANSWERS = "answers.safetensors"  # in a checkpoint: those from which later steps learn too
+ANSWERS = "answers.safetensors"  # in a checkpoint: those on which later steps train too
 SCALER = ("value", "good", "skipped")  # attributes that are the state of a LossScaler
 
 
@@ -55,7 +55,7 @@ class Checkpoints:
         This rank's weights that are not trained and that a saved model has too, as the corrections
         of routers: none of a run that trains adapters.
     answers : list of Batch
-        Those that were drawn, from which later steps learn too.
+        The sampled answers on which later steps train too.
     resumed_step : int
         The step of the checkpoint from which the run went on: later lines of its log are removed.
         -1: a new run.

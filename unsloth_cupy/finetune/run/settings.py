@@ -148,7 +148,7 @@ class Settings:
         kept=False,
     )
     teacher: str | Path | None = setting(  # noqa: RUF009 -- a field
-        "method", "Folder of the model to learn from.", kept=False
+        "method", "Folder of the teacher model.", kept=False
     )
 
     layers: int | None = setting(

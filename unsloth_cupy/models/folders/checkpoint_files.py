@@ -229,7 +229,7 @@ def _find(
                 homes[name] = StoredTensor(*location, config.inverse_scales)
                 continue
             elif shape != shapes[name]:
-                problem = f"has shape {shape}; config.json asks for {shapes[name]}"
+                problem = f"has shape {shape}; config.json implies {shapes[name]}"
             elif code not in DTYPES:
                 problem = f"is {code}; it must be {', '.join(DTYPES)}"
             if problem:

@@ -75,7 +75,7 @@ def _of_packed(
     """Return a weight of compressed-tensors, whose codes and zeros are from -2^(bits - 1) on."""
     half, stored_shape = 1 << (bits - 1), tuple(map(int, state.get("weight_shape", shape)))
     if stored_shape != shape:
-        problem = f"{name}: its weight_shape is {stored_shape}; config.json asks for {shape}"
+        problem = f"{name}: its weight_shape is {stored_shape}; config.json implies {shape}"
         raise ConfigError(f"{problem}; copy the checkpoint again, or correct config.json")
     zeros: Any = np.full(grid, half)
     stored = state.get("weight_zero_point")

@@ -62,7 +62,7 @@ class ExpertHomes:
         if name in tensors:
             problem = f"is also in {tensors[name][0]}; keep one"
         elif (shape[1:] != expected[1:]) if place.rows is not None else (shape != expected):
-            problem = f"has shape {shape}; config.json asks for {expected}"
+            problem = f"has shape {shape}; config.json implies {expected}"
         elif (code != CODES) if place.packed else (code not in DTYPES):
             problem = f"is {code}; it must be {CODES if place.packed else ', '.join(DTYPES)}"
         if problem:
@@ -104,7 +104,7 @@ class ExpertHomes:
             changed = place.parts > 1 or place.in_turns or place.turned or place.row or joined
             if joined and (total := self.rows.pop(parameter, 0)) != shape[0]:
                 problem = f"the tensors of {parameter} have {total} rows"
-                raise ConfigError(f"{folder}: {problem}; config.json asks for {shape[0]}")
+                raise ConfigError(f"{folder}: {problem}; config.json implies {shape[0]}")
             plain = not (changed or packed)
             coded = {i: self.quantized[n] for i, n in enumerate(names) if n in self.quantized}
             parts = {i: partial(_whole, home) for i, home in coded.items()}

@@ -73,7 +73,7 @@ def assembled(
         raise ConfigError(f"tensor {name!r}: {error}") from None
     if weight.shape != tuple(shape):
         problem = f"tensor {name!r} is a quantized {weight.shape}"
-        raise ConfigError(f"{problem}; config.json asks for {tuple(shape)}")
+        raise ConfigError(f"{problem}; config.json implies {tuple(shape)}")
     return weight if dtype is None else weight.computed_in(dtype)
 
 

@@ -25,7 +25,10 @@ from unsloth_cupy.finetune import (
 from unsloth_cupy.finetune.data.preferences import pair_of
 from unsloth_cupy.finetune.data.records import Records
 from unsloth_cupy.finetune.data.rows import KINDS
+from unsloth_cupy.finetune.data.text import Batch
+from unsloth_cupy.finetune.methods.distillation import Distill
 from unsloth_cupy.finetune.methods.registry import METHODS
+from unsloth_cupy.finetune.methods.taught import Taught
 from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.models import load
@@ -675,6 +678,23 @@ class TestTaught:
         ]
         assert 0 < losses_of[0] < losses_of[1]
 
+    @pytest.mark.parametrize("offsets", [None, np.array([0, 3, 8])])
+    def test_a_place_has_what_is_stored_of_the_token_after(self, offsets: Any) -> None:
+        rows = np.array([[-1, 0, 1, 2], [-1, -1, 3, 4]])
+        shape = (1, 8) if offsets is not None else rows.shape
+        arrays = np.arange(10).reshape(5, 2), -np.arange(10, dtype=np.float32).reshape(5, 2)
+        stored = Taught(Path(), {"temperature": 1.0}, np.zeros(0), *arrays)
+        method = Settings(method="distill", teacher="x").learning
+        assert isinstance(method, Distill)
+        tokens = np.ones(shape, np.int64)
+        batch = Batch(tokens, tokens, offsets, 8, 8, 1, {"taught": rows.reshape(shape)})
+        actual = method.with_taught(stored).inputs(batch)
+        after = rows.reshape(-1)[1:]
+        for name, array in zip(("best", "logs"), arrays, strict=True):
+            assert actual[name].shape == (*shape, 2)
+            own = actual[name].reshape(8, 2)[:-1]
+            np.testing.assert_array_equal(own[after >= 0], array[after[after >= 0]])
+
     @pytest.mark.parametrize(
         ("settings", "said"),
         [
@@ -706,6 +726,39 @@ class TestTaught:
             run("teach", home / "model-0.9", "--data", home / "texts.jsonl", "--out", teacher),
             f"--out {teacher} exists; name a new folder",
         )
+
+
+MEANS = {  # of one text, or pair: what its sums measure
+    "dpo": ([1, 1, 0.5, -0.25, -3, -4, 0], {"accuracy": 1, "margin": 0.75, "reward_chosen": 0.5,
+            "reward_rejected": -0.25, "log_prob_chosen": -3, "log_prob_rejected": -4}),
+    "kto": ([1, 0.5, 1, -0.25], {"margin": 0.75, "reward_desirable": 0.5,
+            "reward_undesirable": -0.25, "kl": 3}),
+    "reward": ([1, 1, 0.5, 2.5, -1, 1.5], {"accuracy": 1, "margin": 0.5, "reward_min": 1,
+               "reward_mean": 1.25, "reward_max": 1.5}),
+    "classify": ([1, 1, 1, 0, 1, 0, 1, 0], {"accuracy": 1, "f1": 1}),
+    "embed": ([1, 0, 0.25], {"accuracy": 0, "mrr": 0.25}),
+    "grpo": ([1, 1, 0.5, 0.25, 1.5, 0.125], {"k": 3, "entropy": 0.5, "clipped": 0.25,
+             "ratio": 1.5, "kl": 0.125, "length": 1}),
+    "rloo": ([1, 2, 0.5, 1, 1.5, 0], {"k": 3, "entropy": 0.25, "clipped": 1, "ratio": 1.5,
+             "length": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("method", MEANS)
+def test_measures_are_means(method: str) -> None:
+    """Of one text as of many that are alike; a rank that has none changes no measure."""
+    options = {"beta": 0.1} if method == "grpo" else {}
+    learning = Settings(method=method, **options).learning
+    sums, expected = MEANS[method]
+    assert len(sums) == learning.sums
+    for count in (1, 3):
+        total = learning.joined([np.array(sums)] * count)
+        alone = learning.joined([total, learning.joined([])])
+        for each in (total, alone):
+            assert learning.measures(each, k=3) == pytest.approx(expected), count
+    none = np.where(np.arange(len(sums)) < len(sums) - learning.largest, 0.0, -1.0)
+    for name, value in learning.measures(none, k=3).items():
+        assert value is None or np.isfinite(value), name
 
 
 def test_a_kind_of_rows_is_known_for_each_method() -> None:

@@ -230,6 +230,41 @@ def test_epochs_count_the_updates(home: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in made.files.lines() if "loss" in line][-1] == 2 * 3 * 3
 
 
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+@pytest.mark.parametrize("iterations", [1, 2])
+@pytest.mark.parametrize("updates", [1, 2, 3])
+def test_the_order_of_updates(accumulate: int, iterations: int, updates: int, home: Path) -> None:
+    """Each rollout has the batches of some updates, which repeat before the next is drawn."""
+    at_once = accumulate * updates
+    options = {"accumulate": accumulate, "num_iterations": iterations}
+    options |= {"steps_per_generation": at_once}
+    method = Settings(method="grpo", reward=[f"{home}/rewards.py:low"], **options).learning
+    expected = [
+        rollout * at_once + update * accumulate
+        for rollout in range(3) for _ in range(iterations) for update in range(updates)
+    ]  # fmt: skip
+    assert method.updates(accumulate) == updates * iterations
+    for batches in range(2 * at_once + 1, 3 * at_once + 1):
+        assert method.steps(batches, accumulate) == len(expected)
+    assert [method.first(step, accumulate) for step in range(len(expected))] == expected
+    for number in range(3 * at_once):
+        own = range(number // at_once * at_once, (number // at_once + 1) * at_once)
+        assert method.drawn_with(number) == own
+
+
+@pytest.mark.parametrize(
+    ("positions", "new", "expected"),
+    [(1, None, 1), (2, None, 1), (40, None, 20), (511, None, 255), (9999, None, 256), (9, 8, 8)],
+)
+def test_the_most_tokens_of_an_answer(positions: int, new: int | None, expected: int) -> None:
+    """Half of the positions and 256 at most; a question has a token at least."""
+    method: Any = Settings(method="grpo", max_new_tokens=new).learning
+    sized = method.sized(DEEP | {"max_position_embeddings": positions})
+    assert sized.max_new_tokens == expected
+    for tokens in (1, expected, expected + 1, expected + 2, expected + 9):
+        assert sized.question_length(tokens) == max(1, tokens - expected)
+
+
 @pytest.mark.slow
 def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
     """Those with the same weights answer their own prompts; of those that divide it, one judges."""

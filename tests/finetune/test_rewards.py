@@ -1,6 +1,7 @@
 """Rewards of answers: functions in a process of their own, and reward models."""
 
 import json
+import math
 import os
 import re
 import signal
@@ -13,13 +14,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Listener, Lora, Settings, Trainer
 from unsloth_cupy.finetune.listener import hearing
 from unsloth_cupy.finetune.methods.reward_models import RewardModel
 from unsloth_cupy.finetune.methods.reward_pool import LateError, ending_workers
-from unsloth_cupy.finetune.methods.rewards import _Call, rewards_of, scores
+from unsloth_cupy.finetune.methods.reward_process import judged as judge
+from unsloth_cupy.finetune.methods.reward_process import taken
+from unsloth_cupy.finetune.methods.rewards import LARGEST, _Call, rewards_of, scores
 from unsloth_cupy.models import load
 
 from ..golden import generate_methods as golden
@@ -36,6 +40,7 @@ def none(completions): return None
 def text(completions): return [each for each in completions]
 def nan(completions): return [float("nan")] * len(completions)
 def huge(completions): return [-1e308] * len(completions)
+def largest(completions): return [1e15, -1e15, 0.5]
 def together(completions): return [1 / (len(completions) == 1)] * len(completions)
 def gold(completions, gold=None, *, answer): return [1.0] * len(completions)
 def exits(completions): sys.exit(3)
@@ -100,6 +105,49 @@ def test_errors_name_the_answer(name: str, said: str, own: Path) -> None:
         judged(f"{own}:{name}")
 
 
+def fails_alone(completions: list[int]) -> list[float]:
+    return [1 / each for each in completions]
+
+
+def fails_together(completions: list[int]) -> list[float]:
+    return [1 / (len(completions) == 1)] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda completions: [None, True, 2, "0.5"], [None, 1.0, 2.0, 0.5]),
+        (lambda completions: np.arange(4), [0.0, 1.0, 2.0, 3.0]),
+        (lambda completions: [0, None, math.inf, 0], (2, "gave inf")),
+        (lambda completions: [-math.inf, 0, 0, 0], (0, "gave -inf")),
+        (lambda completions: [0, 1j, 0, 0], (1, "gave 1j, not a number,")),
+        (lambda completions: [0, 0, 0, 10**400], (3, "gave 1000000000")),
+        (lambda completions: [0] * 5, (None, "returned 5 items for 4 answers, not a list of as")),
+        (lambda completions: 4, (None, "returned 4 for 4 answers, not a list of as")),
+        (fails_alone, (2, "raised ZeroDivisionError: division by zero")),
+        (fails_together, (None, "raised ZeroDivisionError: division by zero, for no answer alone")),
+    ],
+)
+def test_what_a_function_returns(function: Any, expected: Any) -> None:
+    """Numbers that are finite, or the first answer that has none."""
+    actual = judge(function, 4, {"completions": [2, 1, 0, 0]})
+    if isinstance(expected, list):
+        assert actual == {"values": expected}
+    else:
+        number, problem = actual["wrong"]
+        assert (number, problem[: len(expected[1])]) == expected
+
+
+def test_the_names_that_a_function_takes() -> None:
+    def function(a: Any, /, b: Any, c: Any = 0, *more: Any, d: Any, e: Any = 0) -> None:
+        pass
+
+    names = [("b", True), ("c", False), ("d", True), ("e", False)]
+    assert taken(function) == (False, names)
+    assert taken(lambda **columns: None) == (True, [])
+    assert taken(3) == "3 is not a callable object"
+
+
 def test_columns_that_a_function_needs(own: Path) -> None:
     (reward,) = rewards_of([f"{own}:gold"])
     with pytest.raises(ConfigError, match="gold takes answer, and the data have other for it; let"):
@@ -137,6 +185,10 @@ def test_weights_and_answers_that_nobody_judges(tmp_path: Path) -> None:
     columns = {"completions": ["x", "y", "z"], "n": [0, 1, 2]}
     actual = scores(both, columns, str)
     np.testing.assert_array_equal(actual, [[np.nan, 0], [1, 1], [3, 2]])
+
+
+def test_the_largest_reward(own: Path) -> None:
+    assert judged(f"{own}:largest")[:, 0].tolist() == [LARGEST, -LARGEST, 0.5]
 
 
 def test_a_file_that_changes_is_not_called(own: Path) -> None:
@@ -275,7 +327,11 @@ class TestModels:
         model = load(home / "whole" / "model", dtype="float32")
         model.save(tmp_path / "own")
         template = "{% for m in messages %}<s> {{ m.content }} <pad> {% endfor %}"
-        files = {"tokenizer.json": (home / "model" / "tokenizer.json").read_text()}
+        tokenizer = golden.tokenizer()
+        tokenizer.post_processor = TemplateProcessing(  # adds tokens to a text, not to a chat
+            single="<s> $A <s>", special_tokens=[("<s>", 1)]
+        )
+        files = {"tokenizer.json": tokenizer.to_str()}
         files["tokenizer_config.json"] = json.dumps({"chat_template": template})
         for name, text in files.items():
             (tmp_path / "own" / name).write_text(text)
@@ -285,8 +341,9 @@ class TestModels:
             [{"role": r, "content": c}] for r, c in (("user", "w1"), ("assistant", "w2"))
         )
         actual = scores([reward], {"prompts": [asked], "completions": [said]}, str)
-        (expected,) = model.predict(["<s> w1 <pad> <s> w2 <pad>"])
-        assert actual[0, 0] == pytest.approx(expected["reward"], rel=1e-5)
+        tokens = golden.tokenizer().encode("<s> w1 <pad> <s> w2 <pad>").ids
+        expected = model.logits(np.array([tokens]))[0, 0]
+        assert actual[0, 0] == pytest.approx(expected, rel=1e-5)
 
     def test_a_run_learns_from_it(self, home: Path, tmp_path: Path) -> None:
         """Its weights are planned, its files are those of the run, and its rewards grow."""
@@ -312,6 +369,9 @@ class TestModels:
     def test_a_text_that_is_too_long_is_one_error(self, home: Path) -> None:
         model = load(home / "whole" / "model", dtype="float32")
         reward = RewardModel("own", 1.0, home, model)
-        columns = {"prompts": ["w1 " * 200], "completions": ["w2"]}
-        with pytest.raises(ConfigError, match=r"row 0: the reward own: the text w1 .* has 202 tok"):
+        most = model.config.positions
+        fits = {"prompts": ["w1 " * (most - 2)], "completions": ["w2"]}  # and its end token
+        assert scores([reward], fits, str).shape == (1, 1)
+        columns = {"prompts": ["w1 " * (most - 1)], "completions": ["w2"]}
+        with pytest.raises(ConfigError, match=r"row 0: the reward own: the text w1 .* has 129 tok"):
             scores([reward], columns, "row {}".format)

@@ -106,7 +106,8 @@ def changes(node: ast.AST) -> Iterator[tuple[ast.AST, str, Any, ast.AST]]:
             yield node, "test", ast.UnaryOp(ast.Not(), node.test), node.test
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.Constant) and isinstance(child.value, int | float):
-            yield child, "value", larger(child.value), child
+            last = isinstance(node, ast.UnaryOp) and child.value == 1  # reshape has -2 for -1 too
+            yield child, "value", 0 if last else larger(child.value), child
     for field, body in ast.iter_fields(node):
         for i, each in enumerate(body if isinstance(body, list) else ()):
             target = each.targets[0] if isinstance(each, ast.Assign) else None

@@ -13,6 +13,7 @@ def area(x, *others):
     if x < LIMIT and not others:
         x.stop()
     x.size = -x % 0.5
+    x.last = -1
     raise ValueError(f"{x[0]}", True)
 '''
 
@@ -21,6 +22,7 @@ def test_each_kind_of_change_is_drawn() -> None:
     assert [*map(str, places(ast.parse(SOURCE)))] == [
         "LIMIT: LIMIT = 2 -> LIMIT = 3",
         "area: x.size = -x % 0.5 is removed",
+        "area: x.last = -1 is removed",
         "area: raise ValueError(f'{x[0]}', True) is removed",
         "area: x < LIMIT and (not others) -> not (x < LIMIT and (not others))",
         "area: x.stop() is removed",
@@ -30,6 +32,8 @@ def test_each_kind_of_change_is_drawn() -> None:
         "area: -x % 0.5 -> -x * 0.5",
         "area: -x % 0.5 -> -x % 1.0",
         "area: -x -> +x",
+        "area: -1 -> +1",
+        "area: -1 -> -0",
         "area: ValueError(f'{x[0]}', True) -> ValueError(f'{x[0]}', False)",
     ]
 

@@ -325,5 +325,5 @@ def test_another_shape_than_the_config_says(tmp_path: Path) -> None:
     config = json.loads((folder / "config.json").read_text())
     config["intermediate_size"] *= 2
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"config\.json asks for"):
+    with pytest.raises(ConfigError, match=r"config\.json implies"):
         models.load(folder)

@@ -1,5 +1,6 @@
 """Methods beyond the next token: their first step is TRL's, on any batches, ranks and restarts."""
 
+import dataclasses
 import json
 import shutil
 from importlib.util import find_spec
@@ -27,7 +28,7 @@ from unsloth_cupy.finetune.data.records import Records
 from unsloth_cupy.finetune.data.rows import KINDS
 from unsloth_cupy.finetune.data.text import Batch
 from unsloth_cupy.finetune.methods.distillation import Distill
-from unsloth_cupy.finetune.methods.registry import METHODS
+from unsloth_cupy.finetune.methods.registry import METHODS, OPTIONS, Options
 from unsloth_cupy.finetune.methods.taught import Taught
 from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.run.run_folder import RunFolder
@@ -763,3 +764,12 @@ def test_measures_are_means(method: str) -> None:
 
 def test_a_kind_of_rows_is_known_for_each_method() -> None:
     assert tuple(KINDS) == tuple(METHODS)
+
+
+def test_options_of_methods_are_declared_where_methods_are() -> None:
+    """``Settings`` adds none, each is used by a method, and the method itself comes first."""
+    fields = dataclasses.fields(Settings)
+    actual = [each.name for each in fields if each.metadata.get("group") == "method"]
+    assert actual == [each.name for each in dataclasses.fields(Options)]
+    assert sorted(actual) == sorted(["method", *OPTIONS])
+    assert actual[:2] == ["method", "loss"]

@@ -27,7 +27,14 @@ FLOORS = (  # the ground first; rooms of one floor do not know each other
     ("__main__",),
 )
 FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
-FINETUNE = (("listener", "naming"), ("lora",), ("data",), ("methods",), ("run",), ("__init__",))
+FINETUNE = (
+    ("listener", "naming", "setting"),
+    ("lora",),
+    ("data",),
+    ("methods",),
+    ("run",),
+    ("__init__",),
+)
 SOURCES = tracked("unsloth_cupy/**/*.py")
 MODULES = {path.relative_to(PACKAGE).with_suffix("").parts: path for path in SOURCES}
 Module = tuple[str, ...]

@@ -73,7 +73,7 @@ def read_data(data: Any, *, ignore: Collection[str] = (), method: str = "sft") -
         Columns that are not read.
     method : str
         The method of training that the rows are for: of dpo and its relatives they are pairs, of
-        kto answers that are good or not.
+        kto answers that are good or bad.
 
     Returns
     -------

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -16,7 +17,17 @@ from ...ops.losses.linear_top_k_divergence import linear_top_k_divergence
 from ...parallel.tensor import all_gather
 from ..data.text import Batch
 from ..naming import named
+from ..setting import setting
 from .method import Method, loss_of_none
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DistillOptions:
+    """Settings of the method that has a teacher."""
+
+    teacher: str | Path | None = setting(  # noqa: RUF009 -- a field
+        "method", "Folder of the teacher model.", kept=False
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,12 +19,25 @@ from ...models.configs.heads import NONE, POOLINGS
 from ...ops.linear.embedding import embedding
 from ..data.text import Batch
 from ..naming import named
+from ..setting import setting
 from .method import stacked, starts_of, value_of
 from .scoring_methods import Scoring, texts_of
 
 TEMPERATURE = 0.05
 POOLING = "1_Pooling/config.json"  # as sentence-transformers has it
 MODULES = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EmbedOptions:
+    """Settings of the method that trains embeddings."""
+
+    pooling: str | None = setting(
+        "method",
+        "Of embed: mean over tokens, or last.  [default: mean]",
+        choices=POOLINGS,
+        rare=True,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,6 +9,7 @@ a line of the log.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -21,9 +22,29 @@ from ...placement import full_like, to_device_of
 from ...training.variable import Var
 from ..data.rows import Format
 from ..data.text import Batch
+from ..setting import setting
 
 BATCH = {"tokens", "labels", "offsets"}  # entries of a batch that the loss of next tokens takes
 FOLDERS = ("reference", "teacher")  # settings that are other models
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedOptions:
+    """Settings that several methods have."""
+
+    beta: float | None = setting(
+        "method", "Strength of a preference, or of distill's jsd; of grpo, weight of the divergence"
+        " from the model before the run.  [default: 0.1, 0, 0]", least=0,
+    )  # fmt: skip
+    temperature: float | None = setting(
+        "method", "Of the predictions that distill compares, embed's cosines, or the answers that"
+        " grpo and rloo sample.  [default: 1, 0.05, 1]", above=0,
+    )  # fmt: skip
+    reference: str | Path | None = setting(  # noqa: RUF009 -- a field
+        "method",
+        "Folder of the model to compare with.  [default: the model before the run]",
+        kept=False,
+    )
 
 
 @dataclasses.dataclass(frozen=True)

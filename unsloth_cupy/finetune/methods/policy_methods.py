@@ -25,6 +25,7 @@ from ..data.prompts import ARGUMENTS
 from ..data.text import Batch, Example
 from ..data.turns import end_tokens
 from ..naming import named
+from ..setting import setting
 from .method import (
     Method,
     answers,
@@ -42,8 +43,38 @@ from .rewards import Reward, rewards_of, scores
 
 SAMPLES, NEW = 8, 256  # answers to a prompt, and tokens of an answer at most
 CLIP = 0.2
-REPEATED = ("num_iterations", "steps_per_generation")
 RANKS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PolicyOptions:
+    """Settings of the methods that sample answers."""
+
+    reward: Sequence[str] = setting(
+        "method", "Of grpo and rloo: FILE.py:FUNCTION that rewards answers, or the folder of a"
+        " model trained by reward, then :WEIGHT if it is not 1; may be repeated.", (),
+    )  # fmt: skip
+    reward_seconds: float | None = setting(
+        "method", "Seconds in which a call of a reward must end; answers that take longer alone"
+        f" are not judged.  [default: {SECONDS:g}]", above=0, kept=False, rare=True,
+    )  # fmt: skip
+    samples: int | None = setting(
+        "method", f"Answers sampled for each prompt.  [default: {SAMPLES}]", least=2
+    )
+    max_new_tokens: int | None = setting(
+        "method", f"Most new tokens of an answer.  [default: {NEW}, or half the positions]", least=1
+    )
+    num_iterations: int | None = setting(
+        "method", "Updates by the same answers.  [default: 1]", least=1, rare=True
+    )
+    steps_per_generation: int | None = setting(
+        "method", "Batches of prompts that are answered before the next update.  [default:"
+        " {accumulate}]", least=1, rare=True,
+    )  # fmt: skip
+    invariant: bool = setting(
+        "method", "Of grpo and rloo: sampling and training compute the same bits, so that all"
+        " ratios of a first step are 1; slower.", False, rare=True,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

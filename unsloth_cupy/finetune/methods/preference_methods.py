@@ -14,6 +14,7 @@ from ...models.loss import IGNORE, next_labels
 from ...placement import to_numpy
 from ..data.text import Batch
 from ..naming import named
+from ..setting import setting
 from .method import (
     Method,
     answers,
@@ -29,6 +30,30 @@ from .method import (
 
 RATES = (1e-6, 1e-5)  # learning rates, of a whole model and of adapters: preferences move it little
 BETA = 0.1  # usual strength of a preference
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PreferenceOptions:
+    """Settings of the methods that compare answers."""
+
+    smoothing: float | None = setting(
+        "method",
+        "Share of pairs that are the wrong way round.  [default: 0]",
+        least=0,
+        below=1,
+        rare=True,
+    )
+    gamma: float | None = setting("method", "Margin of simpo.  [default: 0.5]", least=0, rare=True)
+    nll: float | None = setting(
+        "method",
+        "Weight of the chosen texts' own loss.  [default: cpo 1, simpo 0]",
+        least=0,
+        rare=True,
+    )
+    desirable_weight: float | None = setting(
+        "method", "Of good answers in kto.", above=0, rare=True
+    )
+    undesirable_weight: float | None = setting("method", "Of all others.", above=0, rare=True)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,21 +3,24 @@
     method = METHODS["dpo"].bound(settings)
 
 A new one is a row here: a class with other settings, or a small class of its own.  It names the
-settings that it uses, so that any other is an error; ``data.rows`` says which rows it reads.
+settings that it uses, so that any other is an error, and its module declares those that it adds;
+``data.rows`` says which rows it reads.
 """
 
+import dataclasses
 from collections.abc import Mapping
 
 from ...losses.preferences import KINDS
 from ...losses.unpaired import KINDS as RATINGS
 from ...ops.losses.divergence import KINDS as DIVERGENCES
 from ..data.rows import listing
-from .distillation import Distill
-from .embedding_method import Embed
-from .method import Method
-from .policy_methods import REPEATED, Policy
-from .preference_methods import Kto, Preference
-from .scoring_methods import Classify, Reward
+from ..setting import setting
+from .distillation import Distill, DistillOptions
+from .embedding_method import Embed, EmbedOptions
+from .method import Method, SharedOptions
+from .policy_methods import Policy, PolicyOptions
+from .preference_methods import Kto, Preference, PreferenceOptions
+from .scoring_methods import Classify, Reward, RewardOptions
 
 MEASURES = {  # what lines of the log say of answers: as TRL names it
     "accuracy": "rewards/accuracies", "margin": "rewards/margins",
@@ -30,10 +33,7 @@ MEASURES = {  # what lines of the log say of answers: as TRL names it
     "reward": "reward", "entropy": "entropy", "clipped": "clip_ratio/region_mean", "ratio": "ratio",
     "length": "completions/mean_length",
 }  # fmt: skip
-DRAWING = (
-    *("reward", "reward_seconds", "samples", "max_new_tokens", "temperature", "invariant"),
-    *REPEATED,
-)
+DRAWING = ("temperature", *(each.name for each in dataclasses.fields(PolicyOptions)))
 CLIPPED = ("dapo", "grpo", "dr_grpo", "luspo")  # losses whose terms are those of tokens
 METHODS: Mapping[str, Method] = {
     "sft": Method(),
@@ -55,9 +55,35 @@ METHODS: Mapping[str, Method] = {
     "rloo": Policy(uses=DRAWING, losses=("rloo",)),
     "distill": Distill(uses=("loss", "beta", "temperature", "teacher"), losses=DIVERGENCES),
 }
+LOSSES = tuple(dict.fromkeys(kind for method in METHODS.values() for kind in method.losses))
 OPTIONS = tuple(dict.fromkeys(name for method in METHODS.values() for name in method.uses))
 
 
 def using(option: str) -> str:
     """Return the names of the methods that use a setting."""
     return listing(name for name, method in METHODS.items() if option in method.uses)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ChosenMethod:
+    """The method of a run, and its loss."""
+
+    method: str = setting(
+        "method", "sft trains on texts, kto on answers that are good or bad, distill on predictions"
+        " of a teacher, classify on labels, embed on related texts, grpo and rloo on rewards of"
+        " sampled answers, reward and all others on pairs.", "sft", choices=(*METHODS,),
+    )  # fmt: skip
+    loss: str | None = setting(
+        "method",
+        f"Of {using('loss')}.  [default: sigmoid, kto, dapo, jsd]",
+        choices=LOSSES,
+        rare=True,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Options(  # fields of the last class come first, also in --help
+    DistillOptions, PolicyOptions, EmbedOptions, RewardOptions, PreferenceOptions, SharedOptions,
+    ChosenMethod,
+):  # fmt: skip
+    """The method of a run, and the settings of all methods."""

@@ -15,6 +15,7 @@ from ...models.label_loss import mean_of_losses
 from ...ops.elements.cast import cast
 from ..data.labels import MULTI, REGRESSION, SINGLE, Labels, labels_of, some
 from ..data.text import Batch
+from ..setting import setting
 from .method import Method, gathered, stacked, starts_of, value_of
 
 
@@ -39,6 +40,16 @@ class Scoring(Method):
         """Return the outputs of the head, (texts, labels), in float32 or wider."""
         scores = model.logits(**texts_of(batch))
         return cast(scores, "float32") if scores.dtype.itemsize < FLOAT32.itemsize else scores
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardOptions:
+    """Settings of the method that trains a reward model."""
+
+    center: float | None = setting(
+        "method", "Of reward: weight of the squared sums of pairs, which keeps rewards near 0, as"
+        " 0.01.  [default: 0]", least=0, rare=True,
+    )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)

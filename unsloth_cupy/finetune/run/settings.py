@@ -9,7 +9,6 @@ from typing import Any, ClassVar, get_args
 from ...core.call import check_fields, is_integer, is_number
 from ...errors import ConfigError
 from ...models.adapters.into import CHOICES
-from ...models.configs.heads import POOLINGS
 from ...models.layers.context import KINDS as CONTEXTS
 from ...models.optimizers import OPTIMIZERS as KINDS
 from ...models.optimizers import conflict
@@ -21,10 +20,9 @@ from ..data.records import Records
 from ..data.text import Text
 from ..lora import ALL, Lora
 from ..methods.method import Method
-from ..methods.policy_methods import NEW, SAMPLES
-from ..methods.registry import METHODS, OPTIONS, using
-from ..methods.reward_pool import SECONDS
+from ..methods.registry import METHODS, OPTIONS, Options, using
 from ..naming import named
+from ..setting import setting
 from .arguments import Arguments
 from .new_model import SIZES
 from .new_tokens import read_lines
@@ -38,23 +36,10 @@ EVALUATIONS = 10  # by default, of a run
 SMALL = "adamw8bit"  # adamw with state_bits=8
 NAMES = ("adamw", SMALL, *[name for name in KINDS if name != "adamw"])
 DTYPES = ("float32", "bfloat16", "float16")
-LOSSES = tuple(dict.fromkeys(kind for method in METHODS.values() for kind in method.losses))
-
-
-def setting(group: str, text: str, default: Any = None, *, kept: bool = True, **limits: Any) -> Any:
-    """Return a field with its group and its meaning; a command makes an option of it.
-
-    What is ``kept`` is in settings.json: a run is resumed only with the same value.  An option
-    that is ``rare`` is shown by --help-all alone.
-    ``limits`` are ``least``, ``above``, ``below`` or ``choices``.  In the text, {steps} names a
-    setting.
-    """
-    own = {"group": group, "text": text, "kept": kept, **limits}
-    return dataclasses.field(default=default, metadata=own)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Options):
     """The settings of a run; each is explained beside its field.
 
     Raises
@@ -68,87 +53,6 @@ class Settings:
     batch: int = setting("data", "Rows of text in a step.", 4, least=1)
     tokens: int | None = setting(
         "data", f"Tokens in a row.  [default: of lines what most need, else {TOKENS}]", least=2
-    )
-
-    method: str = setting(
-        "method", "sft learns texts, kto answers that are good or not, distill a teacher, reward"
-        " scores of pairs, classify labels, embed texts that are related, grpo and rloo from"
-        " rewards of answers that they draw; all others learn pairs.", "sft", choices=(*METHODS,),
-    )  # fmt: skip
-    loss: str | None = setting(
-        "method",
-        f"Of {using('loss')}.  [default: sigmoid, kto, dapo, jsd]",
-        choices=LOSSES,
-        rare=True,
-    )
-    beta: float | None = setting(
-        "method", "Strength of a preference, or of distill's jsd; of grpo, weight of the divergence"
-        " from the model before the run.  [default: 0.1, 0, 0]", least=0,
-    )  # fmt: skip
-    smoothing: float | None = setting(
-        "method",
-        "Share of pairs that are the wrong way round.  [default: 0]",
-        least=0,
-        below=1,
-        rare=True,
-    )
-    gamma: float | None = setting("method", "Margin of simpo.  [default: 0.5]", least=0, rare=True)
-    nll: float | None = setting(
-        "method",
-        "Weight of the chosen texts' own loss.  [default: cpo 1, simpo 0]",
-        least=0,
-        rare=True,
-    )
-    center: float | None = setting(
-        "method", "Of reward: weight of the squared sums of pairs, which keeps rewards near 0, as"
-        " 0.01.  [default: 0]", least=0, rare=True,
-    )  # fmt: skip
-    desirable_weight: float | None = setting(
-        "method", "Of good answers in kto.", above=0, rare=True
-    )
-    undesirable_weight: float | None = setting("method", "Of all others.", above=0, rare=True)
-    temperature: float | None = setting(
-        "method", "Of the predictions that distill compares, embed's cosines, or the answers that"
-        " grpo and rloo draw.  [default: 1, 0.05, 1]", above=0,
-    )  # fmt: skip
-    reward: Sequence[str] = setting(
-        "method", "Of grpo and rloo: FILE.py:FUNCTION that rewards answers, or the folder of a"
-        " model that reward has trained; perhaps :WEIGHT behind it; may be repeated.", (),
-    )  # fmt: skip
-    reward_seconds: float | None = setting(
-        "method", "Seconds in which a call of a reward must end; answers that take longer alone"
-        f" are not judged.  [default: {SECONDS:g}]", above=0, kept=False, rare=True,
-    )  # fmt: skip
-    samples: int | None = setting(
-        "method", f"Answers sampled for each prompt.  [default: {SAMPLES}]", least=2
-    )
-    max_new_tokens: int | None = setting(
-        "method", f"Most new tokens of an answer.  [default: {NEW}, or half the positions]", least=1
-    )
-    num_iterations: int | None = setting(
-        "method", "Updates by the same answers.  [default: 1]", least=1, rare=True
-    )
-    steps_per_generation: int | None = setting(
-        "method", "Batches of prompts that are answered before the next update.  [default:"
-        " {accumulate}]", least=1, rare=True,
-    )  # fmt: skip
-    invariant: bool = setting(
-        "method", "Of grpo and rloo: the bits by which they draw are those by which they learn, so"
-        " that all ratios of a first step are 1; slower.", False, rare=True,
-    )  # fmt: skip
-    pooling: str | None = setting(
-        "method",
-        "Of embed: mean over tokens, or last.  [default: mean]",
-        choices=POOLINGS,
-        rare=True,
-    )
-    reference: str | Path | None = setting(  # noqa: RUF009 -- a field
-        "method",
-        "Folder of the model to compare with.  [default: the model before the run]",
-        kept=False,
-    )
-    teacher: str | Path | None = setting(  # noqa: RUF009 -- a field
-        "method", "Folder of the teacher model.", kept=False
     )
 
     layers: int | None = setting(

@@ -297,3 +297,22 @@ def test_a_weight_of_zeros_has_scales_of_zero() -> None:
     assert Ternary(zeros, rows, (2, 64)).dequantize(np.float32).sum() == 1
     with pytest.raises(RangeError, match="a scale is 0"):
         Ternary(zeros, rows[::-1], (2, 64))
+
+
+@pytest.mark.parametrize(
+    ("call", "option"),
+    [
+        (lambda names: uc.AdamW({"w": normal(3, 4)}, whole=names), "whole"),
+        (lambda names: uc.AdamW({"w": normal(3, 4)}, groups=[{"names": names}]), "groups"),
+        (lambda names: model().add_adapter(4, targets=names), "targets"),
+        (lambda names: model().add_adapter(4, modules=names), "modules"),
+        (lambda names: model().add_adapter(4, tokens=names), "tokens"),
+    ],
+    ids=["whole", "groups", "targets", "modules", "tokens"],
+)
+@pytest.mark.parametrize("value", [np.array(1.0), 5, b"w"], ids=repr)
+def test_what_holds_no_others_is_refused_as_a_list(
+    call: Callable[[Any], object], option: str, value: Any
+) -> None:
+    with pytest.raises(UnslothCupyError, match=option):
+        call(value)

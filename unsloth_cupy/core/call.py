@@ -34,7 +34,7 @@ import os
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -275,6 +275,12 @@ def is_number(value: Any) -> bool:
     """Return whether value is a real number, not a bool, and no integer beyond all floats."""
     real = isinstance(value, numbers.Real) and not isinstance(value, NO_NUMBERS)
     return real and (type(value) is not int or abs(value) <= math.nextafter(math.inf, 0))
+
+
+def is_list(value: Any) -> bool:
+    """Return whether value holds others, as neither a text nor an array without axes does."""
+    listed = isinstance(value, Collection) and not isinstance(value, str | bytes)
+    return listed and getattr(value, "ndim", 1) != 0
 
 
 def is_integer(value: Any, least: float = 0) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ..core.arrays import framework_of
-from ..core.call import is_number
+from ..core.call import is_list, is_number
 from ..core.dtypes import FLOATS, Array
 from ..core.gpu import device_of, several_gpus
 from ..errors import ConfigError, DTypeError, FrameworkError, ShapeError
@@ -318,7 +318,7 @@ def _groups(
 def matching(what: str, patterns: Any, parameters: Collection[str]) -> dict[str, None]:
     """Return the names of parameters that names or patterns match; raise where one matches none."""
     names = [patterns] if isinstance(patterns, str) else patterns
-    if not (isinstance(names, Collection) and all(isinstance(n, str) for n in names)):
+    if not (is_list(names) and all(isinstance(n, str) for n in names)):
         raise ConfigError(f"{what}: pass names of parameters, or patterns such as '*norm*'")
     own: dict[str, None] = {}
     for pattern in names:

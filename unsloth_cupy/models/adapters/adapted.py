@@ -1,14 +1,14 @@
 """A model whose adapters are added, kept by name, mixed, merged and saved."""
 
 import copy
-from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Self
 
-from ...core.call import is_number
+from ...core.call import is_list, is_number
 from ...core.dtypes import Array
 from ...errors import ConfigError, naming
 from ...files import path_of
@@ -119,13 +119,14 @@ class Adapted(Network):
             The options are not for this model, or not for one that ranks divide.
         """
         lists = {name: options.get(name, ()) for name in ("tokens", "modules")}
-        outer = [n for n, each in lists.items() if not isinstance(each, Sized) or len(each)]
-        targets, weights = options.get("targets"), self.parameters
-        listed = targets if isinstance(targets, Collection) else ()
+        outer = [n for n, each in lists.items() if not is_list(each) or len(each)]
+        targets: Any = options.get("targets")
+        weights, modules = self.parameters, lists["modules"]
+        listed = targets if is_list(targets) else ()
         outer += ["targets"] * any(name in listed for name in TABLES)
         if outer and self.parts is not None:
             weights = self.parts.outside(weights)
-        if [*options.get("modules", ())] == ["score"] and self.gather is None:
+        if is_list(modules) and [*modules] == ["score"] and self.gather is None:
             outer.remove("modules")  # of which ranks that divide weights have all
         if outer and (self.division is not None or self.gather is not None):
             self._require_whole(f"add_adapter({outer[0]}=)", "before the model is divided")

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.call import check_options, is_integer, is_number
+from ...core.call import check_options, is_integer, is_list, is_number
 from ...core.dtypes import FLOAT32, Array
 from ...core.gpu import device_of
 from ...core.replay import is_fixed
@@ -476,7 +476,7 @@ def create_adapter(
     stacked = [name for name in targets_of(config) if name in chosen]
     tables = [name for name in TABLES if name in chosen]
     rows = listed_tokens("create_adapter(tokens=)", tokens)
-    if isinstance(modules, str) or not all(isinstance(each, str) for each in modules):
+    if not (is_list(modules) and all(isinstance(each, str) for each in modules)):
         raise ConfigError(f"create_adapter(modules={modules!r}): pass a list of {', '.join(OUTER)}")
     check_outer("create_adapter", config, rows, modules)
     check_outer("create_adapter(targets=)", config, {}, tables)
@@ -543,7 +543,7 @@ def _chosen_targets(
     layers = sorted({name.rpartition(".")[2] for name in known})
     stacks = targets_of(config)
     chosen: Any = [*layers, *stacks] if targets is None else targets
-    listed = isinstance(chosen, Collection) and not isinstance(chosen, str) and len(chosen) > 0
+    listed = is_list(chosen) and len(chosen) > 0
     names = (*layers, *stacks, *TABLES)
     if not listed or not all(name in names for name in chosen):
         cure = f"pass a list of some of {', '.join(names)}"

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...core.call import is_integer
+from ...core.call import is_integer, is_list
 from ...core.dtypes import FLOAT32, Array
 from ...core.gpu import device_of
 from ...errors import ConfigError
@@ -54,7 +54,7 @@ def listed_tokens(call: str, listed: Any) -> dict[str, tuple[int, ...]]:
         if own not in ("embed_tokens", "lm_head"):
             problem = f"{call}: {module!r} is not a table of tokens"
             raise ConfigError(f"{problem}; choose embed_tokens or lm_head")
-        many = isinstance(ids, Sequence | range | np.ndarray) and not isinstance(ids, str)
+        many = isinstance(ids, Sequence | np.ndarray) and is_list(ids)
         known: list[Any] = [*ids] if many else [None]
         if not all(map(is_integer, known)):
             raise ConfigError(f"{call}: {str(ids)[:80]} is not a list of token ids, 0 or more")

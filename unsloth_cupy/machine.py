@@ -23,6 +23,11 @@ from .errors import ConfigError, DeviceMemoryError, printable
 THREADS_PAY = 512  # hidden size from which a matrix product gains by a second thread
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 CGROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
+CUPY_CURE = "pip install 'unsloth-cupy[cuda12]', or [cuda13] with a driver for CUDA 13"
+OLDEST = 80  # compute capability, times 10, of the oldest GPUs that kernels are compiled for
+GPU_FILES = (  # of Linux, of its subsystem of Windows, and of Windows; each is there with a driver
+    "/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libcuda.so.1", "/Windows/System32/nvcuda.dll",
+)  # fmt: skip
 WIDE = 120  # columns if the output is not a terminal: tables and paths are not wrapped
 
 
@@ -207,6 +212,40 @@ def blas() -> str:
     """Return the name and version of the BLAS library that NumPy uses."""
     library = np.show_config(mode="dicts")["Build Dependencies"]["blas"]
     return f"{library['name']} {library['version']}"
+
+
+def resolve_device(device: str | None) -> tuple[str | None, str]:
+    """Return a device as ``models.load`` takes it, but "auto", and why a GPU is not used.
+
+    "auto" is the first GPU that kernels run on, else None: the CPU.  The reason says the cure; it
+    is empty where no GPU is there, where the environment hides it, and for other devices.
+    """
+    if device != "auto":
+        return None if device == "cpu" else device, ""
+    devices, problem = gpus()
+    for number, each in enumerate(devices):
+        if int(each.capability.replace(".", "")) >= OLDEST:
+            return f"cuda:{number}" if number else "cuda", ""
+    if devices:
+        name, capability = devices[0].name, devices[0].capability.replace(".", "")
+        problem = f"{name} is sm_{capability}, and kernels need sm_{OLDEST} (Ampere) or newer"
+        cure = "use a newer GPU"
+    elif os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not any(
+        [*Path("/").glob(file.lstrip("/"))] for file in GPU_FILES
+    ):
+        return None, ""
+    elif problem.startswith("CuPy"):
+        cure = CUPY_CURE
+    else:
+        cure = f"update the driver, or install CuPy for the one that nvidia-smi shows: {CUPY_CURE}"
+    return None, f"the GPU is not used: {problem}; {cure}"
+
+
+def device_title(device: str | None) -> str:
+    """Return the name of a device for a message: that of the GPU, or "the CPU" for None."""
+    if device is None:
+        return "the CPU"
+    return gpus()[0][int(device.partition(":")[2] or 0)].name
 
 
 def gpus() -> tuple[list[Gpu], str]:

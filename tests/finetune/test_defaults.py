@@ -1,18 +1,27 @@
 """What a run chooses where nothing is asked for, and names that people bring from elsewhere."""
 
 import json
+import re
 import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from unsloth_cupy import machine, models
+from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Lora, Run, Settings, Trainer, evaluate
 from unsloth_cupy.finetune.listener import Listener
+from unsloth_cupy.finetune.run.preparation import dtype_of
+from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.models.adapters.adapter_base import cached
 
 from ..cli.test_cli import assert_one_clear_error, run
+from ..machines.stand_in import gpu
 
 
 class Words(Listener):
@@ -138,3 +147,156 @@ def test_a_model_is_found_in_the_local_cache(
     assert cached("../some-owner") == cached("some-model") == []
     made = Trainer("some-owner/some-model", data, Settings(steps=1), lora=Lora(2)).train()
     assert made.loop is None, "the run of the command"
+
+
+@contextmanager
+def one_gpu(capability: str = "80") -> Iterator[Any]:
+    """Replace CuPy by a stand-in for a GPU, whose launches write some numbers."""
+    with gpu("80", devices=1) as device:
+        device.strict, device.runs, device.capability = False, True, capability
+        yield device
+
+
+def settings_of(run: Run) -> Any:
+    return json.loads(run.files.settings.read_text())
+
+
+NEW = {"batch": 2, "tokens": 16, "layers": 1, "hidden": 32, "vocabulary": 300, "evaluate_every": 9}
+
+
+def test_a_run_is_on_the_gpu_in_sixteen_bits_and_goes_on_anywhere_in_them(
+    base: Path, tmp_path: Path
+) -> None:
+    text = base.parents[1] / "sums.txt"
+    with one_gpu():
+        first, said = heard(None, text, tmp_path / "run", steps=1, **NEW)
+        assert first.loop is not None
+        assert type(first.model.table) is sys.modules["cupy"].ndarray
+    assert "training on a GPU, bfloat16" in said
+    assert settings_of(first)["dtype"] == "bfloat16"
+    second, said = heard(None, text, tmp_path / "run", steps=2, **NEW)
+    assert second.loop is not None
+    assert "training on the CPU, bfloat16" in said
+    other, said = heard(None, text, tmp_path / "other", steps=1, **NEW)
+    assert "training on the CPU, float32" in said
+    with one_gpu():
+        third, said = heard(None, text, tmp_path / "other", steps=2, **NEW)
+        assert third.loop is not None
+    assert "training on a GPU, float32" in said, "the dtype of the run"
+    assert settings_of(other)["dtype"] == "float32"
+
+
+@pytest.mark.parametrize(
+    ("stored", "lora", "expected"),
+    [
+        ("float32", None, "bfloat16"),
+        ("bfloat16", None, "bfloat16"),
+        ("float16", None, "float16"),
+        ("float16", {"lora": 2}, "float16"),
+        ("float32", {"lora": 2, "merge_into": "q4_0"}, "float32"),
+        ("bfloat16", {"lora": 2, "merge_into": "q4_0"}, "bfloat16"),
+    ],
+)
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_the_dtype_on_a_gpu_is_the_models_own_of_sixteen_bits(
+    stored: str, lora: Any, expected: str, in_memory: bool, base: Path, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(base, folder)
+    models.load(base, dtype=stored).save(folder)
+    with one_gpu():
+        model: Any = models.load(folder, device="auto") if in_memory else folder
+        settings = Settings(steps=1, out=tmp_path / "run", **(lora or {}))
+        trainer = Trainer(model, rows(tmp_path / "rows.jsonl", [10] * 9), settings)
+        chosen = dtype_of(
+            trainer.settings, RunFolder(tmp_path / "run"), trainer.source, trainer.transformer,
+            trainer.ranks,
+        )  # fmt: skip
+    assert chosen == expected
+
+
+def test_commands_and_models_are_on_the_gpu(base: Path, tmp_path: Path) -> None:
+    data = rows(tmp_path / "rows.jsonl", [10] * 3)
+    commands = {
+        "tokens in .* s": ("generate", base, "x", "--max-new-tokens", 2),
+        "evaluating": ("evaluate", base, "--data", data),
+        "teaching": ("teach", base, "--data", data, "--out", tmp_path / "taught"),
+    }
+    for what, command in commands.items():
+        with one_gpu():
+            done = run(*command)
+        assert done.exit_code == 0, done.output
+        assert re.search(f"{what} on a GPU", done.stderr)
+        shutil.rmtree(tmp_path / "taught", ignore_errors=True)
+        done = run(*command)
+        assert done.exit_code == 0, done.output
+        assert re.search(f"{what} on the CPU", done.stderr)
+    with one_gpu():
+        assert type(models.load(base).table) is np.ndarray
+        assert type(models.load(base, device="auto").table) is sys.modules["cupy"].ndarray
+        with pytest.raises(ConfigError, match=r"choose 'cpu' .*, 'auto', 'cuda' or 'cuda:1'"):
+            models.load(base, device="gpu")
+    assert type(models.load(base, device="auto").table) is np.ndarray
+
+
+@contextmanager
+def unusable(problem: str, patch: pytest.MonkeyPatch, folder: Path) -> Iterator[None]:
+    """Make a GPU that is there one that cannot be used."""
+    (folder / "nvidia0").touch()
+    patch.setattr(machine, "GPU_FILES", [str(folder / "nvidia[0-9]*")])
+    patch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if problem == "CuPy is not installed":
+        with patch.context() as inner:
+            inner.setitem(sys.modules, "cupy", None)
+            yield
+        return
+    with one_gpu("75" if "sm_75" in problem else "80"):
+        runtime = sys.modules["cupy.cuda.runtime"]
+        if "sm_75" not in problem:
+
+            def fails() -> None:
+                raise runtime.CUDARuntimeError(problem)
+
+            patch.setattr(runtime, "getDeviceCount", fails)
+            patch.setattr(sys.modules["cupy"].cuda, "is_available", lambda: False)
+        yield
+
+
+CURES = {
+    "CuPy is not installed": "pip install 'unsloth-cupy[cuda12]'",
+    "a GPU is sm_75, and kernels need sm_80": "use a newer GPU",
+    "cudaErrorInsufficientDriver: CUDA driver version is insufficient": "update the driver",
+}
+
+
+@pytest.mark.parametrize("problem", CURES)
+def test_a_gpu_that_cannot_be_used_is_named_with_its_cure(
+    problem: str, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = rows(tmp_path / "rows.jsonl", [10] * 9)
+    with unusable(problem, monkeypatch, tmp_path):
+        _, said = heard(base, data, tmp_path / "run", steps=1)
+        done = run("generate", base, "x", "--max-new-tokens", 2)
+        with pytest.warns(UserWarning, match="load: the GPU is not used"):
+            assert type(models.load(base, device="auto").table) is np.ndarray
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        hidden = machine.resolve_device("auto")
+    assert done.exit_code == 0, done.output
+    assert "training on the CPU, float32" in said
+    assert "on the CPU, float32: " in done.stderr
+    for text in (said, done.stderr):
+        (line,) = (line for line in text.splitlines() if "the GPU is not used" in line)
+        assert problem in line
+        assert CURES[problem] in line
+    assert hidden[0] is None
+    assert bool(hidden[1]) == ("sm_75" in problem), "nothing is said of a GPU that is hidden"
+
+
+def test_without_a_gpu_nothing_is_said_of_one(
+    base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(machine, "GPU_FILES", [str(tmp_path / "nvidia0")])
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    assert machine.resolve_device("auto") == (None, "")
+    assert machine.resolve_device("cpu") == machine.resolve_device(None) == (None, "")
+    assert machine.resolve_device("cuda:1") == ("cuda:1", "")

@@ -175,7 +175,7 @@ def test_from_a_step_on(base: Path, text: Path, tmp_path: Path) -> None:
 
 def test_dropout_and_16_bits(base: Path, text: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"merge_into": "nf4", "dtype": "bfloat16"}
-    with pytest.raises(ConfigError, match=r"float32, and bfloat16 does not hold it; leave dtype"):
+    with pytest.raises(ConfigError, match=r"float32, and bfloat16 does not hold it; give dtype"):
         trained(base, text, tmp_path / "wide", **options)
     narrow = models.load(base, dtype="bfloat16")
     narrow.save(tmp_path / "base")

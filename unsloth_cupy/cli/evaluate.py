@@ -11,6 +11,7 @@ from ..finetune.listener import Listener, hearing
 from ..finetune.methods.registry import METHODS
 from ..finetune.run.evaluation import Evaluation
 from ..finetune.run.evaluation import evaluate as evaluated
+from ..finetune.run.settings import DEVICES
 from ..machine import console, tables_as_json
 from .echo import echo
 from .options import BASE, FILE, QUANTIZE, Device, WithData, json_option, option
@@ -28,7 +29,7 @@ from .printer import Printer
 @option("--method", click.Choice([*METHODS]), "For which rows are.  [default: by the head]")
 @option("--base", FILE, BASE)
 @option("--quantize", QUANTIZE, "Store the model in fewer bits, as nf4.")
-@option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
+@option("--device", Device(), DEVICES, "auto")
 @click.option("--quiet", is_flag=True, help="Print the results alone.")
 @json_option
 def evaluate(folder: Path, data: tuple[str, ...], quiet: bool, **options: Any) -> None:

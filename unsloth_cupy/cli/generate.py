@@ -18,7 +18,8 @@ from ..finetune.data.tables import LONGEST
 from ..finetune.data.turns import ending
 from ..finetune.run.ranks import start
 from ..finetune.run.run_folder import model_folder, words_folder
-from ..machine import blas_threads
+from ..finetune.run.settings import DEVICES
+from ..machine import blas_threads, device_title, resolve_device
 from ..models.adapters.adapter_base import base_of
 from ..models.text.chat import Message
 from .echo import echo
@@ -51,7 +52,7 @@ Write = Callable[..., tuple[str, int]]  # stream_text with its first arguments b
 @option("--cache-dtype", click.Choice(["int8"]), "Store keys and values in 8 bits.")
 @option("--base", FILE, BASE)
 @option("--quantize", QUANTIZE, "Store the weights in fewer bits, as nf4.")
-@option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
+@option("--device", Device(), DEVICES, "auto")
 @option("--tensor-parallel", click.IntRange(1), "Ranks of mpiexec that divide each weight.")
 @option("--pipeline-parallel", click.IntRange(1), "Ranks of mpiexec that divide the blocks.")
 @option("--expert-parallel", click.IntRange(1), "Ranks of mpiexec that divide the experts.")
@@ -79,6 +80,7 @@ def generate(
     """
     from ..models.folders.folder import on_device
 
+    device, problem = resolve_device(device)
     ranks = start(
         tensor=tensor_parallel, pipeline=pipeline_parallel, expert=expert_parallel, data=1,
         device=device,
@@ -107,8 +109,9 @@ def generate(
             placing: dict[str, Any] = {"device": ranks.device, **ranks.placing}
             placing |= {} if whole is None else {"lora": source}
             model = models.load(whole or source, quantize=quantize, **placing)
-            if model.origin and ranks.first:
-                echo(model.origin, err=True)
+            for each in (problem, model.origin):
+                if each and ranks.first:
+                    echo(each, err=True)
             template, backend = tokenizer.template, tokenizer.backend
             ends = model.config.end_tokens
             if chat and template.stored and (end := ending(template, backend, ends)).text:
@@ -125,7 +128,8 @@ def generate(
             seconds = time.perf_counter() - started
     if ranks.first:
         speed = new_tokens / seconds
-        echo(f"{new_tokens} tokens in {seconds:.1f} s: {speed:.1f} tokens/s", err=True)
+        where = f"{device_title(ranks.device)}, {model.dtype}"
+        echo(f"{new_tokens} tokens in {seconds:.1f} s on {where}: {speed:.1f} tokens/s", err=True)
 
 
 def _prompt(prompt: str | None) -> str:

@@ -99,14 +99,14 @@ class NewPicture(NewFile):
 
 
 class Device(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click
-    """The device of the arrays: None for cpu, else the name of a GPU as in ``models.load``."""
+    """The device of the arrays: None for cpu, else auto or a GPU's name as in ``models.load``."""
 
     name = "device"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return None or the name, or fail with the accepted names."""
-        if value != "cpu" and not re.fullmatch(r"cuda(:\d+)?", value):
-            self.fail(f"{value!r} is not a device; choose cpu, cuda or cuda:1.", param, ctx)
+        if value not in ("auto", "cpu") and not re.fullmatch(r"cuda(:\d+)?", value):
+            self.fail(f"{value!r} is not a device; choose auto, cpu, cuda or cuda:1.", param, ctx)
         return None if value == "cpu" else value
 
 

@@ -6,6 +6,7 @@ from typing import Any
 import click
 
 from ..finetune.listener import Listener, hearing
+from ..finetune.run.settings import DEVICES
 from ..finetune.run.teaching import teach as taught
 from .echo import echo, echo_next
 from .options import FILE, Device, Number, WithData, data_of, ignore_option, option
@@ -24,7 +25,7 @@ from .printer import Printer
 @option("--tokens", click.IntRange(2), "Tokens in a row.  [default: as in finetune]")
 @option("--temperature", Number(0, min_open=True), "Divides the logits.", 1.0)
 @option("--batch", click.IntRange(1), "Rows computed at a time.", 4)
-@option("--device", Device(), "cpu, cuda or cuda:1.", "cpu")
+@option("--device", Device(), DEVICES, "auto")
 @click.option("--quiet", is_flag=True, help="Print the results alone.")
 def teach(
     model: Path, data: tuple[str, ...], out: Path | None, quiet: bool, **options: Any

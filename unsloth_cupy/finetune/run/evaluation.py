@@ -16,7 +16,7 @@ import numpy as np
 from ... import models
 from ...errors import ConfigError
 from ...files import path_of
-from ...machine import blas_threads
+from ...machine import blas_threads, device_title, resolve_device
 from ...models.adapters.adapter_base import base_of
 from ...models.configs.heads import CAUSAL, NONE, SEQUENCE
 from ...models.folders.folder import on_device
@@ -37,6 +37,7 @@ from ..methods.registry import METHODS
 from ..naming import named
 from .limit import tokens_of
 from .metrics import Watch, perplexity
+from .preparation import device_name
 from .run_folder import model_folder, words_folder
 from .settings import Settings
 
@@ -137,7 +138,7 @@ def evaluate(
     *,
     tokens: int | None = None,
     batch: int = 4,
-    device: str | None = None,
+    device: str | None = "auto",
     quantize: str | None = None,
     base: Any = None,
     method: str | None = None,
@@ -154,8 +155,10 @@ def evaluate(
         Tokens in a row; None: 2048, or all positions of the model if fewer.
     batch : int
         Rows computed at a time.
-    device, quantize, base
-        As in ``models.load``, if model is a folder; ``base`` replaces the base of an adapter.
+    device : str, optional
+        As in ``models.load``, if model is a folder.
+    quantize, base
+        Of a folder, as in ``models.load``; ``base`` replaces the base of an adapter.
     method : str, optional
         As in ``read_data``, with its defaults; not one that compares with another model.  None: by
         the model: classify or reward of a sequence classifier, embed of one without a head (with
@@ -177,8 +180,11 @@ def evaluate(
         raise ConfigError(f"evaluate: the model has no folder, and no tokenizer; {cure}")
     words = words_folder(source, base)
     tokenizer, chat = load_tokenizer(words), Chat(words)
+    device, problem = resolve_device(device_name(model) if is_model else device)
     with on_device("evaluate", device):
         if not is_model:
+            for each in filter(None, (problem, f"evaluating on {device_title(device)}")):
+                announce(each)
             home = base_of(source, base)
             lora = None if home is None else source
             model = models.load(home or source, lora=lora, quantize=quantize, device=device)

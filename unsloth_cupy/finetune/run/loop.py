@@ -125,7 +125,7 @@ class Loop:
             if used and bool((copy.astype(weight.dtype) != weight).any()):
                 problem = f"the model's {name} is float32, and {self.plan.dtype} does not hold it"
                 what = f"{named('merge_into')} rounds the weights of the model"
-                cure = f"leave {named(dtype=self.plan.dtype)} out"
+                cure = f"give {named(dtype='float32')}"
                 raise ConfigError(f"{what}; {problem}; {cure}")
 
     def train(self, stop: Stop, listener: Listener, callbacks: Callbacks | None = None) -> None:

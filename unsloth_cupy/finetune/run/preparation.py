@@ -13,9 +13,10 @@ import numpy as np
 from ... import models
 from ...core.dtypes import FLOAT32
 from ...errors import ConfigError
+from ...files import read_json
 from ...models.adapters.adapter_base import ADAPTER, BASE, base_name, base_of
 from ...models.adapters.adapter_folder import read_adapter
-from ...models.adapters.into import Into
+from ...models.adapters.into import MERGE_INTO, Into
 from ...models.adapters.outer_folder import implied_head, with_labels
 from ...models.configs.config_files import GENERATION, read_config
 from ...models.configs.heads import CLASSIFIERS
@@ -49,7 +50,7 @@ from .new_tokens import add_tokens, rows_with
 from .ranks import Ranks
 from .reference import add_reference, add_taught, other_models, reference_known, with_teacher
 from .run_folder import Facts, RunFolder, model_without_weights, words_folder
-from .settings import Plan, Settings
+from .settings import DTYPES, FLOAT, HALVES, Plan, Settings
 
 if TYPE_CHECKING:
     from ...models.configs.config import Config
@@ -340,6 +341,38 @@ def device_name(model: models.Transformer) -> str:
     """Return the device of a model as ``models.load`` names it."""
     table: Any = model.table
     return "cpu" if isinstance(table, np.ndarray) else f"cuda:{table.device.id}"
+
+
+def dtype_of(
+    settings: Settings,
+    run: RunFolder,
+    source: Path | None,
+    transformer: models.Transformer | None,
+    ranks: Ranks,
+) -> str:
+    """Return the dtype of the computation: of the settings, else of the run that goes on.
+
+    A new run has float32 on a CPU.  On a GPU it has the dtype of the model, if that has 16 bits,
+    else bfloat16; but float32 if an adapter is trained through the quantizer of a file, as that
+    takes the weights of the model in all their bits.
+    """
+    if settings.dtype is not None:
+        return settings.dtype
+    known = run.known().get("dtype") if ranks.first else None
+    chosen = known if known in DTYPES else FLOAT
+    if known is None and ranks.first and ranks.device is not None:
+        stored, through = "", settings.merge_into is not None
+        if transformer is not None:
+            stored = transformer.dtype.name
+            through |= transformer.adapter is not None and transformer.adapter.into is not None
+        elif source is not None:
+            base = base_of(source, settings.base)
+            through |= base is not None and MERGE_INTO in read_json(source / ADAPTER)
+            config, _, choice = read_config(base or source)
+            table = find_tensors(base or source, config, choice)[0][TABLE].dtype
+            stored = "" if table is None else table.name
+        chosen = stored if stored in HALVES else FLOAT if through else HALVES[0]
+    return str(ranks.broadcast(chosen))
 
 
 def with_steps(settings: Settings, plan: Plan, training_data: TrainingData, *, new: bool) -> Plan:

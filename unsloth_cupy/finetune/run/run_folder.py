@@ -131,6 +131,11 @@ class RunFolder:
         with atomic_path(self.settings) as partial:
             partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
+    def known(self) -> dict[str, Any]:
+        """Return the settings of the run that goes on, or is finished, here; {} without one."""
+        goes_on = self.settings.is_file() and (self.finished or self.newest_checkpoint())
+        return read_settings(self.settings) if goes_on else {}
+
     @property
     def finished(self) -> bool:
         """Whether the run is finished."""

@@ -35,7 +35,8 @@ NEW_RATE, RATE, ADAPTER_RATE = 4e-3, 1e-4, 1e-3  # default learning rates
 EVALUATIONS = 10  # by default, of a run
 SMALL = "adamw8bit"  # adamw with state_bits=8
 NAMES = ("adamw", SMALL, *[name for name in KINDS if name != "adamw"])
-DTYPES = ("float32", "bfloat16", "float16")
+DEVICES = "auto, cpu, cuda or cuda:1; auto: a GPU if one can be used."
+DTYPES = FLOAT, *HALVES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -72,7 +73,7 @@ class Settings(Options):
     )
     # whose rows are trained beside adapters
     trained_tokens: Sequence[int] = dataclasses.field(default=(), metadata={"kept": False})
-    device: str | None = setting("model", "cpu, cuda or cuda:1.", "cpu", kept=False)
+    device: str | None = setting("model", DEVICES, "auto", kept=False)
 
     lora: int | None = setting(
         "adapters", "Train adapters of this rank; the model is frozen.", least=1
@@ -138,9 +139,11 @@ class Settings(Options):
     accumulate: int = setting(
         "training", "Batches whose gradients are summed per step.", 1, least=1
     )
-    dtype: str = setting(
-        "training", "Of the computation; trained weights stay float32.", "float32", choices=DTYPES
-    )
+    dtype: str | None = setting(
+        "training", "Of the computation; trained weights stay float32.  [default: that of the run"
+        " that goes on; on a GPU that of the model if it has 16 bits, else bfloat16; on a CPU"
+        " float32]", choices=DTYPES,
+    )  # fmt: skip
     seed: int = setting(
         "training", "Of new weights, the order of the text and the sample.", 0, least=0
     )
@@ -307,7 +310,7 @@ class Settings(Options):
     def precision(self) -> MixedPrecisionConfig:
         """The dtype of the computation, and the loss scale."""
         scale, dynamic = self.loss_scale, self.dynamic_scaling
-        return MixedPrecisionConfig(self.dtype, loss_scale=scale, dynamic_scaling=dynamic)
+        return MixedPrecisionConfig(self.dtype or FLOAT, loss_scale=scale, dynamic_scaling=dynamic)
 
     def check(self, source: Path | None, *, lines: bool) -> None:
         """Raise a ConfigError for settings that exclude each other, the model or the text.
@@ -418,6 +421,7 @@ class Settings(Options):
             "lr": self.lr or rate * share,
             "decay": self.decay or KINDS[self.kind].decay,
             "tokens": self.tokens or TOKENS,
+            "dtype": self.dtype or FLOAT,
             "evaluate_every": self.evaluate_every or math.ceil(ends / EVALUATIONS),
             "state_bits": 8 if self.optimizer == SMALL else self.state_bits,
             "data_seed": self.seed if self.data_seed is None else self.data_seed,
@@ -435,6 +439,7 @@ class Plan(Settings, Arguments):
     decay: str = dataclasses.field()
     data_seed: int = dataclasses.field()
     tokens: int = dataclasses.field()
+    dtype: str = dataclasses.field()
     evaluate_every: int = dataclasses.field()
 
 

@@ -15,7 +15,7 @@ from ...core.call import is_integer
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
 from ...files import atomic_path, check_room, path_of
-from ...machine import blas_threads
+from ...machine import blas_threads, device_title, resolve_device
 from ...models.folders.folder import on_device
 from ...models.layers.head import logits_of
 from ...models.loss import IGNORE, next_labels
@@ -59,7 +59,7 @@ def teach(
     tokens: int | None = None,
     temperature: float = 1.0,
     batch: int = 4,
-    device: str | None = None,
+    device: str | None = "auto",
     ignore: Collection[str] = (),
 ) -> Teaching:
     """Store the likeliest tokens that a model predicts at each token that is learned of texts.
@@ -102,6 +102,9 @@ def teach(
         raise ConfigError(f"{shown} is one running text; give lines, as of a .jsonl file")
     words = words_folder(source)
     tokenizer, chat = load_tokenizer(words), Chat(words)
+    device, problem = resolve_device(device)
+    for each in filter(None, (problem, f"teaching on {device_title(device)}")):
+        announce(each)
     with on_device("teach", device):
         teacher = frozen(source, None, device)
         config = teacher.config

@@ -20,7 +20,7 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...files import atomic_path, path_of
-from ...machine import blas_threads
+from ...machine import blas_threads, device_title, resolve_device
 from ...models.adapters.adapter_base import base_of
 from ...models.folders.folder import load, on_device
 from ...models.objective import Objective, next_token
@@ -42,7 +42,7 @@ from .callbacks import Callbacks, checked
 from .evaluation import held_out_of
 from .interrupt import Stop
 from .loop import Loop
-from .preparation import device_name, in_place, prepare
+from .preparation import device_name, dtype_of, in_place, prepare
 from .ranks import start
 from .reference import folder_of
 from .reporters import reporters
@@ -171,10 +171,11 @@ class Trainer:
         self.objective, self.listener = objective, Listener() if listener is None else listener
         folder = None if model is None else path_of("Trainer: model", model)
         self.files: RunFolder | None = None  # known when the text is read
+        device, self.problem = resolve_device(each.device)
         self.ranks = start(
             tensor=each.tensor_parallel, pipeline=each.pipeline_parallel, data=each.data_parallel,
             context=each.context_parallel, expert=each.expert_parallel,
-            device=None if each.device == "cpu" else each.device, zero=each.zero,
+            device=device, zero=each.zero,
             schedule=each.pipeline_schedule, chunks=each.chunks,
             context_attention=each.context_attention,
         )  # fmt: skip
@@ -254,11 +255,15 @@ class Trainer:
         stop.together, stop.interruptible = not ranks.alone, ranks.alone
         with hearing(self.listener), ranks.ending(), ending_workers():
             text = self.text.read() if isinstance(self.text, DataFiles) else self.text
+            if self.problem:
+                announce(self.problem)
             if isinstance(text, Records) and text.note:
                 announce(text.note)
             text, self.evaluated = held_out_of(text, self.evaluate)
             name = f"{self.base_name}-{text.name}"
             self.files = files = RunFolder(Path(self.settings.out or Path("runs") / name))
+            dtype = dtype_of(self.settings, files, self.source, self.transformer, ranks)
+            self.settings = dataclasses.replace(self.settings, dtype=dtype)
             with on_device("finetune", ranks.device), ExitStack() as stack:
                 if ranks.first:
                     stack.enter_context(files.claimed(self._kept(text)))
@@ -269,6 +274,7 @@ class Trainer:
                     run = Run(name, files, None, self.transformer, quantize=kind, **place)
                     self.listener.finished(run)
                     return run
+                announce(f"training on {device_title(ranks.device)}, {dtype}")
                 loop = prepare(
                     files, self.settings, text, self.source, ranks, self.objective, self.transformer
                 )

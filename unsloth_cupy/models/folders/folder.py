@@ -15,8 +15,8 @@ from ...core import gpu
 from ...core.call import check_options, is_integer
 from ...core.dtypes import FLOAT32, Array, float_dtype
 from ...errors import ConfigError, DeviceError
-from ...files import missing_folder_advice, of_one_save, path_of
-from ...machine import check_bytes
+from ...files import missing_folder_advice, of_one_save, path_of, say_once
+from ...machine import check_bytes, resolve_device
 from ...ops.quantized.weight import Quantized
 from ...parallel.communicator import Communicator, SingleCommunicator, check_communicator
 from ...parallel.zero3 import Parts
@@ -81,6 +81,7 @@ def load(
         float16, bfloat16, float32 or float64; None keeps the checkpoint's.
     device : str, optional
         "cuda" or "cuda:1" puts the parameters there, as CuPy arrays; None or "cpu": NumPy.
+        "auto": the first GPU that can be used, else NumPy; a GPU that cannot be used is warned of.
     quantize : str, optional
         nf4, nf4-double, fp4, int8 or ternary: linear layers are quantized as they are read, by
         ``models.quantize``'s rules.  None keeps the weights of the folder, which may be quantized
@@ -412,13 +413,17 @@ def _division(
 @contextmanager
 def on_device(call: str, device: Any) -> Iterator[Callable[[Any], Any]]:
     """Make the device the current one, and yield a function that copies an array to it."""
+    if isinstance(device, str) and device == "auto":
+        device, problem = resolve_device(device)
+        if problem:
+            say_once(f"{call}: {problem}")
     name = device if isinstance(device, str) else ""
     if device is None or name == "cpu":
         yield lambda array: array
         return
     match = re.fullmatch(r"cuda(?::(\d+))?", name)
     if match is None:
-        cure = "choose 'cpu' (NumPy, as None), 'cuda' or 'cuda:1'"
+        cure = "choose 'cpu' (NumPy, as None), 'auto', 'cuda' or 'cuda:1'"
         raise ConfigError(f"{call}: device={device!r}; {cure}")
     try:
         cupy = gpu.cupy()

@@ -61,20 +61,20 @@ class Saving(NamedTuple):
     chunked: bool = False
 
 
-EACH, FOURTH = CheckpointConfig(), CheckpointConfig(checkpoint_every=4)
+EACH, FOURTH = CheckpointConfig(), CheckpointConfig(recompute_every=4)
 SAVINGS = {
     "nothing": Saving(),
-    "checkpoint_every=1": Saving(EACH),
-    "checkpoint_every=2": Saving(CheckpointConfig(checkpoint_every=2)),
-    "checkpoint_every=4": Saving(FOURTH),
+    "recompute_every=1": Saving(EACH),
+    "recompute_every=2": Saving(CheckpointConfig(recompute_every=2)),
+    "recompute_every=4": Saving(FOURTH),
     "chunked_mlp": Saving(chunked=True),
-    "chunked_mlp, checkpoint_every=1": Saving(EACH, chunked=True),
+    "chunked_mlp, recompute_every=1": Saving(EACH, chunked=True),
     "attention kept": Saving(CheckpointConfig(keep=("attention_forward",))),
     "4 accumulated rows": Saving(parts=BATCH),
     "bfloat16": Saving(dtype="bfloat16"),
     "8-bit states": Saving(bits=8),
     "LoRA of rank 8": Saving(rank=8),
-    "LoRA, checkpoint_every=1": Saving(EACH, rank=8),
+    "LoRA, recompute_every=1": Saving(EACH, rank=8),
 }
 
 

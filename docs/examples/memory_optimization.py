@@ -32,11 +32,11 @@ tokens = rng.integers(0, 64, (4, 128))
 
 def step(every):
     """Return loss, gradients and peak bytes of a step, and compare the peak with the plan."""
-    checkpoint = None if every is None else CheckpointConfig(checkpoint_every=every)
+    checkpoint = None if every is None else CheckpointConfig(recompute_every=every)
     with memory_pool(held=model.parameters.values()) as pool:
         loss, gradients = model.loss_and_gradients(tokens, tokens, checkpoint=checkpoint)
     plan = plan_memory(
-        config, batch=4, tokens=128, dtype="float32", optimizer="none", checkpoint_every=every,
+        config, batch=4, tokens=128, dtype="float32", optimizer="none", recompute_every=every,
         device="cpu",
     )  # fmt: skip
     label = "all kept" if every is None else f"input of every {every}"

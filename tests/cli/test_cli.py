@@ -502,7 +502,7 @@ class TestFinetune:
         options = ("--text", text, *small, "--steps", "5", "--evaluate-every", 5, "--lr", "0.01")
         losses = []
         for number, more in enumerate(
-            (("--batch", "4"), ("--batch", "4", "--checkpoint-every", "1"))
+            (("--batch", "4"), ("--batch", "4", "--recompute-every", "1"))
         ):
             out = tmp_path / str(number)
             assert run("finetune", *options, *more, "--out", out).exit_code == 0
@@ -787,7 +787,7 @@ class TestPlan:
         wider |= {"max_position_embeddings": 512}
         (tmp_path / "config.json").write_text(json.dumps(config | wider))
         actual = []
-        for more in ([], ["--lora", 8, "--checkpoint-every", 1, "--state-bits", 8]):
+        for more in ([], ["--lora", 8, "--recompute-every", 1, "--state-bits", 8]):
             result = run("plan", tmp_path, "--tokens", 512, *more)
             assert result.exit_code == 0, result.output
             line = next(line for line in result.output.splitlines() if "16 GB" in line)

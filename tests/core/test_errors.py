@@ -155,8 +155,8 @@ def test_what_is_chosen_from_is_a_name(said: str) -> None:
 
 
 def test_options_of_numpy_are_numbers() -> None:
-    config = unsloth_cupy.CheckpointConfig(np.bool_(True), checkpoint_every=np.int64(3))
-    assert (config.enabled, type(config.checkpoint_every)) == (True, int)
+    config = unsloth_cupy.CheckpointConfig(np.bool_(True), recompute_every=np.int64(3))
+    assert (config.enabled, type(config.recompute_every)) == (True, int)
     assert type(unsloth_cupy.LossScaler(np.float32(4.0)).value) is float
     for kind in ("int32", "uint8"):
         assert unsloth_cupy.KVCache(1, np.dtype(kind).type(2), 3, 1, 4, dtype="float32").keys[

@@ -245,7 +245,7 @@ def test_early_stopping(text: Path, other: Path, tmp_path: Path) -> None:
     assert made.loop.step == 2 * (best + 2)
     assert made.files.finished
     all_of_it = trained(
-        text, tmp_path / "large", other, patience=2, threshold=1e9, **FALLS_AND_RISES
+        text, tmp_path / "large", other, patience=2, min_delta=1e9, **FALLS_AND_RISES
     )
     assert len(held_out(all_of_it)) == 1 + 2, "no loss is so much lower"
 

@@ -327,14 +327,14 @@ class TestTrainingConfig:
     VALUES = {  # noqa: RUF012 -- a constant
         "batch_size": 2, "max_seq_len": 16, "gradient_accumulation_steps": 3,
         "mixed_precision": {"compute_dtype": "bfloat16"},
-        "checkpoint": {"checkpoint_every": 1, "keep": ["attention_forward"]},
+        "checkpoint": {"recompute_every": 1, "keep": ["attention_forward"]},
     }  # fmt: skip
     TOML = """
     batch_size = 2
     max_seq_len = 16
     gradient_accumulation_steps = 3
     mixed_precision.compute_dtype = "bfloat16"
-    checkpoint = {checkpoint_every = 1, keep = ["attention_forward"]}
+    checkpoint = {recompute_every = 1, keep = ["attention_forward"]}
     """
     SIZES = ("--layers", 1, "--hidden", 32, "--vocabulary", 300, "--steps", 2)
 
@@ -350,7 +350,7 @@ class TestTrainingConfig:
         assert result.exit_code == 0, result.output
         actual = json.loads((tmp_path / "run" / "settings.json").read_text())
         asked = {
-            "batch": 4, "tokens": 16, "accumulate": 3, "dtype": "bfloat16", "checkpoint_every": 1,
+            "batch": 4, "tokens": 16, "accumulate": 3, "dtype": "bfloat16", "recompute_every": 1,
             "keep": ["attention_forward"], "offload": False, "loss_scale": 65536.0,
             "dynamic_scaling": True,
         }  # fmt: skip

@@ -64,7 +64,7 @@ def test_a_limit_that_is_too_small_names_the_layer_the_bytes_and_the_cures() -> 
     assert first is not None
     assert "layer " in str(first)
     message = str(error.value)
-    for said in (f"do not fit in {first} already", "activations", "checkpoint_every=1 saves"):
+    for said in (f"do not fit in {first} already", "activations", "recompute_every=1 saves"):
         assert said in message
     assert "and fits" in message
 
@@ -74,9 +74,9 @@ def test_cures_are_named_together_where_none_is_enough() -> None:
     with pytest.raises(DeviceMemoryError, match=r"lora=8, \S.* saves .* MiB"):
         checked_plan(sizes(), PLAN, 5 * MIB)
     with pytest.raises(DeviceMemoryError) as error:
-        checked_plan(sizes(exists=False), replace(PLAN, checkpoint_every=1), 5 * MIB)
+        checked_plan(sizes(exists=False), replace(PLAN, recompute_every=1), 5 * MIB)
     assert "lora" not in str(error.value)
-    assert "checkpoint_every" not in str(error.value)
+    assert "recompute_every" not in str(error.value)
 
 
 @pytest.mark.parametrize("limit", [1, 256 << 10, MIB, 3 * MIB])
@@ -86,7 +86,7 @@ def test_each_cure_is_named_once_and_saves(limit: int, batch: int, parts: int | 
     small = parse(LLAMA | {"num_hidden_layers": 1, "vocab_size": 32})
     facts = sizes(config=small, batch=batch, tokens=2 * batch, exists=False)
     with pytest.raises(DeviceMemoryError) as error:
-        checked_plan(facts, replace(PLAN, checkpoint_every=parts), limit)
+        checked_plan(facts, replace(PLAN, recompute_every=parts), limit)
     cures = str(error.value).partition("). ")[2].split("; ")[:-1]
     named = [cure.partition(" saves ")[0] for cure in cures]
     assert len(set(named)) == len(named)
@@ -99,7 +99,7 @@ def test_a_cure_saves_what_it_says() -> None:
     with pytest.raises(DeviceMemoryError) as error:
         checked_plan(sizes(), PLAN, whole - 1)
     for switch, change in {
-        "checkpoint_every=1": {"checkpoint_every": 1},
+        "recompute_every=1": {"recompute_every": 1},
         "chunked_mlp=True": {"chunked_mlp": True},
         "dtype=bfloat16": {"dtype": "bfloat16"},
         "lora=8": {"rank": 8},
@@ -157,7 +157,7 @@ def test_the_machine_is_the_limit_where_none_is_given(
     with pytest.raises(DeviceMemoryError, match=f"device={device or 'cpu'} has .*: a step") as e:
         checked_plan(sizes(device=device), PLAN, None)
     assert (e.value.required, e.value.available) == (plan.total, plan.total - 1)
-    assert "checkpoint_every=1 saves" in str(e.value)
+    assert "recompute_every=1 saves" in str(e.value)
     assert re.search(r"; limit_memory=\d+ tries anyway$", str(e.value))
     assert asked == [device] * 3
     assert checked_plan(sizes(device=device), PLAN, plan.total) == plan, "a limit goes before"

@@ -740,7 +740,7 @@ class TestFinetune:
     ) -> None:
         """All savings at once: the held-out loss is the base's, within 1 %, and then falls."""
         options = ("--text", file, "--batch", 2, "--tokens", 48, "--steps", 6, "--lora", 4)
-        more = ("--dtype", dtype, "--checkpoint-every", 1, "--out", tmp_path / "run")
+        more = ("--dtype", dtype, "--recompute-every", 1, "--out", tmp_path / "run")
         result = run("finetune", finished, *options, *more, "--evaluate-every", 6)
         assert result.exit_code == 0, result.output
         base, log = numbers(finished)[-1]["held_out_loss"], numbers(tmp_path / "run")

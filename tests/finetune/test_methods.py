@@ -177,12 +177,12 @@ def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
 
     Dropout and noise are of tokens, not of ranks.
     """
-    many, adapted = "--batch 2 --accumulate 2", "--lora 2 --checkpoint-every 1"
+    many, adapted = "--batch 2 --accumulate 2", "--lora 2 --recompute-every 1"
     drawn = "--neftune 5 --lora 2 --lora-dropout 0.3"
     runs = [("dpo", "data", drawn), ("orpo", "zero-1", f"--no-pack {drawn} --accumulate 2")]
     runs += [("orpo", "context", drawn), ("kto", "context", f"--no-pack {drawn}")]
     runs += [("dpo", "data", ""), ("orpo", "data", "--no-pack"), ("kto", "zero-1", "")]
-    runs += [("kto", "data", "--neftune 5"), ("orpo", "zero-3", f"{drawn} --checkpoint-every 1")]
+    runs += [("kto", "data", "--neftune 5"), ("orpo", "zero-3", f"{drawn} --recompute-every 1")]
     runs += [("orpo", "zero-3", "--batch 1")]  # of which some steps leave a rank without texts
     runs += [(name, "data", "") for name in ("distill", "reward", "classify")]
     runs += [("kto", "chunks", many), ("reward", "pipeline", adapted)]

@@ -490,7 +490,7 @@ def test_ratios_that_the_loss_clips_are_counted(
     [
         {},
         {"pack": False, "dtype": "bfloat16", "temperature": 0.7},
-        {"lora": Lora(4), "beta": 0.1, "checkpoint_every": 1},
+        {"lora": Lora(4), "beta": 0.1, "recompute_every": 1},
         {"method": "rloo", "chunked_mlp": True, "accumulate": 2},
     ],
     ids=str,

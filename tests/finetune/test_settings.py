@@ -1,22 +1,38 @@
 """Fields of settings have the types of their annotations, whoever writes them."""
 
 import dataclasses
+import json
 import math
 import types
 import typing
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import click
 import numpy as np
 import pytest
 
-from unsloth_cupy import AttentionConfig, CheckpointConfig, MixedPrecisionConfig, TrainingConfig
+from unsloth_cupy import (
+    AttentionConfig,
+    CheckpointConfig,
+    MixedPrecisionConfig,
+    TrainingConfig,
+    estimate_forward_memory,
+    plan_memory,
+)
+from unsloth_cupy.cli.commands import COMMANDS, current_flags
+from unsloth_cupy.core.call import RENAMED
 from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.files import read_json
 from unsloth_cupy.finetune import Lora, Settings
+from unsloth_cupy.finetune.run.training_config import read_training_config
+from unsloth_cupy.memory.stage_plan import Layout, plan_ranks
 
-from ..cli.test_cli import assert_one_clear_error, run
+from ..cli.test_cli import LLAMA, assert_one_clear_error, run
 
 CLASSES: dict[type[Any], dict[str, Any]] = {  # with the fields that have no default
     Settings: {}, Lora: {"rank": 4}, TrainingConfig: {}, MixedPrecisionConfig: {},
@@ -70,3 +86,75 @@ def test_types_in_files_and_of_callers(tmp_path: Path) -> None:
         Settings(keep_best="false")  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r"Lora\(dropout='0\.1'\): .* a finite number"):
         Lora(4, dropout="0.1")  # type: ignore[arg-type]
+
+
+FORWARD = {"batch_size": 1, "seq_len": 2, "hidden_size": 4, "num_layers": 4}
+PLANNED = {"batch": 1, "tokens": 8, "dtype": "float32"}
+LLAMA_CONFIG = read_json(LLAMA / "config.json")
+CALLS: dict[str, tuple[Callable[..., Any], tuple[str, ...]]] = {
+    "Settings": (partial(Settings, patience=1), ("checkpoint_every", "threshold")),
+    "CheckpointConfig": (CheckpointConfig, ("checkpoint_every",)),
+    "plan_memory": (partial(plan_memory, LLAMA_CONFIG, **PLANNED), ("checkpoint_every",)),
+    "plan_ranks": (partial(plan_ranks, LLAMA_CONFIG, Layout(), **PLANNED), ("checkpoint_every",)),
+    "estimate_forward_memory": (
+        partial(estimate_forward_memory, **FORWARD), ("checkpoint_every",),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_names_of_before_are_taken_with_a_warning(name: str) -> None:
+    call, names = CALLS[name]
+    for old in names:
+        new = RENAMED[old]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            expected = call(**{new: 2})
+        with pytest.warns(FutureWarning, match=f"{name}: {old} is named {new} now") as caught:
+            assert call(**{old: 2}) == expected
+        assert caught[0].filename == __file__
+        with pytest.raises(ConfigError, match=f"{old} is the old name of {new}; pass {new} alone"):
+            call(**{old: 2, new: 2})
+    for old in RENAMED.keys() - names:
+        with pytest.raises((TypeError, ConfigError), match=old):
+            call(**{old: 2})
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_options_of_before_are_taken_with_a_line(command: click.Command) -> None:
+    """In both spellings of a value; a word behind -- and the value of an option stay."""
+    known = {flag for each in command.params for flag in each.opts}
+    for old, new in ((f"--{a}", f"--{b}") for a, b in map(as_dashes, RENAMED.items())):
+        words = [old, "2", f"{old}=3", "--", old]
+        expected = [new, "2", f"{new}=3", "--", old] if new in known else words
+        assert current_flags(command, words) == expected
+    assert not {f"--{old}" for old, _ in map(as_dashes, RENAMED.items())} & known
+
+
+def as_dashes(names: tuple[str, str]) -> tuple[str, str]:
+    old, new = (name.replace("_", "-") for name in names)
+    return old, new
+
+
+def test_a_run_with_names_of_before_goes_on(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("\n\n".join(f"{i} and {i * i} are numbers." for i in range(200)))
+    sizes = ("--layers", 2, "--hidden", 32, "--vocabulary", 300, "--tokens", 16, "--steps", 2)
+    command = ("finetune", "--text", text, "--out", tmp_path / "run", *sizes)
+    old = run(*command, "--checkpoint-every", 2, "--patience", 9, "--threshold=0.1")
+    assert old.exit_code == 0, old.output
+    assert old.stderr.count("--checkpoint-every is named --recompute-every now") == 1
+    assert old.stderr.count("--threshold is named --min-delta now") == 1
+    path = tmp_path / "run" / "settings.json"
+    values = json.loads(path.read_text())
+    values["checkpoint_every"] = values.pop("recompute_every")
+    path.write_text(json.dumps(values))
+    again = run(*command, "--recompute-every", 2, "--patience", 9)
+    assert again.exit_code == 0, again.output
+    assert "is finished" in again.output
+    other = run(*command, "--recompute-every", 1, "--patience", 9)
+    assert_one_clear_error(other, "holds a run with recompute_every 2 (now 1)")
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"checkpoint": {"checkpoint_every": 2}}))
+    with pytest.warns(FutureWarning, match="checkpoint_every is named recompute_every now"):
+        assert read_training_config(config)["recompute_every"] == 2

@@ -171,7 +171,7 @@ def test_what_does_not_decay_is_listed(tied: bool) -> None:
     [([3, 2, 2], False), ([3, 2, 2, 2], True), ([3, 2, 2, 1, 1], False), ([2, 3, 1, 2, 3], True)],
 )
 def test_an_equal_loss_is_no_better(losses: list[float], ends: bool) -> None:
-    plan = SimpleNamespace(patience=2, threshold=0.0)
+    plan = SimpleNamespace(patience=2, min_delta=0.0)
     run = SimpleNamespace(lines=lambda: [{"held_out_loss": loss} for loss in losses])
     ranks = SimpleNamespace(first=True, broadcast=lambda value: value)
     assert Loop._is_past_best(SimpleNamespace(plan=plan, run=run, ranks=ranks)) == ends  # type: ignore[arg-type]

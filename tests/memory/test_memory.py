@@ -69,7 +69,7 @@ def training(
     optimizer: str = "adamw",
     state_bits: int = 32,
     rank: int | None = None,
-    checkpoint_every: int | None = None,
+    recompute_every: int | None = None,
     accumulate: int = 1,
     chunked_mlp: bool = False,
     batch: int = BATCH,
@@ -86,7 +86,7 @@ def training(
     if rank is None:
         steps.keep_copies(copies)
     model.parameters = model.parameters | copies
-    parts = None if checkpoint_every is None else CheckpointConfig(True, checkpoint_every)
+    parts = None if recompute_every is None else CheckpointConfig(True, recompute_every)
     rows = np.random.default_rng(0).integers(0, 500, (batch, TOKENS))
 
     def passes() -> Iterator[Any]:
@@ -121,20 +121,20 @@ def measured(config: dict[str, Any], **options: Any) -> tuple[int, list[tuple[st
 
 WAYS: dict[str, dict[str, Any]] = {
     "plain": {},
-    "checkpoint": {"checkpoint_every": 2},
+    "checkpoint": {"recompute_every": 2},
     "lora": {"rank": 8},
     "accumulate": {"accumulate": 2},
     "bfloat16": {"dtype": "bfloat16"},
     "8-bit": {"state_bits": 8},
     "all": {
-        "dtype": "bfloat16", "rank": 8, "checkpoint_every": 1, "accumulate": 2, "state_bits": 8,
+        "dtype": "bfloat16", "rank": 8, "recompute_every": 1, "accumulate": 2, "state_bits": 8,
     },
 }  # fmt: skip
 OTHERS = {name: {"optimizer": name, "dtype": "bfloat16"} for name in [*OPTIMIZERS][1:]}
 CHUNKED: dict[str, dict[str, Any]] = {
     "chunked MLP": {"chunked_mlp": True},
     "chunked MLP, most others": {
-        "chunked_mlp": True, "dtype": "bfloat16", "checkpoint_every": 1, "accumulate": 2,
+        "chunked_mlp": True, "dtype": "bfloat16", "recompute_every": 1, "accumulate": 2,
     },
 }  # fmt: skip
 CASES = [(config, way) for config in (LLAMA, GEMMA) for way in WAYS] + [(PHI, "plain")]
@@ -206,7 +206,7 @@ def squares(model: Any, tokens: Any, labels: Any, count: int) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("_one_thread")
-@pytest.mark.parametrize("more", [{}, {"rank": 4, "checkpoint_every": 1}], ids=["plain", "all"])
+@pytest.mark.parametrize("more", [{}, {"rank": 4, "recompute_every": 1}], ids=["plain", "all"])
 def test_the_objective_that_trains_is_planned(more: dict[str, Any]) -> None:
     """Its logits are whole, and take more than all else."""
     config = LLAMA | {"vocab_size": 8000}
@@ -275,7 +275,7 @@ def test_what_threads_do_side_by_side_is_planned(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.slow
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-@pytest.mark.parametrize("more", [{}, {"rank": 4}, {"checkpoint_every": 1}, {"optimizer": "none"}])
+@pytest.mark.parametrize("more", [{}, {"rank": 4}, {"recompute_every": 1}, {"optimizer": "none"}])
 def test_many_passes_are_planned_as_two(
     more: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -325,7 +325,7 @@ def test_experts_latents_and_states_are_planned(label: str, change: dict[str, An
 
 
 def test_parts_add_up_to_the_peak() -> None:
-    plan = plan_memory(LLAMA, batch=2, tokens=64, dtype="bfloat16", checkpoint_every=1)
+    plan = plan_memory(LLAMA, batch=2, tokens=64, dtype="bfloat16", recompute_every=1)
     assert isinstance(plan, MemoryPlan)
     assert plan.total == sum(plan.at_peak.values()) == max(m.total for m in plan.moments)
     for name in plan.at_peak:
@@ -341,7 +341,7 @@ def test_activations_are_told_by_layer() -> None:
     assert whole.layers.keys() == {"embedding", "layer 0", "layer 1", "layer 2", "head"}
     assert whole.layers["layer 1"] == whole.layers["layer 2"]
     assert sum(whole.layers.values()) == whole.activations
-    less = plan_memory(LLAMA, batch=2, tokens=64, dtype="float32", device="cpu", checkpoint_every=1)
+    less = plan_memory(LLAMA, batch=2, tokens=64, dtype="float32", device="cpu", recompute_every=1)
     kept = 2 * 2 * 64 * 256 * 4  # branch and stream of a block
     assert less.layers["layer 0"] == kept
     assert less.activations < whole.activations
@@ -417,7 +417,7 @@ def test_no_array_waits_for_the_garbage_collector() -> None:
     gc.disable()
     try:
         plans = [
-            plan_memory(deep, batch=3, tokens=56, dtype="bfloat16", checkpoint_every=1)
+            plan_memory(deep, batch=3, tokens=56, dtype="bfloat16", recompute_every=1)
             for _ in range(2)
         ]
     finally:
@@ -560,7 +560,7 @@ def test_sizes_beyond_all_machines_are_planned_or_named(
         ({"rank": 0}, "rank=0"),
         ({"rank": 2, "adapter": models.Adapter({"r": 2}, {})}, "leave one of them out"),
         ({"accumulate": 0}, "accumulate=0"),
-        ({"checkpoint_every": 0}, "pass 1 or more"),
+        ({"recompute_every": 0}, "pass 1 or more"),
         ({"batch": 0}, "batch=0"),
         ({"tokens": -1}, "tokens=-1"),
     ],
@@ -577,8 +577,8 @@ def test_wrong_options_are_named(change: dict[str, Any], said: str) -> None:
 def test_formulas_name_what_is_no_size(size: Any) -> None:
     with pytest.raises(ConfigError, match=r"model_params=.*: pass sizes of 1 or more"):
         estimate_training_memory(size, 1, 1)
-    with pytest.raises(ConfigError, match=r"checkpoint_every=.*: pass sizes"):
-        estimate_forward_memory(1, 2, 3, 4, checkpoint_every=size)
+    with pytest.raises(ConfigError, match=r"recompute_every=.*: pass sizes"):
+        estimate_forward_memory(1, 2, 3, 4, recompute_every=size)
     for estimate in (estimate_attention_memory, estimate_flash_attention_memory):
         with pytest.raises(ConfigError, match=r"num_heads=.*: pass sizes"):
             estimate(1, 2, 3, size)

@@ -25,7 +25,7 @@ LLAMA, FOLDER = ROOT / "models" / "llama", ROOT / "ops" / "llama_adapter"
 CASE = next(case for case in op_cases(ROOT / "ops", "lora") if case.name == "llama_adapter")
 TOKENS, LABELS = CASE.inputs["input_ids"], CASE.inputs["labels"]
 quiet = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing.:FutureWarning")  # in peft
-CHECKPOINTS = [None, CheckpointConfig(), CheckpointConfig(checkpoint_every=2)]
+CHECKPOINTS = [None, CheckpointConfig(), CheckpointConfig(recompute_every=2)]
 
 
 @pytest.fixture

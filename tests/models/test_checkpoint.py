@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent / "golden" / "models"
 FAMILIES = [path.parent.name for path in tracked("tests/golden/models/*/config.json")]
 CONFIGS = [
     CheckpointConfig(),
-    CheckpointConfig(checkpoint_every=2, offload=True),
+    CheckpointConfig(recompute_every=2, offload=True),
     CheckpointConfig(keep=("attention_forward",)),
 ]
 
@@ -72,7 +72,7 @@ def peak(model: Transformer, config: CheckpointConfig | None) -> int:
     ("config", "share"),
     [
         (CheckpointConfig(), 0.3),
-        (CheckpointConfig(checkpoint_every=4), 0.4),
+        (CheckpointConfig(recompute_every=4), 0.4),
         (CheckpointConfig(keep=("attention_forward",)), 0.5),
     ],
     ids=["every block", "every 4 blocks", "attention kept"],

@@ -59,7 +59,7 @@ def test_loss_and_gradients_are_those_of_the_whole(
     assert chunked(model).loss(TOKENS, TOKENS) == first
     judge_gradients(gradients, plain, exact, dtype)
     assert abs(float(first) - exact_loss) <= allowed_error(plain_loss, exact_loss, dtype=dtype)
-    for config in (CheckpointConfig(), CheckpointConfig(checkpoint_every=2, keep=("swiglu_mlp",))):
+    for config in (CheckpointConfig(), CheckpointConfig(recompute_every=2, keep=("swiglu_mlp",))):
         loss, again = model.loss_and_gradients(TOKENS, TOKENS, checkpoint=config)
         assert loss == first
         for name, gradient in gradients.items():

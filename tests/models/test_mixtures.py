@@ -36,7 +36,7 @@ def test_checkpoints_and_packing(label):
     """Recomputed blocks have equal bits; packed texts do not see each other."""
     model = create(SIZES | MIXTURES[label], seed=0)
     loss, gradients = model.loss_and_gradients(TOKENS, TOKENS)
-    for config in (CheckpointConfig(), CheckpointConfig(checkpoint_every=2)):
+    for config in (CheckpointConfig(), CheckpointConfig(recompute_every=2)):
         again, actual = model.loss_and_gradients(TOKENS, TOKENS, checkpoint=config)
         assert again == loss
         for name, gradient in gradients.items():

@@ -66,7 +66,7 @@ def test_loss_and_gradients_are_those_of_the_texts_one_by_one(label: str, rank: 
     for actual_loss in (first, model.loss(TOKENS, LABELS, offsets=OFFSETS)):
         assert abs(float(actual_loss) - exact_loss) <= allowed
     judge_gradients(gradients, alone, exact)
-    for config in (CheckpointConfig(), CheckpointConfig(checkpoint_every=2)):
+    for config in (CheckpointConfig(), CheckpointConfig(recompute_every=2)):
         again = model.loss_and_gradients(TOKENS, LABELS, offsets=OFFSETS, checkpoint=config)
         assert again[0] == first
         for name, gradient in gradients.items():

@@ -61,14 +61,14 @@ EIGHT_BITS = ("--state-bits", "8")
 CHUNKED = ("--chunked-mlp",)
 SAVINGS: dict[str, tuple[str, ...]] = {
     "whole logits": (),  # the saving is on in all others
-    "checkpoints": ("--checkpoint-every", "1"),
-    "checkpoints of 2 blocks": ("--checkpoint-every", "2"),
+    "checkpoints": ("--recompute-every", "1"),
+    "checkpoints of 2 blocks": ("--recompute-every", "2"),
     "chunked MLP": CHUNKED,
     "bfloat16": ("--dtype", "bfloat16"),
     "float16": ("--dtype", "float16"),
     "8-bit states": EIGHT_BITS,
     "accumulated halves": HALVES,
-    "all": (*CHUNKED, "--checkpoint-every", "1", "--dtype", "bfloat16", *EIGHT_BITS, *HALVES),
+    "all": (*CHUNKED, "--recompute-every", "1", "--dtype", "bfloat16", *EIGHT_BITS, *HALVES),
 }
 
 

@@ -178,7 +178,7 @@ def test_gradients_are_those_of_the_definition(kind: str, offload: bool) -> None
     "options",
     [
         [],
-        ["--dtype", "bfloat16", "--state-bits", 8, "--checkpoint-every", 1],
+        ["--dtype", "bfloat16", "--state-bits", 8, "--recompute-every", 1],
         ["--dtype", "float16", "--accumulate", 2, "--chunked-mlp"],
     ],
     ids=str,

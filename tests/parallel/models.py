@@ -63,7 +63,7 @@ def equal(folder: Path, comm: Communicator, name: str, **options: Any) -> None:
     tokens, labels = texts()
     expected, gradients = whole.loss_and_gradients(tokens, labels)
     close(model.loss(tokens, labels), expected)
-    for checkpoint in (None, CheckpointConfig(checkpoint_every=2)):
+    for checkpoint in (None, CheckpointConfig(recompute_every=2)):
         loss, actual = model.loss_and_gradients(tokens, labels, checkpoint=checkpoint)
         close(loss, expected)
         assert actual.keys() == gradients.keys()

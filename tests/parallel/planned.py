@@ -38,7 +38,7 @@ def planned(loop: Loop) -> int:
     stages = plan_ranks(
         config, layout, batch=prompts, tokens=loop.training_data.largest[1] + method.max_new_tokens,
         dtype=plan.dtype, microbatches=plan.accumulate, schedule=loop.ranks.schedule or "1f1b",
-        chunks=loop.ranks.chunks, checkpoint_every=plan.checkpoint_every, device="cpu",
+        chunks=loop.ranks.chunks, recompute_every=plan.recompute_every, device="cpu",
         adapter=adapter, context_attention=loop.ranks.context_attention or "ring",
         objective=method, optimizer=plan.kind, inputs=method.inputs(loop.ranks.rows(batch)),
     )  # fmt: skip

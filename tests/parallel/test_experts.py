@@ -202,7 +202,7 @@ def test_ranks_of_experts(name: str, tmp_path: Path) -> None:
     def work(comm: Any) -> None:
         whole, model = load(tmp_path / "model"), load(tmp_path / "model", experts=comm)
         first = same_step(whole, model, comm)
-        again = same_step(whole, model, comm, checkpoint=CheckpointConfig(checkpoint_every=2))
+        again = same_step(whole, model, comm, checkpoint=CheckpointConfig(recompute_every=2))
         for key, gradient in first.items():
             np.testing.assert_array_equal(again[key], gradient, key)
         tokens, _ = batch()

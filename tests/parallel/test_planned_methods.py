@@ -35,7 +35,7 @@ RUNS = (
     ("classify", "pipeline", ""),
     ("reward", "data", "--lora 4"),
     ("embed", "context", "--lora 4"),
-    ("ipo", "zero-1", "--lora 4 --checkpoint-every 1"),
+    ("ipo", "zero-1", "--lora 4 --recompute-every 1"),
     ("grpo", "tensor", ""),
     ("grpo", "data", "--lora 4 --beta 0.1"),
     ("rloo", "pipeline", "--accumulate 2"),

@@ -77,7 +77,7 @@ def test_quantized_weights_are_divided_as_codes() -> None:
 @pytest.mark.parametrize("number", range(3))
 def test_plan_memory_is_of_the_rank_that_holds_most(number: int) -> None:
     """Options and grids take turns: a run has all of them, and three days each pair."""
-    options: dict[str, Any] = ({}, {"rank": 4}, {"checkpoint_every": 1})[number]
+    options: dict[str, Any] = ({}, {"rank": 4}, {"recompute_every": 1})[number]
     grids = ((2, 1), (1, 2), (2, 4))
     sizes = {"batch": 2, "tokens": 32, "dtype": "bfloat16", **options}
     whole = plan_memory(LLAMA, **sizes)

@@ -200,18 +200,18 @@ def test_a_function_that_changes_its_mind() -> None:
 
 
 def test_config() -> None:
-    assert CheckpointConfig() == CheckpointConfig(enabled=True, checkpoint_every=1)
-    assert CheckpointConfig(checkpoint_every=4).memory_reduction_factor(32) == 0.25
+    assert CheckpointConfig() == CheckpointConfig(enabled=True, recompute_every=1)
+    assert CheckpointConfig(recompute_every=4).memory_reduction_factor(32) == 0.25
     for layers in range(1, 20):
         for every in range(1, 24):
             kept = len(range(0, layers, every))  # the first layer of each part
-            factor = CheckpointConfig(checkpoint_every=every).memory_reduction_factor(layers)
+            factor = CheckpointConfig(recompute_every=every).memory_reduction_factor(layers)
             assert factor == kept / layers
     assert CheckpointConfig(enabled=False).memory_reduction_factor(32) == 1
-    assert CheckpointConfig(checkpoint_every=99).memory_reduction_factor(1) == 1
+    assert CheckpointConfig(recompute_every=99).memory_reduction_factor(1) == 1
     for every in (0, -1, 1.5, True):
-        with pytest.raises(ConfigError, match="checkpoint_every="):
-            CheckpointConfig(checkpoint_every=every)
+        with pytest.raises(ConfigError, match="recompute_every="):
+            CheckpointConfig(recompute_every=every)
     for layers in (0, -3, "12", None, float("inf"), float("nan")):
         with pytest.raises(ConfigError, match="1 layer or more"):
             CheckpointConfig().memory_reduction_factor(layers)

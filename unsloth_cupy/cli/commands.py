@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from .._version import __version__
+from ..core.call import RENAMED
 from ..errors import UnslothCupyError, printable
 from ..finetune.naming import naming
 from ..finetune.run.ranks import prints_errors
@@ -16,6 +17,7 @@ from ..starting import INTERRUPTED
 from .bench import bench
 from .check import check
 from .data import data
+from .echo import echo
 from .evaluate import evaluate
 from .explain import explain
 from .export import export
@@ -53,9 +55,9 @@ OWN_NAMES: Mapping[str, Sequence[str]] = {  # of options, by the names that othe
     "output-dir": ["out"], "output": ["out"], "max-grad-norm": ["max-norm"], "lora-r": ["lora"],
     "lora-rank": ["lora"], "use-rslora": ["rslora"], "use-dora": ["dora"],
     "lora-target-modules": ["lora-targets"], "target-modules": ["lora-targets"],
-    "gradient-checkpointing": ["checkpoint-every"], "load-in-4bit": ["quantize"],
+    "gradient-checkpointing": ["recompute-every"], "load-in-4bit": ["quantize"],
     "neftune-noise-alpha": ["neftune"], "early-stopping-patience": ["patience"],
-    "early-stopping-threshold": ["threshold"], "load-best-model-at-end": ["keep-best"],
+    "early-stopping-threshold": ["min-delta"], "load-best-model-at-end": ["keep-best"],
     "packing": ["pack"], "bf16": ["dtype"], "fp16": ["dtype"], "max-tokens": ["max-new-tokens"],
     "temp": ["temperature"], "loss-type": ["loss"], "label-smoothing": ["smoothing"],
     "ref-model": ["reference"], "teacher-model": ["teacher"], "simpo-gamma": ["gamma"],
@@ -73,6 +75,20 @@ def suggest(error: click.NoSuchOption) -> None:
     vars(error)["possibilities"] = better[:1] or error.possibilities
 
 
+def current_flags(command: click.Command, words: Sequence[str]) -> list[str]:
+    """Return the words behind a command with the present names of options that were renamed."""
+    known = {flag for each in command.params for flag in each.opts}
+    end = words.index("--") if "--" in words else len(words)
+    result = [*words]
+    for number, word in enumerate(words[:end]):
+        old, *value = word.split("=", 1)
+        new = as_flags({RENAMED.get(old[2:].replace("-", "_"), ""): None})
+        if new in known and old not in known:
+            echo(f"{old} is named {new} now", err=True)
+            result[number] = "=".join([new, *value])
+    return result
+
+
 class Commands(click.Group):
     """Commands that end with one message, its cure and the exit status 1 if an error is raised."""
 
@@ -80,6 +96,13 @@ class Commands(click.Group):
     def make_context(self, *args: Any, **options: Any) -> click.Context:
         """Parse the words before the command."""
         return super().make_context(*args, **options)
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the command and the words behind it, in which old names of options are new."""
+        name, command, words = super().resolve_command(ctx, args)
+        return name, command, words if command is None else current_flags(command, words)
 
     @_printable()
     def invoke(self, ctx: click.Context) -> Any:

@@ -57,7 +57,7 @@ RANK = 16  # of the adapters in the comparison table, unless --lora sets one
 @option("--lora", click.IntRange(1), "Train adapters of this rank; the model is frozen.")
 @option("--quantize", QUANTIZE, "Store the model in fewer bits; with --lora.")
 @option("--merge-into", click.Choice(CHOICES), "Train through the quantizer of this file.")
-@option("--checkpoint-every", click.IntRange(1), "Keep the input of one block in N.")
+@option("--recompute-every", click.IntRange(1), "Keep the input of one block in N.")
 @click.option("--chunked-mlp", is_flag=True, help="Compute MLPs in chunks of rows, twice.")
 @option("--accumulate", click.IntRange(1), "Batches whose gradients are summed per step.", 1)
 @option("--device", click.Choice([*DEVICES]), "cpu: memory that NumPy needs.", "cuda")
@@ -87,7 +87,7 @@ def plan(
     lora: int | None,
     quantize: str | None,
     merge_into: str | None,
-    checkpoint_every: int | None,
+    recompute_every: int | None,
     chunked_mlp: bool,
     accumulate: int,
     device: str,
@@ -134,7 +134,7 @@ def plan(
         "adapter": adapter,
         "quantization": quantize,
         "merge_into": merge_into,
-        "checkpoint_every": checkpoint_every,
+        "recompute_every": recompute_every,
         "chunked_mlp": chunked_mlp,
         "accumulate": accumulate,
         "device": device,

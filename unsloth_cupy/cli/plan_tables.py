@@ -26,7 +26,7 @@ def options_text(options: Mapping[str, Any]) -> str:
         "lora": ("rank", None),
         "quantized to": ("quantization", None),
         "merged into": ("merge_into", None),
-        "checkpoint every": ("checkpoint_every", None),
+        "recompute every": ("recompute_every", None),
         "accumulate": ("accumulate", 1),
         "optimizer": ("optimizer", "adamw"),
         "state bits": ("state_bits", 32),

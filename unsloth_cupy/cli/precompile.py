@@ -33,7 +33,7 @@ from .progress import progress
 @option("--quantize", QUANTIZE, "Store the model in fewer bits; without --lora only to generate.")
 @option("--optimizer", click.Choice([*OPTIMIZERS]), "Of the training.", "adamw")
 @option("--state-bits", click.Choice(["32", "8"]), "Bits of the optimizer's averages.", "32")
-@option("--checkpoint-every", click.IntRange(1), "Keep the input of one block in N.")
+@option("--recompute-every", click.IntRange(1), "Keep the input of one block in N.")
 @click.option("--chunked-mlp", is_flag=True, help="Compute MLPs in chunks of rows, twice.")
 @option("--accumulate", click.IntRange(1), "Batches whose gradients are summed per step.", 1)
 @option("--processes", click.IntRange(1), "Compiler processes.  [default: one for each core]")
@@ -47,7 +47,7 @@ def precompile(
     quantize: str | None,
     optimizer: str,
     state_bits: str,
-    checkpoint_every: int | None,
+    recompute_every: int | None,
     chunked_mlp: bool,
     accumulate: int,
     processes: int | None,
@@ -66,7 +66,7 @@ def precompile(
         "quantization": quantize,
         "optimizer": optimizer,
         "state_bits": int(state_bits),
-        "checkpoint_every": checkpoint_every,
+        "recompute_every": recompute_every,
         "chunked_mlp": chunked_mlp,
         "accumulate": accumulate,
     }

@@ -34,6 +34,7 @@ import os
 import reprlib
 import types
 import typing
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import count
 from pathlib import Path
@@ -180,6 +181,39 @@ def option_of(parameter: inspect.Parameter) -> Option | None:
     return Option(kinds.pop(), optional) if len(kinds) == 1 and kinds <= KINDS.keys() else None
 
 
+RENAMED = {"checkpoint_every": "recompute_every", "threshold": "min_delta"}  # old name: new one
+
+
+def current_names(call: str, options: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
+    """Return options by the names that are ``known``: an old one becomes the new one, and warns."""
+    result = dict(options)
+    for old in [name for name in options if name in RENAMED and name not in known]:
+        if (new := RENAMED[old]) not in known:
+            continue
+        if new in options:
+            raise ConfigError(f"{call}: {old} is the old name of {new}; pass {new} alone")
+        warnings.warn(f"{call}: {old} is named {new} now", FutureWarning, stacklevel=3)
+        result[new] = result.pop(old)
+    return result
+
+
+def takes_old_names(wrapped: F) -> F:
+    """Decorate a function, or a class's ``__init__``, to take options by the names of before."""
+    function: Any = wrapped.__init__ if isinstance(wrapped, type) else wrapped  # type: ignore[misc]
+    known = inspect.signature(function).parameters
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        if not options.keys() <= known.keys():
+            options = current_names(wrapped.__qualname__, options, known)
+        return function(*args, **options)
+
+    if isinstance(wrapped, type):
+        wrapped.__init__ = call  # type: ignore[misc]
+        return wrapped
+    return typing.cast(F, call)
+
+
 def check_options(wrapped: F) -> F:
     """Decorate a function, or a class's ``__init__``, to check its options by their annotations.
 
@@ -198,6 +232,8 @@ def check_options(wrapped: F) -> F:
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
+        if not options.keys() <= parameters.keys():
+            options = current_names(shown, options, parameters)
         try:
             bound = signature.bind(*args, **options)
         except TypeError:

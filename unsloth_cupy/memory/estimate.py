@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.call import is_number
+from ..core.call import is_number, takes_old_names
 from ..core.dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
 from ..errors import ConfigError
 
@@ -57,20 +57,21 @@ def estimate_training_memory(
     )
 
 
+@takes_old_names
 def estimate_forward_memory(
     batch_size: int,
     seq_len: int,
     hidden_size: int,
     num_layers: int,
-    checkpoint_every: int = 1,
+    recompute_every: int = 1,
     dtype: Any = "float32",
 ) -> int:
-    """Return the bytes of the hidden states that are kept: one per ``checkpoint_every`` layers.
+    """Return the bytes of the hidden states that are kept: one per ``recompute_every`` layers.
 
-    ``batch_size * seq_len * hidden_size * itemsize * ceil(num_layers / checkpoint_every)``
+    ``batch_size * seq_len * hidden_size * itemsize * ceil(num_layers / recompute_every)``
     """
     sizes = {"batch_size": batch_size, "seq_len": seq_len, "hidden_size": hidden_size}
-    sizes |= {"num_layers": num_layers, "checkpoint_every": checkpoint_every}
+    sizes |= {"num_layers": num_layers, "recompute_every": recompute_every}
     *factors, layers, every = _checked("estimate_forward_memory", dtype, **sizes)
     return math.prod(factors) * -(-layers // every)
 

@@ -1,6 +1,6 @@
 """Plans the memory of a step of training, before anything is allocated.
 
-    plan = plan_memory(config, batch=4, tokens=2048, dtype="bfloat16", checkpoint_every=2)
+    plan = plan_memory(config, batch=4, tokens=2048, dtype="bfloat16", recompute_every=2)
     plan.total, plan.at_peak, plan.moments[plan.peak]
 
 The code that trains also plans: the model, its tape and the optimizer run on arrays that have only
@@ -44,7 +44,7 @@ def plan_memory(
     optimizer: str = "adamw",
     state_bits: int = 32,
     rank: int | None = None,
-    checkpoint_every: int | CheckpointConfig | None = None,
+    recompute_every: int | CheckpointConfig | None = None,
     accumulate: int = 1,
     chunked_mlp: bool = False,
     adapter: "Adapter | None" = None,
@@ -76,7 +76,7 @@ def plan_memory(
         Of the averages, 32 or, of adamw, 8.
     rank : int, optional
         Of adapters of all linear layers, which are trained in place of the weights.
-    checkpoint_every : int or CheckpointConfig, optional
+    recompute_every : int or CheckpointConfig, optional
         Blocks of one part, of which only the input is kept, or a CheckpointConfig; None: all
         activations are kept.
     accumulate : int
@@ -143,13 +143,13 @@ def plan_memory(
         parsed, rank, adapter, quantization, objective, merge_into,
         tensor_parallel * pipeline_parallel,
     )  # fmt: skip
-    every = checkpoint_every
+    every = recompute_every
     parts = every if isinstance(every, CheckpointConfig | None) else CheckpointConfig(True, every)
     _check_inputs(inputs, layout.ranks)
     if layout.ranks > 1:
         plans = plan_ranks(
             parsed, layout, batch=batch, tokens=tokens, dtype=kind, microbatches=accumulate,
-            optimizer=optimizer, state_bits=state_bits, rank=rank, checkpoint_every=parts,
+            optimizer=optimizer, state_bits=state_bits, rank=rank, recompute_every=parts,
             chunked_mlp=chunked_mlp, adapter=adapter, quantization=quantization, device=device,
             objective=objective or next_token,
         )  # fmt: skip

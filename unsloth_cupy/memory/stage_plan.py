@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from ..core.call import current_names
 from ..core.dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
 from ..errors import ConfigError
 from ..models.adapters.adapter import Adapter
@@ -68,7 +69,7 @@ class Job(NamedTuple):
     tokens: int
     dtype: Any
     state_bits: int = 32
-    checkpoint_every: int | CheckpointConfig | None = None
+    recompute_every: int | CheckpointConfig | None = None
     device: str = "cuda"
     rank: int | None = None
     adapter: Adapter | None = None
@@ -122,7 +123,7 @@ def plan_ranks(
     schedule, chunks
         As in ``pipeline_schedule``.
     options
-        As in ``plan_memory``: optimizer, state_bits, rank, adapter, quantization, checkpoint_every,
+        As in ``plan_memory``: optimizer, state_bits, rank, adapter, quantization, recompute_every,
         chunked_mlp, device, objective; context_attention, as of a model; and ``inputs``, of one
         pass in a data rank.
 
@@ -150,6 +151,7 @@ def plan_ranks(
         most = ROUNDS * layout.pipeline if schedule == "interleaved" else layout.pipeline + SPARE
         run = min(microbatches, most)
         steps = pipeline_schedule(layout.pipeline, run, schedule, chunks=chunks)
+    options = current_names("plan_ranks", options, Job._fields)
     job = Job(batch, tokens, kind, chunks=chunks_of(steps), **options)
     if job.inputs is None and hasattr(job.objective, "full"):
         job = job._replace(inputs=job.objective.full(batch, tokens))
@@ -268,7 +270,7 @@ class _Runs:
 
     def __init__(self, model: Any, batch: Mapping[str, Any], job: Job) -> None:
         self.model, self.batch, self.objective = model, batch, job.objective
-        every = job.checkpoint_every
+        every = job.recompute_every
         every = CheckpointConfig(True, every) if isinstance(every, int) else every
         self.how = TrainingStep(checkpoint=every)
         self.learns = model if model.gather is None else model.gather.__self__

@@ -32,7 +32,7 @@ class CheckpointConfig:
     ----------
     enabled : bool
         False: nothing is computed twice.
-    checkpoint_every : int
+    recompute_every : int
         Layers of one part; of each part the tape keeps only the input.
     keep : tuple of str
         Ops whose results are kept as well and not recomputed, such as ``attention_forward``, by
@@ -43,19 +43,19 @@ class CheckpointConfig:
     Raises
     ------
     ConfigError
-        ``checkpoint_every`` is below 1, or ``keep`` has a name that is not an op.
+        ``recompute_every`` is below 1, or ``keep`` has a name that is not an op.
     """
 
     enabled: bool = True
-    checkpoint_every: int = 1
+    recompute_every: int = 1
     keep: tuple[str, ...] = ()
     offload: bool = False
 
     def __post_init__(self) -> None:
         """Check the arguments."""
-        every = self.checkpoint_every
+        every = self.recompute_every
         if type(every) is not int or every < 1:
-            raise ConfigError(f"CheckpointConfig(checkpoint_every={every!r}): pass 1 or more")
+            raise ConfigError(f"CheckpointConfig(recompute_every={every!r}): pass 1 or more")
         _check_names("CheckpointConfig", self.keep)
 
     def memory_reduction_factor(self, layers: int) -> float:
@@ -68,7 +68,7 @@ class CheckpointConfig:
             raise ConfigError(f"memory_reduction_factor({layers!r}): pass 1 layer or more")
         if not self.enabled:
             return 1.0
-        return math.ceil(layers / self.checkpoint_every) / layers
+        return math.ceil(layers / self.recompute_every) / layers
 
 
 @check_options

@@ -58,7 +58,7 @@ class Sizes(NamedTuple):
             "state_bits": plan.state_bits,
             "adapter": self.adapter,
             "quantization": self.quantized,
-            "checkpoint_every": plan.checkpoint or plan.checkpoint_every,
+            "recompute_every": plan.checkpoint or plan.recompute_every,
             "accumulate": plan.accumulate,
             "chunked_mlp": plan.chunked_mlp,
             "device": "cpu" if self.device is None else "cuda",
@@ -171,8 +171,8 @@ def _cures(sizes: Sizes, plan: "Plan", step_plan: MemoryPlan, limit: int) -> str
     from ...models.layers.mlp_branch import check_chunked
 
     changes: list[Mapping[str, Any]] = []
-    if plan.checkpoint_every != 1:
-        changes.append({"checkpoint_every": 1})
+    if plan.recompute_every != 1:
+        changes.append({"recompute_every": 1})
     if plan.dtype == "float32":
         changes.append({"dtype": "bfloat16"})
     if sizes.batch > 1:

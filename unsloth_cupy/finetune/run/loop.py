@@ -213,7 +213,7 @@ class Loop:
         for line in self.run.lines() if self.ranks.first else ():
             if "held_out_loss" in line:
                 loss = line["held_out_loss"]
-                waited = 0 if best - loss > self.plan.threshold else waited + 1
+                waited = 0 if best - loss > self.plan.min_delta else waited + 1
                 best = min(best, loss)
         return bool(self.ranks.broadcast(waited >= self.plan.patience))
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...core.call import is_number
+from ...core.call import RENAMED, is_number
 from ...errors import ConfigError
 from ...files import read_json
 from ...models.gguf.opening import source_of
@@ -120,6 +120,7 @@ def read_settings(path: Any) -> dict[str, Any]:
         raise ConfigError(problem) from None
     base = settings.get("base") or {}
     files = isinstance(base, dict) and all(isinstance(each, dict) for each in base.values())
+    settings = {RENAMED.get(key, key): value for key, value in settings.items()}
     numbers = (settings.get(key) for key in (*MORE, "text_bytes"))
     if not files or not all(number is None or is_number(number) for number in numbers):
         raise ConfigError(problem)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
-from ...core.call import check_fields, is_integer, is_number
+from ...core.call import check_fields, is_integer, is_number, takes_old_names
 from ...errors import ConfigError
 from ...models.adapters.into import CHOICES
 from ...models.layers.context import KINDS as CONTEXTS
@@ -39,6 +39,7 @@ DEVICES = "auto, cpu, cuda or cuda:1; auto: a GPU if one can be used."
 DTYPES = FLOAT, *HALVES = ("float32", "bfloat16", "float16")
 
 
+@takes_old_names
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Options):
     """The settings of a run; each is explained beside its field.
@@ -176,7 +177,7 @@ class Settings(Options):
     patience: int | None = setting(
         "evaluation", "Stop after so many evaluations without a lower loss.", least=1, kept=False
     )
-    threshold: float = setting(
+    min_delta: float = setting(
         "evaluation",
         "With {patience}: by how many nats it must be lower.",
         0.0,
@@ -198,7 +199,7 @@ class Settings(Options):
         rare=True,
     )
 
-    checkpoint_every: int | None = setting(
+    recompute_every: int | None = setting(
         "memory", "Keep the input of one block in N: less memory.", least=1
     )
     keep: Sequence[str] = ()
@@ -278,10 +279,10 @@ class Settings(Options):
     @property
     def checkpoint(self) -> CheckpointConfig | None:
         """Which blocks are recomputed in the backward pass; None: none."""
-        if self.checkpoint_every is None:
+        if self.recompute_every is None:
             return None
-        every, keep = self.checkpoint_every, tuple(self.keep)
-        return CheckpointConfig(checkpoint_every=every, keep=keep, offload=self.offload)
+        every, keep = self.recompute_every, tuple(self.keep)
+        return CheckpointConfig(recompute_every=every, keep=keep, offload=self.offload)
 
     @property
     def kind(self) -> str:
@@ -373,8 +374,8 @@ class Settings(Options):
             )
         if isinstance(self.eval, int | float) and not 0 < self.eval < 1:
             raise ConfigError(f"{named(eval=self.eval)}: give a file, or a share above 0, below 1")
-        if self.threshold and self.patience is None:
-            raise ConfigError(f"{named('threshold')} is of {named('patience')}; give both")
+        if self.min_delta and self.patience is None:
+            raise ConfigError(f"{named('min_delta')} is of {named('patience')}; give both")
         usual = {n: v for n, v in Lora(0).settings().items() if n != "lora"}
         changed = {n: getattr(self, n) for n, v in usual.items() if getattr(self, n) != v}
         if self.lora is None and changed:

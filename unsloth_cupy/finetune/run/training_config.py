@@ -1,7 +1,7 @@
 """Reads a ``TrainingConfig`` from a file: TOML if its name ends in .toml, else JSON.
 
 {"batch_size": 4, "max_seq_len": 512, "gradient_accumulation_steps": 2,
- "mixed_precision": {"compute_dtype": "bfloat16"}, "checkpoint": {"checkpoint_every": 2}}
+ "mixed_precision": {"compute_dtype": "bfloat16"}, "checkpoint": {"recompute_every": 2}}
 """
 
 import dataclasses
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ...core.call import current_names
 from ...errors import ConfigError
 from ...files import read_text
 from ...training.checkpoint import CheckpointConfig
@@ -49,11 +50,11 @@ def read_training_config(path: Path) -> dict[str, Any]:
     except (ConfigError, RecursionError) as error:  # TOML nests without end
         raise ConfigError(f"{named(config=path)}: {error}") from None
     precision, checkpoint = config.mixed_precision, config.checkpoint
-    every = checkpoint.checkpoint_every if checkpoint.enabled else None
+    every = checkpoint.recompute_every if checkpoint.enabled else None
     return {
         "batch": config.batch_size, "tokens": config.max_seq_len,
         "accumulate": config.gradient_accumulation_steps, "dtype": precision.compute_dtype,
-        "checkpoint_every": every, "keep": tuple(checkpoint.keep), "offload": checkpoint.offload,
+        "recompute_every": every, "keep": tuple(checkpoint.keep), "offload": checkpoint.offload,
         "loss_scale": precision.loss_scale, "dynamic_scaling": precision.dynamic_scaling,
     }  # fmt: skip
 
@@ -64,7 +65,8 @@ def _known(part: str, values: Any, config: Any) -> dict[str, Any]:
     if not isinstance(values, Mapping):
         name = part.removesuffix(".") or "the file"
         raise ConfigError(f"{name} holds {values!r:.40}; write an object of {', '.join(names)}")
+    values = current_names("TrainingConfig", values, names)
     for name in values:
         if name not in names:
             raise ConfigError(f"{part}{name} is not known; choose from {', '.join(names)}")
-    return dict(values)
+    return values

@@ -87,7 +87,7 @@ def blocks(
     size, stream = call.config.layers if call.gather is None else 1, None
     run: Callable[..., tuple[Any, Any, Any]] = _part
     if checkpoints is not None and checkpoints.enabled:
-        size, keep, offload = checkpoints.checkpoint_every, checkpoints.keep, checkpoints.offload
+        size, keep, offload = checkpoints.recompute_every, checkpoints.keep, checkpoints.offload
         if "attention_forward" in keep:
             keep = (*keep, "attention_varlen_forward")  # attention of packed texts
         run = partial(checkpoint, _part, keep=keep, offload=offload)

@@ -16,7 +16,9 @@ from unsloth_cupy import machine, models
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Lora, Run, Settings, Trainer, evaluate
 from unsloth_cupy.finetune.listener import Listener
+from unsloth_cupy.finetune.run import preparation
 from unsloth_cupy.finetune.run.preparation import dtype_of
+from unsloth_cupy.finetune.run.resume import OUTLIER
 from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.models.adapters.adapter_base import cached
 
@@ -71,6 +73,42 @@ def test_rows_are_as_long_as_most_lines_need(base: Path, tmp_path: Path) -> None
     assert "99%" not in said
 
 
+@pytest.mark.parametrize("sampled", [False, True])
+@pytest.mark.parametrize(("most", "whole"), [(149, True), (300, False)])
+def test_the_longest_row_is_whole_unless_it_is_far_longer(
+    most: int, whole: bool, sampled: bool, base: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Also if it is not in the sample that is counted of a large file."""
+    if sampled:
+        monkeypatch.setattr(preparation, "COUNTED_ROWS", 120)
+        monkeypatch.setattr(preparation, "LONGEST_ROWS", 2)
+    data = rows(tmp_path / "rows.jsonl", [*[100] * 150, most, *[100] * 49])
+    made, said = heard(base, data, tmp_path / "run", steps=1)
+    assert made.loop is not None
+    tokens = made.loop.plan.tokens
+    assert ("no row has more" in said) == whole
+    assert ("that many do for 99% of the rows" in said) != whole
+    assert (", 0 cut at" in said) == whole
+    assert (max(made.loop.training_data.batches.lengths) == tokens) or whole
+    assert settings_of(made)["outlier"] == OUTLIER
+
+
+def test_a_run_of_before_keeps_its_rows(base: Path, tmp_path: Path) -> None:
+    """They were cut above what 99 % of them need, and so they are in more steps."""
+    data = rows(tmp_path / "rows.jsonl", [*[100] * 200, 140])
+    made, _ = heard(base, data, tmp_path / "run", steps=1)
+    assert made.loop is not None
+    path = made.files.settings
+    kept = settings_of(made)
+    del kept["outlier"]
+    path.write_text(json.dumps(kept))
+    for steps in (2, 3):
+        again, said = heard(base, data, tmp_path / "run", steps=steps)
+        assert again.loop is not None
+        assert "that many do for 99% of the rows" in said
+        assert again.loop.plan.tokens < made.loop.plan.tokens
+
+
 def test_rows_are_not_longer_than_the_model(base: Path, tmp_path: Path) -> None:
     folder = tmp_path / "short"
     shutil.copytree(base, folder)
@@ -85,8 +123,6 @@ def test_rows_are_not_longer_than_the_model(base: Path, tmp_path: Path) -> None:
 def test_steps_are_one_to_three_epochs_by_size(
     most: int, epochs: int, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from unsloth_cupy.finetune.run import preparation
-
     monkeypatch.setattr(preparation, "MOST_STEPS", most)
     data = rows(tmp_path / "rows.jsonl", [10] * 40)
     made, said = heard(base, data, tmp_path / "run", batch=4, tokens=16, pack=False)

@@ -5,6 +5,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from heapq import nlargest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,7 +33,7 @@ from ...models.text.tokenizer import FILE, Tokenizer, load_tokenizer
 from ...ops.quantized.weight import Quantized
 from ...placement import to_device_of
 from ..data.chat import Chat
-from ..data.records import Records
+from ..data.records import Record, Records
 from ..data.spans import encoded
 from ..data.text import Text, TrainingData
 from ..data.tokenizer import train_tokenizer
@@ -49,6 +50,7 @@ from .new_tokens import account as account_of
 from .new_tokens import add_tokens, rows_with
 from .ranks import Ranks
 from .reference import add_reference, add_taught, other_models, reference_known, with_teacher
+from .resume import OUTLIER
 from .run_folder import Facts, RunFolder, model_without_weights, words_folder
 from .settings import DTYPES, FLOAT, HALVES, Plan, Settings
 
@@ -56,8 +58,8 @@ if TYPE_CHECKING:
     from ...models.configs.config import Config
 
 MOST_STEPS = 1000  # of 3 and of 2 epochs, if neither epochs nor steps are given
-SHARE_OF_ROWS = 0.99  # that are whole in the default number of tokens
-COUNTED_ROWS = 2000  # of a large file
+SHARE_OF_ROWS = 0.99  # that are whole in the default number of tokens, if not all are
+COUNTED_ROWS, LONGEST_ROWS = 2000, 100  # of a large file: a sample, and those of most characters
 
 
 def prepare(
@@ -94,7 +96,7 @@ def prepare(
             folder, plan, transformer, source, method, new_adapter=new_adapter
         )
     settings, config = with_new_tokens(settings, tokenizer, config, adapter, ranks)
-    settings = with_tokens(settings, text, tokenizer, chat, config, method)
+    settings = with_tokens(settings, text, tokenizer, chat, config, method, run.outlier)
     plan = settings.decided(new=source is None)
     check_tokens(plan.tokens, config.positions)
     others = other_models(plan, tokenizer, config.vocab)
@@ -448,25 +450,43 @@ def with_tokens(
     chat: Chat,
     config: "Config",
     method: Method = METHODS["sft"],
+    outlier: float = OUTLIER,
 ) -> Settings:
-    """Return settings with the tokens of a row that 99 % of the lines need, if none are given.
+    """Return settings with the tokens of the longest row, if none are given.
 
-    They are counted in a sample of a large file, and are not more than the model has positions.
+    If that is more than ``outlier`` times what 99 % of the rows need, they need that.  Of a large
+    file a sample is counted, and the rows of most characters.  The model's positions are the most.
     """
     if settings.tokens is not None or isinstance(records, Text):
         return settings
     ends = ends_of(records, tokenizer, config, chat)
-    lengths = []
-    for record in records.train[:: -(-len(records.train) // COUNTED_ROWS)]:
-        is_chat, own = bool(record.messages), [] if method.is_on_policy else ends
-        lengths += [
-            len(encoded(tokenizer, text, spans, is_chat, own, chat)[0]) + method.max_new_tokens
+
+    def lengths_of(part: Iterable[Record]) -> list[int]:
+        return [
+            len(encoded(tokenizer, text, spans, bool(record.messages), own, chat)[0])
+            + method.max_new_tokens
+            for record in part
             for side in record.sides
             for text, spans, _ in records.texts(side, chat)
         ]
-    needed = math.ceil(float(np.quantile(lengths, SHARE_OF_ROWS)))
-    tokens = max(2, min(needed, config.positions))
-    announce(f"{named(tokens=tokens)}: that many do for {SHARE_OF_ROWS:.0%} of the rows")
+
+    own = [] if method.is_on_policy else ends
+    lengths, longest = list[int](), 0
+    for part in (records.train, records.held_out):
+        step = -(-len(part) // COUNTED_ROWS) or 1
+        counted = lengths_of(part[::step])
+        lengths = lengths or counted
+        if step > 1:
+            counted += lengths_of(nlargest(LONGEST_ROWS, part, key=lambda row: len(row.content())))
+        longest = max([longest, *counted])
+    share = math.ceil(float(np.quantile(lengths, SHARE_OF_ROWS)))
+    needed, why = longest, "no row has more"
+    if longest > outlier * share:
+        needed, why = share, f"that many do for {SHARE_OF_ROWS:.0%} of the rows"
+    if needed > config.positions:
+        needed, why = config.positions, f"the positions of the model; rows have up to {longest:,}"
+    tokens = max(2, needed)
+    announce(f"{named(tokens=tokens)}: {why}")
     return dataclasses.replace(settings, tokens=tokens)
 
 

@@ -18,8 +18,12 @@ from .new_model import SIZES
 from .settings import Settings
 
 PYTHON = "Python's documentation"
+# A row is cut if it has more tokens than so many times the 99th percentile: rows of half as much
+# again need that much memory in a step, while one outlier may need a hundred times.
+OUTLIER = 1.5
 MORE = ("steps", "epochs", "evaluate_every")  # settings that may change when a run is finished
-ABOUT = ("text_file", "text_bytes")  # settings that only describe a text that has changed
+# what is not compared: it describes a text that has changed, or is the run's own
+ABOUT = ("text_file", "text_bytes", "outlier")
 
 
 def kept(
@@ -50,6 +54,7 @@ def kept(
         result |= {name: getattr(settings, name) or size for name, size in SIZES.items()}
     if isinstance(text, Records):
         result["tokens"] = settings.tokens  # None: the text determines them
+        result["outlier"] = OUTLIER
     if settings.steps is None and (settings.epochs is not None or source is not None):
         every = settings.evaluate_every
         result |= {"steps": None, "epochs": settings.epochs, "evaluate_every": every}
@@ -121,7 +126,7 @@ def read_settings(path: Any) -> dict[str, Any]:
     base = settings.get("base") or {}
     files = isinstance(base, dict) and all(isinstance(each, dict) for each in base.values())
     settings = {RENAMED.get(key, key): value for key, value in settings.items()}
-    numbers = (settings.get(key) for key in (*MORE, "text_bytes"))
+    numbers = (settings.get(key) for key in (*MORE, "text_bytes", "outlier"))
     if not files or not all(number is None or is_number(number) for number in numbers):
         raise ConfigError(problem)
     return settings

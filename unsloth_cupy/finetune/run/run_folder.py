@@ -124,12 +124,19 @@ class RunFolder:
                 )
             if self.finished:
                 remove(self.model)
+            if "outlier" in settings:
+                settings["outlier"] = before.get("outlier", 1.0)
             self._write(settings)
 
     def _write(self, settings: dict[str, Any]) -> None:
         """Write settings.json."""
         with atomic_path(self.settings) as partial:
             partial.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+
+    @property
+    def outlier(self) -> float:
+        """The limit of the longest row, as in resume; runs of before cut all above 99 %."""
+        return float(read_settings(self.settings).get("outlier", 1.0))
 
     def known(self) -> dict[str, Any]:
         """Return the settings of the run that goes on, or is finished, here; {} without one."""

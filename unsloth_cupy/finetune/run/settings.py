@@ -54,7 +54,9 @@ class Settings(Options):
     pack: bool | None = setting("data", "Lines share rows.  [default: {pack}]", kept=False)
     batch: int = setting("data", "Rows of text in a step.", 4, least=1)
     tokens: int | None = setting(
-        "data", f"Tokens in a row.  [default: of lines what most need, else {TOKENS}]", least=2
+        "data",
+        f"Tokens in a row.  [default: of lines the longest, if it is no outlier, else {TOKENS}]",
+        least=2,
     )
 
     layers: int | None = setting(

@@ -278,8 +278,6 @@ class TestFiles:
             "tatsu-lab/alpaca"
         )
         assert "name at least one" in refusal([])
-        for rows in (ROWS, ROWS[0]):
-            assert "read_data(dict): rows are read from files; write them" in refusal(rows)
 
 
 class TestFolders:

@@ -85,7 +85,7 @@ def test_a_run_of_preferences_may_be_asked_for(
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     (tmp_path / "text.txt").write_text(TEXT)
     new = Settings(steps=1, out=tmp_path / "model", **NEW)
-    Trainer(text=tmp_path / "text.txt", settings=new).train()
+    Trainer(data=tmp_path / "text.txt", settings=new).train()
     logs = []
     for graph in (False, True):
         learning: dict[str, Any] = {"method": "dpo", "lora": 2, "pack": False, "batch": 2}
@@ -106,7 +106,7 @@ def test_a_run_with_dropout_goes_on_with_the_draws_of_one_without(
     """Each step draws by its number, before and after the run was left."""
     (tmp_path / "text.txt").write_text(TEXT)
     new = Settings(steps=1, out=tmp_path / "model", **NEW)
-    Trainer(text=tmp_path / "text.txt", settings=new).train()
+    Trainer(data=tmp_path / "text.txt", settings=new).train()
     logs = []
     for graph in (False, True):
         folder = tmp_path / str(graph)

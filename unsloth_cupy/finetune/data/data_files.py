@@ -29,6 +29,7 @@ KINDS = {
     ".jsonl": "JSON lines", ".ndjson": "JSON lines", ".json": "JSON", ".csv": "CSV", ".tsv": "TSV",
     ".parquet": "Parquet", ".arrow": "Arrow", ".txt": "text", ".md": "text",
 }  # fmt: skip
+ROWS = "rows"  # the kind of what Python gave: a temporary file of JSON lines
 PACKINGS = {".gz": "gzip", ".zst": "Zstandard", ".bz2": "bzip2"}
 MAGIC = {  # how files of a kind begin
     b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "Zstandard", b"BZh": "bzip2", b"PAR1": "Parquet",
@@ -65,6 +66,11 @@ class Located(NamedTuple):
     packing: str  # a value of PACKINGS, or ""
     weight: float
     keep: Any = None  # removes a temporary file when it is no longer needed
+
+    @property
+    def before(self) -> str:
+        """What stands before the number of a line in a message."""
+        return "row " if self.kind == ROWS else f"{self.name}:"
 
 
 class Temporary:
@@ -125,9 +131,6 @@ def _is_weight(value: Any) -> bool:
 def _weighed(each: Any, call: str) -> tuple[Path, float]:
     """Return the path and the weight that "path:2" or (path, 2) names; the weight is 1 if none."""
     weight: Any = 1
-    if isinstance(each, dict) or hasattr(each, "column_names"):  # as a Dataset has
-        cure = 'write them to a file, as rows.to_json("rows.jsonl") does, and name that'
-        raise ConfigError(f"{call}({type(each).__name__}): rows are read from files; {cure}")
     if isinstance(each, tuple) and len(each) == 2:
         each, weight = each
     elif isinstance(each, str) and not path_of(call, each).exists():
@@ -160,9 +163,7 @@ def _in_folder(folder: Path) -> tuple[list[Path], str]:
     state, splits = folder / "state.json", folder / "dataset_dict.json"
     if splits.is_file():
         names = _listed(splits, "splits")
-        if "train" not in names and len(names) != 1:
-            raise ConfigError(f"{folder} holds the splits {', '.join(names)}; name one's folder")
-        chosen = "train" if "train" in names else names[0]
+        chosen = split_of(names, f"{folder}")
         others = [name for name in names if name != chosen]
         note = f"{folder}: the split {chosen} is read, and not {', '.join(others)}" * bool(others)
         return _in_folder(folder / chosen)[0], note
@@ -188,6 +189,14 @@ def _in_folder(folder: Path) -> tuple[list[Path], str]:
     others = [path.relative_to(folder).as_posix() for path in data if path not in read]
     shown = ", ".join(others[:5]) + ", ..." * (len(others) > 5)
     return read, f"{folder}: {len(read)} files are read, and not {shown}" * bool(others)
+
+
+def split_of(names: Sequence[Any], where: str) -> Any:
+    """Return the name of the split to train on: train, or the only one."""
+    if "train" not in names and len(names) != 1:
+        each = ", ".join(map(str, names))
+        raise ConfigError(f"{where} holds the splits {each}; name one of them")
+    return "train" if "train" in names else names[0]
 
 
 def _listed(path: Path, key: str) -> list[str]:

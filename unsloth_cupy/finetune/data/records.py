@@ -105,7 +105,9 @@ class Records(NamedTuple):
     size: int  # bytes
     train: Sequence[Record]
     held_out: Sequence[Record]
-    files: tuple[tuple[int, str, str], ...] = ()  # the line before each, its name, what to say then
+    files: tuple[
+        tuple[int, str, str], ...
+    ] = ()  # the line before each, its name, what precedes lines
     note: str = ""  # what was recognised, in one line
     forms: dict[str, int] = {}  # noqa: RUF012 -- how many records have each form
     method: str = "sft"  # for which they were read
@@ -128,8 +130,8 @@ class Records(NamedTuple):
             return str(self.evaluated.place(-line))
         if not self.files:
             return f"{self.path}:{line}"
-        before, name, of_it = self.files[bisect.bisect_left(self.files, (line,)) - 1]
-        return f"{name}{of_it}{line - before}"
+        start, _, before = self.files[bisect.bisect_left(self.files, (line,)) - 1]
+        return f"{before}{line - start}"
 
     def texts(self, record: Record, chat: Chat) -> list[Lesson]:
         """Return ``record.texts(chat)``; an error names its place."""
@@ -269,10 +271,11 @@ def read_records(
     weights = np.repeat([file.weight for file in files], np.diff([0, *ends]))
     most = HELD_OUT_PROMPTS if PROMPTS in KINDS[method] else len(weights)
     train, held_out = _split(where, collected, weights, most=most, whole=whole)
-    of_it = (", object " if file.kind == "JSON" else ":" for file in files)  # perhaps in one line
+    # objects of JSON are counted: several may be in one line
+    before = (f"{f.name}, object " if f.kind == "JSON" else f.before for f in files)
     return Records(
         alone, name or name_of(files), digest.hexdigest(), size, train,
-        held_out, tuple(zip(starts, (file.name for file in files), of_it, strict=True)),
+        held_out, tuple(zip(starts, (file.name for file in files), before, strict=True)),
         _account(where, counts, ignore, unused, more) + _never(absent), dict(counts), method,
     )  # fmt: skip
 
@@ -283,7 +286,7 @@ def _content(file: Located, number: int, row: Row, ignore: Collection[str], meth
         return READERS[KINDS[method][0]](row.values, ignore)
     except ConfigError as error:
         of_list = f"object {number}: " if file.kind == "JSON" else ""
-        raise ConfigError(f"{file.name}:{row.line}: {of_list}{error}") from None
+        raise ConfigError(f"{file.before}{row.line}: {of_list}{error}") from None
 
 
 def _account(

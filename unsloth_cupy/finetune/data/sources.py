@@ -1,4 +1,4 @@
-"""Reads training data of any form: one door for files, folders and standard input.
+"""Reads training data of any form: files, folders, standard input, rows of Python.
 
 data = read_data(["chat.jsonl:2", "more.parquet"])
 """
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from ...errors import ConfigError
 from ...ops.common.checks import check_choice
 from .data_files import Located, located, name_of, unpacked
+from .iterables import NAME, is_rows, stored
 from .records import Records, read_records
 from .rows import KINDS
 from .text import Text, python_documentation, read_text, split
@@ -52,6 +53,9 @@ def find_data(
     check_choice(call, "method", method, tuple(KINDS))
     if not isinstance(every, list | tuple | set | frozenset):
         raise ConfigError(f"{call}(ignore={ignore!r}): give a list of columns")
+    if is_rows(data):
+        file, note = stored(data, call)
+        return DataFiles([file], NAME, tuple(ignore), note, method)
     files, note = ([], "") if data is None else located(data, call)
     several = isinstance(data, list | tuple)
     folder = not several and files and data != "-" and Path(data).is_dir()
@@ -64,11 +68,14 @@ def read_data(data: Any, *, ignore: Collection[str] = (), method: str = "sft") -
 
     Parameters
     ----------
-    data : path, str, or list of these
+    data : path, str, list of these, or iterable of mappings
         ``.jsonl .ndjson .json .csv .tsv .parquet .arrow .txt .md``, each also ``.gz .zst .bz2``; a
         folder of them, or one that the package ``datasets`` saved; ``"-"``: standard input.
         ``"FILE:2"`` or ``(path, 2)`` gives a file the weight 2: an epoch has its rows twice; of
         weight 0.5, a random half.  None: Python's documentation.
+        Or rows, each a mapping of columns to values: a list, a ``datasets.Dataset``, a generator,
+        which is read once, or a DataFrame, whose NaN is no value.  Values of NumPy and torch count
+        as numbers and lists.  Messages name a row by its number: row 3.
     ignore : collection of str, optional
         Columns that are not read.
     method : str

@@ -19,7 +19,7 @@ from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from ...errors import ConfigError
 from ...models.text.chat import NEEDED
-from .data_files import Located, bound, check_growth, needs, opened, unpacked
+from .data_files import ROWS, Located, bound, check_growth, needs, opened, unpacked
 from .messages import shown
 from .text import BREAK, PIECE, SMALL
 
@@ -77,7 +77,7 @@ def _read(file: Located, digest: Any) -> Iterator[Row]:
 
 
 def _wrong(file: Located, line: int, problem: str, cure: str) -> NoReturn:
-    raise ConfigError(f"{file.name}:{line}: {problem}; {cure}")
+    raise ConfigError(f"{file.before}{line}: {problem}; {cure}")
 
 
 class _Place:
@@ -313,6 +313,7 @@ def _from_process(file: Located, digest: Any) -> Iterator[Row]:
 
 _READERS: dict[str, Callable[[Located, BinaryIO, Any], Iterator[Row]]] = {
     "JSON lines": _json_lines,
+    ROWS: _json_lines,
     "JSON": _json_values,
     "CSV": _table,
     "TSV": _table,

@@ -337,7 +337,7 @@ def from_records(
             raise ConfigError(f"{where}: {problem}; {cure}")
     check_tokens(tokenizer, [train.most, held_out.most], config.vocab)
     name = records.path.name if records.path else records.where
-    lines_of_one = [of_it for _, _, of_it in records.files] in ([], [":"])
+    lines_of_one = [before for *_, before in records.files] in ([], [f"{records.where}:"])
     place = None if lines_of_one else records.place
     batches = Packed(train, shape, seed, name, place)
     learned, held_out_labels = train.labels(), held_out.labels()

@@ -87,7 +87,7 @@ def inspect_data(
 
     Parameters
     ----------
-    data : path, str, list of these, or what read_data returns
+    data : path, str, list of these, iterable of mappings, or what read_data returns
         See ``read_data``.
     model : path, optional
         The folder of a model, an adapter or a run: lengths are in its tokens, and chats as its

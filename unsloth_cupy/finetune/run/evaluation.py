@@ -24,6 +24,7 @@ from ...models.text.tokenizer import check_tokens
 from ...ops.common.checks import check_choice
 from ...placement import to_numpy
 from ..data.chat import Chat
+from ..data.iterables import is_rows
 from ..data.records import Records
 from ..data.records import split as split_records
 from ..data.sources import find_data
@@ -149,7 +150,7 @@ def evaluate(
     ----------
     model : path or Transformer
         The folder of a model, an adapter or a run; or a model that was loaded from one.
-    data : path or sequence of paths
+    data : path, sequence of paths, iterable of mappings, or what read_data returns
         Each is a source: all that ``read_data`` takes; of rows, the prompts do not count.
     tokens : int, optional
         Tokens in a row; None: 2048, or all positions of the model if fewer.
@@ -169,10 +170,7 @@ def evaluate(
     ConfigError
         A file is missing or invalid, or does not fit the model.
     """
-    several = isinstance(data, Sequence) and not isinstance(data, str | bytes)
-    paths = [path_of("evaluate: data", each) for each in (data if several else [data])]
-    if not paths:
-        raise ConfigError("evaluate(data=[]): name at least one file")
+    sources = _sources(data)
     is_model = isinstance(model, models.Transformer)
     source = model.folder if is_model else model_folder(path_of("evaluate: model", model))
     if source is None:
@@ -198,8 +196,9 @@ def evaluate(
         learning = of_itself(name, model, source)
         result, every = list[Evaluation](), list[Any]()
         with blas_threads(config.hidden):
-            for path in paths:
-                held = whole(read(path, name))
+            for each in sources:
+                held = whole(read(each, name))
+                path = each if isinstance(each, Path) else held.name
                 if isinstance(held, Records):
                     own = learning.fitted(held, model.texts["config.json"])
                     if own.names and len(own.names) != config.labels:
@@ -221,6 +220,16 @@ def evaluate(
                 result.append(_evaluation(str(path), parts, own))
                 every += parts
     return [*result, _evaluation("all", every, own)] if len(result) > 1 else result
+
+
+def _sources(data: Any) -> list[Any]:
+    """Return what is evaluated by itself: paths, rows, or what read_data returned."""
+    if is_rows(data) or isinstance(data, Text | Records):
+        return [data]
+    several = isinstance(data, Sequence) and not isinstance(data, str | bytes)
+    if several and not data:
+        raise ConfigError("evaluate(data=[]): name at least one file")
+    return [path_of("evaluate: data", each) for each in (data if several else [data])]
 
 
 def method_of(model: "Transformer") -> str:

@@ -10,6 +10,7 @@ from ...core.call import RENAMED, is_number
 from ...errors import ConfigError
 from ...files import read_json
 from ...models.gguf.opening import source_of
+from ..data.iterables import NAME
 from ..data.records import Records
 from ..data.text import Text
 from ..methods.method import FOLDERS
@@ -17,7 +18,7 @@ from ..naming import named
 from .new_model import SIZES
 from .settings import Settings
 
-PYTHON = "Python's documentation"
+OTHERS = {"python-docs": "Python's documentation", NAME: "an iterable of rows"}  # than files
 # A row is cut if it has more tokens than so many times the 99th percentile: rows of half as much
 # again need that much memory in a step, while one outlier may need a hundred times.
 OUTLIER = 1.5
@@ -76,7 +77,7 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], *, ended: boo
             continue
         if key == "text_sha256" and before.get("text_file") == now.get("text_file"):
             then, size = (each.get("text_bytes") or 0 for each in (before, now))
-            name = now.get("text_file") or now["text"].replace("python-docs", PYTHON)
+            name = now.get("text_file") or OTHERS.get(now["text"], now["text"])
             sizes = f"{then:,} bytes then, {size:,} now" if then != size else f"{size:,} bytes both"
             result.append(f"another text: {name} has changed since ({sizes})")
         elif key == "text_sha256":

@@ -7,6 +7,7 @@
     model/               the result; its presence says that the run is finished.  The last
                          checkpoint is kept too: a run of more steps continues from it
     best/                the model of the lowest held-out loss, if the run keeps it
+    rows.jsonl           the training data, if Python gave rows instead of files
     samples.jsonl        the texts with which the model continued the prompts of the settings
     reference.safetensors  log-probabilities of the data by the reference model, if the method
                          compares with it
@@ -62,7 +63,7 @@ class RunFolder:
         self.settings, self.log = folder / "settings.json", folder / "log.jsonl"
         self.best_model, self.samples = folder / "best", folder / "samples.jsonl"
         self.routing, self.routing_picture = folder / "routing.jsonl", folder / "routing.png"
-        self.reference = folder / "reference.safetensors"
+        self.reference, self.rows = folder / "reference.safetensors", folder / "rows.jsonl"
 
     @contextmanager
     def claimed(self, settings: dict[str, Any]) -> Iterator[None]:
@@ -96,7 +97,7 @@ class RunFolder:
 
     def _leave(self, created: list[Path]) -> None:
         """Remove the files and folders created for a run that never began."""
-        for path in (self.settings, self.log, self.samples, self.reference):
+        for path in (self.settings, self.log, self.samples, self.reference, self.rows):
             path.unlink(missing_ok=True)
         if self.best_model.is_dir():
             remove(self.best_model)

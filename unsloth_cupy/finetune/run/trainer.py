@@ -9,6 +9,7 @@ A run prints nothing: a ``Listener`` hears its words, steps and evaluations.
 import dataclasses
 import hashlib
 import shutil
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import cached_property
@@ -27,6 +28,7 @@ from ...models.objective import Objective, next_token
 from ...models.transformer import Transformer
 from ...ops.quantized.weight import held_arrays
 from ...placement import to_numpy
+from ..data.iterables import is_rows, keep
 from ..data.records import Records
 from ..data.rows import KINDS, PAIRS, RATED, SCORED
 from ..data.sources import DataFiles, find_data
@@ -112,16 +114,18 @@ class Trainer:
     model : path or Transformer, optional
         The folder of a model, an adapter or a run; or a model that ``models.load`` has read, which
         is trained in place, in float32; None: a new small Llama.
-    text : path, list of paths, or what read_data returns, optional
-        Texts, instructions or chats: see ``read_data``; None: Python's documentation.
+    data : path, list of paths, iterable of mappings, or what read_data returns, optional
+        Texts, instructions or chats: see ``read_data``; None: Python's documentation.  Rows of an
+        iterable are stored as rows.jsonl in the folder of the run, and compared by their hash when
+        it is resumed.
     settings : Settings, optional
         All other settings, with their defaults.
     ignore : collection of str, optional
         Columns of the data that are not read.
     lora : Lora, optional
         Train new adapters, in place of the fields of the settings that say so.
-    evaluate : path, float, Records or Text, optional
-        A file to evaluate on, or the share of the text that is held out, in place of
+    evaluate : path, float, iterable of mappings, Records or Text, optional
+        What to evaluate on, or the share of the text that is held out, in place of
         ``settings.eval``; None: a tenth.
     callbacks : sequence of Callback
         Hear the events of the run, and may stop it: see ``Callback``.
@@ -140,16 +144,22 @@ class Trainer:
     def __init__(
         self,
         model: str | PathLike[str] | Transformer | None = None,
-        text: Any = None,
+        data: Any = None,
         settings: Settings | None = None,
         *,
         ignore: Collection[str] = (),
         lora: Lora | None = None,
-        evaluate: str | PathLike[str] | float | Records | Text | None = None,
+        evaluate: Any = None,
         callbacks: Sequence[Any] = (),
         objective: Objective = next_token,
         listener: Listener | None = None,
+        text: Any = None,
     ) -> None:
+        if text is not None:
+            if data is not None:
+                raise ConfigError("Trainer: text is the earlier name of data; leave text out")
+            warnings.warn("Trainer(text=) is now Trainer(data=)", FutureWarning, stacklevel=2)
+            data = text
         value: Any = settings
         if not (value is None or isinstance(value, Settings)):
             raise ConfigError(f"Trainer(settings={value!r}): pass Settings(...), or None")
@@ -157,8 +167,10 @@ class Trainer:
         if lora is not None:
             each = _with_lora(each, lora)
         if evaluate is not None:
-            other: Any = evaluate
-            each = dataclasses.replace(each, eval=other)
+            if is_rows(evaluate):
+                rows = find_data(evaluate, (), "Trainer: evaluate", each.method)
+                evaluate = rows.read(whole=True)
+            each = dataclasses.replace(each, eval=evaluate)
         self.evaluate: Any = each.eval
         if not isinstance(each.eval, int | float | Records | Text | None):
             self.evaluate = path_of("Trainer: evaluate", each.eval)
@@ -181,13 +193,13 @@ class Trainer:
         )  # fmt: skip
         with self.ranks.ending():
             self.source = None if folder is None else model_folder(folder)
-            known = isinstance(text, Text | Records)
+            known = isinstance(data, Text | Records)
             if known and ignore:
                 raise ConfigError("Trainer(ignore=) is for files; give it to read_data")
-            if not self.ranks.alone and "-" in (text if isinstance(text, list) else [text]):
+            if not self.ranks.alone and "-" in (data if isinstance(data, list) else [data]):
                 raise ConfigError("ranks do not share standard input; name a file in place of -")
             self.text: Any = (
-                text if known else find_data(text, ignore, "Trainer: text", each.method)
+                data if known else find_data(data, ignore, "Trainer: data", each.method)
             )
             self.lines = isinstance(text, Records) or (
                 isinstance(self.text, DataFiles) and self.text.lines
@@ -225,7 +237,7 @@ class Trainer:
         if KINDS[data_method] != reads:
             cure = f"read it by read_data(..., method={method!r})"
             raise ConfigError(
-                f"Trainer(text=...): it was read for the method {data_method}; {cure}"
+                f"Trainer(data=...): it was read for the method {data_method}; {cure}"
             )
         data = self.ranks.data.size  # of which the command may not speak
         self.settings.learning.check(dataclasses.replace(self.settings, data_parallel=data))
@@ -267,6 +279,8 @@ class Trainer:
             with on_device("finetune", ranks.device), ExitStack() as stack:
                 if ranks.first:
                     stack.enter_context(files.claimed(self._kept(text)))
+                    if isinstance(self.text, DataFiles):
+                        keep(self.text.files, files.rows)
                 ranks.comm.barrier()  # all ranks see the folder as rank 0 leaves it
                 if ranks.broadcast(files.finished):
                     kind = None if self.settings.train_weights else self.settings.quantize

@@ -1,0 +1,131 @@
+"""Rows from Python: any iterable of mappings is stored once, as a file of JSON lines.
+
+    stored([{"text": "..."}, ...])      also a datasets.Dataset, a DataFrame, a generator
+
+From there on they are read as any file is, so that the same checks and the same hash apply.
+"""
+
+import json
+import shutil
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import date, time, timedelta
+from decimal import Decimal
+from os import PathLike
+from pathlib import Path
+from typing import Any, NoReturn
+from uuid import UUID
+
+import numpy as np
+
+from ...errors import ConfigError
+from ...files import atomic_path
+from .data_files import ROWS, Located, Temporary, split_of
+from .table_process import plain, without_absent
+
+NAME = "rows"  # of all iterables, in messages and in the folder of a run
+MISSING = ("NAType", "NaTType")  # classes of what pandas has in place of a value, beside NaN
+
+
+def is_rows(data: Any) -> bool:
+    """Return whether data are an iterable of rows, and neither a path nor a list of paths."""
+    if data is None or isinstance(data, str | bytes | PathLike):
+        return False
+    if isinstance(data, list | tuple):  # a named tuple is what read_data has returned
+        return not hasattr(data, "_fields") and any(isinstance(each, Mapping) for each in data)
+    return hasattr(data, "__iter__") or hasattr(data, "__getitem__")
+
+
+def stored(data: Any, call: str) -> tuple[Located, str]:
+    """Return the file with all rows of an iterable, and a message about splits that are left out.
+
+    Raises
+    ------
+    ConfigError
+        A row is no mapping, or holds what JSON cannot; the message has its number and column.
+    """
+    note = ""
+    if isinstance(data, Mapping):
+        data, note = _split(data, call)
+    is_table = any(hasattr(data, name) for name in ("column_names", "itertuples", "iter_rows"))
+    kept = Temporary()
+    for number, row in enumerate(_rows(data, call), 1):
+        if not isinstance(row, Mapping):
+            cure = "give mappings of columns to values; a list of paths names files"
+            raise ConfigError(f"{call}: row {number} is of type {type(row).__name__}; {cure}")
+        values = without_absent(dict(row)) if is_table else dict(row)
+        kept.file.write(_line(number, values).encode() + b"\n")
+    kept.file.flush()
+    return Located(kept.path, NAME, ROWS, "", 1.0, kept), note
+
+
+def keep(files: Sequence[Located], path: Path) -> None:
+    """Copy the file of ``stored`` rows to a path, if data are that and it is not there yet."""
+    if files and files[0].kind == ROWS and not path.exists():
+        with atomic_path(path) as partial:
+            shutil.copyfile(files[0].path, partial)
+
+
+def _split(splits: Mapping[Any, Any], call: str) -> tuple[Any, str]:
+    """Return the split called train of several datasets, as of a folder of them, and a message."""
+    if not splits or not all(hasattr(each, "column_names") for each in splits.values()):
+        cure = "give a list of rows, as [{...}, ...]; a datasets.Dataset or a DataFrame has columns"
+        raise ConfigError(f"{call}({type(splits).__name__}): is one mapping; {cure}")
+    name = split_of([*splits], f"{call}({type(splits).__name__})")
+    others = ", ".join(str(each) for each in splits if each != name)
+    return splits[name], f"the split {name} is read, and not {others}" * bool(others)
+
+
+def _rows(data: Any, call: str) -> Iterable[Any]:
+    """Return an iterable of rows; of a DataFrame those without a value have None there."""
+    if hasattr(data, "itertuples"):  # pandas
+        names = [*data.columns]
+        if twice := [name for name in names if names.count(name) > 1]:
+            count, name = len(twice), twice[0]
+            raise ConfigError(f"{call}: {count} columns are called {name}; name each once")
+        each = data.itertuples(index=False, name=None)
+        return ({n: _value(v) for n, v in zip(names, row, strict=True)} for row in each)
+    if hasattr(data, "iter_rows"):  # polars
+        return ({n: _value(v) for n, v in row.items()} for row in data.iter_rows(named=True))
+    if hasattr(data, "to_batches") and hasattr(data, "column_names"):  # pyarrow
+        return (row for batch in data.to_batches() for row in batch.to_pylist())
+    rows: Iterable[Any] = data
+    return rows
+
+
+def _value(value: Any) -> Any:
+    """Return a cell of a DataFrame; None where there is none."""
+    is_nan = isinstance(value, float | np.floating) and np.isnan(value)
+    return None if is_nan or type(value).__name__ in MISSING else value
+
+
+def _line(number: int, row: dict[Any, Any]) -> str:
+    """Return a row as JSON."""
+    if wrong := [name for name in row if not isinstance(name, str | int)]:
+        _wrong(number, f"has the column {wrong[0]!r}", "name columns by text")
+    cells = []
+    for name, value in row.items():
+        try:
+            cells.append(f"{json.dumps(str(name))}: {json.dumps(value, default=_plain)}")
+        except RecursionError:
+            _wrong(number, f"column {name} is nested too deeply", "write it flat")
+        except (TypeError, ValueError) as error:
+            cure = "give texts, numbers, lists and mappings, or leave it out"
+            _wrong(number, f"column {name} cannot be written as JSON ({error})", cure)
+    return "{" + ", ".join(cells) + "}"
+
+
+def _wrong(number: int, problem: str, cure: str) -> NoReturn:
+    raise ConfigError(f"row {number}: {problem}; {cure}")
+
+
+def _plain(value: Any) -> Any:
+    """Return what JSON has in place of a value of another kind."""
+    if hasattr(value, "tolist"):  # of NumPy, CuPy, torch
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, bytes | date | time | timedelta | Decimal | UUID):
+        return plain(value)  # as of a column of Parquet
+    if isinstance(value, Sequence):
+        return [*value]
+    raise ConfigError(f"it holds a {type(value).__name__}")

@@ -270,6 +270,7 @@ def write_pages(app: Sphinx) -> None:
         pages[title] = "\n".join([f"# {title}", "", *directives(module, exported(module))])
     files = {title: re.sub(r"\W+", "-", title).lower() for title in pages}
     index = ["# API", "", "Everything is importable from `unsloth_cupy` unless a module is named."]
+    index += ["", "```{include} ../ops.md", ":heading-offset: 1", "```"]
     for title, text in pages.items():
         index += ["", f"## [{title}]({files[title]}.md)", ""]
         index += ["| name | what it does |", "|---|---|", *listed(text)]

@@ -28,7 +28,7 @@ extensions = [
     "history",
     "outputs",
 ]
-exclude_patterns = ["_build", "examples"]
+exclude_patterns = ["_build", "examples", "ops.md"]  # ops.md is part of the page of the API
 myst_enable_extensions = ["colon_fence", "deflist"]
 myst_heading_anchors = 3
 autodoc_typehints = "none"  # Parameters sections have shapes and dtypes, which type hints lack

@@ -165,6 +165,46 @@ def draw_cpu(path: Path) -> None:
     draw_times(path, report | {"rows": [r for r in report["rows"] if r["dtype"] == "float32"]})
 
 
+def draw_hopper(path: Path) -> None:
+    """Draw the rates of attention on an H200, of the table of docs/performance.md."""
+    _, _, part = PAGE.read_text(encoding="utf-8").partition("\n## Attention on Hopper\n")
+    part = part.partition("\n## ")[0]
+    head, _, *lines = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in part.splitlines()
+        if line.startswith("|")
+    )
+    rows = [dict(zip(head, line, strict=True)) for line in lines]
+    rows = [row for row in rows if row["head dim"] == "128" and row["mask"] == "causal"]
+    *_, (day, commit) = re.findall(r"H200, (\S+), commit (\w+)", part)  # the last: of the table
+    colours = {
+        "unsloth_cupy": PEERS["unsloth_cupy"],
+        "cuDNN": PEERS["torch"],
+        "flash": PEERS["torch.compile"],
+    }
+    picture = figure(8, 3.4)
+    for axes, way in zip(picture.subplots(1, 2, sharey=True), ("forward", "backward"), strict=True):
+        for name, colour in colours.items():
+            rates = [int(row[f"{way} {name}"]) for row in rows]
+            label = {"flash": "FlashAttention"}.get(name, name)
+            axes.plot([f"{int(row['tokens']) // 1024}k" for row in rows], rates, "o-", color=colour)
+            axes.annotate(
+                label, (len(rates) - 1, rates[-1]), (6, 0), textcoords="offset points",
+                color=colour, fontsize=9, va="center", annotation_clip=False,
+            )  # fmt: skip
+        axes.set_ylim(bottom=0)
+        axes.set_title(way, loc="left", fontsize=10, color=INK)
+        axes.set_xlabel("tokens", color=INK)
+        axes.grid(axis="y", color=SOFT, alpha=0.25, linewidth=0.7)
+        plain(axes)
+    picture.axes[0].set_ylabel("TFLOP/s", color=INK)
+    picture.suptitle(
+        f"Attention on an NVIDIA H200, causal, head dim 128, {day}, commit {commit}",
+        x=0.01, ha="left", fontsize=10, color=INK,
+    )  # fmt: skip
+    save_picture(picture, path)
+
+
 def draw_beside(path: Path) -> None:
     """Draw the memory of a step of the library and of transformers."""
     result = measured("beside-transformers")
@@ -270,6 +310,7 @@ def shorten(path: Path) -> None:
 
 PICTURES: dict[str, Callable[[Path], None]] = {
     "attention": draw_attention,
+    "attention-h200": draw_hopper,
     "beside-transformers": draw_beside,
     "cpu": draw_cpu,
     "floors-of-cards": draw_floors,

@@ -260,17 +260,17 @@ def test_unknown_op_names_the_close_ones(command: str) -> None:
     assert "choose from accumulate_, adamw_, add, " in run(command, "zzz").output
 
 
-def in_the_readme() -> list[str]:
-    """Return the names of the README's table."""
-    lines = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8").splitlines()
+def in_the_table() -> list[str]:
+    """Return the names of the table of ops."""
+    lines = (Path(__file__).parents[2] / "docs/ops.md").read_text(encoding="utf-8").splitlines()
     rows = [line.split("|")[1] for line in lines if line.startswith("| `")]
     return [name for row in rows for name in re.findall("`(.+?)`", row)]
 
 
 @pytest.mark.parametrize("command", ["check", "bench"])
-def test_every_name_of_the_readme_is_known(command: str, no_gpu: None) -> None:
+def test_every_name_of_the_table_is_known(command: str, no_gpu: None) -> None:
     """Several in one call, each of its ops once; what has nothing to measure says why."""
-    names = in_the_readme()
+    names = in_the_table()
     assert {"attention_layer", "rope_tables", "rope_qk_", "cast"} <= {*names}
     result = run(command, "rope_tables", "scale")
     assert result.exit_code == 1

@@ -1,4 +1,4 @@
-"""README.md tells the truth: its commands, its table of ops, its example and its links."""
+"""README.md and docs/ops.md are true: commands, numbers, table of ops, example and links."""
 
 import doctest
 import re
@@ -11,12 +11,14 @@ from unsloth_cupy.core.op import OPS, Op
 from ..harness.tracked import ROOT, tracked
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+LINK = re.compile(r"\]\(([^)]+#[^)]+)\)")
+TABLE = (ROOT / "docs" / "ops.md").read_text(encoding="utf-8")
 
 
 def table() -> list[tuple[str, str, str]]:
     """Return (op, gradient, kernel) of every op of the table."""
     rows = re.findall(
-        r"^\| (?:\*\*\w+\*\* )?(`.*`) \| .* \| (yes|no) \| (yes|forward|no) \|$", README, re.M
+        r"^\| (?:\*\*\w+\*\* )?(`.*`) \| .* \| (yes|no) \| (yes|forward|no) \|$", TABLE, re.M
     )
     return [(name, *marks) for names, *marks in rows for name in re.findall(r"`(\w+)`", names)]
 
@@ -46,13 +48,13 @@ def test_commands_are_what_the_ci_runs() -> None:
 
 
 def test_headings_of_the_table_are_the_families_of_ops() -> None:
-    """Of the README, of the public names, and of the folders; each op stands in its own."""
-    families = re.findall(r"^\| \*\*(\w+)\*\* ", README, re.M)
+    """Of the table, of the public names, and of the folders; each op stands in its own."""
+    families = re.findall(r"^\| \*\*(\w+)\*\* ", TABLE, re.M)
     folders = {path.parent.name for path in tracked("unsloth_cupy/ops/*/__init__.py")}
     assert {family.lower() for family in families} == folders - {"common", "optimizers"}
     face = (ROOT / "unsloth_cupy/__init__.py").read_text()
     assert re.findall(r"^# (\w+)$", face, re.M)[: len(families)] == families
-    for family, rows in zip(families, re.split(r"^\| \*\*", README, flags=re.M)[1:], strict=True):
+    for family, rows in zip(families, re.split(r"^\| \*\*", TABLE, flags=re.M)[1:], strict=True):
         cells = re.findall(r"^(?:\w+\*\*|\|) (`.*?) \|", rows, re.M)
         for name in re.findall(r"`(\w+)`", "".join(cells)):
             module = getattr(unsloth_cupy, name).__module__
@@ -81,12 +83,61 @@ def test_example_runs() -> None:
 
 
 def test_links_lead_somewhere() -> None:
+    """To a file and, after ``#``, to a heading in it."""
     links = re.findall(r"\]\(([^)]+)\)", README)
     assert links
-    assert [link for link in links if not (ROOT / link).is_file()] == []
+    assert [link for link in links if anchor_of(link) not in anchors(link)] == []
 
 
-def test_fits_one_screen() -> None:
+def anchor_of(link: str) -> str:
+    return link.partition("#")[2]
+
+
+def anchors(link: str) -> set[str]:
+    """Return the anchors of the headings of a link's page, and ""; nothing if there is no page."""
+    path = ROOT / link.partition("#")[0]
+    if path.suffix != ".md":
+        return {""} if path.is_file() else set()
+    titles = re.findall(r"^#+ (.*)$", path.read_text(encoding="utf-8"), re.M)
+    return {"", *(re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles)}
+
+
+def test_numbers_stand_in_one_row_of_the_section_that_they_link_to() -> None:
+    """Of each measurement, and of the table of installs, whose link is below it."""
+    points = re.findall(r"^(- \*\*\d.*\n(?:  .*\n)+)", README, re.M)
+    points += re.findall(r"^(\| .*\| \d.*\|)$", README, re.M)
+    assert len(points) == 5
+    for point in points:
+        link = LINK.search(point) or re.search(r"\]\(([^)]+#time-and-size)\)", README)
+        assert link is not None
+        text = (ROOT / link[1].partition("#")[0]).read_text(encoding="utf-8")
+        sections = re.split(r"^(?=#)", text, flags=re.M)
+        title = anchor_of(link[1]).replace("-", " ")
+        section = next(s for s in sections if s.partition("\n")[0].strip("# ").lower() == title)
+        numbers = {*re.findall(r"(?<![\w.])\d+(?= MiB| TFLOP/s| MB| s\b|,|;)", measured(point))}
+        rows = [{*re.findall(r"\d+", line)} for line in section.splitlines()]
+        assert len(numbers) > 1
+        assert any(numbers <= row for row in rows), (point, numbers)
+
+
+def measured(point: str) -> str:
+    """Return a measurement without its link and conditions, or the numbers of a row of a table."""
+    if point.startswith("|"):
+        return " ".join(point.split("|")[-3:])
+    return point.partition("([")[0].replace("\n", ",")
+
+
+def test_attention_is_as_often_faster_as_it_says() -> None:
+    page = (ROOT / "docs/performance.md").read_text(encoding="utf-8")
+    part = page.partition("\n## Attention on Hopper\n")[2].partition("\n## ")[0]
+    lines = (line.split("|") for line in part.splitlines() if re.match(r"\| \d", line))
+    rows = [[int(line[place]) for place in (4, 6, 8, 11)] for line in lines]
+    forward, backward = (sum(row[i] > row[i + 1] for row in rows) for i in (0, 2))
+    expected = f"forward is faster than cuDNN at {forward} and backward at {backward}."
+    assert f"Of {len(rows)} sizes, {expected}" in README
+
+
+def test_fits_two_screens() -> None:
     lines = README.splitlines()
-    assert len(lines) < 92
+    assert len(lines) <= 110
     assert max(len(line) for line in lines) <= 110

@@ -88,11 +88,14 @@ def pytest_report_header() -> str:
 
 
 @pytest.fixture(autouse=True)
-def _isolated() -> Iterator[None]:
+def _isolated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Undo every test's changes, so that no test depends on those that ran before it.
 
     Attention runs its general kernels, which all architectures have, unless a test asks for others.
+    A GPU is hidden from the device "auto", unless a test is marked as one for a GPU.
     """
+    if request.node.get_closest_marker("gpu") is None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     from .harness.isolation import isolated  # it imports NumPy
     from .harness.parity import general_attention
 

@@ -37,6 +37,12 @@ class Gpu(NamedTuple):
     name: str
     capability: str
     memory: int
+    address: str = ""  # of PCI; those of two machines may be equal
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether kernels are compiled for it."""
+        return int(self.capability.replace(".", "")) >= OLDEST
 
 
 def console(*, markup: bool = True) -> Any:
@@ -222,17 +228,17 @@ def resolve_device(device: str | None) -> tuple[str | None, str]:
     """
     if device != "auto":
         return None if device == "cpu" else device, ""
+    if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+        return None, ""
     devices, problem = gpus()
     for number, each in enumerate(devices):
-        if int(each.capability.replace(".", "")) >= OLDEST:
+        if each.is_usable:
             return f"cuda:{number}" if number else "cuda", ""
     if devices:
         name, capability = devices[0].name, devices[0].capability.replace(".", "")
         problem = f"{name} is sm_{capability}, and kernels need sm_{OLDEST} (Ampere) or newer"
         cure = "use a newer GPU"
-    elif os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") or not any(
-        [*Path("/").glob(file.lstrip("/"))] for file in GPU_FILES
-    ):
+    elif not any([*Path("/").glob(file.lstrip("/"))] for file in GPU_FILES):
         return None, ""
     elif problem.startswith("CuPy"):
         cure = CUPY_CURE
@@ -260,5 +266,9 @@ def gpus() -> tuple[list[Gpu], str]:
     except runtime.CUDARuntimeError as error:
         return [], str(error)
     return [
-        Gpu(p["name"].decode(), f"{p['major']}.{p['minor']}", p["totalGlobalMem"]) for p in devices
-    ], "" if devices else "CUDA sees no device"
+        Gpu(
+            p["name"].decode(), f"{p['major']}.{p['minor']}", p["totalGlobalMem"],
+            f"{p['pciDomainID']:x}:{p['pciBusID']:x}:{p['pciDeviceID']:x}",
+        )
+        for p in devices
+    ], "" if devices else "CUDA sees no device"  # fmt: skip

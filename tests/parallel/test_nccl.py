@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import os
 import re
+import threading
 import types
 from pathlib import Path
 
@@ -11,8 +12,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from unsloth_cupy import machine
 from unsloth_cupy.core.target import using
 from unsloth_cupy.errors import CommunicationError, DeviceError, FrameworkError
+from unsloth_cupy.finetune.run import ranks
 from unsloth_cupy.ops.common.columns import sum_in_order
 from unsloth_cupy.parallel import (
     DataParallel,
@@ -260,3 +263,41 @@ def test_two_gpus_exchange_what_numpy_says() -> None:
                 check(comm, cupy.asarray)
 
     in_threads(2, work)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "capability", "expected"),
+    [
+        ([["0:1:0", "0:2:0"], ["0:1:0", "0:2:0"]], "9.0", "cuda"),
+        ([["0:1:0"], ["0:2:0"]], "9.0", "cuda"),  # each sees its own alone
+        ([["0:1:0"], ["0:1:0"]], "9.0", "2 ranks have 1 of them; start one rank for each GPU"),
+        ([["0:1:0"], []], "9.0", "2 ranks have 1 of them"),
+        ([[], []], "9.0", ""),
+        ([["0:1:0", "0:2:0"], ["0:1:0", "0:2:0"]], "7.5", "kernels need sm_80"),
+    ],
+)
+def test_each_rank_has_a_gpu_of_its_own_or_all_are_on_the_cpu(
+    addresses: list[list[str]], capability: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    port, rank_of = free_port(), threading.local()
+
+    def gpus() -> tuple[list[machine.Gpu], str]:
+        seen = addresses[rank_of.number]
+        devices = [machine.Gpu("a GPU", capability, 1 << 30, each) for each in seen]
+        return devices, "" if devices else "CUDA sees no device"
+
+    monkeypatch.setattr(machine, "gpus", gpus)
+    monkeypatch.setattr(ranks, "gpus", gpus)
+    monkeypatch.setattr(machine, "GPU_FILES", [])
+    actual = {}
+
+    def work(rank: int) -> None:
+        rank_of.number = rank
+        comm = SocketCommunicator(rank, 2, port=port, timeout=30)
+        actual[rank] = ranks._device("auto", comm)
+
+    in_threads(2, work)
+    devices = {device for device, _ in actual.values()}
+    assert devices == {"cuda" if expected == "cuda" else None}
+    assert (expected in actual[0][1]) if expected not in ("cuda", "") else not actual[0][1]

@@ -19,7 +19,7 @@ from ..finetune.data.turns import ending
 from ..finetune.run.ranks import start
 from ..finetune.run.run_folder import model_folder, words_folder
 from ..finetune.run.settings import DEVICES
-from ..machine import blas_threads, device_title, resolve_device
+from ..machine import blas_threads, device_title
 from ..models.adapters.adapter_base import base_of
 from ..models.text.chat import Message
 from .echo import echo
@@ -80,7 +80,6 @@ def generate(
     """
     from ..models.folders.folder import on_device
 
-    device, problem = resolve_device(device)
     ranks = start(
         tensor=tensor_parallel, pipeline=pipeline_parallel, expert=expert_parallel, data=1,
         device=device,
@@ -109,7 +108,7 @@ def generate(
             placing: dict[str, Any] = {"device": ranks.device, **ranks.placing}
             placing |= {} if whole is None else {"lora": source}
             model = models.load(whole or source, quantize=quantize, **placing)
-            for each in (problem, model.origin):
+            for each in (ranks.problem, model.origin):
                 if each and ranks.first:
                     echo(each, err=True)
             template, backend = tokenizer.template, tokenizer.backend

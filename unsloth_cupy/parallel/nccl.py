@@ -22,6 +22,12 @@ LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID")
 Host = MpiCommunicator | SocketCommunicator
 
 
+def local_rank(host: Host) -> int:
+    """Return the number of this rank among those of its machine, by the environment or ``host``."""
+    local = first_of(os.environ, LOCAL_RANK)
+    return host.local_rank() if local is None else int(local)
+
+
 class NcclCommunicator(Exchanges):
     """Ranks of NCCL, each with the GPU that is current when this object is created.
 
@@ -76,7 +82,7 @@ class NcclCommunicator(Exchanges):
         cls, comm: Any = None, *, timeout: float = 600.0, checked: bool = False
     ) -> "NcclCommunicator":
         """Return the communicator of the ranks of MPI, each with a GPU of its machine."""
-        return cls._met(MpiCommunicator(comm, timeout=timeout), checked)
+        return cls.over(MpiCommunicator(comm, timeout=timeout), checked=checked)
 
     @classmethod
     def from_environment(
@@ -86,17 +92,15 @@ class NcclCommunicator(Exchanges):
 
         These set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
         """
-        return cls._met(SocketCommunicator.from_environment(timeout=timeout), checked)
+        return cls.over(SocketCommunicator.from_environment(timeout=timeout), checked=checked)
 
     @classmethod
-    def _met(cls, host: Host, checked: bool) -> "NcclCommunicator":
+    def over(cls, host: Host, *, checked: bool = False) -> "NcclCommunicator":
         """Return the communicator of the ranks of ``host``, each with a GPU of its machine."""
         if not (cupy() and count()):
             cure = "check nvidia-smi, or use --device cpu or MpiCommunicator"
             raise DeviceError(f"NcclCommunicator: CuPy sees no GPU; {cure}")
-        local = first_of(os.environ, LOCAL_RANK)
-        own = host.local_rank() if local is None else int(local)
-        cupy().cuda.Device(own % count()).use()
+        cupy().cuda.Device(local_rank(host) % count()).use()
         return cls._of(host, host.timeout, checked)
 
     @classmethod

@@ -7,8 +7,10 @@ A step takes the same rows in any grid, so 1 or 2 ranks can resume a run that 4 
 Rank 0 writes the files of the run and prints its progress.
 """
 
+import hashlib
 import math
 import os
+import platform
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
@@ -19,10 +21,11 @@ import numpy as np
 
 from ...core import gpu
 from ...errors import CommunicationError, ConfigError, DeviceError, UnslothCupyError
+from ...machine import gpus, resolve_device
 from ...parallel.communicator import Communicator, SingleCommunicator, part
 from ...parallel.grid import Grid, grid
 from ...parallel.mpi import MpiCommunicator
-from ...parallel.nccl import NcclCommunicator
+from ...parallel.nccl import NcclCommunicator, local_rank
 from ...parallel.sockets import SocketCommunicator, first_of
 from ..data.text import Batch
 from ..naming import named
@@ -38,6 +41,10 @@ class Ranks:
 
     Attributes
     ----------
+    device : str or None
+        The device of this rank; None: the CPU.
+    problem : str
+        Why "auto" is not a GPU that is there.
     alone, first : bool
         Whether there is one rank; whether this is rank 0.
     data : Communicator
@@ -63,8 +70,10 @@ class Ranks:
         schedule: str | None = None,
         chunks: int | None = None,
         context_attention: str | None = None,
+        problem: str = "",
     ) -> None:
         self.comm, self.groups, self.device, self.zero = comm, groups, device, zero
+        self.problem = problem
         self.schedule, self.chunks, self.context_attention = schedule, chunks, context_attention
         self.alone, self.first = comm.size == 1, comm.rank == 0
         self.data = self.replicas = self.same = groups.data
@@ -227,6 +236,7 @@ def start(
 ) -> Ranks:
     """Return the ranks that mpiexec, torchrun or srun started; without them, only this process.
 
+    ``device`` is as in ``resolve_device``; "auto" is a GPU for each rank, or the CPU for all.
     ``options`` are those of Ranks that ``check_options`` checks.
 
     Raises
@@ -239,8 +249,11 @@ def start(
     sizes["expert"] = expert or 1
     comm: Communicator | None = None
     try:
-        comm = _started(parallel, device)
-        return _ranks(comm, sizes, data, device, zero, options)
+        comm = _started(parallel)
+        device, problem = _device(device, comm)
+        if device is not None and isinstance(comm, MpiCommunicator | SocketCommunicator):
+            comm = NcclCommunicator.over(comm)
+        return _ranks(comm, sizes, data, device, zero, {**options, "problem": problem})
     except (ConfigError, DeviceError):
         if comm.rank if comm is not None else not prints_errors(parallel=parallel):
             raise SystemExit(1) from None
@@ -326,13 +339,29 @@ def prints_errors(*, parallel: bool) -> bool:
     return int(first_of(os.environ, names) or 0) == 0
 
 
-def _started(parallel: bool, device: str | None) -> Communicator:
+def _device(device: str | None, comm: Communicator) -> tuple[str | None, str]:
+    """Return the device of the ranks, and why "auto" is not a GPU that is there."""
+    result, problem = resolve_device(device)
+    if device != "auto" or not isinstance(comm, MpiCommunicator | SocketCommunicator):
+        return result, problem
+    devices = gpus()[0]
+    own = devices[local_rank(comm) % len(devices)] if devices else None
+    place = b""
+    if own is not None and own.is_usable:
+        place = hashlib.sha256(f"{platform.node()} {own.address}".encode()).digest()[:8]
+    places = comm.all_gather(np.frombuffer(place.ljust(8, b"\0"), np.int64))
+    count = len({*places.tolist()} - {0})
+    if 0 < count < comm.size:
+        cure = "start one rank for each GPU, or choose the CPU for all"
+        problem = f"the GPU is not used: {comm.size} ranks have {count} of them; {cure}"
+    return "cuda" if count == comm.size else None, problem
+
+
+def _started(parallel: bool) -> Communicator:
     """Return the communicator of all ranks, as the environment describes them."""
     by_name = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not by_name and any(name in os.environ for name in UNDER_MPI):
-        return MpiCommunicator() if device is None else NcclCommunicator.from_mpi()
+        return MpiCommunicator()
     if by_name or (parallel and "SLURM_PROCID" in os.environ):
-        kind: Any = SocketCommunicator if device is None else NcclCommunicator
-        comm: Communicator = kind.from_environment()
-        return comm
+        return SocketCommunicator.from_environment()
     return SingleCommunicator()

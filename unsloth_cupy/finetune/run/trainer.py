@@ -21,7 +21,7 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...files import atomic_path, path_of
-from ...machine import blas_threads, device_title, resolve_device
+from ...machine import blas_threads, device_title
 from ...models.adapters.adapter_base import base_of
 from ...models.folders.folder import load, on_device
 from ...models.objective import Objective, next_token
@@ -183,11 +183,10 @@ class Trainer:
         self.objective, self.listener = objective, Listener() if listener is None else listener
         folder = None if model is None else path_of("Trainer: model", model)
         self.files: RunFolder | None = None  # known when the text is read
-        device, self.problem = resolve_device(each.device)
         self.ranks = start(
             tensor=each.tensor_parallel, pipeline=each.pipeline_parallel, data=each.data_parallel,
             context=each.context_parallel, expert=each.expert_parallel,
-            device=device, zero=each.zero,
+            device=each.device, zero=each.zero,
             schedule=each.pipeline_schedule, chunks=each.chunks,
             context_attention=each.context_attention,
         )  # fmt: skip
@@ -267,8 +266,8 @@ class Trainer:
         stop.together, stop.interruptible = not ranks.alone, ranks.alone
         with hearing(self.listener), ranks.ending(), ending_workers():
             text = self.text.read() if isinstance(self.text, DataFiles) else self.text
-            if self.problem:
-                announce(self.problem)
+            if ranks.problem:
+                announce(ranks.problem)
             if isinstance(text, Records) and text.note:
                 announce(text.note)
             text, self.evaluated = held_out_of(text, self.evaluate)

@@ -19,7 +19,6 @@ from unsloth_cupy.finetune.listener import Listener
 from unsloth_cupy.finetune.run import preparation
 from unsloth_cupy.finetune.run.preparation import dtype_of
 from unsloth_cupy.finetune.run.resume import OUTLIER
-from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.models.adapters.adapter_base import cached
 
 from ..cli.test_cli import assert_one_clear_error, run
@@ -245,10 +244,7 @@ def test_the_dtype_on_a_gpu_is_the_models_own_of_sixteen_bits(
         model: Any = models.load(folder, device="auto") if in_memory else folder
         settings = Settings(steps=1, out=tmp_path / "run", **(lora or {}))
         trainer = Trainer(model, rows(tmp_path / "rows.jsonl", [10] * 9), settings)
-        chosen = dtype_of(
-            trainer.settings, RunFolder(tmp_path / "run"), trainer.source, trainer.transformer,
-            trainer.ranks,
-        )  # fmt: skip
+        chosen = dtype_of(trainer.settings, trainer.source, trainer.transformer, trainer.ranks)
     assert chosen == expected
 
 

@@ -1,5 +1,6 @@
 """A run that is asked to stop, one that is given more, and one that is asked for something else."""
 
+import dataclasses
 import hashlib
 import json
 import os
@@ -9,6 +10,7 @@ import socket
 import sys
 import threading
 import time
+import types
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +24,7 @@ from safetensors.numpy import load_file, save_file
 from unsloth_cupy.finetune import Listener, Lora, Settings, Trainer
 from unsloth_cupy.finetune.run import interrupt
 from unsloth_cupy.finetune.run.loop import Loop
-from unsloth_cupy.finetune.run.resume import differences
+from unsloth_cupy.finetune.run.resume import differences, own_settings
 from unsloth_cupy.finetune.run.run_folder import RunFolder, model_without_weights
 from unsloth_cupy.models import load
 from unsloth_cupy.models.transformer import Transformer
@@ -463,3 +465,46 @@ def test_a_run_of_an_earlier_version_goes_on(name: str, tmp_path: Path) -> None:
         3,
         4,
     ]
+
+
+@pytest.mark.parametrize("name", ["full", "adapter"])
+def test_a_run_of_an_earlier_version_goes_on_without_its_settings(
+    name: str, tmp_path: Path
+) -> None:
+    """Its bits are those of the same run by all its settings, and a line names them."""
+    root = shutil.copytree(STOPPED, tmp_path / "stopped")
+    for path in root.glob("*/**/*.json"):  # they name folders
+        path.write_text(path.read_text().replace('"stopped/', f'"{root}/'))
+    base = () if name == "full" else (root / "full" / "checkpoint-00000002",)
+    given = ("--steps", 4, "--batch", 2, "--tokens", 16, "--lr", 0.01)
+    given += ("--lora", 2) if base else ("--layers", 1, "--hidden", 8, "--vocabulary", 257)
+    files = {}
+    for options in (given, ()):
+        folder = tmp_path / f"{len(options)}"
+        shutil.copytree(root / name, folder)
+        command = ("finetune", *base, "--text", root / "text.txt", "--out", folder)
+        done = run(*command, *options)
+        assert done.exit_code == 0, done.output
+        assert ("settings of the run that are not given now: " in done.output) == (not options)
+        files[options] = next((folder / "model").glob("*model.safetensors")).read_bytes()
+        assert run(*command).output.count("is finished") == 1, "it takes no more steps"
+    assert files[given] == files[()]
+
+
+KEPT = [each for each in dataclasses.fields(Settings) if each.metadata.get("kept", True)]
+NOT_OWN = {"method"}  # the data are read for it
+
+
+@pytest.mark.parametrize("field", KEPT, ids=lambda field: field.name)
+def test_a_setting_that_is_not_given_is_that_of_the_run(field: Any) -> None:
+    """And one that is given is compared, unless it changes no bit."""
+    default = {"dtype": "float32"}.get(field.name, field.default)
+    before = {field.name: ["other"], "text": "a.txt"}
+    now = {field.name: default, "text": "a.txt"}
+    own = own_settings(Settings(), now, before)
+    assert own == ({} if field.name in NOT_OWN else {field.name: ["other"]})
+    given: Any = types.SimpleNamespace(**{each.name: each.default for each in KEPT}, epochs=None)
+    setattr(given, field.name, "given")
+    assert own_settings(given, now | {field.name: "given"}, before) == {}
+    said = differences(before, now | {field.name: "given"}, ended=False)
+    assert bool(said) == (field.name not in ("recompute_every", "keep", "offload", "save_every"))

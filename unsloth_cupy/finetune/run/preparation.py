@@ -52,7 +52,7 @@ from .ranks import Ranks
 from .reference import add_reference, add_taught, other_models, reference_known, with_teacher
 from .resume import OUTLIER
 from .run_folder import Facts, RunFolder, model_without_weights, words_folder
-from .settings import DTYPES, FLOAT, HALVES, Plan, Settings
+from .settings import FLOAT, HALVES, Plan, Settings
 
 if TYPE_CHECKING:
     from ...models.configs.config import Config
@@ -347,22 +347,20 @@ def device_name(model: models.Transformer) -> str:
 
 def dtype_of(
     settings: Settings,
-    run: RunFolder,
     source: Path | None,
     transformer: models.Transformer | None,
     ranks: Ranks,
 ) -> str:
-    """Return the dtype of the computation: of the settings, else of the run that goes on.
+    """Return the dtype of the computation: of the settings, else of device and model.
 
-    A new run has float32 on a CPU.  On a GPU it has the dtype of the model, if that has 16 bits,
-    else bfloat16; but float32 if an adapter is trained through the quantizer of a file, as that
-    takes the weights of the model in all their bits.
+    It is float32 on a CPU.  On a GPU it is the dtype of the model, if that has 16 bits, else
+    bfloat16; but float32 if an adapter is trained through the quantizer of a file, as that takes
+    the weights of the model in all their bits.
     """
     if settings.dtype is not None:
         return settings.dtype
-    known = run.known().get("dtype") if ranks.first else None
-    chosen = known if known in DTYPES else FLOAT
-    if known is None and ranks.first and ranks.device is not None:
+    chosen = FLOAT
+    if ranks.first and ranks.device is not None:
         stored, through = "", settings.merge_into is not None
         if transformer is not None:
             stored = transformer.dtype.name

@@ -23,8 +23,8 @@ OTHERS = {"python-docs": "Python's documentation", NAME: "an iterable of rows"} 
 # again need that much memory in a step, while one outlier may need a hundred times.
 OUTLIER = 1.5
 MORE = ("steps", "epochs", "evaluate_every")  # settings that may change when a run is finished
-# what is not compared: it describes a text that has changed, or is the run's own
-ABOUT = ("text_file", "text_bytes", "outlier")
+# what is not compared: it describes a text that has changed, is the run's own, or changes no bit
+ABOUT = ("text_file", "text_bytes", "outlier", "recompute_every", "keep", "offload", "save_every")
 
 
 def kept(
@@ -88,6 +88,29 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], *, ended: boo
         elif key != "text" or "text_sha256" not in changed:
             result.append(f"{key} {before[key]} (now {now[key]})")
     return result
+
+
+def own_settings(
+    settings: Settings, now: Mapping[str, Any], before: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what a run was started with, of settings that have their defaults now and differ.
+
+    The dtype is one even if it is the same: its default depends on the device.  The data have been
+    read for the method, so it is none.
+    """
+    defaults = {each.name: each.default for each in dataclasses.fields(Settings)}
+    for name in ("method", "base", "eval"):  # base and eval have other values in settings.json
+        del defaults[name]
+    if settings.steps is not None or settings.epochs is not None:
+        for name in MORE:
+            del defaults[name]
+    return {
+        name: value
+        for name, value in before.items()
+        if name in defaults
+        and (value != now.get(name) or name == "dtype")
+        and getattr(settings, name) == defaults[name]
+    }
 
 
 def asks_for_more(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:

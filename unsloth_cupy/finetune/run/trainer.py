@@ -8,6 +8,7 @@ A run prints nothing: a ``Listener`` hears its words, steps and evaluations.
 
 import dataclasses
 import hashlib
+import json
 import shutil
 import warnings
 from collections.abc import Collection, Mapping, Sequence
@@ -48,7 +49,7 @@ from .preparation import device_name, dtype_of, in_place, prepare
 from .ranks import start
 from .reference import folder_of
 from .reporters import reporters
-from .resume import kept, read_settings
+from .resume import kept, own_settings, read_settings
 from .run_folder import RunFolder, fingerprints, model_folder
 from .settings import Settings
 
@@ -203,22 +204,41 @@ class Trainer:
             self.lines = isinstance(text, Records) or (
                 isinstance(self.text, DataFiles) and self.text.lines
             )
-            each.check(self.source, lines=self.lines)
-            self._check_method()
+            self._check()
             self.callbacks += reporters(each.report_to)
             if self.transformer is not None and not self.ranks.alone:
                 problem = "a model in memory is trained by one process"
                 raise ConfigError(f"Trainer: {problem}; pass its folder, {self.source}")
             self.base = None if self.source is None else base_of(self.source, each.base)
-            self.ranks.check(
-                each.batch, each.accumulate, limited=bool(each.limit_memory),
-                offload=each.offload, find_nan=each.find_nan,
-                packed=self.lines
-                and each.pack is not False
-                and not METHODS[each.method].is_on_policy,
-            )  # fmt: skip
         new = "small-bitnet" if each.train_weights else "small-llama"
         self.base_name = new if folder is None else folder.resolve().name.removesuffix(".gguf")
+
+    def _check(self) -> None:
+        """Raise a ConfigError for settings that do not fit each other, the data or the ranks."""
+        each = self.settings
+        each.check(self.source, lines=self.lines)
+        self._check_method()
+        self.ranks.check(
+            each.batch, each.accumulate, limited=bool(each.limit_memory),
+            offload=each.offload, find_nan=each.find_nan,
+            packed=self.lines
+            and each.pack is not False
+            and not METHODS[each.method].is_on_policy,
+        )  # fmt: skip
+
+    def _resume(self, text: Text | Records) -> None:
+        """Take settings that are not given from the run that goes on, or is finished, here."""
+        own = dict[str, Any]()
+        if self.files is not None and self.ranks.first and (before := self.files.known()):
+            now = json.loads(json.dumps(kept(self.settings, text, self.source, {})))
+            own = own_settings(self.settings, now, before)
+        own = json.loads(self.ranks.broadcast(json.dumps(own)))
+        if own:
+            self.settings = dataclasses.replace(self.settings, **own)
+            self._check()
+            listed = [f"{name} {value}" for name, value in own.items() if name != "dtype"]
+            if listed:
+                announce(f"settings of the run that are not given now: {', '.join(listed)}")
 
     def _check_method(self) -> None:
         """Raise a ConfigError if data or objective are not those of the method."""
@@ -273,7 +293,8 @@ class Trainer:
             text, self.evaluated = held_out_of(text, self.evaluate)
             name = f"{self.base_name}-{text.name}"
             self.files = files = RunFolder(Path(self.settings.out or Path("runs") / name))
-            dtype = dtype_of(self.settings, files, self.source, self.transformer, ranks)
+            self._resume(text)
+            dtype = dtype_of(self.settings, self.source, self.transformer, ranks)
             self.settings = dataclasses.replace(self.settings, dtype=dtype)
             with on_device("finetune", ranks.device), ExitStack() as stack:
                 if ranks.first:

@@ -46,9 +46,10 @@ def test_from_chats_to_a_file(tmp_path: Path) -> None:
     (export_merged,) = follow(run(*merge[1:]))
     assert export_merged[2:4] == [f"{out}-merged", f"{out}-merged.gguf"]
     create, start = follow(run(*export[1:]))
-    assert create == ["ollama", "create", "my-chat", "-f", str(tmp_path / "Modelfile")]
+    assert create == ["ollama", "create", "my-chat", "-f", str(tmp_path / "my chat.Modelfile")]
     assert start == ["ollama", "run", "my-chat"]
-    assert run(*export_merged[1:]).exit_code == 1, "there is a Modelfile"
+    assert run(*export_merged[1:]).exit_code == 0, "another file beside the first"
+    Path(f"{out}-merged.gguf").unlink()
     assert follow(run(*export_merged[1:-1])) == [["llama-cli", "-m", f"{out}-merged.gguf"]]
     vocabulary = json.loads((base / "model" / "tokenizer.json").read_text())["added_tokens"]
     ids = {token["content"]: token["id"] for token in vocabulary}

@@ -281,6 +281,10 @@ def test_files_of_another_base_are_named() -> None:
         "another base model: d is new",
         "reward c.py has changed since",
     ]
+    in_memory = {"base": {"the model": {"sha256": "7"}}}
+    names = "a folder", "a model in memory"
+    for (then, other), pair in ((names, (now, in_memory)), (names[::-1], (in_memory, now))):
+        assert differences(*pair, ended=False) == [f"another base model: {then} (now {other})"]
 
 
 @pytest.mark.slow

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from unsloth_cupy import losses
+from unsloth_cupy.cli import printer
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import (
     Callback,
@@ -32,7 +35,7 @@ from unsloth_cupy.finetune.methods.registry import METHODS, OPTIONS, Options
 from unsloth_cupy.finetune.methods.taught import Taught
 from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.run.run_folder import RunFolder
-from unsloth_cupy.models import load
+from unsloth_cupy.models import Transformer, load
 
 from ..cli.test_cli import assert_one_clear_error, run
 from ..golden import generate_methods as golden
@@ -51,6 +54,7 @@ NAMES = {"loss": "loss", "grad_norm": "gradient_norm", "rewards/margins": "margi
          "max_reward": "reward_max"}  # fmt: skip
 DATA = {"kto": "rated", "distill": "texts", "reward": "scored", "classify": "labelled",
         "embed": "related"}  # fmt: skip
+API = "blas"
 MEASURED = ("memory_bytes", "seconds", "tokens_per_second", "planned_bytes", "peak_bytes")
 
 
@@ -284,6 +288,33 @@ def test_a_run_that_goes_on_has_equal_bits(
     (name, before), *_ = other.items()
     with pytest.raises(ConfigError, match=f"holds a run with {name} {before}"):
         trainer(home, out, lora=lora, **options, **{name: 1}).train()
+
+
+def test_a_reference_counts_tokens_on_one_thread(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Threads of BLAS that wait for each other took twenty times as long beside other work."""
+    monkeypatch.setattr(printer, "SECONDS_BETWEEN_LINES", -1.0)
+    threads = list[int]()
+
+    def log_probs(model: Any, *args: Any, **options: Any) -> Any:
+        if type(model.table) is np.ndarray:  # a plan has arrays without data
+            pools = [each for each in threadpool_info() if each["user_api"] == API]
+            threads.extend(each["num_threads"] for each in pools)
+        return original(model, *args, **options)
+
+    original = Transformer.log_probs
+    monkeypatch.setattr(Transformer, "log_probs", log_probs)
+    again = trainer(home, tmp_path / "run", method="dpo", steps=1)
+    again.listener = printer.Printer()
+    with threadpool_limits(2, user_api=API):
+        run_of = again.train()
+    assert threads
+    assert {*threads} == {1}
+    lines = [line for line in capsys.readouterr().err.splitlines() if "reference: " in line]
+    assert re.fullmatch(r"reference: [\d,]+ tokens of ([\d,]+) tokens, [\d,]+ tokens/s", lines[0])
+    examples = run_of.loop.training_data.examples[0]
+    assert any(f" of {examples.ends[-1]:,} tokens" in line for line in lines)
 
 
 def test_a_lost_reference_is_computed_from_the_model_again(home: Path, tmp_path: Path) -> None:

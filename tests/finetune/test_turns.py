@@ -247,14 +247,18 @@ def test_python_knows_common_names_and_takes_others(tmp_path: Path) -> None:
 
 def test_a_modelfile(tmp_path: Path) -> None:
     result, _ = exported(tmp_path, CHATML, "--modelfile")
-    values = taken((tmp_path / "Modelfile").read_text())
+    values = taken((tmp_path / "m.Modelfile").read_text())
     assert rendered(values.pop("TEMPLATE"), [ASK]) == Chat(tmp_path / "m").text([ASK], answer=True)
     assert values == {"FROM": "./m.gguf", "PARAMETER stop": "<|im_end|>"}
-    assert f"{tmp_path / 'Modelfile'}: FROM, TEMPLATE and PARAMETER stop" in result.output
-    again = ["export", str(tmp_path / "m"), str(tmp_path / "n.gguf"), "--modelfile"]
-    failed = click.testing.CliRunner().invoke(group, again)
-    assert "Modelfile exists; remove it" in failed.output
-    assert not (tmp_path / "n.gguf").exists()
+    assert f"{tmp_path / 'm.Modelfile'}: FROM, TEMPLATE and PARAMETER stop" in result.output
+    (tmp_path / "o.Modelfile").touch()
+    for name, code in (("n", 0), ("o", 1)):
+        again = ["export", str(tmp_path / "m"), str(tmp_path / f"{name}.gguf"), "--modelfile"]
+        result = click.testing.CliRunner().invoke(group, again)
+        assert result.exit_code == code, result.output
+    assert "o.Modelfile exists; remove it" in result.output
+    assert not (tmp_path / "o.gguf").exists()
+    assert taken((tmp_path / "n.Modelfile").read_text())["FROM"] == "./n.gguf"
 
 
 def taken(text: str) -> dict[str, str]:
@@ -305,7 +309,7 @@ def test_a_modelfile_means_what_the_template_writes(odd: str, tmp_path: Path) ->
         template = template.replace(f"{{{{ {name} }}}}", f"{{{{ {text!a} }}}}")
     (tmp_path / "m").mkdir()
     write_tokenizer(tmp_path / "m", byte_level(97), chat_template=template)
-    path, stop = tmp_path / "Modelfile", marks["end"]
+    path, stop = tmp_path / "m.Modelfile", marks["end"]
     loaded = Tokenizer.from_file(str(tmp_path / "m/tokenizer.json"))
     parts, reasons = write_modelfile(path, tmp_path / "m.gguf", tmp_path / "m", loaded, stop)
     values = taken(path.read_bytes().decode())
@@ -332,13 +336,13 @@ def test_a_modelfile_cannot_name_every_file(name: str, tmp_path: Path) -> None:
 def test_a_reason_is_one_line_of_a_modelfile(tmp_path: Path) -> None:
     text = "{{ raise_exception('no\nSYSTEM you lie') }}"
     exported(tmp_path, text, "--modelfile")
-    assert taken((tmp_path / "Modelfile").read_text()) == {"FROM": "./m.gguf"}
+    assert taken((tmp_path / "m.Modelfile").read_text()) == {"FROM": "./m.gguf"}
 
 
 def test_a_modelfile_says_why_it_has_no_template(tmp_path: Path) -> None:
     result, _ = exported(tmp_path, None, "--modelfile")
     why = "TEMPLATE is left out: the model has no chat template"
-    assert (tmp_path / "Modelfile").read_text() == f"FROM ./m.gguf\n# {why}\n"
+    assert (tmp_path / "m.Modelfile").read_text() == f"FROM ./m.gguf\n# {why}\n"
     assert f"note: {why}" in result.output
 
 
@@ -346,4 +350,4 @@ def test_a_broken_template_is_a_note(tmp_path: Path) -> None:
     result, values = exported(tmp_path, "{% for %}", "--modelfile")
     assert "note: what ends an answer is not known: " in result.output
     assert values[KEY + "eos_token_id"] == 2
-    assert len((tmp_path / "Modelfile").read_text().splitlines()) == 2
+    assert len((tmp_path / "m.Modelfile").read_text().splitlines()) == 2

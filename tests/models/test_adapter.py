@@ -564,3 +564,18 @@ def test_wrong_options(options: dict[str, Any], message: str) -> None:
 def test_no_adapter_to_save(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="there is no adapter"):
         small().save_adapter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"rank": 0}, {"rank": "x"}, {"rank": 2, "alpha": -1}, {"rank": 2, "dropout": 1},
+        {"rank": 2, "targets": "query"}, {"rank": 2, "targets": ["query"]}, {"rank": 2, "init": ""},
+        {"rank": 2, "modules": 3}, {"rank": 2, "modules": ["score"]}, {"rank": 2, "seed": 0.5},
+        {"rank": 2, "tokens": [9999]}, {"rank": 2, "merge_into": "q9"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_errors_of_new_adapters_name_the_call(options: Any) -> None:
+    with pytest.raises(ConfigError, match=r"^add_adapter[:(]"):
+        load(LLAMA).add_adapter(**options)

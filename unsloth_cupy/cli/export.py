@@ -29,7 +29,7 @@ from .options import BASE, FILE, NewFile, option
     help="Folder of the tokenizer.  [default: the model's]",
 )
 @option("--base", FILE, BASE)
-@click.option("--modelfile", is_flag=True, help="Also write a Modelfile, for ollama create.")
+@click.option("--modelfile", is_flag=True, help="Also write FILE.Modelfile, for ollama create.")
 @click.option("--adapter", is_flag=True, help="Only the adapter, for llama-cli --lora.")
 def export(
     folder: Path,

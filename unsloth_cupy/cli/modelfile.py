@@ -22,14 +22,14 @@ SPECIAL = re.compile(r'\{{2,}|\{\Z|"{3,}|[^ -~\t\n]')
 
 def check_modelfile(file: Path) -> Path:
     """Return the path of the Modelfile beside a GGUF file; raise if it cannot be written."""
-    path = file.with_name("Modelfile")
+    path = file.with_name(file.name.removesuffix(".gguf") + ".Modelfile")
     if not file.name.isprintable() or file.name != file.name.strip():
         problem = (
             "a Modelfile cannot name a file with control characters, or spaces around its name"
         )
         raise ConfigError(f"{file.name!a}: {problem}; choose another name")
     if path.exists():
-        raise ConfigError(f"{path} exists; remove it, or export to another folder")
+        raise ConfigError(f"{path} exists; remove it, or export to another file")
     return path
 
 

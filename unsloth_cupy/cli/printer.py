@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -53,16 +53,25 @@ class Printer(Listener):
         if not self.quiet:
             echo(text, err=True)
 
-    @contextmanager
-    def reading(self, what: str, size: int) -> Iterator[Callable[[int], None]]:
+    def reading(self, what: str, size: int) -> AbstractContextManager[Callable[[int], None]]:
         """Show how much of a file is read, if it takes longer than 1 s."""
+        return self._counting(what, size, "B", format_bytes)
+
+    def computing(self, what: str, size: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Show how many tokens a model has read, if it takes longer than 1 s."""
+        return self._counting(what, size, " tokens", lambda count: f"{count:,.0f} tokens")
+
+    @contextmanager
+    def _counting(
+        self, what: str, size: int, unit: str, shown: Callable[[float], str]
+    ) -> Iterator[Callable[[int], None]]:
         from tqdm import tqdm
 
         what = printable(what)
         done, began = 0, time.monotonic()
         printed = began
         with tqdm(
-            total=size, desc=what, unit="B", unit_scale=True, disable=not self.terminal,
+            total=size, desc=what, unit=unit, unit_scale=True, disable=not self.terminal,
             leave=False, delay=SECONDS_BEFORE_A_BAR, dynamic_ncols=True,
         ) as bar:  # fmt: skip
 
@@ -72,8 +81,8 @@ class Printer(Listener):
                 bar.update(count)
                 now = time.monotonic()
                 if not (self.terminal or self.quiet) and now - printed > SECONDS_BETWEEN_LINES:
-                    printed, speed = now, format_bytes(done / (now - began))
-                    share = f"{format_bytes(done)} of {format_bytes(size)}"
+                    printed, speed = now, shown(done / (now - began))
+                    share = f"{shown(done)} of {shown(size)}"
                     echo(f"{what}: {share}, {speed}/s", err=True)
 
             yield read

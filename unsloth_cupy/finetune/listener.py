@@ -29,6 +29,10 @@ class Listener:
         """Hear that a file of ``size`` bytes is read; what is yielded takes the bytes read now."""
         return nullcontext(lambda _: None)
 
+    def computing(self, what: str, size: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Show that a model reads ``size`` tokens beside training, as ``reading`` shows bytes."""
+        return nullcontext(lambda _: None)
+
     def prepared(self, run: Any) -> None:
         """Hear that model and text are ready; an error raised here ends the run."""
 
@@ -74,7 +78,18 @@ def reading(pieces: Iterable[PieceT], size: int, what: str) -> Iterator[PieceT]:
 
     ``size`` is the total number of bytes, ``what`` what is done with them.
     """
-    with _listener.get().reading(what, size) as read:
+    return _counted(pieces, _listener.get().reading(what, size))
+
+
+def computing(pieces: Iterable[PieceT], size: int, what: str) -> Iterator[PieceT]:
+    """Yield pieces, tuples that start with a range of tokens, and tell the listener how many."""
+    return _counted(pieces, _listener.get().computing(what, size))
+
+
+def _counted(
+    pieces: Iterable[PieceT], counter: AbstractContextManager[Callable[[int], None]]
+) -> Iterator[PieceT]:
+    with counter as count:
         for piece in pieces:
             yield piece
-            read(len(piece[0]))
+            count(len(piece[0]))

@@ -16,13 +16,14 @@ from ... import models
 from ...core.dtypes import Array
 from ...errors import ConfigError
 from ...files import atomic_path
+from ...machine import blas_threads
 from ...models.adapters.adapter_base import base_of
 from ...models.folders.checkpoint_files import opened, write_tensors
 from ...placement import to_numpy
 from ..data.text import TrainingData
 from ..data.tokenizer import load_tokenizer
 from ..data.training_data import Examples, Shape, consecutive, sequential_batches
-from ..listener import reading
+from ..listener import computing
 from ..methods.method import FOLDERS, placed, starts_of
 from ..methods.registry import METHODS
 from ..methods.taught import is_taught, read_taught
@@ -188,32 +189,38 @@ def add_reference(loop: "Loop", origin: Path | None, shape: Shape, *, known: boo
 
 def compute(model: "Transformer", parts: Sequence[Examples], shape: Shape, ranks: "Ranks") -> None:
     """Set the log-probabilities of all examples by a model; data ranks share the work."""
+    texts = shape._replace(method=METHODS["sft"])
+    with blas_threads(model.config.hidden):
+        for part in parts:
+            _compute(model, part, texts, ranks)
+
+
+def _compute(model: "Transformer", part: Examples, texts: Shape, ranks: "Ranks") -> None:
+    """Set the log-probabilities of examples by a model."""
     plain, data = METHODS["sft"], ranks.data
-    texts = shape._replace(method=plain)
-    for part in parts:
-        result = np.zeros(part.ends[-1], np.float32)
-        places = [*consecutive(part, texts)]
-        pieces = ((range(part.ends[last] - part.ends[first]), first, last)
-                  for first, last in places)  # fmt: skip
-        what = "reference: tokens"
-        for number, (_, first, last) in enumerate(reading(pieces, part.ends[-1], what)):
-            if number % data.size != data.rank:
-                continue
-            batch = texts.batch_of([part[each] for each in range(first, last)])
-            arrays = placed(plain.inputs(batch), model.table)
-            log_probs = to_numpy(model.log_probs(**arrays).log_probs).reshape(-1)
-            for text, start in zip(range(first, last), starts_of(batch), strict=False):
-                begin, stop = part.ends[text], part.ends[text + 1]
-                # a token is predicted at the place before it
-                result[begin + 1 : stop] = log_probs[start : start + stop - begin - 1]
-        together = model.gather is not None or model.expert_ranks is not None
-        if together and data.rank >= len(places) % data.size > 0:
-            one = placed(plain.inputs(texts.batch_of([part[0]])), model.table)
-            model.log_probs(**one)  # others gather weights from this rank, or send rows to it
-        part.reference = data.all_reduce(result) if data.size > 1 else result
-        if (broken := np.flatnonzero(~np.isfinite(part.reference))).size:
-            text = int(np.searchsorted(part.ends, broken[0], "right")) - 1
-            problem = f"is {part.reference[broken[0]]} by the reference model"
-            cure = "give another reference, or copy it again"
-            line = f"line {part.lines[text]} of the data"
-            raise ConfigError(f"{line}: the log-probability of a token {problem}; {cure}")
+    result = np.zeros(part.ends[-1], np.float32)
+    places = [*consecutive(part, texts)]
+    pieces = ((range(part.ends[last] - part.ends[first]), first, last)
+              for first, last in places)  # fmt: skip
+    counted = computing(pieces, part.ends[-1], "reference")
+    for number, (_, first, last) in enumerate(counted):
+        if number % data.size != data.rank:
+            continue
+        batch = texts.batch_of([part[each] for each in range(first, last)])
+        arrays = placed(plain.inputs(batch), model.table)
+        log_probs = to_numpy(model.log_probs(**arrays).log_probs).reshape(-1)
+        for text, start in zip(range(first, last), starts_of(batch), strict=False):
+            begin, stop = part.ends[text], part.ends[text + 1]
+            # a token is predicted at the place before it
+            result[begin + 1 : stop] = log_probs[start : start + stop - begin - 1]
+    together = model.gather is not None or model.expert_ranks is not None
+    if together and data.rank >= len(places) % data.size > 0:
+        one = placed(plain.inputs(texts.batch_of([part[0]])), model.table)
+        model.log_probs(**one)  # others gather weights from this rank, or send rows to it
+    part.reference = data.all_reduce(result) if data.size > 1 else result
+    if (broken := np.flatnonzero(~np.isfinite(part.reference))).size:
+        text = int(np.searchsorted(part.ends, broken[0], "right")) - 1
+        problem = f"is {part.reference[broken[0]]} by the reference model"
+        cure = "give another reference, or copy it again"
+        line = f"line {part.lines[text]} of the data"
+        raise ConfigError(f"{line}: the log-probability of a token {problem}; {cure}")

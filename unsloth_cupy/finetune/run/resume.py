@@ -125,6 +125,9 @@ def _more(before: Any, now: Any) -> bool:
 
 def _other_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return in words which files of a base model have changed, are new or are gone."""
+    if (memory := "the model" in before) != ("the model" in now) and before and now:
+        then, other = ("a model in memory", "a folder")[:: 1 if memory else -1]
+        return [f"another base model: {then} (now {other})"]
     result = []
     for name in sorted({*before, *now}):
         digests = [each.get(name, {}).get("sha256") for each in (before, now)]

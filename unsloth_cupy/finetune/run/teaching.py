@@ -27,7 +27,7 @@ from ..data.sources import find_data
 from ..data.text import Batch
 from ..data.tokenizer import load_tokenizer
 from ..data.training_data import Shape, consecutive, from_records
-from ..listener import announce, reading
+from ..listener import announce, computing
 from ..methods.method import placed
 from ..methods.registry import METHODS
 from ..methods.taught import FILE, TEXT, digest_of, vocabulary_of
@@ -126,7 +126,7 @@ def teach(
             ]
             pieces = ((range(examples.ends[last] - examples.ends[first]), first, last)
                       for first, last in consecutive(examples, shape))  # fmt: skip
-            for _, first, last in reading(pieces, examples.ends[-1], "teaching: tokens"):
+            for _, first, last in computing(pieces, examples.ends[-1], "teaching"):
                 texts = [examples[number] for number in range(first, last)]
                 for text in texts:
                     starts.setdefault(digest_of(text), row)

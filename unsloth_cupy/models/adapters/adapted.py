@@ -61,6 +61,7 @@ class Adapted(Network):
         """The folder that has its weights, as the base of adapters; None after a merge."""
         return None if self.merged else self.folder
 
+    @naming("add_adapter", "create_adapter", "train_through")
     def add_adapter(self, rank: int, *, name: str | None = None, **options: Any) -> None:
         """Freeze the parameters and add a new adapter: see ``models.create_adapter``.
 

@@ -1,18 +1,23 @@
 """Each command ends with the commands that may follow, which run as they are printed."""
 
 import json
+import re
 import shlex
+import shutil
 from pathlib import Path
 
 import click.testing
 import pytest
 
 from unsloth_cupy import models
+from unsloth_cupy.finetune.data.chat import Chat
 
 from .test_cli import run
 
 pytest.importorskip("gguf", reason="needs the extra `gguf`")
 
+GOLDEN = Path(__file__).parents[1] / "golden"
+MODEL, TOKENIZER = GOLDEN / "models" / "llama", GOLDEN / "tokenizer" / "tokenizer.json"
 SMALL = ("--steps", 2, "--batch", 2, "--tokens", 32, "--evaluate-every", 2)
 NEW = (*SMALL, "--vocabulary", 300, "--layers", 1, "--hidden", 32)
 
@@ -40,10 +45,16 @@ def test_from_chats_to_a_file(tmp_path: Path) -> None:
     assert [words[1] for words in follow(full)] == ["generate", "export"]
     done = run("finetune", base, "--text", file, *SMALL, "--lora", 4, "--out", out)
     ask, merge, export = follow(done)
+    shown = done.stdout.partition("an answer to the first held-out prompt")[2]
+    number = re.search(r"What is (\d+)\?", shown)
+    assert number is not None
+    question = Chat(out / "model").text([{"role": "user", "content": number[0]}], answer=True)
+    assert shown.index(question) < shown.index("answer"), "set apart, with its marks"
     assert ask == ["unsloth-cupy", "generate", str(out), "--chat"]
     assert run(*ask[1:], "What is 3?", "--max-new-tokens", 2).exit_code == 0
     assert merge == ["unsloth-cupy", "merge", str(out), f"{out}-merged"]
-    (export_merged,) = follow(run(*merge[1:]))
+    ask_merged, export_merged = follow(run(*merge[1:]))
+    assert ask_merged == ["unsloth-cupy", "generate", f"{out}-merged", "--chat"]
     assert export_merged[2:4] == [f"{out}-merged", f"{out}-merged.gguf"]
     create, start = follow(run(*export[1:]))
     assert create == ["ollama", "create", "my-chat", "-f", str(tmp_path / "my chat.Modelfile")]
@@ -56,3 +67,40 @@ def test_from_chats_to_a_file(tmp_path: Path) -> None:
     ends = ids["<|endoftext|>"], ids["<|im_end|>"]
     for folder in (base / "model", out / "model", Path(f"{out}-merged")):
         assert models.load(folder).config.end_tokens == ends
+
+
+@pytest.mark.parametrize("method", ["sft", "classify"])
+def test_a_file_that_is_held_out_is_evaluated_next(method: str, tmp_path: Path) -> None:
+    config = json.loads((MODEL / "config.json").read_text()) | {"vocab_size": 1024}
+    models.create(config, seed=0).save(tmp_path / "base")
+    shutil.copy(TOKENIZER, tmp_path / "base")
+    rows = [{"text": f"{n} is a number", "label": n % 2} for n in range(20)]
+    for name in ("rows", "held"):
+        text = "".join(json.dumps(row if method != "sft" else {"text": row["text"]}) + "\n"
+                       for row in rows)  # fmt: skip
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    held, out = tmp_path / "held.jsonl", tmp_path / "run"
+    done = run(
+        "finetune", tmp_path / "base", "--text", tmp_path / "rows.jsonl", "--eval", held, *SMALL,
+        "--method", method, "--out", out,
+    )  # fmt: skip
+    (words,) = (words for words in follow(done) if words[1] == "evaluate")
+    assert words[1:] == ["evaluate", str(out), "--data", str(held)]
+    assert run(*words[1:]).exit_code == 0
+
+
+def test_a_mixture_that_no_file_can_hold_is_named_before_training(tmp_path: Path) -> None:
+    config = json.loads((MODEL.parent / "qwen3_moe" / "config.json").read_text())
+    for normalizes in (True, False):
+        folder = tmp_path / str(normalizes)
+        models.create(config | {"norm_topk_prob": normalizes, "vocab_size": 1024}, seed=0).save(
+            folder
+        )
+        shutil.copy(TOKENIZER, folder)
+        (tmp_path / "text.txt").write_text("a text of some words. " * 99)
+        done = run("finetune", folder, "--text", tmp_path / "text.txt", *SMALL, "--out",
+                   tmp_path / f"run-{normalizes}")  # fmt: skip
+        why = "cannot be exported to a file of llama.cpp: llama.cpp's qwen3moe chooses experts"
+        before = done.stderr.partition("step 0")[0]
+        assert (why in before and "(norm_topk_prob)" in before) != normalizes
+        assert ("export" in {words[1] for words in follow(done)}) == normalizes

@@ -3,6 +3,7 @@
 import gc
 import json
 import math
+import re
 import shutil
 import weakref
 from pathlib import Path
@@ -16,6 +17,7 @@ from unsloth_cupy.finetune import Lora, Run, Settings, Trainer, evaluate
 from unsloth_cupy.finetune.run import metrics
 from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.run.loop import Loop
+from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.models import Transformer, load
 
 from ..cli.test_cli import assert_one_clear_error, numbers, run, weights
@@ -248,6 +250,41 @@ def test_early_stopping(text: Path, other: Path, tmp_path: Path) -> None:
         text, tmp_path / "large", other, patience=2, min_delta=1e9, **FALLS_AND_RISES
     )
     assert len(held_out(all_of_it)) == 1 + 2, "no loss is so much lower"
+    said = f"; the model is that of step {2 * best} ({min(losses):.3f})"
+    stop = f"stopped at step {2 * (best + 2)}: no lower loss for 2 evaluations{said}"
+    assert made.stopped == stop
+    again = trained(text, tmp_path / "run", other, patience=2, **FALLS_AND_RISES)
+    assert again.loop is None
+    assert again.stopped == stop, "its log has it"
+    assert all_of_it.stopped is not None
+    assert ": no loss lower by 1e+09 for 2 evaluations; " in all_of_it.stopped
+    more = FALLS_AND_RISES | {"steps": 20}
+    assert trained(text, tmp_path / "run", other, keep_best=True, **more).stopped is None
+
+
+def test_the_table_of_a_run_begins_with_its_best_step(
+    text: Path, other: Path, base: Path, tmp_path: Path
+) -> None:
+    """It has the reason of its end, and losses before and after of a model that existed."""
+    sizes = ("--batch", 2, "--tokens", 16, "--steps", 12, "--evaluate-every", 2)
+    words = ("--text", text, "--eval", other, "--lr", 0.02, "--patience", 2, *sizes)
+    new = ("--layers", 1, "--hidden", 32, "--vocabulary", 300)
+    for out, more in (("new", new), ("old", (base,))):
+        done = run("finetune", *more, *words, "--out", tmp_path / out)
+        assert done.exit_code == 0, done.output
+        files = RunFolder(tmp_path / out)
+        best, first = files.best(), files.lines()[0]
+        assert best is not None
+        place = f"{best['step']} of {files.lines()[-1]['step']}, with the held-out loss"
+        rows = [line for line in done.stdout.splitlines() if line.startswith(("│", "|"))]
+        assert re.search(rf"best step +.* {place} {best['held_out_loss']:.3f} ", rows[0])
+        table = re.sub(r"[\s│]+", " ", done.stdout)
+        assert files.stopped in table
+        again = run("finetune", *more, *words, "--out", tmp_path / out).stdout
+        assert files.stopped in re.sub(r"[\s│]+", " ", again)
+        change = f"held-out loss {first['held_out_loss']:.3f} -> {best['held_out_loss']:.3f} nats"
+        assert (change in table) == (out == "old")
+        assert ("unigram baseline" in done.output) == (out == "new")
 
 
 @pytest.mark.parametrize("after", [3, 5, 8])

@@ -317,6 +317,25 @@ def test_a_reference_counts_tokens_on_one_thread(
     assert any(f" of {examples.ends[-1]:,} tokens" in line for line in lines)
 
 
+def test_lines_of_a_log_file_have_the_speed_and_the_time_left(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(printer, "SECONDS_BETWEEN_LINES", -1.0)
+    heard = trainer(home, tmp_path / "run", method="dpo", steps=4)
+    heard.listener = printer.Printer()
+    heard.train()
+    lines = [line for line in capsys.readouterr().err.splitlines() if ": loss " in line]
+    assert len(lines) == 4
+    assert all(re.search(r", [\d:]+ (s|min|h) left$", line) for line in lines)
+    assert re.search(r", \d+ tokens/s of text, process ", lines[-1])
+    assert lines[-1].endswith(", 0 s left")
+    times = {
+        0.4: "0 s", 59.4: "59 s", 59.6: "1:00 min", 60: "1:00 min", 185: "3:05 min",
+        3600: "1:00 h", 8100: "2:15 h", 360_000: "100:00 h",
+    }  # fmt: skip
+    assert {each: printer.duration(each) for each in times} == times
+
+
 def test_a_lost_reference_is_computed_from_the_model_again(home: Path, tmp_path: Path) -> None:
     """Of a run that trains all weights, the model in its checkpoint is another by then."""
     options: dict[str, Any] = {"method": "dpo", "steps": 2, "decay": "constant"}

@@ -24,7 +24,7 @@ from ..models.adapters.adapter_base import base_of
 from ..models.text.chat import Message
 from .echo import echo
 from .options import BASE, FILE, QUANTIZE, Device, Number, Words, option, utf8
-from .streaming import stream_text
+from .streaming import NEW, TEMPERATURE, stream_text
 
 Write = Callable[..., tuple[str, int]]  # stream_text with its first arguments bound
 
@@ -32,8 +32,8 @@ Write = Callable[..., tuple[str, int]]  # stream_text with its first arguments b
 @click.command()
 @click.argument("folder", metavar="MODEL_FOLDER", type=FILE)
 @click.argument("prompt", required=False, type=Words())
-@option("--max-new-tokens", click.IntRange(1), "Maximum number of new tokens.", 200)
-@option("--temperature", Number(0), "0 always takes the likeliest token.", 0.8)
+@option("--max-new-tokens", click.IntRange(1), "Maximum number of new tokens.", NEW)
+@option("--temperature", Number(0), "0 always takes the likeliest token.", TEMPERATURE)
 @option("--top-k", click.IntRange(1), "Choose among the N likeliest tokens.")
 @option(
     "--top-p", Number(0, 1, min_open=True), "Choose among the likeliest tokens of this total share."

@@ -7,7 +7,7 @@ import click
 from ..finetune.run.run_folder import model_folder
 from .echo import echo, echo_next
 from .options import BASE, FILE, option
-from .results import exports
+from .results import asking, exports
 
 DTYPES = click.Choice(["bfloat16", "float16", "float32", "float64"])
 
@@ -28,4 +28,5 @@ def merge(folder: Path, out: Path, dtype: str | None, base: Path | None) -> None
     from .. import models
 
     echo(models.merge(model_folder(folder), out, dtype=dtype, base=base, progress=True))
-    echo_next(*(["unsloth-cupy", *words] for words in exports(out, out)))
+    follow = [asking(out, out), *exports(out, out)]
+    echo_next(*(["unsloth-cupy", *words] for words in follow))

@@ -27,6 +27,7 @@ SHOWN = (  # of what a method measures, in progress
     *("reward", "accuracy", "margin", "f1", "mrr", "error", "kl"),
     *("entropy", "ratio", "clipped", "length", "expert_load", "idle_experts"),
 )
+MINUTE = 60
 NEWEST = 0.1  # weight of the newest step in the running means of loss and speed
 
 
@@ -44,6 +45,8 @@ class Printer(Listener):
         self.terminal = sys.stderr.isatty() and not quiet
         self.bar: Any = None  # of training
         self.steps = 0
+        self.first: float | None = None  # held-out loss of a model that existed
+        self.began_at, self.first_step, self.of_new_model = 0.0, 0, True
         self.loss: float | None = None
         self.speed: float | None = None
         self.printed = 0.0
@@ -92,6 +95,9 @@ class Printer(Listener):
         if run.loop is not None and run.loop.ranks.first:
             for needed in ("matplotlib.figure", "rich.table"):
                 import_module(needed)
+            self.of_new_model = run.files.of_new_model
+            evaluations = (line.get("held_out_loss") for line in run.files.lines())
+            self.first = next(filter(None, evaluations), None)
             if self.profile is not None:
                 self.profiled = run.loop.step_context = Steps(run.loop, self.profile)
 
@@ -99,7 +105,7 @@ class Printer(Listener):
         """Show the bar."""
         from tqdm import tqdm
 
-        self.steps = steps
+        self.steps, self.began_at, self.first_step = steps, time.monotonic(), step
         self.bar = tqdm(
             total=steps, initial=step, unit=" steps", disable=not self.terminal, dynamic_ncols=True
         )
@@ -109,20 +115,26 @@ class Printer(Listener):
         self.loss = _mean(self.loss, line["loss"])
         speed = line["tokens_per_second"]
         self.speed = self.speed if speed is None else _mean(self.speed, speed)
-        pace = "" if self.speed is None else f", {self.speed:.0f} tokens/s"
+        pace = "" if self.speed is None else f", {self.speed:.0f} tokens/s of text"
         now = f"loss {self.loss:.3f}{measured(line)}{pace}"
         now += f", process {format_bytes(line['memory_bytes'])}"
         if self.terminal:
             self.bar.set_postfix_str(now, refresh=False)
             self.bar.update()
         elif time.monotonic() - self.printed > SECONDS_BETWEEN_LINES:
-            self._print(f"step {line['step']}/{self.steps}: {now}")
+            done = line["step"] - self.first_step
+            left = (time.monotonic() - self.began_at) / done * (self.steps - line["step"])
+            self._print(f"step {line['step']}/{self.steps}: {now}, {duration(left)} left")
 
     def evaluated(self, line: dict[str, Any]) -> None:
         """Show one evaluation."""
         text = f"step {line['step']}/{self.steps}: held-out loss {line['held_out_loss']:.3f}"
-        if "unigram_baseline" in line:
+        if self.of_new_model and "unigram_baseline" in line:
             text += f" (unigram baseline {line['unigram_baseline']:.3f})"
+        elif self.first is None:
+            self.first = line["held_out_loss"]
+        else:
+            text += f" ({self.first:.3f} at first)"
         self._print(text + measured(line, "held_out_"))
 
     def sampled(self, step: int, prompt: str, text: str) -> None:
@@ -170,6 +182,16 @@ class Printer(Listener):
             self.bar.write(text, file=sys.stderr)
         else:
             self.announce(text)
+
+
+def duration(seconds: float) -> str:
+    """Return a time in words: 42 s, 3:05 min, 2:15 h."""
+    whole, unit = round(seconds), "min"
+    if whole < MINUTE:
+        return f"{whole} s"
+    if whole >= MINUTE**2:
+        whole, unit = round(whole / MINUTE), "h"
+    return f"{whole // MINUTE}:{whole % MINUTE:02d} {unit}"
 
 
 def measured(line: dict[str, Any], kind: str = "") -> str:

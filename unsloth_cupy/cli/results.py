@@ -2,6 +2,7 @@
 
 import json
 import math
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ from ..machine import console, format_bytes
 from ..models.adapters.adapter_base import ADAPTER
 from ..models.quantizer import IN_FOLDERS
 from .echo import echo, echo_next
-from .streaming import stream_text
+from .streaming import NEW, TEMPERATURE, stream_text
 
-SAMPLE_TOKENS = 120
+SAMPLE_TOKENS = NEW  # as those of the command that generates
 MOST = 700.0  # nats whose perplexity is a float
 
 
@@ -25,36 +26,27 @@ def report(run: RunFolder) -> None:
     """Print the table of a run's results."""
     from rich.table import Table
 
-    lines = run.lines()
-    last = next((line for line in reversed(lines) if "held_out_loss" in line), None)
-    if last is None:
+    lines, best = run.lines(), run.best()
+    if best is None:
         raise ConfigError(f"{run.log} holds no evaluation; it is not the log of a finished run")
-    loss, baseline = last["held_out_loss"], last.get("unigram_baseline")
     steps = [line for line in lines if "loss" in line]
+    evaluations = [line for line in lines if "held_out_loss" in line]
     table = Table(show_header=False)
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
-    if baseline is None:
-        first = next(line for line in lines if "held_out_loss" in line)
-        for name in ("loss", *MEASURES):
-            value, before = (line.get(f"held_out_{name}") for line in (last, first))
-            if value is not None:
-                shown = f"{value:.4g}" + f", {before:.4g} at first" * (before is not None)
-                table.add_row(f"held-out {name.replace('_', ' ')}", shown)
-    else:
-        table.add_row("unigram baseline", f"{baseline:.3f} nats per token")
-        side = "below" if loss < baseline else "above"
-        off = f"{abs(baseline - loss):.3f} {side}"
-        table.add_row("held-out loss", f"{loss:.3f} nats per token, {off}")
-        table.add_row(
-            "perplexity",
-            f"{math.exp(min(loss, MOST)):.1f} (baseline {math.exp(min(baseline, MOST)):.1f})",
-        )
+    place = f"{best['step']} of {max((line['step'] for line in steps), default=0)}"
+    table.add_row("best step", f"{place}, with the held-out loss {best['held_out_loss']:.3f}")
+    if run.stopped is not None:
+        table.add_row("end", run.stopped)
+    after = best if read_json(run.settings).get("keeps_best") else evaluations[-1]  # of the model
+    for row in losses(evaluations[0], after, of_new_model=run.of_new_model):
+        table.add_row(*row)
     seconds, timed = sum(line["seconds"] for line in steps), [*filter(is_timed, steps)]
     text = f"{seconds:.0f} s in {len(steps)} step{'s' * (len(steps) > 1)}"
     if timed:
         tokens = sum(line["tokens_per_second"] * line["seconds"] for line in timed)
-        text += f", {tokens / sum(line['seconds'] for line in timed):.0f} tokens/s"
+        speed = tokens / sum(line["seconds"] for line in timed)
+        text += f", {speed:.0f} tokens/s of text, padding left out"
     table.add_row("time", text)
     counted = [line for line in steps if "peak_bytes" in line]
     if counted:
@@ -70,34 +62,71 @@ def report(run: RunFolder) -> None:
     console(markup=False).print(table)
 
 
+def losses(
+    before: Mapping[str, Any], after: Mapping[str, Any], *, of_new_model: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield rows of names and values: before and after, or of a new model beside its baseline."""
+    loss, baseline = after["held_out_loss"], after.get("unigram_baseline")
+    unit = " nats per token" * (baseline is not None)
+    if baseline is not None and of_new_model:
+        yield "unigram baseline", f"{baseline:.3f}{unit}"
+        side = "below" if loss < baseline else "above"
+        yield "held-out loss", f"{loss:.3f}{unit}, {abs(baseline - loss):.3f} {side}"
+        shown = f"{_perplexity(loss):.1f} (baseline {_perplexity(baseline):.1f})"
+        yield "perplexity", shown
+        return
+    first = before["held_out_loss"]
+    form = ".3f" if unit else ".4g"  # nats per token are of one size
+    yield "held-out loss", f"{first:{form}} -> {loss:{form}}{unit}"
+    if unit:
+        yield "perplexity", f"{_perplexity(first):.1f} -> {_perplexity(loss):.1f}"
+    for name in MEASURES:
+        values = [line.get(f"held_out_{name}") for line in (before, after)]
+        shown = " -> ".join(f"{value:.4g}" for value in values if value is not None)
+        if shown:
+            yield f"held-out {name.replace('_', ' ')}", shown
+
+
+def _perplexity(loss: float) -> float:
+    return math.exp(min(loss, MOST))
+
+
 def what_follows(run: RunFolder) -> None:
     """Print the commands that use a finished run."""
     values = read_json(run.settings)
     method = METHODS[values.get("method", "sft")]
+    measure = []
+    if isinstance(held_out := values.get("eval"), str) and not method.compares:
+        measure = [["evaluate", run.folder, "--data", held_out]]
     if method.example:  # it writes no text
         load = f"models.load({json.dumps(str(run.model))})"
         used = method.example.format(pooling=values.get("pooling") or "mean")
         code = f"from unsloth_cupy import models; model = {load}; print({used})"
-        echo_next(["python", "-c", code])
+        echo_next(["python", "-c", code], *(["unsloth-cupy", *words] for words in measure))
         return
-    asks = ["generate", run.folder]
-    asks += ["--chat"] if Chat(run.model).stored else ["Once upon a time"]
+    asks = asking(run.folder, run.model)
     merges = [["merge", run.folder, f"{run.folder}-merged"]]
     merges = merges if (run.model / ADAPTER).exists() else []
     files = exports(run.model, run.folder)
     if (kind := values.get("merge_into")) is not None:
         merges, files = (merges, []) if kind in IN_FOLDERS else ([], files)
         files = [[*words[:3], *words[5:]] for words in files]  # in the type of the run
-    follow = [asks, *merges, *files]
+    follow = [asks, *measure, *merges, *files]
     echo_next(*(["unsloth-cupy", *words] for words in follow))
+
+
+def asking(folder: Path, words: Path) -> list[object]:
+    """Return the command that writes a text by the model in a folder, or answers a question."""
+    question = ["--chat"] if Chat(words).stored else ["Once upon a time"]
+    return ["generate", folder, *question]
 
 
 def exports(model: Path, folder: Path) -> list[list[object]]:
     """Return the command that writes the model in a folder to a file, where llama.cpp has it."""
-    from ..models.gguf.export import has_architecture
+    from ..models.gguf.export import why_no_file
 
     try:
-        known = has_architecture(model_without_weights(model).config)
+        known = not why_no_file(model_without_weights(model).config)
     except ConfigError:  # its base is in a folder that was named for the run
         known = True
     command = ["export", folder, f"{folder}.gguf", "--type", "q4_k_m", "--modelfile"]
@@ -125,11 +154,17 @@ def is_timed(line: dict[str, Any]) -> bool:
 
 
 def sample(loop: Loop) -> None:
-    """Print the model's continuation of the beginning of the held-out text."""
-    tokens = loop.training_data.prompt[: loop.model.config.positions - 1]  # room for one more
-    echo("\nsampled text:\n")
-    echo(loop.tokenizer.decode(tokens), nl=False)
+    """Print what the model writes, set apart: an answer to the first held-out prompt, or a text."""
+    prompt, parts = loop.training_data.prompt, loop.training_data.examples
+    asked = bool(parts) and len(prompt) < len(parts[1][0].tokens)
+    tokens = prompt[: loop.model.config.positions - 1]  # room for one more
+    rule = console(markup=False).rule
+    rule("sampled text: " + ("an answer to the first held-out prompt" if asked else "a sequel"))
+    echo(loop.tokenizer.decode(tokens, skip_special_tokens=not asked), nl=asked)
+    if asked:
+        rule("answer")
     stream_text(
         loop.model, loop.model.tokenizer, tokens,
-        max_new_tokens=SAMPLE_TOKENS, temperature=0.8, top_p=0.95, seed=loop.plan.seed,
+        max_new_tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, seed=loop.plan.seed,
     )  # fmt: skip
+    rule()

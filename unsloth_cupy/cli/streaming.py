@@ -9,6 +9,8 @@ from ..models.text.tokenizer import Tokenizer
 from ..models.transformer import Transformer
 from .echo import echo
 
+NEW, TEMPERATURE = 200, 0.8  # new tokens, and the default temperature, also of a run's sample
+
 
 def stream_text(
     model: Transformer,

@@ -29,6 +29,7 @@ from ..methods.registry import METHODS
 from ..naming import named
 from .callbacks import Callbacks
 from .checkpoints import Checkpoints
+from .early_stopping import is_past_best, log_reason
 from .executor import Executor
 from .interrupt import Interrupted, Stop
 from .limit import Memory
@@ -176,6 +177,8 @@ class Loop:
                     self.callbacks.epochs(epoch)
                     ends, control = control.should_training_stop, self.callbacks.take()
                     control.should_training_stop |= ends
+                if self.step < steps and ranks.first:
+                    log_reason(self.run, self.plan, self.step)
                 self.save()
             except Interrupted:
                 if ranks.broadcast(bool(self.run.lines())):
@@ -203,19 +206,10 @@ class Loop:
                 self._evaluate()
 
     def _is_past_best(self) -> bool:
-        """Return whether the held-out loss has not improved for as long as the run has patience.
-
-        The log determines it: a run that goes on knows what it knew.
-        """
+        """Return whether the run's patience is at its end, on all ranks."""
         if self.plan.patience is None:
             return False
-        best, waited = math.inf, 0
-        for line in self.run.lines() if self.ranks.first else ():
-            if "held_out_loss" in line:
-                loss = line["held_out_loss"]
-                waited = 0 if best - loss > self.plan.min_delta else waited + 1
-                best = min(best, loss)
-        return bool(self.ranks.broadcast(waited >= self.plan.patience))
+        return bool(self.ranks.broadcast(self.ranks.first and is_past_best(self.run, self.plan)))
 
     def _one_step(self) -> None:
         """Run a step and log it; raise if loss or gradients are not finite."""

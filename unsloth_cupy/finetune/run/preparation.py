@@ -23,7 +23,7 @@ from ...models.configs.config_files import GENERATION, read_config
 from ...models.configs.heads import CLASSIFIERS
 from ...models.configs.names import ADAPTED, SCORE, TABLE
 from ...models.folders.checkpoint_files import find_tensors
-from ...models.gguf.export import check_tokenizer
+from ...models.gguf.export import check_tokenizer, why_no_file
 from ...models.gguf.opening import source_of
 from ...models.objective import Objective, next_token
 from ...models.parse import parse
@@ -220,6 +220,8 @@ def facts_of(
         cure = f"leave {named('lora')} out"
         holder = source if transformer is None else "the model"
         raise ConfigError(f"{holder} holds adapters, which are trained further; {cure}")
+    if method.head is None and (reason := why_no_file(facts.config)):
+        announce(f"the model cannot be exported to a file of llama.cpp: {reason}")
     return facts._replace(quantized=kind)
 
 

@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 # whose fingerprints a run keeps
 HASHED = ("config.json", "gguf.json", "*.safetensors", "teach.json", "*.npy")
+STOPPED = "stopped"  # of the last line of a run that ended before its last step: the reason
 LINES = {  # kinds of lines of a log, and what else such a line holds
     "loss": ("seconds", "tokens_per_second", "memory_bytes"),
     "held_out_loss": (),
@@ -199,6 +200,17 @@ class RunFolder:
         held_out = (line for line in self.lines() if "held_out_loss" in line)
         return min(held_out, key=lambda line: line["held_out_loss"], default=None)
 
+    @property
+    def of_new_model(self) -> bool:
+        """Whether the run created the model that it trains."""
+        return read_settings(self.settings).get("model") is None
+
+    @property
+    def stopped(self) -> str | None:
+        """Return why the run ended before its last step, as its log says; None: it did not."""
+        lines = [line for line in self.lines() if "loss" in line or STOPPED in line]
+        return lines[-1].get(STOPPED) if lines else None
+
     def evaluated(self, step: int) -> bool:
         """Return whether the log holds the held-out loss after a step."""
         return any(line["step"] == step and "held_out_loss" in line for line in self.lines())
@@ -236,7 +248,9 @@ def _is_line(line: Any) -> bool:
         return False
     needed = {name for kind, names in LINES.items() if kind in line for name in (kind, *names)}
     return needed <= line.keys() and all(
-        is_number(value) or (value is None and name not in needed - {"tokens_per_second"})
+        isinstance(value, str)
+        if name == STOPPED
+        else is_number(value) or (value is None and name not in needed - {"tokens_per_second"})
         for name, value in line.items()
     )
 

@@ -34,6 +34,7 @@ from ..data.records import Records
 from ..data.rows import KINDS, PAIRS, RATED, SCORED
 from ..data.sources import DataFiles, find_data
 from ..data.text import Text
+from ..data.turns import end_tokens
 from ..listener import Listener, announce, hearing
 from ..lora import Lora
 from ..methods.registry import METHODS
@@ -103,6 +104,11 @@ class Run:
     def best(self) -> dict[str, Any] | None:
         """The line of the log with the lowest held-out loss; the first of equal ones."""
         return self.files.best()
+
+    @property
+    def stopped(self) -> str | None:
+        """Why the run ended before its last step, in a sentence; None: it did not."""
+        return self.files.stopped
 
 
 class Trainer:
@@ -340,6 +346,9 @@ class Trainer:
             in_place(loop.model, run.files.model)
         if loop.model.adapter is None:
             loop.model.folder = run.files.model
+        ends = end_tokens(loop.chat, loop.tokenizer, loop.model.config) if loop.chat else None
+        if ends:  # as in the saved generation_config.json
+            loop.model.config = dataclasses.replace(loop.model.config, end_tokens=tuple(ends))
         self.listener.finished(run)
 
     def _kept(self, text: Text | Records) -> dict[str, Any]:

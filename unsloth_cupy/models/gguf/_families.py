@@ -509,7 +509,8 @@ def _problems_of_experts(config: Config, experts: Experts, known: Mixtures) -> I
     sums = "softmax_of_k" if experts.scores == "softmax" and experts.normalize else experts.scores
     as_known = "softmax_of_k" if known.scores == "softmax" and known.normalize else known.scores
     if sums != as_known and not (known.normalize is None and experts.scores == known.scores):
-        yield f"chooses experts by {known.scores}, {NORMALIZED[known.normalize]}"
+        key = " (norm_topk_prob)" * (experts.scores == known.scores)
+        yield f"chooses experts by {known.scores}, {NORMALIZED[known.normalize]}{key}"
     elif experts.scores == "sigmoid" and known.normalize not in (None, experts.normalize):
         yield f"has weights of experts {NORMALIZED[known.normalize]}"
     if experts.corrected != known.corrected:

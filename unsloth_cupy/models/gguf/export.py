@@ -289,15 +289,15 @@ def check_tokenizer(call: str, folder: Path, config: Config) -> None:
         raise ConfigError(f"{call}: {error}") from None
 
 
-def has_architecture(config: Config) -> bool:
-    """Return whether llama.cpp computes such a model."""
+def why_no_file(config: Config) -> str:
+    """Return why GGUF cannot describe a model, as llama.cpp computes another; "" if it can."""
     from ._families import architecture
 
     try:
         architecture("", config)
-    except ConfigError:
-        return False
-    return True
+    except ConfigError as error:
+        return str(error).removeprefix(": ")
+    return ""
 
 
 def _check_packages(call: str) -> None:

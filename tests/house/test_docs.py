@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -25,6 +26,7 @@ import unsloth_cupy
 import unsloth_cupy.models
 from unsloth_cupy.bench import report
 from unsloth_cupy.cli.commands import group
+from unsloth_cupy.core import source
 from unsloth_cupy.core.op import OPS
 
 from ..code.programs.compilers import NEWEST, OLDEST
@@ -300,6 +302,41 @@ def test_a_time_of_code_that_changed_since_is_marked() -> None:
     table = page.read_text().partition(f"{report.BEGIN}\n")[2].partition(f"\n{report.END}")[0]
     cure = "python -m tests.code.programs.budget --write renews the table"
     assert table == report.block(report.confirmed(page)), cure
+
+
+STEP = {  # kernels of a step of a Llama in bfloat16, and of a token of generate: name, sources
+    "AdamW": ["adamw_step.cu"],
+    "cross-entropy": ["cross_entropy.cu"],
+    "attention": ["attention_forward_sm90.cu", "attention_backward_sm90.cu", "attention_delta.cu",
+                  "attention_dq_sm90.cu", "attention_decode.cu"],
+    "norms": ["norm.cu"],
+    "rotary embeddings": ["rope.cu", "rope_append.cu"],
+    "SwiGLU": ["swiglu.cu"],
+    "embedding": ["embedding.cu"],
+}  # fmt: skip
+
+
+def test_the_time_of_a_whole_step_names_what_changed_since(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (DOCS / "performance.md").read_text()
+    commit = re.search(r"A whole step(?:.*\n)*?.*commit (\w+)", page)
+    claim = re.search(r"Of these kernels those of\s([^.]*?)\shave\schanged\ssince", page)
+    assert commit is not None
+    assert claim is not None
+    now = {file: source.code_digest(file) for files in STEP.values() for file in files}
+    assert None not in now.values()
+    repository = os.environ.get("UNSLOTH_CUPY_GIT", str(ROOT))
+    words = ["git", "-C", repository, "archive", "-o", str(tmp_path / "a.tar"), commit[1]]
+    if subprocess.run([*words, "kernels_cu"], capture_output=True, check=False).returncode:
+        pytest.skip("needs the repository's history")
+    shutil.unpack_archive(tmp_path / "a.tar", tmp_path)
+    monkeypatch.setattr(source, "source_root", lambda: tmp_path / "kernels_cu")
+    source.with_headers.cache_clear()
+    then = {file: source.code_digest.__wrapped__(file) for file in now}
+    source.with_headers.cache_clear()
+    changed = [name for name, files in STEP.items() if any(now[f] != then[f] for f in files)]
+    assert re.split(r", | and ", claim[1]) == changed
 
 
 def test_a_time_of_an_h200_has_its_source() -> None:

@@ -22,10 +22,11 @@ from unsloth_cupy.finetune.listener import announce
 from unsloth_cupy.finetune.naming import named
 from unsloth_cupy.finetune.run.executor import noisy
 from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
-from unsloth_cupy.finetune.run.loop import Loop, undecayed
+from unsloth_cupy.finetune.run.loop import Loop
 from unsloth_cupy.finetune.run.rates import rate_of
 from unsloth_cupy.models import Transformer, create
 from unsloth_cupy.models.objective import next_token
+from unsloth_cupy.models.optimizers import undecayed
 
 from ..cli.test_cli import ROOT, assert_one_clear_error, numbers, run, weights
 from ..models.peers import CONFIGS, SIZES

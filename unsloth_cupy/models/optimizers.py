@@ -86,6 +86,14 @@ OPTIMIZERS: Mapping[str, Kind] = {
 }
 
 
+def undecayed(model: Any) -> list[str]:
+    """Return the trained parameters that do not decay: norms, biases, and embeddings."""
+    whole = model.config if model.division is None else model.division.whole
+    shapes: Mapping[str, Any] = whole.shapes()  # of whole arrays: ranks may hold flat parts
+    axes = {n: len(shapes.get(n, array.shape)) for n, array in model.trainable.items()}
+    return [name for name, count in axes.items() if count < 2 or "embed_tokens." in name]
+
+
 def optimizer_of(
     name: str,
     model: Any,

@@ -17,10 +17,10 @@ from ...core.dtypes import Array
 from ...errors import ConfigError, NotFiniteError
 from ...machine import peak_memory
 from ...models.objective import Objective, TrainingStep, next_token
-from ...models.optimizers import of_tables, optimizer_of
+from ...models.optimizers import of_tables, optimizer_of, undecayed
 from ...ops.common.faults import check_errors
 from ...ops.quantized.weight import held_arrays
-from ...placement import to_device_of, to_numpy
+from ...placement import to_numpy
 from ...training.find_nan import NonFiniteError, find_nan, fine
 from ..data.text import Batch, TrainingData, without_texts
 from ..listener import Listener, announce
@@ -38,6 +38,7 @@ from .ranks import Ranks
 from .rates import rate_of
 from .routing import Routing
 from .run_folder import RunFolder
+from .samples import check_prompts, write_samples
 from .settings import Plan
 
 if TYPE_CHECKING:
@@ -45,15 +46,6 @@ if TYPE_CHECKING:
     from ..data.chat import Chat
 
 LARGEST = 1e15  # of a label: the sum of many squares is in the range of float32
-SAMPLE_TOKENS = 60  # that continue a prompt of the settings
-
-
-def undecayed(model: "Transformer") -> list[str]:
-    """Return the trained parameters that do not decay: norms, biases, and embeddings."""
-    whole = model.config if model.division is None else model.division.whole
-    shapes: Mapping[str, Any] = whole.shapes()  # of whole arrays: ranks may hold flat parts
-    axes = {n: len(shapes.get(n, array.shape)) for n, array in model.trainable.items()}
-    return [name for name, count in axes.items() if count < 2 or "embed_tokens." in name]
 
 
 class Loop:
@@ -335,7 +327,7 @@ class Loop:
             self.run.append_routes(routes)
         self.callbacks.logged(line)
         self.listener.evaluated(line)
-        self._generate_samples()
+        write_samples(self)
 
     def _held_out(self) -> dict[str, Any]:
         """Return the loss on the held-out text, in nats per token, or as the method has it."""
@@ -381,18 +373,6 @@ class Loop:
             self.stop.uninterruptible(f"the model of step {self.step}")
             self.checkpoints.write_model(self.run.best_model, self.plan.save_dtype)
 
-    def _generate_samples(self) -> None:
-        """Continue the prompts of the settings, greedily, and log the texts."""
-        for prompt in self.plan.sample_prompt if self.ranks.first else ():
-            tokens = self.prompt_tokens(prompt)
-            placed = to_device_of(np.array([tokens]), self.model.table)
-            room = min(SAMPLE_TOKENS, self.model.config.positions - len(tokens))
-            added = [int(token[0]) for token in self.model.stream(placed, max_new_tokens=room)]
-            ends = self.model.config.end_tokens
-            text = self.tokenizer.decode([token for token in added if token not in ends])
-            self.run.append_sample({"step": self.step, "prompt": prompt, "text": text})
-            self.listener.sampled(self.step, prompt, text)
-
     def check(self) -> None:
         """Raise a ConfigError for settings that do not fit the model or the ranks."""
         if self.plan.merge_from >= self.plan.steps:
@@ -402,36 +382,11 @@ class Loop:
         if self.plan.neftune and self.executor.stages:
             problem = "is for ranks that hold all blocks"
             raise ConfigError(f"{named('neftune')} {problem}; leave it out")
-        if self.plan.sample_prompt and not self.ranks.whole:
-            problem = "is for a model that no ranks divide"
-            raise ConfigError(f"{named('sample_prompt')} {problem}; leave it out")
-        if self.plan.sample_prompt and self.method.head is not None:
-            problem = f"is for a language model, which {named(method=self.plan.method)} trains none"
-            raise ConfigError(f"{named('sample_prompt')} {problem}; leave it out")
-        for prompt in self.plan.sample_prompt:
-            self.prompt_tokens(prompt)
+        check_prompts(self)
         if self.plan.embedding_lr is not None and not of_tables(self.model.trainable):
             problem = "the run trains neither the table of tokens nor the head"
             cure = f"leave it out, or train rows of the table by {named('new_tokens')}"
             raise ConfigError(f"{named(embedding_lr=self.plan.embedding_lr)}: {problem}; {cure}")
-
-    def prompt_tokens(self, prompt: str) -> list[int]:
-        """Return the tokens of a prompt: of a run of chats, of a question and the answer's start.
-
-        Raises
-        ------
-        ConfigError
-            It leaves no position to go on.
-        """
-        if self.chat is None:
-            tokens = self.tokenizer.encode(prompt).ids
-        else:
-            text = self.chat.asked([{"role": "user", "content": prompt}])
-            tokens = self.tokenizer.encode(text, add_special_tokens=False).ids
-        if not 0 < len(tokens) < self.model.config.positions:
-            has = f"{len(tokens)} tokens, and the model {self.model.config.positions} positions"
-            raise ConfigError(f"{named(sample_prompt=prompt)} has {has}; give another one")
-        return [*tokens]
 
     def _placed(self, batch: Batch, shared: Mapping[str, Any]) -> dict[str, Any]:
         """Return what the objective takes: arrays on the model's device, and what batches share."""

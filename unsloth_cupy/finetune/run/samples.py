@@ -1,0 +1,59 @@
+"""Texts that a model writes at each evaluation: it continues the prompts of the settings."""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...errors import ConfigError
+from ...placement import to_device_of
+from ..naming import named
+
+if TYPE_CHECKING:
+    from .loop import Loop
+
+TOKENS = 60  # that continue a prompt
+
+
+def check_prompts(loop: "Loop") -> None:
+    """Raise a ConfigError if the model cannot continue the prompts of the settings."""
+    prompts = loop.plan.sample_prompt
+    if prompts and not loop.ranks.whole:
+        problem = "is for a model that no ranks divide"
+        raise ConfigError(f"{named('sample_prompt')} {problem}; leave it out")
+    if prompts and loop.method.head is not None:
+        problem = f"is for a language model, which {named(method=loop.plan.method)} trains none"
+        raise ConfigError(f"{named('sample_prompt')} {problem}; leave it out")
+    for prompt in prompts:
+        prompt_tokens(loop, prompt)
+
+
+def prompt_tokens(loop: "Loop", prompt: str) -> list[int]:
+    """Return the tokens of a prompt: of a run of chats, of a question and the answer's start.
+
+    Raises
+    ------
+    ConfigError
+        It leaves no position to go on.
+    """
+    if loop.chat is None:
+        tokens = loop.tokenizer.encode(prompt).ids
+    else:
+        text = loop.chat.asked([{"role": "user", "content": prompt}])
+        tokens = loop.tokenizer.encode(text, add_special_tokens=False).ids
+    if not 0 < len(tokens) < loop.model.config.positions:
+        has = f"{len(tokens)} tokens, and the model {loop.model.config.positions} positions"
+        raise ConfigError(f"{named(sample_prompt=prompt)} has {has}; give another one")
+    return [*tokens]
+
+
+def write_samples(loop: "Loop") -> None:
+    """Continue the prompts, greedily, and log the texts."""
+    model, ends = loop.model, loop.model.config.end_tokens
+    for prompt in loop.plan.sample_prompt if loop.ranks.first else ():
+        tokens = prompt_tokens(loop, prompt)
+        placed = to_device_of(np.array([tokens]), model.table)
+        room = min(TOKENS, model.config.positions - len(tokens))
+        added = [int(token[0]) for token in model.stream(placed, max_new_tokens=room)]
+        text = loop.tokenizer.decode([token for token in added if token not in ends])
+        loop.run.append_sample({"step": loop.step, "prompt": prompt, "text": text})
+        loop.listener.sampled(loop.step, prompt, text)

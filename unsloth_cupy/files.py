@@ -6,6 +6,7 @@ A file is written under a temporary name, flushed to disk, then renamed.
 import atexit
 import errno
 import functools
+import hashlib
 import itertools
 import json
 import os
@@ -17,7 +18,7 @@ import tempfile
 import warnings
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,7 +72,7 @@ def doubt(path: Path) -> str:
         return ""
     except OSError as error:
         return f"cannot be reached ({error.strerror})"
-    if os.name == "nt":
+    if not hasattr(os, "geteuid"):  # Windows, where folders of a user are the user's own
         return ""
     owners = {link.st_uid, status.st_uid} - {0, os.geteuid()}
     if owners:
@@ -112,7 +113,9 @@ def say_once(text: str) -> None:
 
 def is_own(status: os.stat_result) -> bool:
     """Return whether a file or folder belongs to this user, and nobody else can read it."""
-    return os.name == "nt" or (status.st_uid == os.geteuid() and not status.st_mode & 0o077)
+    if not hasattr(os, "geteuid"):  # Windows
+        return True
+    return status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def temporary_name() -> Path:
@@ -323,7 +326,8 @@ def folder_lock(folder: Path, busy: str = "") -> Iterator[None]:
     try:
         import fcntl
     except ImportError:  # Windows
-        yield
+        with name_lock(folder, busy):
+            yield
         return
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -334,6 +338,31 @@ def folder_lock(folder: Path, busy: str = "") -> Iterator[None]:
         yield
     finally:
         os.close(handle)
+
+
+@contextmanager
+def name_lock(path: Path, busy: str = "") -> Iterator[None]:
+    """Hold an exclusive lock on a path against other processes of this user, as ``folder_lock``.
+
+    The lock is that of an empty database in the temporary folder: SQLite locks files on every
+    system, and the system releases the lock of a process that ends.
+    """
+    import sqlite3
+
+    name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:40]
+    file, seconds = temporary_folder() / f"{name}.lock", 0.0 if busy else 1.0
+    connection = sqlite3.connect(
+        file, timeout=seconds, isolation_level=None, check_same_thread=False
+    )
+    with closing(connection) as database:
+        while True:
+            try:
+                database.execute("BEGIN EXCLUSIVE")
+                break
+            except sqlite3.OperationalError:  # another holds it; Ctrl-C is handled in between
+                if busy:
+                    raise ConfigError(busy) from None
+        yield
 
 
 def sync(path: Path) -> None:

@@ -10,7 +10,7 @@ import os
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -18,7 +18,7 @@ import numpy as np
 
 from ...core.dtypes import Array
 from ...errors import ConfigError
-from ...files import CACHE, cache_folder, check_room, doubt
+from ...files import CACHE, cache_folder, check_room, doubt, name_lock
 from ..listener import announce, reading
 from ..naming import named
 from .text import COUNTED, PIECE, SMALL, Text
@@ -107,17 +107,21 @@ def _write(path: Path, text: Text, tokenizer: Any, kind: np.dtype[Any]) -> Store
     """Tokenise a text into a file, or wait for another run that does the same."""
     partial = path.with_suffix(path.suffix + ".partial")
     while True:
-        with open(partial, "ab", opener=_private) as file:
-            _lock(file)
+        with _turn(path), open(partial, "ab", opener=_private) as file:
+            locked = _lock(file)
             if not _has(partial, file):  # the run that held the lock has finished or stopped
                 continue
             try:
                 tokens = _stored(path, kind)
                 if tokens is None:
                     _fill(file, text, tokenizer, kind, hashlib.sha256(path.name.encode()))
+                    if not locked:
+                        file.close()  # Windows moves and removes no open file
                     partial.replace(path)
                     tokens = _stored(path, kind)
             finally:
+                if not locked:
+                    file.close()
                 partial.unlink(missing_ok=True)
             if tokens is None:
                 cure = f"set {CACHE} to a folder on another disk"
@@ -165,16 +169,30 @@ def _has(path: Path, file: BinaryIO) -> bool:
     return False
 
 
-def _lock(file: BinaryIO) -> None:
-    """Lock a file, where the system can; wait if another run holds the lock."""
-    with suppress(ImportError):  # Windows
-        import fcntl
+@contextmanager
+def _turn(path: Path) -> Iterator[None]:
+    """Hold a lock on the name of a file, where the system cannot lock the file itself."""
+    try:
+        import fcntl  # noqa: F401
+    except ImportError:  # Windows
+        with name_lock(path):
+            yield
+    else:
+        yield
 
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            announce("another run tokenises this text: waiting for it")
-            fcntl.flock(file, fcntl.LOCK_EX)
+
+def _lock(file: BinaryIO) -> bool:
+    """Lock a file and return True, where the system can; wait if another run holds the lock."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        announce("another run tokenises this text: waiting for it")
+        fcntl.flock(file, fcntl.LOCK_EX)
+    return True
 
 
 def tokenised(tokenizer: Any, pieces: Iterable[str], context: int = CONTEXT) -> Iterator[Array]:

@@ -45,7 +45,8 @@ class Worker:
         self.path, self.replies = path, queue.SimpleQueue[Any]()
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-u", str(PROCESS)], stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE, start_new_session=True, encoding="ascii",
+            stdout=subprocess.PIPE, encoding="ascii", start_new_session=True,
+            creationflags=getattr(subprocess, "CREATE_NEW_PROCESS_GROUP", 0),  # Windows
         )  # fmt: skip
         self.end = weakref.finalize(self, _end, self.process)
         self.stdin: Any = self.process.stdin
@@ -100,9 +101,16 @@ class Worker:
         if reply is None:
             code = self.process.wait()
             self.end()
-            by_signal = f"by {signal.Signals(code - 128).name}" if code > 128 else f"with {code}"
-            raise EndedError(f"ended its process {by_signal}")
+            raise EndedError(f"ended its process {ending(code)}")
         return reply
+
+
+def ending(code: int) -> str:
+    """Return how a process ended: by a signal, which may be known as 128 + its number, or with."""
+    try:
+        return f"by {signal.Signals(-code if code < 0 else code - 128).name}"
+    except ValueError:  # Windows has exit codes of 32 bits
+        return f"with {code}"
 
 
 def _read(stream: Any, replies: "queue.SimpleQueue[Any]") -> None:

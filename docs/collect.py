@@ -4,6 +4,7 @@ An op's page shows the signature string that checks its calls, so a new op docum
 """
 
 import ast
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -12,18 +13,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import click
 from sphinx.application import Sphinx
 
 import unsloth_cupy
 from tests.code.hardware import fixtures
 from tests.code.programs import budget
 from tests.code.programs.variants import ARCHITECTURES
+from unsloth_cupy.cli.commands import group as commands
+from unsloth_cupy.cli.options import HELP_ALL, OTHERS
 from unsloth_cupy.core.op import OPS, Op
 from unsloth_cupy.core.source import source_root
+from unsloth_cupy.finetune import Settings
 
 # Modules whose names are not also names of the package.
 MODULES = {
     "unsloth_cupy.models": "Models",
+    "unsloth_cupy.finetune": "Fine-tuning",
     "unsloth_cupy.parallel": "Many devices",
     "unsloth_cupy.errors": "Errors",
 }
@@ -158,11 +164,55 @@ def directives(module: str, names: list[str], members: bool = True) -> list[str]
     lines = []
     for name in names:
         kind = "class" if name[0].isupper() else "function"
-        lines += ["```{eval-rst}", f".. auto{kind}:: {module}.{name}"]
-        lines += ["   :members:"] * (kind == "class" and members)
+        fields = "(**settings)" * (name == Settings.__name__)  # they have tables of their own
+        lines += ["```{eval-rst}", f".. auto{kind}:: {module}.{name}{fields}"]
+        lines += ["   :members:"] * (kind == "class" and members and not fields)
         lines += ["   :inherited-members: Network"] * (name == "Transformer")  # of adapters
         lines += ["```", "", *example(f"{module}.{name}")]
     return lines
+
+
+def settings() -> list[str]:
+    """Return tables of the settings, one for each group, with the default and the help of each."""
+    fields = [each for each in dataclasses.fields(Settings) if "group" in each.metadata]
+    code = {_cell(each.name): f"`{each.name}`" for each in fields}  # as the text is escaped
+    lines = ["## Settings, by group", ""]
+    for group in dict.fromkeys(each.metadata["group"] for each in fields):
+        lines += [f"### {group.capitalize()}", "", "| setting | default | meaning |"]
+        lines += ["|---|---|---|"]
+        for each in fields:
+            if each.metadata["group"] == group:
+                text = _cell(each.metadata["text"]).format_map(code)
+                lines.append(f"| `{each.name}` | `{each.default!r}` | {text} |")
+        lines.append("")
+    return lines
+
+
+def command_page() -> str:
+    """Return the page of the command line: a part for each command, a heading for each option."""
+    lines = ["# Command line", "", "All options, as `--help-all` shows them. The"]
+    lines += ["[guide](../guide/command-line.md) says what the commands do.", ""]
+    for name, command in commands.commands.items():
+        context = click.Context(command, info_name=f"unsloth-cupy {name}")
+        context.meta[HELP_ALL.name] = True
+        usage = " ".join([context.command_path, *command.collect_usage_pieces(context)])
+        lines += [f"({name})=", f"## {name}", "", "```text", usage, "```", ""]
+        lines += [re.sub(r"([*_|<>`])", r"\\\1", inspect.cleandoc(command.help or "")), ""]
+        groups: dict[str, list[str]] = {}
+        for option in command.get_params(context):
+            record = option.get_help_record(context)
+            if record and isinstance(option, click.Option) and not option.name.startswith("help"):
+                own = groups.setdefault(getattr(option, "group", None) or OTHERS, [])
+                anchor = f"({name}-{max(option.opts, key=len).lstrip('-')})="
+                own += [anchor, f"#### `{record[0]}`", "", _cell(record[1]), ""]
+        for group in sorted(groups, key=OTHERS.__eq__):
+            lines += [f"### {group.capitalize()}", "", *groups[group]]
+    return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    """Return a help text as Markdown of one line."""
+    return re.sub(r"([*_|<>`])", r"\\\1", " ".join(text.split()))
 
 
 def kernel_pages() -> dict[str, str]:
@@ -266,14 +316,20 @@ def write_pages(app: Sphinx) -> None:
             and str(getattr(getattr(space, name), "__module__", "")).startswith(module)
         ]
         pages[title] = page(title, module, own)
+    pages["Fine-tuning"] += "\n".join(["", *settings()])
     for module, title in ELSEWHERE.items():
         pages[title] = "\n".join([f"# {title}", "", *directives(module, exported(module))])
+    pages["Command line"] = command_page()
     files = {title: re.sub(r"\W+", "-", title).lower() for title in pages}
     index = ["# API", "", "Everything is importable from `unsloth_cupy` unless a module is named."]
     index += ["", "```{include} ../ops.md", ":heading-offset: 1", "```"]
     for title, text in pages.items():
         index += ["", f"## [{title}]({files[title]}.md)", ""]
         index += ["| name | what it does |", "|---|---|", *listed(text)]
+    index += [
+        f"| [{name}](command-line.md#{name}) | {_cell(command.get_short_help_str(200))} |"
+        for name, command in commands.commands.items()
+    ]
     index += ["", "```{toctree}", ":hidden:", "", *files.values(), "```", ""]
     texts = {files[title]: text for title, text in pages.items()}
     _write(Path(app.srcdir) / "api", texts | {"index": "\n".join(index)})

@@ -49,10 +49,11 @@ html_theme = "pydata_sphinx_theme"
 html_title = "unsloth_cupy"
 html_static_path = ["static"]
 html_css_files = ["page.css"]
-ALONE = ("install", "performance", "history/index", "gallery", "ladders", "architecture")
-ALONE += ("how-we-know", "changelog")
+ALONE = ("index", "install", "performance", "measurements", "history/index", "gallery", "ladders")
+ALONE += ("architecture", "contributing", "how-we-know", "changelog")
 html_sidebars = {page: [] for page in ALONE}  # pages without siblings to list
 html_theme_options = {
+    "header_links_before_dropdown": 6,  # the first pages of the index; the others are under More
     "show_toc_level": 2,
     "navigation_with_keys": False,
     "show_prev_next": False,

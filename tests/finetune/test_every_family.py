@@ -11,6 +11,7 @@ from unsloth_cupy import models
 from unsloth_cupy.finetune import Lora, Settings, Trainer
 from unsloth_cupy.finetune.data.tokenizer import END, train_tokenizer
 from unsloth_cupy.models.configs.families import FAMILIES
+from unsloth_cupy.ops.quantized.weight import Quantized
 
 from ..harness.sampling import Sample
 from ..models.peers import CONFIGS, MIXTURES, RELATIVES, SIZES
@@ -54,6 +55,18 @@ def test_a_saved_model_computes_what_was_trained(
     assert (expected != models.load(base).logits(TOKENS)).any()
     for saved in (run.files.model, *run.files.checkpoints()):
         np.testing.assert_array_equal(models.load(saved).logits(TOKENS), expected)
+
+
+@pytest.mark.parametrize("label", Sample.one_in(TURNS, EVERY))
+def test_adapters_over_4_bits_have_gradients(label: str) -> None:
+    model = models.create(SIZES | EVERY[label], seed=0)
+    models.quantize(model, "nf4", least=0)
+    assert any(isinstance(value, Quantized) for value in model.parameters.values())
+    model.add_adapter(2, seed=0)
+    loss, gradients = model.loss_and_gradients(TOKENS, TOKENS)
+    assert np.isfinite(loss)
+    assert all(np.isfinite(value).all() for value in gradients.values())
+    assert any(np.asarray(value).any() for value in gradients.values())
 
 
 SHORT = ("--steps", 1, "--batch", 2, "--tokens", 16)

@@ -1,6 +1,7 @@
 """All examples and Python blocks of the documentation run, and it builds without a warning."""
 
 import configparser
+import dataclasses
 import doctest
 import functools
 import html
@@ -19,15 +20,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
+import click
 import click.testing
 import pytest
 
 import unsloth_cupy
+import unsloth_cupy.finetune
 import unsloth_cupy.models
 from unsloth_cupy.bench import report
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.core import source
 from unsloth_cupy.core.op import OPS
+from unsloth_cupy.finetune import Settings
+from unsloth_cupy.finetune.run.callbacks import EVENTS
 
 from ..code.programs.compilers import NEWEST, OLDEST
 from ..conftest import FOLDER
@@ -217,6 +222,76 @@ def test_notebook_prints_what_it_shows(
         shown = ["".join(output["text"]) for output in cell["outputs"]]
         assert capsys.readouterr().out == "".join(shown), cell["id"]
         assert cell["execution_count"] == count
+
+
+def test_the_first_screen_has_an_install_line_and_the_doors_of_the_readme() -> None:
+    index, readme = ((ROOT / name).read_text() for name in ("docs/index.md", "README.md"))
+    screen = index.partition("```{raw}")[0]
+    assert screen.index("pip install") < screen.index("doors")
+    doors = re.findall(r"^\*\*(.*)\*\*\n\n```.*\n((?:.*\n)*?)```", screen, re.M)
+    assert len(doors) == 3
+    for title, code in doors:
+        assert f"\n## {title}\n" in readme
+        assert code.count("\n") <= 5
+
+
+def test_the_bar_has_performance_and_contributing() -> None:
+    pages = re.findall(
+        r"^[\w/-]+$", (DOCS / "index.md").read_text().rpartition(":hidden:")[2], re.M
+    )
+    count = re.search(r'"header_links_before_dropdown": (\d+)', (DOCS / "conf.py").read_text())
+    assert count is not None
+    assert {"performance", "contributing"} < {*pages[: int(count[1])]}
+
+
+def test_performance_opens_with_a_picture_beside_peers_and_its_commit() -> None:
+    head = (DOCS / "performance.md").read_text().partition("\n## ")[0]
+    picture = re.match(r"# Performance\n\n!\[[^]]*cuDNN[^]]*\]\((pictures/.*\.svg)\)\n", head)
+    assert picture is not None
+    commit = re.search(r"commit (\w+) \((\S+)\)", head)
+    assert commit is not None
+    assert f"{commit[2]}, commit {commit[1]}" in (DOCS / picture[1]).read_text()
+
+
+def test_measurements_stand_in_one_page() -> None:
+    """A how-to has no machine and no day of a measurement: it links to the page that has them."""
+    lab = re.compile(r"EPYC|Xeon|\d{4}-\d\d-\d\d|\d+ (?:November|December|January) \d{4}")
+    pages = tracked("docs/guide/*.md")
+    assert [(page.name, hits) for page in pages if (hits := lab.findall(page.read_text()))] == []
+    sections = (DOCS / "measurements.md").read_text().split("\n## ")[1:]
+    links = re.findall(r"measurements\.md#([\w-]+)", "".join(page.read_text() for page in pages))
+    titles = (section.partition("\n")[0] for section in sections)
+    slugs = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+    assert {*links} == slugs
+
+
+def test_the_table_of_families_is_that_of_the_registries() -> None:
+    families = loaded("families")
+    assert families.page() == families.PAGE.read_text(), "run python docs/families.py"
+
+
+def test_every_setting_and_option_is_in_the_reference(collect: Any) -> None:
+    table, fields = "\n".join(collect.settings()), dataclasses.fields(Settings)
+    for field in fields:
+        grouped = f"| `{field.name}` | `{field.default!r}` |" in table
+        assert grouped or f"    {field.name} : " in (Settings.__doc__ or ""), field.name
+    page = collect.command_page()
+    for name, command in group.commands.items():
+        _, _, part = page.partition(f"\n## {name}\n")
+        headings = re.findall(r"^#### `(.*)`$", part.partition("\n## ")[0], re.M)
+        flags = {flag for heading in headings for flag in re.findall(r"--[\w-]+", heading)}
+        options = (each for each in command.params if isinstance(each, click.Option))
+        assert {flag for option in options for flag in option.opts if flag[1] == "-"} <= flags
+
+
+def test_hooks_of_other_callbacks_are_listed() -> None:
+    page = (DOCS / "guide" / "callbacks.md").read_text().partition("## Hooks")[2]
+    rows = re.findall(r"^\| (`on_.*?) \| (.*?) \|", page, re.M)
+    listed = {hook: what for hooks, what in rows for hook in re.findall(r"`(\w+)`", hooks)}
+    assert {hook for hook, what in listed.items() if "never" not in what} == {*EVENTS}
+    others = pytest.importorskip("transformers", reason="needs the extra `peers` (transformers)")
+    hooks = {hook for hook in vars(others.TrainerCallback) if hook.startswith("on_")}
+    assert hooks <= listed.keys()
 
 
 OPTIONS = {"kind", "scale", "mask", "offsets", "q_offsets", "k_offsets"}  # of functions beside
@@ -435,7 +510,7 @@ def test_pages_build(collect: Any, tmp_path: Path) -> None:
     assert lost(tmp_path / "html") == []
     pages = "".join(path.read_text() for path in (tmp_path / "html" / "api").glob("*.html"))
     assert "x(*rows, hidden)" in pages, "an op shows its signature"
-    spaces = (unsloth_cupy, unsloth_cupy.models)
+    spaces = (unsloth_cupy, unsloth_cupy.models, unsloth_cupy.finetune)
     public = [
         f"{space.__name__}.{name}"
         for space in spaces

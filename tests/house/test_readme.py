@@ -1,12 +1,18 @@
 """README.md and docs/ops.md are true: commands, numbers, table of ops, example and links."""
 
 import doctest
+import json
 import re
+import shlex
+from pathlib import Path
 
+import click.testing
 import pytest
 
 import unsloth_cupy
+from unsloth_cupy.cli.commands import group
 from unsloth_cupy.core.op import OPS, Op
+from unsloth_cupy.models.configs.families import FAMILIES
 
 from ..harness.tracked import ROOT, tracked
 
@@ -80,6 +86,40 @@ def test_example_runs() -> None:
     result = doctest.testfile(str(ROOT / "README.md"), module_relative=False)
     assert result.attempted
     assert not result.failed
+
+
+def test_commands_and_code_run_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a small model in place of the one that the first command downloads."""
+    monkeypatch.chdir(tmp_path)
+
+    def run(line: str) -> None:
+        words = shlex.split(line.removeprefix("unsloth-cupy "))
+        result = click.testing.CliRunner().invoke(group, words, input="What is 2 plus 3?")
+        assert result.exit_code == 0, f"{line}\n{result.output}"
+
+    chats = [
+        [{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n}!"}]
+        for n in range(12)
+    ]
+    Path("chat.jsonl").write_text("".join(json.dumps({"messages": c}) + "\n" for c in chats))
+    run("finetune --data chat.jsonl --layers 1 --hidden 32 --vocabulary 300 --steps 1 --out new")
+    Path("new/model").rename("qwen")
+    download, *commands = re.findall(r"```bash\n(.*?)```", README, re.S)[0].splitlines()
+    assert download.endswith("--local-dir qwen")
+    for command in commands:
+        run(command)
+    assert Path("my-model.gguf").exists()
+    pytest.importorskip("transformers", reason="needs the extra `peers` (transformers)")
+    code = next(text for text in re.findall(r"```python\n(.*?)```", README, re.S) if text[0] != ">")
+    capsys.readouterr()
+    exec(code, {})
+    assert "attention" in capsys.readouterr().out
+
+
+def test_families_are_counted() -> None:
+    assert f"[{len(FAMILIES)} model families]" in README
 
 
 def test_links_lead_somewhere() -> None:

@@ -44,6 +44,19 @@ DTYPES = FLOAT, *HALVES = ("float32", "bfloat16", "float16")
 class Settings(Options):
     """The settings of a run; each is explained beside its field.
 
+    Attributes
+    ----------
+    trained_tokens : sequence of int
+        Tokens whose rows of the tables are trained beside adapters.
+    loss_scale : float
+        Of float16: the factor of the loss at first.
+    dynamic_scaling : bool
+        Whether this factor changes when gradients overflow, and when none did for long.
+    keep : sequence of str
+        With ``recompute_every``: ops whose results are stored, not recomputed.
+    offload : bool
+        With ``recompute_every``: store the inputs of blocks in the memory of the host.
+
     Raises
     ------
     ConfigError

@@ -346,23 +346,40 @@ def name_lock(path: Path, busy: str = "") -> Iterator[None]:
 
     The lock is that of an empty database in the temporary folder: SQLite locks files on every
     system, and the system releases the lock of a process that ends.
+
+    Raises
+    ------
+    ConfigError
+        ``busy``, or the file cannot be locked.
     """
     import sqlite3
 
     name = hashlib.sha256(os.fsencode(path.resolve())).hexdigest()[:40]
-    file, seconds = temporary_folder() / f"{name}.lock", 0.0 if busy else 1.0
-    connection = sqlite3.connect(
-        file, timeout=seconds, isolation_level=None, check_same_thread=False
-    )
-    with closing(connection) as database:
-        while True:
-            try:
-                database.execute("BEGIN EXCLUSIVE")
-                break
-            except sqlite3.OperationalError:  # another holds it; Ctrl-C is handled in between
-                if busy:
-                    raise ConfigError(busy) from None
+    file = temporary_folder() / f"{name}.lock"
+    try:
+        database = _locked(file, once=bool(busy))
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode == sqlite3.SQLITE_BUSY:
+            raise ConfigError(busy) from None
+        cure = "set TMPDIR to a folder that can be written"
+        raise ConfigError(f"{file} cannot be locked: {error}; {cure}") from None
+    with closing(database):
         yield
+
+
+def _locked(file: Path, *, once: bool) -> Any:
+    """Return a database that holds the lock of its file, until it is closed."""
+    import sqlite3
+
+    database = sqlite3.connect(file, timeout=0.0 if once else 1.0, isolation_level=None)
+    while True:
+        try:
+            database.execute("BEGIN EXCLUSIVE")
+            return database
+        except sqlite3.OperationalError as error:
+            if once or error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
+                database.close()
+                raise  # else it tries again: Ctrl-C is handled in between
 
 
 def sync(path: Path) -> None:

@@ -417,3 +417,17 @@ def test_a_folder_is_of_one_alone(tmp_path: Path) -> None:
         raise BlockingIOError("own")
     with files.folder_lock(tmp_path, "taken"):
         pass
+
+
+def test_a_name_that_cannot_be_locked_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No lock is waited for that nobody holds."""
+    monkeypatch.setattr(files, "temporary_folder", lambda: tmp_path / "none")
+    cannot = pytest.raises(ConfigError, match=r"cannot be locked: .*; set TMPDIR")
+    with cannot, files.name_lock(tmp_path):
+        pass
+    monkeypatch.setattr(files, "temporary_folder", lambda: tmp_path)
+    busy = pytest.raises(ConfigError, match=r"^in use$")
+    with files.name_lock(tmp_path), busy, files.name_lock(tmp_path, "in use"):
+        pass

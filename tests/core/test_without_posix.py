@@ -6,7 +6,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from ..harness import tracked
+import pytest
+
+from ..harness.tracked import ROOT
 
 PROGRAM = """
 import importlib
@@ -79,14 +81,15 @@ print("ended")
 """
 
 
+@pytest.mark.slow
 def test_imports_locks_writes_trains_and_rewards(tmp_path: Path) -> None:
     """In a process, and in those that it starts, that lack what only POSIX systems have."""
     places = tmp_path / "site"
     places.mkdir()
     shutil.copy(Path(__file__).parents[1] / "harness/without_posix.py", places / "sitecustomize.py")
     env = os.environ | {
-        "PYTHONPATH": os.pathsep.join([str(places), str(tracked.ROOT)]),
-        "PACKAGE_WITHOUT_POSIX": str(tracked.ROOT / "unsloth_cupy"),
+        "PYTHONPATH": os.pathsep.join([str(places), str(ROOT)]),
+        "PACKAGE_WITHOUT_POSIX": str(ROOT / "unsloth_cupy"),
         "UNSLOTH_CUPY_CACHE_DIR": str(tmp_path / "cache"),
     }
     done = subprocess.run(

@@ -508,6 +508,10 @@ def test_pages_build(collect: Any, tmp_path: Path) -> None:
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert lost(tmp_path / "html") == []
+    for path in (tmp_path / "html").rglob("*.html"):  # tables scroll where a screen is narrow
+        text = path.read_text(encoding="utf-8")
+        scrolling = text.count('class="pst-scrollable-table-container"')
+        assert scrolling == len(re.findall(r'<table class="(?!indextable)', text)), path
     pages = "".join(path.read_text() for path in (tmp_path / "html" / "api").glob("*.html"))
     assert "x(*rows, hidden)" in pages, "an op shows its signature"
     spaces = (unsloth_cupy, unsloth_cupy.models, unsloth_cupy.finetune)

@@ -12,6 +12,7 @@ import pytest
 import unsloth_cupy
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.core.op import OPS, Op
+from unsloth_cupy.finetune import Lora, Trainer
 from unsloth_cupy.models.configs.families import FAMILIES
 
 from ..harness.tracked import ROOT, tracked
@@ -111,6 +112,9 @@ def test_commands_and_code_run_as_written(
     for command in commands:
         run(command)
     assert Path("my-model.gguf").exists()
+    code = re.search(r"`(Trainer\(.*\)\.train\(\))`", README)[1]
+    rows = [{"messages": chat} for chat in chats]
+    exec(code, {"Trainer": Trainer, "Lora": Lora, "rows": rows})
     pytest.importorskip("transformers", reason="needs the extra `peers` (transformers)")
     code = next(text for text in re.findall(r"```python\n(.*?)```", README, re.S) if text[0] != ">")
     capsys.readouterr()

@@ -106,7 +106,7 @@ class Worker:
 
 
 def ending(code: int) -> str:
-    """Return how a process ended: by a signal, which may be known as 128 + its number, or with."""
+    """Return how a process ended: by a signal (its number or 128 + that), or a code."""
     try:
         return f"by {signal.Signals(-code if code < 0 else code - 128).name}"
     except ValueError:  # Windows has exit codes of 32 bits

@@ -87,7 +87,7 @@ def plan_memory(
     adapter : Adapter, optional
         ``model.adapter``, instead of a rank: it is trained on the layers that it has.
     quantization : str, optional
-        Of the linear layers, as ``models.quantize`` names it, or mxfp4 of the experts alone; with a
+        Of the linear layers, or of the experts alone, as ``models.quantize`` names it; with a
         rank or an adapter.
     tensor_parallel, pipeline_parallel : int
         Ranks that divide each weight, and ranks that divide the blocks (``pipeline_schedule``'s

@@ -8,8 +8,7 @@ import numpy as np
 from ..core.call import check_options
 from ..core.dtypes import Array, allowed
 from ..ops.optimizers.host import host_step
-from ..ops.optimizers.lion import Tensor, lion
-from ..ops.optimizers.steps import LionLauncher
+from ..ops.optimizers.lion import LionLauncher, Tensor, lion
 from .optimizer import Optimizer, checked_betas
 
 

@@ -11,8 +11,13 @@ from ..core.dtypes import Array, allowed
 from ..core.gpu import device_of
 from ..errors import ConfigError
 from ..ops.optimizers.host import host_step
-from ..ops.optimizers.schedule_free import Tensor, average, schedule_free, weighted
-from ..ops.optimizers.steps import ScheduleFreeLauncher
+from ..ops.optimizers.schedule_free import (
+    ScheduleFreeLauncher,
+    Tensor,
+    average,
+    schedule_free,
+    weighted,
+)
 from .gradients import check_mapping
 from .optimizer import Optimizer, check_states, checked_betas
 

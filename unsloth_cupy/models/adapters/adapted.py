@@ -66,8 +66,8 @@ class Adapted(Network):
         """Freeze the parameters and add a new adapter: see ``models.create_adapter``.
 
         ``merge_into`` is the kind of the file that it will be merged into, and through whose
-        quantizer it is then trained: nf4, nf4-double, fp4, int8, ternary and mxfp4 of folders,
-        which ``models.merge`` writes, or a type of ``export_gguf``.  Products then use the weights
+        quantizer it is then trained: a kind of ``models.quantize``, of folders that
+        ``models.merge`` writes, or a type of ``export_gguf``.  Products then use the weights
         of that file, and the adapter alone is not the model.
 
         With a ``name`` it is kept among ``adapters``, beside those that have other names.

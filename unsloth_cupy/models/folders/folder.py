@@ -87,7 +87,7 @@ def load(
         ``models.quantize``'s rules.  None keeps the weights of the folder, which may be quantized
         already: by transformers with bitsandbytes, or packed BitNet layers.  Those of GPTQ, AWQ,
         FP8 and compressed-tensors become dense as they are read, as do those of GGUF but for
-        Q8_0, Q4_0 and MXFP4, which stay packed, or are quantized anew.
+        those in blocks of 32 (``models.gguf.packed``), which stay packed, or are quantized anew.
     lora : path, optional
         A folder of peft: adapter_config.json and adapter_model.safetensors (LoRA, rsLoRA, DoRA,
         tokens, whole modules); tables of the base in it take the place of the folder's.  Or one

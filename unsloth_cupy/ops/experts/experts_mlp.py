@@ -84,7 +84,7 @@ def experts_mlp(
         Of each expert the rows of the gate, then those of up; without a gate (experts, inner,
         hidden).
     down : (experts, hidden, inner) float, or a quantized stack
-        An ``Nf4``, ``Int8`` or ``Mxfp4`` is frozen; it is dense for one product at a time.
+        One that is quantized is frozen; it is dense for one product at a time.
     routes : Routes
         What ``route`` returned: experts, integers, and weights, ``(*rows, k)`` each, of the dtype
         of x or float32.

@@ -34,7 +34,7 @@ def grouped_linear(x: Array, weight: Array, offsets: Array, bias: Array | None =
     x : (assignments, inputs) float
         Rows, sorted by group: those of group e are ``x[offsets[e]:offsets[e + 1]]``.
     weight : (experts, outputs, inputs) float, or a quantized stack
-        A matrix for each group.  An ``Nf4``, ``Int8`` or ``Mxfp4`` is frozen; on a CPU one matrix
+        A matrix for each group.  One that is quantized is frozen; on a CPU one matrix
         is dense at a time, on a GPU those of all groups with rows, of an ``Int8`` all.
     offsets : (experts + 1,) int32 or int64
         From 0 to the number of rows, as ``sort_by_expert`` returns them; groups may be empty.

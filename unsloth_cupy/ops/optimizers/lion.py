@@ -4,11 +4,21 @@ parameter = parameter * (1 - lr * weight_decay) - lr * sign(beta1 * mean + (1 - 
 mean = beta2 * mean + (1 - beta2) * gradient
 
 Chen et al., Symbolic Discovery of Optimization Algorithms, 2023.
+
+Whether a step is skipped is known only on the device, which therefore has the numbers that steps
+change.
 """
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
+
+from ...core.gpu import device_of
+from ...core.kernel import load
+from ...placement import synchronize_stream, to_device_of
+from ..common import many
+from .launch import Launch, Rates
 
 
 class Tensor(NamedTuple):
@@ -39,3 +49,30 @@ def lion(
     np.multiply(gradient, 1 - beta2, out=change)
     mean *= beta2
     mean += change
+
+
+class LionLauncher(Launch):
+    """The step of all parameters, one launch; ``counts`` holds the steps done."""
+
+    def __init__(
+        self, tensors: Mapping[str, Any], betas: tuple[float, float], numbers: Mapping[str, float]
+    ) -> None:
+        super().__init__(tensors)
+        self.betas = betas
+        self.counts = to_device_of(np.array([numbers["steps"]], np.uint32), self.lead)
+        synchronize_stream(self.lead)  # any stream may launch the first step
+
+    def numbers(self) -> dict[str, float]:
+        """Return the number of steps; reading it waits for the device."""
+        with device_of(self.counts):
+            return {"steps": int(self.counts[0])}
+
+    def launch(self, table: many.Table, factor: Any, finite: Any, rates: Rates) -> None:
+        """Launch the step of all tensors."""
+        beta1, beta2 = self.betas
+        kernel = load("lion_step.cu", "lion_step", self.lead, self.constants(table))
+        kernel[table.chunks, many.THREADS](
+            table.tensors, table.owners, factor, finite, self.counts,
+            beta1, 1 - beta1, beta2, 1 - beta2,
+            rates.lr, 1 - rates.lr * rates.weight_decay,
+        )  # fmt: skip

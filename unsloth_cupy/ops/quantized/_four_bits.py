@@ -29,6 +29,7 @@ NF4_LEVELS = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 KINDS = ("nf4", "fp4", "mxfp4", "q4_0")  # numbered as in four_bits.cuh
+EXPONENTS = ("mxfp4",)  # the codes of absmax are powers of two
 LOW_FIRST = KINDS[2:]  # the first code of a byte is in its low bits
 SIZES = {  # levels of codes 0 .. 7; those of 8 .. 15 are negative
     "fp4": (0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4),

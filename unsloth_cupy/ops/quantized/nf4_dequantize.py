@@ -39,7 +39,7 @@ def double_absmax(scale: Array, offset: float) -> Array:
 
 @cache
 def powers_of_two() -> Array:
-    """Return the values of the 8-bit exponents of MXFP4; 255, which none has, is infinite."""
+    """Return the values of 8-bit exponents; 255, which none has, is infinite."""
     return np.append(np.ldexp(np.float32(1), np.arange(TABLE - 1) - 127), np.float32(np.inf))
 
 
@@ -69,9 +69,9 @@ def check_held(
     """Raise ShapeError unless arrays hold ``values`` values, in whole rows of ``inputs``."""
     check_choice(call, "kind", kind, _four_bits.KINDS)
     blocks, scales = -(-values // block), absmax if codes is None else codes
-    exponents = kind == "mxfp4"
+    exponents = kind in _four_bits.EXPONENTS
     if exponents and (codes is None or absmax.size != TABLE):
-        problem = f"{call}: mxfp4 has absmax_codes, and {TABLE} powers of two as absmax"
+        problem = f"{call}: {kind} has absmax_codes, and {TABLE} powers of two as absmax"
         raise ShapeError(problem, expected=(TABLE,), actual=tuple(absmax.shape))
     row_bytes, row_scales = max(1, inputs // 2), max(1, inputs // block)
     expected = -(-values // 2), blocks
@@ -108,7 +108,7 @@ def nf4_dequantize_(
     """Write a part of a weight to w: the part whose first value has the flat index ``start``.
 
     ``columns`` is the width of the whole weight.  If there are ``absmax_codes``, ``absmax`` is a
-    ``double_absmax``; those of mxfp4 are exponents, and ``absmax`` is ``powers_of_two``.  With
+    ``double_absmax``; or exponents, and then ``absmax`` is ``powers_of_two``.  With
     ``offsets`` the weight is a stack of as many matrices as there are
     groups of rows, and those of groups without rows are not written.
     """
@@ -176,7 +176,7 @@ def _launch(
     else:
         row_stride = columns
     count = lanes(start | row_stride | (width if rows > 1 else 0), w, packed)
-    double = absmax_codes is not None and kind != "mxfp4"
+    double = absmax_codes is not None and kind not in _four_bits.EXPONENTS
     dtype = None if offsets is None else offsets.dtype
     constants = _constants((w.dtype, absmax.dtype), count, kind, double, dtype)
     tiles = -(-width // (count * THREADS * DEPTH))

@@ -103,7 +103,7 @@ def _launch(
     (rows, outputs), inputs = out.shape, x.shape[1]
     unit = next(u for u in UNITS if inputs % u == 0 and u <= block)
     wide, x_wide = lanes(unit // 8, packed) == unit // 8, lanes(x_stride, x) * size == 16
-    double = absmax_codes is not None and kind != "mxfp4"
+    double = absmax_codes is not None and kind not in _four_bits.EXPONENTS
     held = absmax if absmax_codes is None else absmax_codes
     side = lanes(inputs // unit, held) if block == unit else 1  # absmax that lie side by side
     chosen = _constants(

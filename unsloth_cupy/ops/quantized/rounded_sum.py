@@ -246,7 +246,7 @@ def _launch_nf4(
     own = {
         "S": absmax.dtype,
         "FROM": _four_bits.KINDS.index(stored),
-        "DOUBLE": absmax_codes is not None and stored != "mxfp4",
+        "DOUBLE": absmax_codes is not None and stored not in _four_bits.EXPONENTS,
         "BYTES": min(WIDTH // 2, lanes(0, packed)),
     }
     width = min(WIDTH, lanes(0, w))

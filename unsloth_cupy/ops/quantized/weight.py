@@ -133,11 +133,10 @@ class Chunked(Stored, ABC):
 class Quantized(Chunked):
     """A frozen matrix (outputs, inputs) in few bits.
 
-    It is the base of ``Nf4``, ``Mxfp4``, ``Int8`` and ``Ternary``, and of those that only GGUF
-    files hold.  ``linear``, ``lora_linear``, ``lora_linears``, ``lora_merge`` and ``swiglu_mlp``
-    accept it as their weight.  ``shape``, ``ndim``, ``size``, ``len``, ``T`` and slices of rows are
-    those of the dense weight; ``dtype`` is the dtype that it is dequantized to by default.
-    ``nbytes`` counts all arrays that store it.
+    It is the base of ``Nf4``, ``Int8``, ``Ternary`` and all others.  ``linear``, ``lora_linear``,
+    ``lora_linears``, ``lora_merge`` and ``swiglu_mlp`` accept it as their weight.  ``shape``,
+    ``ndim``, ``size``, ``len``, ``T`` and slices of rows are those of the dense weight; ``dtype``
+    is the dtype that it is dequantized to by default.  ``nbytes`` counts all arrays that store it.
 
     All but a ``Ternary`` may be a stack (experts, outputs, inputs): ``grouped_linear``
     and ``experts_mlp`` accept it, and ``stack[e]`` is a dense matrix.

@@ -13,7 +13,7 @@ from unsloth_cupy import AdamW, CheckpointConfig, lora_linears
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import Transformer, create, load, merge
-from unsloth_cupy.models.adapters import adapter, adapter_folder
+from unsloth_cupy.models.adapters import adapter, adapter_folder, joined
 from unsloth_cupy.models.adapters.adapter_base import base_of
 from unsloth_cupy.models.adapters.matching import matches
 
@@ -579,3 +579,13 @@ def test_no_adapter_to_save(tmp_path: Path) -> None:
 def test_errors_of_new_adapters_name_the_call(options: Any) -> None:
     with pytest.raises(ConfigError, match=r"^add_adapter[:(]"):
         load(LLAMA).add_adapter(**options)
+
+
+def test_matrices_of_two_kinds_are_no_rows_of_one() -> None:
+    first = np.ones((2, 3), np.float32)
+    for other in (first.astype(np.float16), np.ones((2, 4), np.float32)):
+        arrays = [first, other]
+        assert joined._rows_of_one(arrays) is arrays
+    rows = joined._rows_of_one([first, 2 * first])
+    assert np.shares_memory(rows[0].base, rows[1].base)
+    assert np.array_equal(np.concatenate(rows), [[1, 1, 1]] * 2 + [[2, 2, 2]] * 2)

@@ -9,11 +9,13 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from unsloth_cupy import AdamW, CheckpointConfig
+from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.lora import Lora
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.models import Transformer, create, load, merge
 from unsloth_cupy.models.adapters.adapter_stacks import stacks_of
+from unsloth_cupy.models.adapters.kept import Kept
 from unsloth_cupy.models.optimizers import optimizer_of
 
 from ..golden.golden import OpCase, op_cases
@@ -97,6 +99,11 @@ def test_merged_stacks(golden: OpCase) -> None:
                 stack, merged = stack[:, order], merged[:, order]
         pair = {adapted.down: given[f"A/{key}"], adapted.up: given[f"B/{key}"]}
         np.testing.assert_allclose(adapted.merge(stack, pair), merged, rtol=0, atol=1e-12)
+        for dtype, rounded in ((BFLOAT16, [name]), (np.float32, [])):
+            kept = Kept()
+            narrow = {each: array.astype(np.float32) for each, array in pair.items()}
+            adapted.merge(stack.astype(dtype), narrow, kept=kept)
+            assert [*kept.layers] == rounded, "of weights that were rounded"
 
 
 # ---- new adapters -------------------------------------------------------------------------------

@@ -614,7 +614,7 @@ def test_a_prompt_leaves_room_for_its_answer(home: Path, tmp_path: Path) -> None
         ({"reward_seconds": 0.0}, "reward_seconds=0.0: give a number above 0"),
         (
             {"reward": ["tests"], "reward_seconds": 9.0},
-            "reward_seconds is of functions, and reward names models alone; leave it out",
+            "reward_seconds is of functions in files, and reward names none; leave it out",
         ),
         ({"method": "dpo", "reward": (), "num_iterations": 2}, "dpo does not use num_iterations"),
         ({"method": "rloo", "beta": 0.1}, "method=rloo does not use beta"),

@@ -139,13 +139,14 @@ def test_what_a_function_returns(function: Any, expected: Any) -> None:
 
 
 def test_the_names_that_a_function_takes() -> None:
-    def function(a: Any, /, b: Any, c: Any = 0, *more: Any, d: Any, e: Any = 0) -> None:
+    def function(a: Any = 0, /, *, b: Any, c: Any = 0, d: Any, e: Any = 0) -> None:
         pass
 
     names = [("b", True), ("c", False), ("d", True), ("e", False)]
     assert taken(function) == (False, names)
     assert taken(lambda **columns: None) == (True, [])
     assert taken(3) == "3 is not a callable object"
+    assert taken(lambda a, /: None) == "a has no name in a call"
 
 
 def test_columns_that_a_function_needs(own: Path) -> None:

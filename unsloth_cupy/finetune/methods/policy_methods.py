@@ -39,7 +39,7 @@ from .method import (
 from .preference_methods import RATES
 from .reward_models import RewardModel
 from .reward_pool import SECONDS
-from .rewards import Reward, rewards_of, scores
+from .rewards import Reward, RewardFunction, rewards_of, scores
 
 SAMPLES, NEW = 8, 256  # answers to a prompt, and tokens of an answer at most
 CLIP = 0.2
@@ -161,9 +161,9 @@ class Policy(Method):
             cure = f"give {named('reward')}, FILE.py:FUNCTION or the folder of a reward model"
             raise ConfigError(f"{method} has nothing to learn from; {cure}")
         limited = settings.reward_seconds is not None
-        if limited and all(hasattr(each, "model") for each in self.rewards):
-            of_functions = f"{named('reward_seconds')} is of functions"
-            problem = f"{of_functions}, and {named('reward')} names models alone"
+        if limited and all(type(each) is not RewardFunction for each in self.rewards):
+            of_functions = f"{named('reward_seconds')} is of functions in files"
+            problem = f"{of_functions}, and {named('reward')} names none"
             raise ConfigError(f"{problem}; leave it out")
         ranks = [name for name in RANKS if (getattr(settings, name) or 1) > 1]
         if ranks and self.invariant:

@@ -13,7 +13,7 @@ import runpy
 import select
 import signal
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,11 @@ def taken(function: Any) -> Any:
     """
     kinds = inspect.Parameter
     try:
-        each = inspect.signature(function).parameters.values()
+        each = [*inspect.signature(function).parameters.values()]
     except (TypeError, ValueError) as error:
         return str(error)
+    if alone := [o.name for o in each if o.kind is kinds.POSITIONAL_ONLY and o.default is o.empty]:
+        return f"{alone[0]} has no name in a call"
     by_name = (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
     names = [(one.name, one.default is kinds.empty) for one in each if one.kind in by_name]
     return any(one.kind is kinds.VAR_KEYWORD for one in each), names
@@ -48,8 +50,12 @@ def judged(function: Callable[..., Any], count: int, arguments: Mapping[str, Seq
                 return {"wrong": (number, f"raised {type(own).__name__}: {own}")}
         problem = f"raised {type(error).__name__}: {error}, for no answer alone"
         return {"wrong": (None, problem)}
-    if not hasattr(values, "__len__") or len(values) != count:
-        has = f"{len(values)} items" if hasattr(values, "__len__") else repr(values)[:80]
+    try:
+        length = None if isinstance(values, str | bytes | Mapping | Set) else len(values)
+    except TypeError:  # also of an array without axes
+        length = None
+    if length != count:
+        has = repr(values)[:80] if length is None else f"{length} items"
         problem = f"returned {has} for {count} answers, not a list of as many numbers"
         return {"wrong": (None, problem)}
     result = list[float | None]()

@@ -7,20 +7,27 @@
 
 A function takes lists by name, as those of TRL do: ``prompts``, ``completions`` (in chats lists of
 messages), ``completion_ids``, and columns of the data.  It returns a number for each answer, or
-None for an answer that it does not judge.  It is called in a process of its own.
+None for an answer that it does not judge.  One of a file is called in a process of its own; one
+that Python gives (``Trainer(reward=)``) is called where the trainer runs.
 """
 
 import dataclasses
 import functools
+import hashlib
+import inspect
+import json
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
+from os import PathLike, fspath
 from pathlib import Path
+from types import CodeType
 from typing import Any, NoReturn
 
 import numpy as np
 
+from ...core.call import is_number
 from ...core.dtypes import Array
 from ...errors import ConfigError
 from ...files import path_of
@@ -30,6 +37,7 @@ from ..listener import announce
 from ..naming import named
 from .reward_models import RewardModel
 from .reward_pool import SECONDS, EndedError, LateError, Worker, fingerprint, worker_of
+from .reward_process import judged, taken
 
 LARGEST = 1e15  # of a reward: the sum of many squares of gradients is in the range of float32
 ENOUGH = 3  # answers that are all too late end the run
@@ -54,6 +62,18 @@ class RewardFunction:
     takes: Any
     seconds: float = SECONDS
 
+    @property
+    def place(self) -> str:
+        """What is to be mended if it is wrong."""
+        return str(self.path)
+
+    def arguments(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
+        """Return the columns that it takes."""
+        takes_all, names = self.takes
+        if takes_all:
+            return dict(columns)
+        return {name: columns[name] for name, _ in names if name in columns}
+
     def check(self, columns: Mapping[str, Any]) -> None:
         """Raise a ConfigError if it needs other columns."""
         needs = [name for name, is_needed in self.takes[1] if is_needed]
@@ -74,11 +94,7 @@ class RewardFunction:
 
         ``late`` gets the answers that take too long.
         """
-        takes_all, names = self.takes
-        arguments = dict(columns)
-        if not takes_all:
-            arguments = {name: columns[name] for name, _ in names if name in columns}
-        count = len(columns["completions"])
+        arguments, count = self.arguments(columns), len(columns["completions"])
         if not count:
             return lambda: np.empty(0)
         worker = worker_of(self.path, self.digest, self.name)
@@ -92,6 +108,166 @@ class RewardFunction:
             return result
 
         return finish
+
+
+@dataclasses.dataclass(frozen=True)
+class CalledFunction(RewardFunction):
+    """A function of this process that rewards answers; its calls have no limit of time."""
+
+    function: Any = None
+    bound: Collection[str] = ()  # the names that a functools.partial fills in
+
+    @property
+    def place(self) -> str:
+        """What is to be mended if it is wrong."""
+        return "this function"
+
+    def begin(
+        self,
+        columns: Mapping[str, Sequence[Any]],
+        place: Callable[[int], str],
+        late: list[int] | None = None,
+        **more: Any,
+    ) -> Callable[[], Array]:
+        """Return what calls the function for the reward of each answer, (answers,).
+
+        An error of the function is the cause of the ConfigError that names the answer.
+        """
+        free = {name: each for name, each in columns.items() if name not in self.bound}
+        arguments, count = self.arguments(free), len(columns["completions"])
+        errors = list[Exception]()
+
+        def called(**own: Any) -> Any:
+            try:
+                return self.function(**json.loads(json.dumps(own)))  # it may change them
+            except Exception as error:
+                errors.append(error)
+                raise
+
+        def finish() -> Array:
+            result = np.full(count, np.nan)
+            try:
+                if count:
+                    call = _Call(self, columns, place, arguments, [])
+                    call.judge(result, range(count), judged(called, count, arguments))
+            except ConfigError as error:
+                raise error from (errors[-1] if errors else None)
+            return result
+
+        return finish
+
+
+class FunctionWord(str):
+    """The name of a function of this process, perhaps with :WEIGHT, among words of settings."""
+
+    __slots__ = ("function", "weight")
+    function: Any
+    weight: float
+
+    def __new__(cls, function: Any, weight: float = 1.0) -> "FunctionWord":
+        """Return the word for a function."""
+        name = _named(function).__name__ + f":{weight:g}" * (weight != 1)
+        word = super().__new__(cls, name)
+        word.function, word.weight = function, weight
+        return word
+
+    def __reduce__(self) -> Any:
+        """Copy the function with its name."""
+        return FunctionWord, (self.function, self.weight)
+
+
+def words_of(rewards: Any) -> tuple[str, ...]:
+    """Return rewards as settings have them.
+
+    ``rewards`` is a function, FILE.py:FUNCTION or FOLDER, one of these and its weight, or a list.
+
+    Raises
+    ------
+    ConfigError
+        One of them is something else.
+    """
+    several = isinstance(rewards, list) or (
+        isinstance(rewards, tuple) and not (len(rewards) == 2 and is_number(rewards[1]))
+    )
+    words = list[str]()
+    for each in rewards if several else [rewards]:
+        reward, weight = each if isinstance(each, tuple) and len(each) == 2 else (each, None)
+        if not (callable(reward) or isinstance(reward, str | PathLike)):
+            cure = "give a function, FILE.py:FUNCTION, FOLDER, or (one of these, its weight)"
+            raise ConfigError(f"{named(reward=repr(each))}: {cure}")
+        if not (weight is None or (is_number(weight) and math.isfinite(weight))):
+            raise ConfigError(f"{named(reward=repr(each))}: its weight is no number; give one")
+        if callable(reward):
+            words.append(FunctionWord(reward, 1.0 if weight is None else float(weight)))
+        else:
+            words.append(fspath(reward) + (f":{weight}" if weight is not None else ""))
+    return tuple(words)
+
+
+def _named(function: Any) -> Any:
+    """Return what has the name and the source of a callable: a function, or the class of it."""
+    if isinstance(function, functools.partial):
+        function = function.func
+    function = inspect.unwrap(function)
+    return function if inspect.isroutine(function) or isinstance(function, type) else type(function)
+
+
+def _digest(function: Any) -> str:
+    """Return what tells one source of a function from another; of one without it, its code.
+
+    What a functools.partial fills in is a part of it: numbers and texts, others by their type.
+    """
+    own = _named(function)
+    code = getattr(own.__call__ if isinstance(own, type) else own, "__code__", None)
+    try:
+        source = _of_lambda(own) if own.__name__ == "<lambda>" else inspect.getsource(own)
+    except (OSError, TypeError):
+        source = repr(_instructions(code)) if code else f"{own.__module__}.{own.__qualname__}"
+    if isinstance(function, functools.partial):
+        kinds = str | int | float | None
+        each = [*enumerate(function.args), *function.keywords.items()]
+        source += repr([(n, v if isinstance(v, kinds) else type(v).__name__) for n, v in each])
+    return hashlib.sha256(source.encode()).hexdigest()
+
+
+def _of_lambda(function: Any) -> str:
+    """Return the parameters of a lambda and its expression, without the rest of its lines."""
+    lines, code = inspect.findsource(function)[0], function.__code__
+    places = [each for each in code.co_positions() if None not in each and each[3]]
+    if not places:
+        raise OSError("positions were not compiled")
+    first, start = min((line, column) for line, _, column, _ in places)
+    last, end = max((line, column) for _, line, _, column in places)
+    text = "".join(lines[first - 1 : last]).encode()
+    tail = len(lines[last - 1].encode()) - end  # columns are of bytes
+    return f"{inspect.signature(function)}: {text[start : len(text) - tail].decode()}"
+
+
+def _instructions(code: CodeType) -> tuple[Any, ...]:
+    """Return what a compiled function computes, without the file and lines of it."""
+    constants = (_instructions(e) if isinstance(e, CodeType) else e for e in code.co_consts)
+    return code.co_code, code.co_names, *constants
+
+
+def _called(word: FunctionWord) -> CalledFunction:
+    """Return the reward that calls a function, or raise a ConfigError if it cannot be called."""
+    function, own = word.function, _named(word.function)
+    call = own if inspect.isroutine(own) else own.__call__
+    name, takes = own.__name__, taken(function)
+    problem = ""
+    if isinstance(function, type):
+        problem = f"is a class; give an object, {name}(...), whose __call__ rewards answers"
+    elif inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call):
+        problem = "is async, and nothing awaits it; write a function that runs it"
+    elif isinstance(takes, str):
+        problem = f"cannot be called by names ({takes}); write a function of Python that calls it"
+    if problem:
+        raise ConfigError(f"{named(reward=word)} {problem}")
+    bound = getattr(function, "keywords", {}) if isinstance(function, functools.partial) else {}
+    takes = takes[0], [each for each in takes[1] if each[0] not in bound]
+    return CalledFunction(
+        name, word.weight, Path(name), _digest(function), takes, math.inf, function, {*bound}
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -161,7 +337,7 @@ class _Call:
         """Raise a ConfigError for an answer, or for all."""
         where = "" if number is None else f" {self._of(number)}"
         raise ConfigError(
-            f"the reward {self.reward.name} {problem}{where}; mend {self.reward.path}"
+            f"the reward {self.reward.name} {problem}{where}; mend {self.reward.place}"
         )
 
     def _too_slow(self, part: Sequence[int], late: Sequence[int]) -> NoReturn:
@@ -206,11 +382,14 @@ def rewards_of(words: Sequence[str], seconds: float = SECONDS) -> tuple[Reward, 
     names = [each.name for each in rewards]
     if twice := [name for name in names if names.count(name) > 1]:
         problem = f"{named('reward')}: two rewards are named {twice[0]}"
-        raise ConfigError(f"{problem}, as the log names them; rename one")
+        cure = "write one with def" if twice[0] == "<lambda>" else "rename one"
+        raise ConfigError(f"{problem}, as the log names them; {cure}")
     return rewards
 
 
 def _reward(word: str, seconds: float) -> Reward:
+    if isinstance(word, FunctionWord):
+        return _called(word)
     shown_word = named(reward=word)
     parts, weight = str(word).split(":"), 1.0
     if len(parts) > 2 or Path(":".join(parts[:-1]) or "-").is_dir():  # it may end in a weight

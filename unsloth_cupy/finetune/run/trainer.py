@@ -39,7 +39,7 @@ from ..listener import Listener, announce, hearing
 from ..lora import Lora
 from ..methods.registry import METHODS
 from ..methods.reward_pool import ending_workers, fingerprint
-from ..methods.rewards import rewards_of
+from ..methods.rewards import CalledFunction, rewards_of, words_of
 from ..methods.taught import is_taught
 from ..naming import named
 from .callbacks import Callbacks, checked
@@ -127,6 +127,12 @@ class Trainer:
         it is resumed.
     settings : Settings, optional
         All other settings, with their defaults.
+    reward : callable, str, path, (one of these, weight), or list of these, optional
+        What rewards the answers of grpo and rloo, in place of ``settings.reward``:
+        FILE.py:FUNCTION, the folder of a reward model, or ``reward(completions, **columns)``, which
+        takes by name ``prompts``, ``completions``, ``completion_ids`` and columns of the data, and
+        returns a number for each answer, or None for one that it does not judge.  It is called in
+        this process; a resumed run compares its name and source.
     ignore : collection of str, optional
         Columns of the data that are not read.
     lora : Lora, optional
@@ -154,6 +160,7 @@ class Trainer:
         data: Any = None,
         settings: Settings | None = None,
         *,
+        reward: Any = None,
         ignore: Collection[str] = (),
         lora: Lora | None = None,
         evaluate: Any = None,
@@ -170,14 +177,7 @@ class Trainer:
         value: Any = settings
         if not (value is None or isinstance(value, Settings)):
             raise ConfigError(f"Trainer(settings={value!r}): pass Settings(...), or None")
-        each = Settings() if settings is None else settings
-        if lora is not None:
-            each = _with_lora(each, lora)
-        if evaluate is not None:
-            if is_rows(evaluate):
-                rows = find_data(evaluate, (), "Trainer: evaluate", each.method)
-                evaluate = rows.read(whole=True)
-            each = dataclasses.replace(each, eval=evaluate)
+        each = _with(settings or Settings(), lora, reward, evaluate)
         self.evaluate: Any = each.eval
         if not isinstance(each.eval, int | float | Records | Text | None):
             self.evaluate = path_of("Trainer: evaluate", each.eval)
@@ -207,7 +207,7 @@ class Trainer:
             self.text: Any = (
                 data if known else find_data(data, ignore, "Trainer: data", each.method)
             )
-            self.lines = isinstance(text, Records) or (
+            self.lines = isinstance(self.text, Records) or (
                 isinstance(self.text, DataFiles) and self.text.lines
             )
             self._check()
@@ -365,7 +365,10 @@ class Trainer:
         if self.settings.teacher is not None:
             files = fingerprints(folder_of(self.settings.teacher), {})
             base |= {f"teacher {name}": each for name, each in files.items()}
-        for path in {each.path for each in rewards_of(self.settings.reward or ())}:
+        rewards = rewards_of(self.settings.reward or ())
+        functions = [each for each in rewards if isinstance(each, CalledFunction)]
+        base |= {f"reward {each.name}": {"sha256": each.digest} for each in functions}
+        for path in {each.path for each in rewards if each not in functions}:
             if path.is_file():
                 base[f"reward {path.name}"] = {"sha256": fingerprint(path)}
                 continue
@@ -385,15 +388,28 @@ def digest_of(parameters: Mapping[str, Any]) -> dict[str, str]:
     return {"sha256": digest.hexdigest()}
 
 
-def _with_lora(settings: Settings, lora: Any) -> Settings:
-    """Return settings with the fields of a Lora; raise if they have others already."""
-    if not isinstance(lora, Lora):
+def _with(settings: Settings, lora: Any, reward: Any, evaluate: Any) -> Settings:
+    """Return settings with the arguments of a Trainer; raise if they have others already."""
+    if not isinstance(lora, Lora | None):
         raise ConfigError(f"Trainer(lora={lora!r}): pass Lora(16), or None")
-    if settings.adapters not in (None, lora):
-        raise ConfigError(
-            f"Trainer: lora={lora} and the settings' {settings.adapters} differ; leave one out"
-        )
-    return dataclasses.replace(settings, **lora.settings())
+    words = None if reward is None else words_of(reward)
+    for name, new, own in (
+        ("lora", lora, settings.adapters),
+        ("reward", words, tuple(settings.reward) or None),
+    ):
+        if new is not None and own not in (None, new):
+            raise ConfigError(
+                f"Trainer: {name}={new} and the settings' {own} differ; leave one out"
+            )
+    values: dict[str, Any] = {} if lora is None else lora.settings()
+    if words is not None:
+        values["reward"] = words
+    if evaluate is not None:
+        if is_rows(evaluate):
+            rows = find_data(evaluate, (), "Trainer: evaluate", settings.method)
+            evaluate = rows.read(whole=True)
+        values["eval"] = evaluate
+    return dataclasses.replace(settings, **values)
 
 
 def _home(model: Transformer) -> Path:

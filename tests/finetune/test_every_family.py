@@ -43,14 +43,15 @@ def test_every_family_has_a_case() -> None:
     assert {config["model_type"] for config in EVERY.values()} == FAMILIES.keys()
 
 
-@pytest.mark.parametrize("way", ["full", "lora"])
+@pytest.mark.parametrize("way", ["full", "lora", "memory"])
 @pytest.mark.parametrize("label", Sample.one_in(TURNS, EVERY))
 def test_a_saved_model_computes_what_was_trained(
     label: str, way: str, words: tuple[Path, Any], tmp_path: Path
 ) -> None:
     base = folder(tmp_path / "base", label, words)
     settings = Settings(steps=1, batch=2, tokens=8, lr=0.01, out=tmp_path / "run")
-    run = Trainer(base, words[0], settings, lora=Lora(2) if way == "lora" else None).train()
+    model = models.load(base) if way == "memory" else base
+    run = Trainer(model, words[0], settings, lora=Lora(2) if way == "lora" else None).train()
     expected = run.model.logits(TOKENS)
     assert (expected != models.load(base).logits(TOKENS)).any()
     for saved in (run.files.model, *run.files.checkpoints()):

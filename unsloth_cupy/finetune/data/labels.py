@@ -142,6 +142,8 @@ def _as_known(names: tuple[str, ...], known: Mapping[str, Any]) -> tuple[str, ..
     if all(each == f"LABEL_{n}" for n, each in enumerate(every)):  # without names
         every = tuple(map(str, range(len(every))))
     if other := [name for name in names if name not in every]:
+        if not labels and len(names) == len(every):  # a new head, whose outputs have no names yet
+            return names
         cure = "name a model without labels of its own, or write its labels"
         has = f"the model has the labels {some(every)}, and none is {other[0]}"
         raise ConfigError(f"{has}; {cure}")

@@ -18,7 +18,7 @@ from ...files import read_json
 from ...models.adapters.adapter_base import ADAPTER, BASE, base_name, base_of
 from ...models.adapters.adapter_folder import read_adapter
 from ...models.adapters.into import MERGE_INTO, Into
-from ...models.adapters.outer_folder import implied_head, with_labels
+from ...models.adapters.outer_folder import base_for, implied_head, with_labels
 from ...models.configs.config_files import GENERATION, read_config
 from ...models.configs.heads import CLASSIFIERS
 from ...models.configs.names import ADAPTED, SCORE, TABLE
@@ -78,7 +78,11 @@ def prepare(
     """
     plan, checkpoint = settings.decided(new=source is None), run.newest_checkpoint()
     folder, method = checkpoint or source, fitted(plan, text, source, transformer)
-    words = None if folder is None else words_folder(folder, plan.base)
+    words = (
+        transformer.words  # its adapter may have tokens of its own
+        if transformer and transformer.words and not checkpoint
+        else folder and words_folder(folder, plan.base)
+    )
     chat = Chat(words)
     has_chats = isinstance(text, Records) and text.chats
     new_adapter = plan.lora is not None and folder == source
@@ -93,7 +97,7 @@ def prepare(
     else:
         tokenizer = load_tokenizer(words)
         config, adapter, kind = facts_of(
-            folder, plan, transformer, source, method, new_adapter=new_adapter
+            folder, words, plan, transformer, source, method, new_adapter=new_adapter
         )
     settings, config = with_new_tokens(settings, tokenizer, config, adapter, ranks)
     settings = with_tokens(settings, text, tokenizer, chat, config, method, run.outlier)
@@ -122,7 +126,7 @@ def prepare(
         else objective
     )
     model = (
-        in_place(transformer, checkpoint)
+        in_place(transformer, checkpoint, plan.quantize)
         if transformer
         else new_or_loaded(folder, values, plan, ranks, **method.loading)
     )
@@ -190,6 +194,7 @@ def new_or_loaded(
 
 def facts_of(
     folder: Path,
+    words: Path,
     plan: Plan,
     transformer: models.Transformer | None,
     source: Path | None,
@@ -213,7 +218,6 @@ def facts_of(
             cure = f"add {named('lora')}, as in {named(lora=16)}"
             raise ConfigError(f"{shown} is of adapters; {cure}")
         into_file = Into(shown, facts.config, plan.merge_into)  # or the file has no such model
-        words = words_folder(folder, plan.base)
         if not into_file.in_folder and (words / FILE).is_file():
             check_tokenizer(shown, words, facts.config)
     if new_adapter and facts.adapter is not None:
@@ -325,19 +329,33 @@ def _train_through(model: models.Transformer, plan: Plan) -> None:
     )
 
 
-def in_place(model: models.Transformer, folder: Path | None) -> models.Transformer:
-    """Change a model to what a run trains: in float32, with what a folder of it has learned."""
-    if folder is not None and (folder / ADAPTER).exists():
-        base = None if model.adapter is None else model.adapter.base
-        own = partial(to_device_of, like=model.table)
-        model.adapter = read_adapter(folder, model.config, FLOAT32, own)
-        model.adapter.base = base or model.home
-    elif folder is not None:
-        model.parameters = models.load(folder, device=device_name(model)).parameters
+def in_place(
+    model: models.Transformer, folder: Path | None, quantize: str | None = None
+) -> models.Transformer:
+    """Change a model to what a run trains: in float32, with what a folder of it has learned.
+
+    ``quantize`` is the kind of the frozen weights that are to be quantized, if any.
+    """
+    adapted = folder is not None and (folder / ADAPTER).exists()
+    if folder is not None and not adapted:
+        read = models.load(folder, device=device_name(model))
+        if read.config.vocab != model.config.vocab:
+            model.resize(read.config.vocab)
+        model.parameters = read.parameters
     values: dict[str, Any] = model.parameters
     for name, value in values.items():
         if not isinstance(value, Quantized) and value.dtype != FLOAT32:
             values[name] = value.astype(FLOAT32)
+    if folder is not None and adapted:
+        base, model.adapter = None if model.adapter is None else model.adapter.base, None
+        rows = base_for(folder, model.config, {**model.texts}, {}).vocab
+        if rows != model.config.vocab:
+            model.resize(rows)
+        own = partial(to_device_of, like=model.table)
+        model.adapter = read_adapter(folder, model.config, FLOAT32, own)
+        model.adapter.base = base or model.home
+    if quantize is not None:
+        models.quantize(model, quantize)
     return model
 
 

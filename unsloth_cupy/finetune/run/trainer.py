@@ -92,7 +92,7 @@ class Run:
         if self.loop is not None:
             return self.loop.model
         if self.transformer is not None:
-            return in_place(self.transformer, self.files.model)
+            return in_place(self.transformer, self.files.model, self.place["quantize"])
         return load(self.files.model, **self.place)
 
     @property
@@ -183,7 +183,7 @@ class Trainer:
             self.evaluate = path_of("Trainer: evaluate", each.eval)
         self.transformer = model if isinstance(model, Transformer) else None
         if self.transformer is not None:
-            each = dataclasses.replace(each, device=device_name(self.transformer))
+            each = dataclasses.replace(each, device=_place(self.transformer, each.device))
             model = _home(self.transformer)
         self.settings = each
         self.callbacks = checked(callbacks)
@@ -212,7 +212,9 @@ class Trainer:
             )
             self._check()
             self.callbacks += reporters(each.report_to)
-            if self.transformer is not None and not self.ranks.alone:
+            own = self.transformer
+            divided = own is not None and (own.division is not None or own.parts is not None)
+            if own is not None and (divided or not self.ranks.alone):
                 problem = "a model in memory is trained by one process"
                 raise ConfigError(f"Trainer: {problem}; pass its folder, {self.source}")
             self.base = None if self.source is None else base_of(self.source, each.base)
@@ -344,6 +346,7 @@ class Trainer:
             run.files.drop_checkpoints(before=newest)
         if loop.plan.keeps_best and self.ranks.whole:
             in_place(loop.model, run.files.model)
+        loop.model.words = run.files.model
         if loop.model.adapter is None:
             loop.model.folder = run.files.model
         ends = end_tokens(loop.chat, loop.tokenizer, loop.model.config) if loop.chat else None
@@ -410,6 +413,15 @@ def _with(settings: Settings, lora: Any, reward: Any, evaluate: Any) -> Settings
             evaluate = rows.read(whole=True)
         values["eval"] = evaluate
     return dataclasses.replace(settings, **values)
+
+
+def _place(model: Transformer, wanted: str | None) -> str:
+    """Return the device of a model in memory; raise if the settings name another."""
+    device = device_name(model)
+    if wanted not in (None, "auto", device) and f"{wanted}:0" != device:
+        cure = f"load it with models.load(folder, device={wanted!r}), or leave device out"
+        raise ConfigError(f"Trainer: {named(device=wanted)}, and the model is on {device}; {cure}")
+    return device
 
 
 def _home(model: Transformer) -> Path:

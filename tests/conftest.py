@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -100,6 +101,19 @@ def _isolated(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     from .harness.parity import general_attention
 
     with isolated(), general_attention():
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _silent_runs() -> Iterator[None]:
+    """Let a Trainer without a listener print nothing, as one of ``quiet=True``.
+
+    Its pictures and samples take longer than a small run.
+    """
+    from unsloth_cupy.finetune.listener import Listener
+    from unsloth_cupy.finetune.run import trainer
+
+    with mock.patch.object(trainer, "Printer", Listener):
         yield
 
 

@@ -5,8 +5,9 @@ import math
 import os
 import platform
 import re
+import shlex
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager, suppress
 from contextvars import ContextVar
 from decimal import Decimal
@@ -29,6 +30,7 @@ GPU_FILES = (  # of Linux, of its subsystem of Windows, and of Windows; each is 
     "/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libcuda.so.1", "/Windows/System32/nvcuda.dll",
 )  # fmt: skip
 WIDE = 120  # columns if the output is not a terminal: tables and paths are not wrapped
+SCREEN = 24, 100  # lines and columns of what a repr shows
 
 
 class Gpu(NamedTuple):
@@ -43,6 +45,57 @@ class Gpu(NamedTuple):
     def is_usable(self) -> bool:
         """Whether kernels are compiled for it."""
         return int(self.capability.replace(".", "")) >= OLDEST
+
+
+def echo(text: object = "", *, nl: bool = True, err: bool = False) -> None:
+    """Print a text, its control characters escaped, and in full whatever the encoding is."""
+    stream = sys.stderr if err else sys.stdout
+    line = printable(str(text)) + "\n" * nl
+    try:
+        print(line, end="", file=stream, flush=True)
+    except UnicodeEncodeError as error:
+        known = line.encode(error.encoding, "backslashreplace").decode(error.encoding)
+        print(known, end="", file=stream, flush=True)
+
+
+def echo_next(*commands: Sequence[object], err: bool = True) -> None:
+    """Print which commands may follow, ready to copy; to standard error, or else to output."""
+    lines = [shlex.join(map(str, words)) for words in commands]
+    if lines:
+        echo("\n".join(["next:", *(f"  {line}" for line in lines)]), err=err)
+
+
+def one_screen(head: str, parts: Iterable[str], end: str) -> str:
+    """Return parts between a head and an end, in at most 24 lines of at most 100 columns.
+
+    A part that is longer than a line is cut in its middle.
+    """
+    each = [cut(printable(part), SCREEN[1] - 3) for part in parts]
+    if len(line := f"{head}{', '.join(each)}{end}") <= SCREEN[1]:
+        return line
+    lines = [head.rstrip()]
+    for number, part in enumerate(each):
+        more = part + ("," if number < len(each) - 1 else end)
+        if len(lines) > 1 and len(lines[-1]) + 1 + len(more) <= SCREEN[1]:
+            lines[-1] += f" {more}"
+        elif len(lines) == SCREEN[0] - 1:
+            lines.append(f"  ... and {len(each) - number} more{end}")
+            break
+        else:
+            lines.append(f"  {more}")
+    return "\n".join(lines)
+
+
+def cut(text: str, width: int) -> str:
+    """Return a text of at most so many characters, without its middle if it has more."""
+    half = (width - 3) // 2
+    return text if len(text) <= width else f"{text[:half]}...{text[-half:]}"
+
+
+def in_notebook() -> bool:
+    """Return whether a cell of a Jupyter notebook runs, whose output shows text and pictures."""
+    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+    return shell is not None and "IPKernelApp" in getattr(shell, "config", ())
 
 
 def console(*, markup: bool = True) -> Any:

@@ -24,12 +24,13 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from unsloth_cupy import machine
-from unsloth_cupy.cli import plan_tables, printer, results
+from unsloth_cupy.cli import plan_tables
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.data.chat import Chat
 from unsloth_cupy.finetune.data.text import Batches, Text, held_out_rows, split, unigram_baseline
 from unsloth_cupy.finetune.data.tokenizer import encode, load_tokenizer, train_tokenizer
+from unsloth_cupy.finetune.run import printer, results
 from unsloth_cupy.finetune.run.loop import Loop
 from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.machine import format_bytes
@@ -1090,7 +1091,7 @@ def test_a_picture_that_cannot_be_drawn_does_not_end_a_run(
     def fails(*args: Any) -> None:
         raise ValueError("invalid literal")
 
-    monkeypatch.setattr("unsloth_cupy.cli.printer.draw_curve", fails)
+    monkeypatch.setattr("unsloth_cupy.finetune.run.printer.draw_curve", fails)
     sizes = ("--layers", "1", "--hidden", "32", "--vocabulary", "300", "--tokens", "16")
     words = ("finetune", "--text", str(text), "--out", str(tmp_path / "run"), "--steps", "1")
     done = click.testing.CliRunner().invoke(group, [*words, *sizes])

@@ -14,7 +14,6 @@ from safetensors.numpy import load_file
 from threadpoolctl import threadpool_info, threadpool_limits
 
 from unsloth_cupy import losses
-from unsloth_cupy.cli import printer
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import (
     Callback,
@@ -33,6 +32,7 @@ from unsloth_cupy.finetune.data.text import Batch
 from unsloth_cupy.finetune.methods.distillation import Distill
 from unsloth_cupy.finetune.methods.registry import METHODS, OPTIONS, Options
 from unsloth_cupy.finetune.methods.taught import Taught
+from unsloth_cupy.finetune.run import printer
 from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.models import Transformer, load

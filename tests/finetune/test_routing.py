@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import CheckpointConfig
-from unsloth_cupy.cli.printer import measured
 from unsloth_cupy.finetune.run import routing
+from unsloth_cupy.finetune.run.printer import measured
 from unsloth_cupy.finetune.run.routing import Routing, draw_routing
 from unsloth_cupy.models import create
 

@@ -50,7 +50,7 @@ import numpy
 for name in ("click", "matplotlib", "rich", "tqdm"):
     sys.modules[name] = None  # an import of it fails
 from unsloth_cupy.finetune import Settings, Trainer
-trainer = Trainer(None, sys.argv[1], Settings(steps=2, out=sys.argv[2], **{tiny}))
+trainer = Trainer(None, sys.argv[1], Settings(steps=2, out=sys.argv[2], **{tiny}), quiet={quiet})
 tokens = numpy.array([[1, 2]])
 print(*trainer.train().model.generate(tokens, max_new_tokens=2, stop=()).shape)
 """
@@ -100,13 +100,22 @@ def train(text: Path, out: Path, listener: Listener | None = None, **settings: A
     ).train()
 
 
-def test_a_run_needs_no_click_and_prints_nothing(text: Path, tmp_path: Path) -> None:
-    program = WITHOUT_CLICK.replace("{tiny}", repr(TINY))
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_run_needs_no_click(quiet: bool, text: Path, tmp_path: Path) -> None:
+    """Nor what draws bars, tables and pictures; a quiet one prints nothing."""
+    program = WITHOUT_CLICK.replace("{tiny}", repr(TINY)).replace("{quiet}", str(quiet))
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program, text, tmp_path / "run"],
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"},
+        capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert (done.stdout, done.stderr) == ("1 4\n", "")
+    assert done.stdout.endswith("1 4\n")
+    if quiet:
+        assert (done.stdout, done.stderr) == ("1 4\n", "")
+    else:
+        assert "step 2/2: held-out loss" in done.stderr
+        assert "/run are not drawn: " in done.stderr
+        assert f"  folder         {tmp_path / 'run'}\n" in done.stdout
 
 
 def test_a_listener_hears_the_lines_of_the_log(text: Path, tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def test_as_many_parameters_as_in_transformers(family: str) -> None:
 def test_a_model_says_what_it_is() -> None:
     model = create(SIZES | {"model_type": "llama"}, seed=0, dtype="bfloat16")
     count, text = model.num_parameters(), repr(model)
-    for said in ("Transformer llama: ", "bfloat16 on cpu", f" {count:,} parameters"):
+    for said in ("Transformer llama:", "bfloat16 on cpu", f" {count:,} parameters"):
         assert said in text
     assert f"{SIZES['num_hidden_layers']} layers, hidden {SIZES['hidden_size']}, " in text
     assert "weights" not in text

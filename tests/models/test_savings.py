@@ -13,10 +13,10 @@ import click.testing
 import pytest
 
 from unsloth_cupy import Tape, cross_entropy, linear, swiglu_mlp
-from unsloth_cupy.cli import printer
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.finetune.data import training_data
 from unsloth_cupy.finetune.data.text import held_out_rows
+from unsloth_cupy.finetune.run import printer
 from unsloth_cupy.models import loss
 from unsloth_cupy.models.layers import mlp_branch
 

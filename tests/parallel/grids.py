@@ -16,9 +16,9 @@ import click
 import numpy as np
 
 from unsloth_cupy import AdamW, ScheduleFreeAdamW
-from unsloth_cupy.cli import printer
+from unsloth_cupy.cli import profiled
 from unsloth_cupy.cli.commands import group
-from unsloth_cupy.finetune.run import loop, ranks
+from unsloth_cupy.finetune.run import loop, printer, ranks
 from unsloth_cupy.models import create, optimizers
 from unsloth_cupy.parallel import Communicator
 from unsloth_cupy.placement import to_numpy
@@ -198,7 +198,7 @@ def all_runs(world: Communicator, text: Path, folder: Path) -> None:
     for kind in (AdamW, ScheduleFreeAdamW):
         setattr(optimizers, kind.__name__, partial(kind, eps=EPS))
     printer.draw_curve = lambda *_: None  # type: ignore[assignment]
-    printer.import_module = lambda _: None  # type: ignore[assignment]
+    profiled.import_module = lambda _: None  # type: ignore[assignment]
     printer.sample = sample  # type: ignore[assignment]
     for runs in rounds(world.size):
         names = [name for name, run in runs.items() for _ in range(run.ranks)]

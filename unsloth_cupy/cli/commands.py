@@ -13,11 +13,11 @@ from ..core.call import RENAMED
 from ..errors import UnslothCupyError, printable
 from ..finetune.naming import naming
 from ..finetune.run.ranks import prints_errors
+from ..machine import echo
 from ..starting import INTERRUPTED
 from .bench import bench
 from .check import check
 from .data import data
-from .echo import echo
 from .evaluate import evaluate
 from .explain import explain
 from .export import export

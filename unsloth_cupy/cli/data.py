@@ -9,9 +9,10 @@ import click
 from ..finetune.listener import hearing
 from ..finetune.methods.registry import METHODS
 from ..finetune.run.data_report import DataReport, inspect_data
-from .echo import echo, echo_marked
+from ..finetune.run.printer import Printer
+from ..machine import echo
+from .echo import echo_marked
 from .options import FILE, Grouped, data_of, ignore_option, option
-from .printer import Printer
 
 BAR = 40  # characters of the longest bar
 

@@ -11,11 +11,10 @@ from ..finetune.listener import Listener, hearing
 from ..finetune.methods.registry import METHODS
 from ..finetune.run.evaluation import Evaluation
 from ..finetune.run.evaluation import evaluate as evaluated
+from ..finetune.run.printer import Printer
 from ..finetune.run.settings import DEVICES
-from ..machine import console, tables_as_json
-from .echo import echo
+from ..machine import console, echo, tables_as_json
 from .options import BASE, FILE, QUANTIZE, Device, WithData, json_option, option
-from .printer import Printer
 
 
 @click.command(cls=WithData)

@@ -13,6 +13,7 @@ from ..errors import ConfigError
 from ..files import read_json
 from ..finetune.run.limit import quantized_kind, tokens_of
 from ..finetune.run.run_folder import config_file
+from ..machine import echo
 from ..memory.ledger import Ledger
 from ..memory.plan import CLIPPED
 from ..memory.planned import Planned, recording_in
@@ -24,7 +25,6 @@ from ..profiling.explain import explain as explained
 from ..profiling.explanation import Explanation, Step
 from ..profiling.shapes import shape
 from ..training.gradients import measure_gradients
-from .echo import echo
 from .options import QUANTIZE, option
 
 

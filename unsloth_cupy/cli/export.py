@@ -9,8 +9,8 @@ from ..errors import ConfigError
 from ..finetune.data.tokenizer import load_tokenizer
 from ..finetune.data.turns import Ending, ending_of
 from ..finetune.run.run_folder import model_folder, words_folder
+from ..machine import echo, echo_next
 from ..models.gguf import TYPES
-from .echo import echo, echo_next
 from .modelfile import check_modelfile, write_modelfile
 from .options import BASE, FILE, NewFile, option
 

@@ -12,7 +12,7 @@ from ..finetune.run.interrupt import Interrupted, Stop, stop_request
 from ..finetune.run.run_folder import RunFolder
 from ..finetune.run.settings import Settings
 from ..finetune.run.trainer import Trainer
-from .echo import echo
+from ..machine import echo
 from .options import (
     FILE,
     ConfigFile,
@@ -23,7 +23,7 @@ from .options import (
     option,
     options_of,
 )
-from .printer import Printer
+from .profiled import CommandPrinter
 
 
 @click.command(cls=WithData)
@@ -66,7 +66,7 @@ def finetune(
     may resume a run.
     """
     settings = Settings(**(config or {}) | options)
-    printer = Printer(profile, quiet=quiet, as_json=as_json)
+    printer = CommandPrinter(profile, quiet=quiet, as_json=as_json)
     trainer = Trainer(model, data_of(data), settings, ignore=ignore, listener=printer)
     with stop_request(printer.announce) as stop:
         try:

@@ -19,12 +19,11 @@ from ..finetune.data.turns import ending
 from ..finetune.run.ranks import start
 from ..finetune.run.run_folder import model_folder, words_folder
 from ..finetune.run.settings import DEVICES
-from ..machine import blas_threads, device_title
+from ..machine import blas_threads, device_title, echo
 from ..models.adapters.adapter_base import base_of
+from ..models.generation.streaming import NEW, TEMPERATURE, stream_text
 from ..models.text.chat import Message
-from .echo import echo
 from .options import BASE, FILE, QUANTIZE, Device, Number, Words, option, utf8
-from .streaming import NEW, TEMPERATURE, stream_text
 
 Write = Callable[..., tuple[str, int]]  # stream_text with its first arguments bound
 

@@ -4,10 +4,10 @@ from pathlib import Path
 
 import click
 
+from ..finetune.run.results import asking, exports
 from ..finetune.run.run_folder import model_folder
-from .echo import echo, echo_next
+from ..machine import echo, echo_next
 from .options import BASE, FILE, option
-from .results import asking, exports
 
 DTYPES = click.Choice(["bfloat16", "float16", "float32", "float64"])
 

@@ -12,11 +12,11 @@ from ..errors import ConfigError
 from ..files import read_json
 from ..finetune.run.limit import tokens_of
 from ..finetune.run.run_folder import config_file
+from ..machine import echo
 from ..models.optimizers import OPTIMIZERS
 from ..models.parse import parse
 from ..profiling import precompile as compilation
 from ..profiling.cards import Card, card_named
-from .echo import echo
 from .options import FILE, QUANTIZE, option
 from .progress import progress
 

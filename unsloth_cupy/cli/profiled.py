@@ -1,13 +1,18 @@
-"""Profiles some steps of a training run op by op, for ``finetune --profile``."""
+"""What ``finetune`` prints beyond the messages of a run: profiles of steps, results as JSON."""
 
+import json
 from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from typing import Any
 
 from ..files import atomic_path
 from ..finetune.run.loop import Loop
+from ..finetune.run.printer import Printer
+from ..finetune.run.results import results_of
+from ..finetune.run.trainer import Run
+from ..machine import echo
 from ..profiling.profile import Profile
 from ..profiling.watch import watching
-from .echo import echo
 
 FIRST = 2  # first steps, not profiled: they count array memory, and on a GPU compile kernels
 
@@ -43,3 +48,33 @@ class Steps:
             partial.write_text(table, encoding="utf-8")
         self.profile.save_trace(folder / "trace.json")
         echo(f"\n{table}kept in {folder}/profile.txt and trace.json")
+
+
+class CommandPrinter(Printer):
+    """Prints what it hears, profiles ``profile`` of the steps, or prints JSON alone."""
+
+    def __init__(self, profile: int | None, *, quiet: bool, as_json: bool) -> None:
+        super().__init__(quiet=quiet)
+        self.profile, self.as_json = profile, as_json
+        self.profiled: Steps | None = None
+
+    def prepared(self, run: Run) -> None:
+        """Import what the end of the run needs, so that it fails now; begin to profile."""
+        super().prepared(run)
+        if run.loop is not None and run.loop.ranks.first:
+            for needed in ("matplotlib.figure", "rich.table"):
+                import_module(needed)
+            if self.profile is not None:
+                self.profiled = run.loop.step_context = Steps(run.loop, self.profile)
+
+    def finished(self, run: Run) -> None:
+        """Print the results, in words or as JSON."""
+        if self.as_json:
+            echo(json.dumps(results_of(run.files)))
+        else:
+            super().finished(run)
+
+    def close(self) -> None:
+        """Print the profile, also of a run that an error has ended."""
+        if self.profiled is not None:
+            self.profiled.report()

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from .echo import echo
+from ..machine import echo
 
 SECONDS_BETWEEN_LINES = 2.0
 T = TypeVar("T")

@@ -6,11 +6,11 @@ from typing import Any
 import click
 
 from ..finetune.listener import Listener, hearing
+from ..finetune.run.printer import Printer
 from ..finetune.run.settings import DEVICES
 from ..finetune.run.teaching import teach as taught
-from .echo import echo, echo_next
+from ..machine import echo, echo_next
 from .options import FILE, Device, Number, WithData, data_of, ignore_option, option
-from .printer import Printer
 
 
 @click.command(cls=WithData)

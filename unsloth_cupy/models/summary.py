@@ -5,6 +5,7 @@ from typing import Any
 
 from ..core import gpu
 from ..core.dtypes import Stored
+from ..machine import one_screen
 from ..ops.quantized.weight import Quantized
 from .folders.quantized_weights import FIXED
 
@@ -15,24 +16,27 @@ class Summary:
     config: Any
     parameters: dict[str, Any]
     adapter: Any
+    adapters: Any = ()
     table: Any
 
     def __repr__(self) -> str:
-        """Return family, sizes, number of parameters, dtype, device, quantization and adapter."""
+        """Return family, sizes, parameters, head, dtype, device, quantization and adapters."""
         own, table = self.config, self.table
         held = [each for each in self.parameters.values() if isinstance(each, Quantized)]
         kinds = sorted({getattr(each, "kind", each.KIND) for each in held})
         place = f"cuda:{gpu.number(table)}" if gpu.is_cupys(table.__class__) else "cpu"
-        sizes = (
-            f"{own.layers} layers, hidden {own.hidden}, {own.heads} heads ({own.kv_heads} of keys),"
-            f" vocabulary {own.vocab}, {self.num_parameters():,} parameters"
-        )
-        if own.head != "causal_lm":
-            sizes += f", {own.head}" + f" of {own.labels} labels" * (own.labels > 0)
-        parts = [sizes, f"{table.dtype} on {place}", *(f"{kind} weights" for kind in kinds)]
+        parts = [
+            f"{own.layers} layers", f"hidden {own.hidden}",
+            f"{own.heads} heads ({own.kv_heads} of keys)", f"vocabulary {own.vocab}",
+            f"{self.num_parameters():,} parameters",
+            f"head {own.head}" + f" of {own.labels} labels" * (own.labels > 0),
+            f"{table.dtype} on {place}", *(f"{kind} weights" for kind in kinds),
+        ]  # fmt: skip
+        if self.adapters:
+            parts.append(f"adapters by name: {', '.join(self.adapters)}")
         if self.adapter is not None:
             parts.append(f"adapter: {self.num_parameters(only_trainable=True):,} parameters")
-        return f"<{type(self).__name__} {own.model_type}: {', '.join(parts)}>"
+        return one_screen(f"<{type(self).__name__} {own.model_type}: ", parts, ">")
 
     def num_parameters(self, only_trainable: bool = False) -> int:
         """Return the number of parameters; a quantized weight has as many as the dense one.

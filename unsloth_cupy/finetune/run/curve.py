@@ -26,7 +26,12 @@ PANELS = {  # below the loss, of a method that measures them: lines, dashed for 
 
 
 def draw_curve(path: Path, lines: Sequence[dict[str, Any]], title: str) -> None:
-    """Draw train loss, held-out loss and unigram baseline over the steps into a PNG file.
+    """Draw the curve of a run into a PNG file."""
+    save_picture(curve_of(lines, title), path)
+
+
+def curve_of(lines: Sequence[dict[str, Any]], title: str) -> Any:
+    """Return a figure of train loss, held-out loss and unigram baseline over the steps.
 
     Below them is what a method measures of answers.
     """
@@ -74,7 +79,7 @@ def draw_curve(path: Path, lines: Sequence[dict[str, Any]], title: str) -> None:
         each.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
         if each.lines:
             each.legend(frameon=False, fontsize=9, labelcolor=INK)
-    save_picture(figure, path)
+    return figure
 
 
 def draw_measures(axes: Any, lines: Sequence[dict[str, Any]], label: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, get_args
 
 from ...core.call import check_fields, is_integer, is_number, takes_old_names
 from ...errors import ConfigError
+from ...machine import one_screen
 from ...models.adapters.into import CHOICES
 from ...models.layers.context import KINDS as CONTEXTS
 from ...models.optimizers import OPTIMIZERS as KINDS
@@ -40,7 +41,7 @@ DTYPES = FLOAT, *HALVES = ("float32", "bfloat16", "float16")
 
 
 @takes_old_names
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Settings(Options):
     """The settings of a run; each is explained beside its field.
 
@@ -291,6 +292,15 @@ class Settings(Options):
             problem = f"{named(optimizer=self.optimizer)} averages steps of one rate"
             raise ConfigError(f"{problem}; leave {named(decay=self.decay)} out")
 
+    def __repr__(self) -> str:
+        """Return the call that makes it, without fields that have their defaults."""
+        parts = [
+            f"{field.name}={_shown(value)}"
+            for field in dataclasses.fields(self)
+            if (value := getattr(self, field.name)) is not field.default and value != field.default
+        ]
+        return one_screen(f"{type(self).__name__}(", parts, ")")
+
     @property
     def checkpoint(self) -> CheckpointConfig | None:
         """Which blocks are recomputed in the backward pass; None: none."""
@@ -446,7 +456,7 @@ class Settings(Options):
         return Plan(**vars(self) | defaults)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(Settings, Arguments):
     """Settings with the defaults that depend on model and text: see ``Settings.decided``."""
 
@@ -471,6 +481,13 @@ def check_optimizer(
         settings, why = problem
         cure = f"leave {named(**settings)} out, or give {named(optimizer='adamw')}"
         raise ConfigError(f"{named(optimizer=optimizer)}: {why}; {cure}")
+
+
+def _shown(value: Any) -> str:
+    """Return a value as it is written in a call; of data their name, and not all rows."""
+    if isinstance(value, Records | Text):
+        return f"<{type(value).__name__} {value.name}>"
+    return repr(str(value) if isinstance(value, Path) else value)
 
 
 def kind_of(field: "dataclasses.Field[Any]") -> Any:

@@ -1,9 +1,10 @@
-"""Trains a model on a text, from Python: what ``unsloth-cupy finetune`` does, without printing.
+"""Trains a model on a text, from Python: what ``unsloth-cupy finetune`` does.
 
     run = Trainer("model", "chat.jsonl", Settings(epochs=2, out="runs/chat"), lora=Lora(16)).train()
     run.losses, run.best, run.model.generate(tokens, max_new_tokens=20)
 
-A run prints nothing: a ``Listener`` hears its words, steps and evaluations.
+A run shows what the command shows, in a terminal, a notebook or a file, unless it is ``quiet`` or
+a ``Listener`` hears its words, steps and evaluations.
 """
 
 import dataclasses
@@ -11,9 +12,12 @@ import hashlib
 import json
 import shutil
 import warnings
+from base64 import b64encode
 from collections.abc import Collection, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import cached_property
+from html import escape
+from io import BytesIO
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -43,13 +47,16 @@ from ..methods.rewards import CalledFunction, rewards_of, words_of
 from ..methods.taught import is_taught
 from ..naming import named
 from .callbacks import Callbacks, checked
+from .curve import curve_of
 from .evaluation import held_out_of
 from .interrupt import Stop
 from .loop import Loop
 from .preparation import device_name, dtype_of, in_place, prepare
+from .printer import Printer
 from .ranks import start
 from .reference import folder_of
 from .reporters import reporters
+from .results import summary
 from .resume import kept, own_settings, read_settings
 from .run_folder import RunFolder, fingerprints, model_folder
 from .settings import Settings
@@ -80,6 +87,20 @@ class Run:
     ) -> None:
         self.name, self.files, self.loop = name, files, loop
         self.transformer, self.place = transformer, place
+
+    def __repr__(self) -> str:
+        """Return folder, steps, losses before and after, and what may follow."""
+        return summary(self.files, self.name)
+
+    def _repr_html_(self) -> str:
+        """Return that and the curve of the losses, as a notebook shows them."""
+        page, image = f"<pre>{escape(repr(self))}</pre>", BytesIO()
+        with suppress(Exception):  # of matplotlib, and of a broken log: the text is shown
+            if lines := self.files.lines():
+                curve_of(lines, self.name).savefig(image, format="png")
+                code = b64encode(image.getvalue()).decode("ascii")
+                page += f'<img width="800" alt="losses" src="data:image/png;base64,{code}">'
+        return page
 
     @property
     def folder(self) -> Path:
@@ -146,7 +167,9 @@ class Trainer:
         The mean loss to minimise, ``objective(model, tokens=, labels=, offsets=, count=)``: the sum
         over labels divided by ``count``.  By default that of the next token.
     listener : Listener, optional
-        Hears words, steps and evaluations.
+        Hears words, steps and evaluations; then nothing is printed.
+    quiet : bool
+        Print nothing, not even without a listener.
 
     Raises
     ------
@@ -167,8 +190,11 @@ class Trainer:
         callbacks: Sequence[Any] = (),
         objective: Objective = next_token,
         listener: Listener | None = None,
+        quiet: bool = False,
         text: Any = None,
     ) -> None:
+        if type(quiet) is not bool:
+            raise ConfigError(f"Trainer(quiet={quiet!r}): pass True or False")
         if text is not None:
             if data is not None:
                 raise ConfigError("Trainer: text is the earlier name of data; leave text out")
@@ -187,7 +213,8 @@ class Trainer:
             model = _home(self.transformer)
         self.settings = each
         self.callbacks = checked(callbacks)
-        self.objective, self.listener = objective, Listener() if listener is None else listener
+        self.objective = objective
+        self.listener = listener or (Listener() if quiet else Printer())
         folder = None if model is None else path_of("Trainer: model", model)
         self.files: RunFolder | None = None  # known when the text is read
         self.ranks = start(

@@ -6,12 +6,14 @@ from typing import Any
 import numpy as np
 
 from ...errors import ConfigError
+from ...machine import echo
 from ...placement import to_device_of
 from ..generate import Options, stream
 from ..network import Network
 from ..text.chat import Message, Tools
 from ..text.tokenizer import Tokenizer, check_tokens
 
+NEW, TEMPERATURE = 200, 0.8  # new tokens and temperature of commands, and of a run's sample
 SHOWN = 80  # characters of a prompt in a message
 LONGEST_CHARACTER = 4  # bytes of a character in UTF-8 at most, so also tokens at most
 
@@ -178,3 +180,30 @@ class Continuation:
                 return
         yield stops.push(pieces.flush()) + stops.flush()
         self.full = self.count == self.room < self.most
+
+
+def stream_text(
+    model: Network,
+    tokenizer: Tokenizer | None,
+    prompt: str | Sequence[Message] | Sequence[int],
+    **options: Any,
+) -> tuple[str, int]:
+    """Write a prompt that is not a chat, and its continuation, to standard output.
+
+    The options are those of ``Transformer.generate_text``; the prompt may also be tokens.
+
+    Returns
+    -------
+    continuation, count : str, int
+        The text written after the prompt, and the number of its tokens.
+    """
+    continuation, written = Continuation(model, tokenizer, prompt, **options), ""
+    if isinstance(prompt, str):
+        echo(prompt, nl=False)
+    for piece in continuation:
+        echo(piece, nl=False)
+        written += piece
+    echo()
+    if continuation.full:
+        echo(f"The text ends at the model's {model.config.positions} positions.", err=True)
+    return written, continuation.count

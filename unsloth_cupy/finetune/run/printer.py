@@ -3,23 +3,21 @@
 Progress is a bar on a terminal, or a line from time to time elsewhere.
 """
 
-import json
 import sys
 import time
+import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from importlib import import_module
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from importlib.util import find_spec
 from typing import Any
 
-from ..errors import printable
-from ..finetune.listener import Listener
-from ..finetune.run.curve import draw_curve
-from ..finetune.run.routing import draw_routing
-from ..finetune.run.trainer import Run
-from ..machine import format_bytes
-from .echo import echo
-from .profiled import Steps
-from .results import report, results_of, sample, what_follows
+from ...errors import printable
+from ...machine import echo, format_bytes, in_notebook
+from ..listener import Listener
+from ..naming import named
+from .curve import draw_curve
+from .results import report, sample, what_follows
+from .routing import draw_routing
 
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BEFORE_A_BAR = 1.0
@@ -32,17 +30,15 @@ NEWEST = 0.1  # weight of the newest step in the running means of loss and speed
 
 
 class Printer(Listener):
-    """Prints what it hears, and profiles ``profile`` of the steps, if that is a number.
+    """Prints what it hears, errors alone if it is quiet.
 
-    If it is quiet, it prints only the results, and these only as JSON.
+    In a notebook all goes to standard output, whose text is not marked as an error.
     """
 
-    def __init__(
-        self, profile: int | None = None, *, quiet: bool = False, as_json: bool = False
-    ) -> None:
-        self.profile, self.quiet, self.as_json = profile, quiet, as_json
-        self.profiled: Steps | None = None
-        self.terminal = sys.stderr.isatty() and not quiet
+    def __init__(self, *, quiet: bool = False) -> None:
+        self.quiet, self.err = quiet, not in_notebook()
+        terminal = not self.err or getattr(sys.stderr, "isatty", bool)()
+        self.terminal = terminal and not quiet and find_spec("tqdm") is not None
         self.bar: Any = None  # of training
         self.steps = 0
         self.first: float | None = None  # held-out loss of a model that existed
@@ -54,7 +50,7 @@ class Printer(Listener):
     def announce(self, text: str) -> None:
         """Print a message."""
         if not self.quiet:
-            echo(text, err=True)
+            echo(text, err=self.err)
 
     def reading(self, what: str, size: int) -> AbstractContextManager[Callable[[int], None]]:
         """Show how much of a file is read, if it takes longer than 1 s."""
@@ -68,47 +64,37 @@ class Printer(Listener):
     def _counting(
         self, what: str, size: int, unit: str, shown: Callable[[float], str]
     ) -> Iterator[Callable[[int], None]]:
-        from tqdm import tqdm
-
         what = printable(what)
         done, began = 0, time.monotonic()
         printed = began
-        with tqdm(
-            total=size, desc=what, unit=unit, unit_scale=True, disable=not self.terminal,
-            leave=False, delay=SECONDS_BEFORE_A_BAR, dynamic_ncols=True,
-        ) as bar:  # fmt: skip
+        form = {"unit": unit, "unit_scale": True, "leave": False, "delay": SECONDS_BEFORE_A_BAR}
+        with self._bar(total=size, desc=what, **form) as bar:
 
             def read(count: int) -> None:
                 nonlocal done, printed
                 done += count
-                bar.update(count)
+                if bar is not None:
+                    bar.update(count)
                 now = time.monotonic()
                 if not (self.terminal or self.quiet) and now - printed > SECONDS_BETWEEN_LINES:
                     printed, speed = now, shown(done / (now - began))
                     share = f"{shown(done)} of {shown(size)}"
-                    echo(f"{what}: {share}, {speed}/s", err=True)
+                    echo(f"{what}: {share}, {speed}/s", err=self.err)
 
             yield read
 
-    def prepared(self, run: Run) -> None:
-        """Import what the end of the run needs, so that it fails now; begin to profile."""
+    def prepared(self, run: Any) -> None:
+        """Read what the held-out loss was at first."""
         if run.loop is not None and run.loop.ranks.first:
-            for needed in ("matplotlib.figure", "rich.table"):
-                import_module(needed)
             self.of_new_model = run.files.of_new_model
             evaluations = (line.get("held_out_loss") for line in run.files.lines())
             self.first = next(filter(None, evaluations), None)
-            if self.profile is not None:
-                self.profiled = run.loop.step_context = Steps(run.loop, self.profile)
 
     def began(self, step: int, steps: int) -> None:
         """Show the bar."""
-        from tqdm import tqdm
-
         self.steps, self.began_at, self.first_step = steps, time.monotonic(), step
-        self.bar = tqdm(
-            total=steps, initial=step, unit=" steps", disable=not self.terminal, dynamic_ncols=True
-        )
+        if self.terminal:
+            self.bar = self._bar(total=steps, initial=step, unit=" steps")
 
     def step(self, line: dict[str, Any]) -> None:
         """Show one step."""
@@ -141,7 +127,7 @@ class Printer(Listener):
         """Show the text that continues a prompt."""
         self._print(f"step {step}/{self.steps}: {prompt!r} goes on: {text!r}")
 
-    def ended(self, run: Run) -> None:
+    def ended(self, run: Any) -> None:
         """Leave the bar where it is, and draw the loss curve."""
         if self.bar is not None:
             self.bar.close()
@@ -155,31 +141,36 @@ class Printer(Listener):
             except Exception as error:  # of matplotlib: the model is still to be saved
                 self.announce(f"the pictures of {run.folder} are not drawn: {error}")
 
-    def finished(self, run: Run) -> None:
+    def finished(self, run: Any) -> None:
         """Print the results, and a sample of a model that was trained now."""
-        if self.as_json:
-            echo(json.dumps(results_of(run.files)))
-        if self.as_json or self.quiet:
+        if self.quiet:
             return
         if run.loop is None:
-            echo(f"{run.folder} is finished; more --steps or --epochs continue it,")
-            echo("and another --out starts a new run\n")
-        report(run.files)
+            more = f"more {named('steps')} or {named('epochs')} continue it"
+            echo(f"{run.folder} is finished; {more},")
+            echo(f"and another {named('out')} starts a new run\n")
+        if find_spec("rich") is None:
+            echo(run)
+        else:
+            report(run.files)
         if run.loop is not None and run.loop.method.head is None:
             with run.loop.stop.interruptible_block("the sample"):
                 sample(run.loop)
-        what_follows(run.files)
+        what_follows(run.files, err=self.err)
 
-    def close(self) -> None:
-        """Print the profile, also of a run that an error has ended."""
-        if self.profiled is not None:
-            self.profiled.report()
+    def _bar(self, **options: Any) -> Any:
+        """Return a bar of tqdm, as a terminal or a notebook shows it; elsewhere None as context."""
+        if not self.terminal:
+            return nullcontext()
+        with warnings.catch_warnings(action="ignore"):  # it warns of a notebook without ipywidgets
+            from tqdm.auto import tqdm
+        return tqdm(file=sys.stderr if self.err else sys.stdout, dynamic_ncols=True, **options)
 
     def _print(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
         self.printed = time.monotonic()
         if self.terminal:
-            self.bar.write(text, file=sys.stderr)
+            self.bar.write(text, file=sys.stderr if self.err else sys.stdout)
         else:
             self.announce(text)
 

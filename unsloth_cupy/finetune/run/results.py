@@ -2,23 +2,29 @@
 
 import json
 import math
+import textwrap
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..errors import ConfigError
-from ..files import read_json
-from ..finetune.data.chat import Chat
-from ..finetune.methods.registry import MEASURES, METHODS
-from ..finetune.run.loop import Loop
-from ..finetune.run.run_folder import RunFolder, model_without_weights
-from ..machine import console, format_bytes
-from ..models.adapters.adapter_base import ADAPTER
-from ..models.quantizer import IN_FOLDERS
-from .echo import echo, echo_next
-from .streaming import NEW, TEMPERATURE, stream_text
+from ...errors import ConfigError, printable
+from ...files import read_json
+from ...machine import SCREEN, console, cut, echo, echo_next, format_bytes
+from ...models.adapters.adapter_base import ADAPTER
+from ...models.generation.streaming import NEW, TEMPERATURE, stream_text
+from ...models.quantizer import IN_FOLDERS
+from ..data.chat import Chat
+from ..methods.registry import MEASURES, METHODS
+from .loop import Loop
+from .run_folder import RunFolder, model_without_weights
 
+CALLS = (  # what may follow a run; the second is for models that write texts, the last for adapters
+    'finetune.evaluate("{folder}", "held_out.jsonl")',
+    'models.export_gguf("{folder}", "{folder}.gguf", kind="q4_k_m")',
+    'models.merge("{folder}", "{folder}-merged")',
+)
 SAMPLE_TOKENS = NEW  # as those of the command that generates
+RULE = 80  # columns of a line that sets texts apart
 MOST = 700.0  # nats whose perplexity is a float
 
 
@@ -91,8 +97,71 @@ def _perplexity(loss: float) -> float:
     return math.exp(min(loss, MOST))
 
 
-def what_follows(run: RunFolder) -> None:
-    """Print the commands that use a finished run."""
+def summary(run: RunFolder, name: str) -> str:
+    """Return what a run is, in at most 24 lines: folder, losses before and after, what may follow.
+
+    It is read from the files of the run, which may still be going on, or be broken.
+    """
+    try:
+        rows = [*_facts(run), *_calls(run)]
+    except (ConfigError, OSError) as error:
+        said = textwrap.wrap(str(error), SCREEN[1] - 20) or [type(error).__name__]
+        rows = [
+            ("folder", str(run.folder)),
+            ("problem", said[0]),
+            *(("", each) for each in said[1:]),
+        ]
+    width = max(len(each) for each, _ in rows) + 2
+    lines = [f"Run {name}", *(f"  {each:<{width}}{value}" for each, value in rows)]
+    return "\n".join(cut(printable(line), SCREEN[1]) for line in lines[: SCREEN[0]])
+
+
+def _facts(run: RunFolder) -> list[tuple[str, str]]:
+    """Return the folder of a run, its steps, and measures of its first and last lines, by name."""
+    lines = run.lines()
+    steps = [line for line in lines if "loss" in line]
+    held_out, best = [line for line in lines if "held_out_loss" in line], run.best()
+    state = "finished" if run.finished else "not finished"
+    rows = [("folder", str(run.folder)), ("steps", f"{lines[-1]['step']:,}" if lines else "none")]
+    rows[-1] = ("steps", f"{rows[-1][1]}, {state}")
+    if best is not None:
+        rows.append(("best step", f"{best['step']:,}, held-out loss {best['held_out_loss']:.4g}"))
+    if run.stopped is not None:
+        rows.append(("end", run.stopped))
+    for kind, each in (("", steps), ("held_out_", held_out)):
+        for measure in ("loss", *(MEASURES if kind else ())):
+            known = [line[kind + measure] for line in each if line.get(kind + measure) is not None]
+            if known and len(rows) < SCREEN[0] - len(CALLS) - 2:
+                label = f"{kind or 'training_'}{measure}".replace("_", " ").replace(
+                    "held ", "held-"
+                )
+                rows.append((label, f"{known[0]:.4g} -> {known[-1]:.4g}"))
+    return rows
+
+
+def _calls(run: RunFolder) -> list[tuple[str, str]]:
+    """Return the calls of Python that use a run."""
+    if not run.finished:
+        return [("next", "Trainer(...).train() with the same arguments goes on")]
+    values = read_json(run.settings)
+    method = METHODS[values.get("method", "sft")]
+    use = 'model.generate_text("Once upon a time")'
+    if Chat(run.model).stored:
+        use = 'model.generate_text([{"role": "user", "content": "Hello"}])'
+    if method.example:
+        use = method.example.format(pooling=values.get("pooling") or "mean")
+    evaluation, export, merge = CALLS
+    into, calls = values.get("merge_into"), [evaluation]
+    if not method.example and into not in IN_FOLDERS and exports(run.model, run.folder):
+        calls.append(export if into is None else export.replace(', kind="q4_k_m"', ""))
+    if (run.model / ADAPTER).exists() and (into is None or into in IN_FOLDERS):
+        calls.append(merge)
+    each = [call.format(folder=json.dumps(str(run.folder))[1:-1]) for call in calls]
+    return [("model", str(run.model)), ("next", f"run.{use}"), *(("", call) for call in each)]
+
+
+def what_follows(run: RunFolder, *, err: bool = True) -> None:
+    """Print the commands that use a finished run; to standard error, or else to output."""
     values = read_json(run.settings)
     method = METHODS[values.get("method", "sft")]
     measure = []
@@ -102,7 +171,7 @@ def what_follows(run: RunFolder) -> None:
         load = f"models.load({json.dumps(str(run.model))})"
         used = method.example.format(pooling=values.get("pooling") or "mean")
         code = f"from unsloth_cupy import models; model = {load}; print({used})"
-        echo_next(["python", "-c", code], *(["unsloth-cupy", *words] for words in measure))
+        echo_next(["python", "-c", code], *(["unsloth-cupy", *words] for words in measure), err=err)
         return
     asks = asking(run.folder, run.model)
     merges = [["merge", run.folder, f"{run.folder}-merged"]]
@@ -112,7 +181,7 @@ def what_follows(run: RunFolder) -> None:
         merges, files = (merges, []) if kind in IN_FOLDERS else ([], files)
         files = [[*words[:3], *words[5:]] for words in files]  # in the type of the run
     follow = [asks, *measure, *merges, *files]
-    echo_next(*(["unsloth-cupy", *words] for words in follow))
+    echo_next(*(["unsloth-cupy", *words] for words in follow), err=err)
 
 
 def asking(folder: Path, words: Path) -> list[object]:
@@ -123,7 +192,7 @@ def asking(folder: Path, words: Path) -> list[object]:
 
 def exports(model: Path, folder: Path) -> list[list[object]]:
     """Return the command that writes the model in a folder to a file, where llama.cpp has it."""
-    from ..models.gguf.export import why_no_file
+    from ...models.gguf.export import why_no_file
 
     try:
         known = not why_no_file(model_without_weights(model).config)
@@ -158,13 +227,18 @@ def sample(loop: Loop) -> None:
     prompt, parts = loop.training_data.prompt, loop.training_data.examples
     asked = bool(parts) and len(prompt) < len(parts[1][0].tokens)
     tokens = prompt[: loop.model.config.positions - 1]  # room for one more
-    rule = console(markup=False).rule
-    rule("sampled text: " + ("an answer to the first held-out prompt" if asked else "a sequel"))
+    title = "an answer to the first held-out prompt" if asked else "the held-out text goes on"
+    _rule(f"sampled text: {title}")
     echo(loop.tokenizer.decode(tokens, skip_special_tokens=not asked), nl=asked)
     if asked:
-        rule("answer")
+        _rule("answer")
     stream_text(
         loop.model, loop.model.tokenizer, tokens,
         max_new_tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, seed=loop.plan.seed,
     )  # fmt: skip
-    rule()
+    _rule()
+
+
+def _rule(title: str = "") -> None:
+    """Print a line that sets texts apart."""
+    echo(f"--- {title} ".ljust(RULE, "-") if title else "-" * RULE)

@@ -1,9 +1,23 @@
-"""Fast CUDA kernels for transformers, each next to its NumPy definition."""
+"""Fast CUDA kernels for transformers, each next to its NumPy definition.
 
-from . import starting as starting  # before all that takes time
+Models and training are imported on first access: ``import unsloth_cupy`` does not take their time.
+"""
+
+import typing as _typing
+
+from . import starting as _starting  # noqa: F401 -- before all that takes time
 from . import interop as interop
 from . import losses as losses
 from ._version import __version__ as __version__
+from .core.names import publish as _publish
+
+if _typing.TYPE_CHECKING:
+    from .finetune import Lora as Lora
+    from .finetune import Settings as Settings
+    from .finetune import Trainer as Trainer
+    from .finetune import read_data as read_data
+    from .interop.huggingface import patch as patch
+    from .models import load as load
 
 # Attention
 from .models.layers.multi_head_attention import MultiHeadAttention as MultiHeadAttention
@@ -234,8 +248,14 @@ from .training.schedules import warmup_stable_decay_schedule as warmup_stable_de
 from .training.tape import Tape as Tape
 from .training.variable import Var as Var
 
-__all__ = [  # ops, functions and classes, but not sum: import * would replace Python's
-    name
-    for name, value in [*globals().items()]
-    if callable(value) and name[0] != "_" and name != "sum"
-]
+_HOMES = {
+    "Lora": "finetune",
+    "Settings": "finetune",
+    "Trainer": "finetune",
+    "read_data": "finetune",
+    "patch": "interop.huggingface",
+    "load": "models",
+    **{name: name for name in ("errors", "finetune", "interop", "losses", "models", "parallel")},
+}
+if not _typing.TYPE_CHECKING:  # which would allow any name
+    __all__, __getattr__, __dir__ = _publish(globals(), _HOMES)

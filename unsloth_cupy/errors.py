@@ -72,6 +72,14 @@ class ConfigError(UnslothCupyError, ValueError):
     """An option, a configuration or a file is invalid."""
 
 
+class ArgumentError(ConfigError, TypeError):
+    """A call lacks an argument, or has one that the function does not take."""
+
+
+class UnknownNameError(UnslothCupyError, AttributeError):
+    """A package or an object does not have a name; what others name so is called otherwise."""
+
+
 class NotFiniteError(ConfigError):
     """An array that a loss reads holds a NaN or an infinity."""
 

@@ -11,7 +11,7 @@ k = tape.watch(rng.standard_normal((2, 6, 2, 16), np.float32))  # two query head
 v = tape.watch(rng.standard_normal((2, 6, 2, 16), np.float32))
 
 out = attention(q, k, v, causal=True, window=(3, 0), softcap=30.0)
-dq, dk, dv = tape.gradients(out, [q, k, v], seed=np.ones(out.shape, np.float32))
+dq, dk, dv = tape.gradients(out, [q, k, v], dy=np.ones(out.shape, np.float32))
 print("out", out.shape, "dq", dq.shape, "dk", dk.shape, "dv", dv.shape)
 
 mask = np.zeros((6, 6), bool)  # True: may attend

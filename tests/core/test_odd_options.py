@@ -38,7 +38,7 @@ VALUES = [
 DTYPES = ([("a", "f4")], [], "O", "M8[s]", "m8[s]", "U3", "S3", "V4", "c8", "g", "u8", ">f4", "?")
 
 
-LOSSES = [name for name, function in vars(losses).items() if inspect.isfunction(function)]
+LOSSES = [name for name in losses.__all__ if inspect.isfunction(getattr(losses, name))]
 
 
 def call_of_loss(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:

@@ -48,7 +48,7 @@ def test_wrong_parameters_raise() -> None:
     x = ones(2)
     with pytest.raises(DTypeError, match=r"shifted takes \(x, y\); pass other arrays by keyword"):
         shifted(x, x, x)
-    with pytest.raises(TypeError, match="unexpected keyword argument 'with_'"):
+    with pytest.raises(TypeError, match=r"shifted\(with_=.*no such option"):
         shifted(x, with_=1)
     with pytest.raises(TypeError, match="multiple values for argument 'x'"):
         shifted(x, x=x)

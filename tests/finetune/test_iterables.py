@@ -174,8 +174,8 @@ def test_a_run_on_rows_is_resumed_by_their_hash(tmp_path: Path) -> None:
 
 
 def test_the_earlier_name_of_the_data_works_with_a_warning(tmp_path: Path) -> None:
-    with pytest.warns(FutureWarning, match=r"Trainer\(text=\) is now Trainer\(data=\)"):
+    with pytest.warns(FutureWarning, match="Trainer: text is named data now"):
         trainer = Trainer(None, text=ROWS, settings=Settings(**RUN, out=tmp_path / "run"))
     assert trainer.text.name == "rows"
-    with pytest.raises(ConfigError, match="leave text out"):
+    with pytest.raises(ConfigError, match="pass data alone"):
         Trainer(None, ROWS, text=ROWS)

@@ -25,7 +25,7 @@ from unsloth_cupy import (
     plan_memory,
 )
 from unsloth_cupy.cli.commands import COMMANDS, current_flags
-from unsloth_cupy.core.call import RENAMED
+from unsloth_cupy.core.names import RENAMED
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.files import read_json
 from unsloth_cupy.finetune import Lora, Settings

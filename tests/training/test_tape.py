@@ -121,14 +121,14 @@ def test_a_scalar_needs_no_seed() -> None:
 def test_an_array_needs_a_seed_of_its_shape() -> None:
     tape = Tape()
     x = tape.watch(draw(2, 3))
-    with pytest.raises(ShapeError, match=r"of has shape \(2, 3\); pass a seed of that shape"):
+    with pytest.raises(ShapeError, match=r"of has shape \(2, 3\); pass dy of that shape"):
         tape.gradients(x, [x])
-    with pytest.raises(ShapeError, match=r"seed has shape \(3,\); it must be \(2, 3\)"):
+    with pytest.raises(ShapeError, match=r"dy has shape \(3,\); it must be \(2, 3\)"):
         tape.gradients(x, [x], np.ones(3))
     for seed in ([1.0], 1, 1.0, "ones"):
-        with pytest.raises(DTypeError, match=r"seed is not an array but \w+"):
+        with pytest.raises(DTypeError, match=r"dy is not an array but \w+"):
             tape.gradients(x, [x], seed)
-    with pytest.raises(DTypeError, match="seed is float32; it must be float64"):
+    with pytest.raises(DTypeError, match="dy is float32; it must be float64"):
         tape.gradients(scale(x, factor=2.0), [x], np.ones((2, 3), np.float32))
 
 
@@ -232,7 +232,7 @@ def test_gradients_of_torch_are_of_torch_and_own_their_memory() -> None:
         grad[...] = grad * (i + 2)
     assert [set(grad.tolist()) for grad in grads] == [{2.0}, {3.0}, {4.0}, {5.0}]
     assert (seed == 1).all()
-    with pytest.raises(FrameworkError, match="of from torch cpu, seed from numpy cpu"):
+    with pytest.raises(FrameworkError, match="of from torch cpu, dy from numpy cpu"):
         tape.gradients(result, variables, np.ones((2, 3)))
 
 

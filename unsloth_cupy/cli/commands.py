@@ -1,15 +1,17 @@
 """The group of all commands, and the messages with which errors end a command."""
 
+import difflib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import click
 
 from .._version import __version__
-from ..core.call import RENAMED
+from ..core.names import RENAMED
+from ..core.other_names import OTHER_COMMANDS, OTHER_NAMES
 from ..errors import UnslothCupyError, printable
 from ..finetune.naming import naming
 from ..finetune.run.ranks import prints_errors
@@ -42,36 +44,14 @@ def _printable() -> Iterator[None]:
         raise
 
 
-OWN_NAMES: Mapping[str, Sequence[str]] = {  # of options, by the names that others give them
-    "learning-rate": ["lr"], "max-seq-length": ["tokens"], "max-length": ["tokens"],
-    "max-seq-len": ["tokens"], "dataset": ["data", "text"], "data": ["text"], "text": ["data"],
-    "train-file": ["data", "text"], "dataset-name": ["data", "text"], "num-epochs": ["epochs"],
-    "num-train-epochs": ["epochs"], "max-steps": ["steps"], "batch-size": ["batch"],
-    "per-device-train-batch-size": ["batch"], "gradient-accumulation-steps": ["accumulate"],
-    "warmup-ratio": ["warmup"], "warmup-steps": ["warmup"], "lr-scheduler-type": ["decay"],
-    "lr-scheduler": ["decay"], "schedule": ["pipeline-schedule"], "optim": ["optimizer"],
-    "evaluate": ["eval"], "eval-file": ["eval"], "validation-file": ["eval"],
-    "eval-steps": ["evaluate-every"], "save-steps": ["save-every"], "logging-steps": ["log-every"],
-    "output-dir": ["out"], "output": ["out"], "max-grad-norm": ["max-norm"], "lora-r": ["lora"],
-    "lora-rank": ["lora"], "use-rslora": ["rslora"], "use-dora": ["dora"],
-    "lora-target-modules": ["lora-targets"], "target-modules": ["lora-targets"],
-    "gradient-checkpointing": ["recompute-every"], "load-in-4bit": ["quantize"],
-    "neftune-noise-alpha": ["neftune"], "early-stopping-patience": ["patience"],
-    "early-stopping-threshold": ["min-delta"], "load-best-model-at-end": ["keep-best"],
-    "packing": ["pack"], "bf16": ["dtype"], "fp16": ["dtype"], "max-tokens": ["max-new-tokens"],
-    "temp": ["temperature"], "loss-type": ["loss"], "label-smoothing": ["smoothing"],
-    "ref-model": ["reference"], "teacher-model": ["teacher"], "simpo-gamma": ["gamma"],
-    "cpo-alpha": ["nll"], "rpo-alpha": ["nll"],
-}  # fmt: skip
-
-
 def suggest(error: click.NoSuchOption) -> None:
     """Name the option of the command that others call so, before those of similar letters."""
-    own = OWN_NAMES.get(error.option_name.lstrip("-").replace("_", "-").lower(), ())
+    own = OTHER_NAMES.get(error.option_name.lstrip("-").replace("-", "_").lower(), ())
     command = None if error.ctx is None else error.ctx.command
     known = {flag for each in (command.params if command else ()) for flag in each.opts}
     spelled = "--" + error.option_name.lstrip("-").replace("_", "-")
-    better = [flag for flag in (spelled, *(f"--{name}" for name in own)) if flag in known]
+    words = spelled, *(as_flags({name: None}) for name in own)
+    better = [flag for flag in words if flag in known]
     vars(error)["possibilities"] = better[:1] or error.possibilities
 
 
@@ -101,6 +81,11 @@ class Commands(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         """Return the command and the words behind it, in which old names of options are new."""
+        word = args[0].replace("_", "-").lower()
+        near = difflib.get_close_matches(word, self.commands, 1)
+        own = OTHER_COMMANDS.get(word) or next(iter(near), None)
+        if args[0] not in self.commands and own:
+            ctx.fail(f"No such command {args[0]!r}; {ctx.command_path} {own} does that.")
         name, command, words = super().resolve_command(ctx, args)
         return name, command, words if command is None else current_flags(command, words)
 

@@ -34,7 +34,6 @@ import os
 import reprlib
 import types
 import typing
-import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import count
 from pathlib import Path
@@ -42,9 +41,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import ConfigError, DTypeError
+from ..errors import ArgumentError, ConfigError, DTypeError
 from . import target
 from .frameworks import handler_of
+from .names import current_names, wrong_call
 
 F = typing.TypeVar("F", bound=Callable[..., Any])
 Parameters = Mapping[str, inspect.Parameter]
@@ -69,10 +69,10 @@ SOURCE = """
 def key({arrays}):
     return (targets.targets,{key})
 
-def {name}({parameters}):
-    if more:
-        too_many()
-    if {lead}.__class__ is not ndarray and (handler := handler_of({lead})):
+def {name}({parameters}, **unknown):
+    if more or unknown:
+        refuse(more, unknown)
+{required}    if {lead}.__class__ is not ndarray and (handler := handler_of({lead})):
         return handler(self, [{arrays}], {{{options}}})
     try:
         run = routes[targets.targets,{key}]
@@ -83,15 +83,19 @@ def {name}({parameters}):
 """
 
 
+REQUIRED = "    if {0} is empty:\n        refuse(missing='{0}')\n"
+
+
 def compile_call(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return an op's generated function, and the function that computes the key of its routes."""
     parameters = inspect.signature(op.definition).parameters
     options = [parameters[name] for name in parameters if name not in op.names]
     positional, keywords = op.names[: op.positional], op.names[op.positional :]
-    defaults = {f"default_{o.name}": o.default for o in options if o.default is not o.empty}
+    defaults = {f"default_{o.name}": o.default for o in options}
     header = ["self", *(f"{name}=None" for name in positional), "*more"]
     header += [f"{name}=None" for name in keywords]
-    header += [o.name + f"=default_{o.name}" * (o.default is not o.empty) for o in options]
+    header += [f"{o.name}=default_{o.name}" for o in options]
+    required = [o.name for o in options if o.default is o.empty]
     text = SOURCE.format(
         name=op.__name__,
         lead=next(operand.name for operand in op.contract.inputs if not operand.optional),
@@ -100,6 +104,7 @@ def compile_call(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         parameters=", ".join(header),
         checks="".join(_check_of(o.name, option_of(o)) for o in options),
         options=", ".join(f"{o.name!r}: {o.name}" for o in options),
+        required="".join(map(REQUIRED.format, required)),
     )
     scope: dict[str, Any] = {
         **defaults,
@@ -110,7 +115,8 @@ def compile_call(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         "handler_of": handler_of,
         "inf": math.inf,
         "fit": functools.partial(coerce_option, op.called, parameters),
-        "too_many": functools.partial(_too_many, op.called, ", ".join(positional)),
+        "empty": inspect.Parameter.empty,
+        "refuse": functools.partial(_refuse, op, parameters),
     }
     write(f"call of {op.__name__}", text, scope)
     return scope[op.__name__], scope["key"]
@@ -181,39 +187,6 @@ def option_of(parameter: inspect.Parameter) -> Option | None:
     return Option(kinds.pop(), optional) if len(kinds) == 1 and kinds <= KINDS.keys() else None
 
 
-RENAMED = {"checkpoint_every": "recompute_every", "threshold": "min_delta"}  # old name: new one
-
-
-def current_names(call: str, options: Mapping[str, Any], known: Iterable[str]) -> dict[str, Any]:
-    """Return options by the names that are ``known``: an old one becomes the new one, and warns."""
-    result = dict(options)
-    for old in [name for name in options if name in RENAMED and name not in known]:
-        if (new := RENAMED[old]) not in known:
-            continue
-        if new in options:
-            raise ConfigError(f"{call}: {old} is the old name of {new}; pass {new} alone")
-        warnings.warn(f"{call}: {old} is named {new} now", FutureWarning, stacklevel=3)
-        result[new] = result.pop(old)
-    return result
-
-
-def takes_old_names(wrapped: F) -> F:
-    """Decorate a function, or a class's ``__init__``, to take options by the names of before."""
-    function: Any = wrapped.__init__ if isinstance(wrapped, type) else wrapped  # type: ignore[misc]
-    known = inspect.signature(function).parameters
-
-    @functools.wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        if not options.keys() <= known.keys():
-            options = current_names(wrapped.__qualname__, options, known)
-        return function(*args, **options)
-
-    if isinstance(wrapped, type):
-        wrapped.__init__ = call  # type: ignore[misc]
-        return wrapped
-    return typing.cast(F, call)
-
-
 def check_options(wrapped: F) -> F:
     """Decorate a function, or a class's ``__init__``, to check its options by their annotations.
 
@@ -223,12 +196,15 @@ def check_options(wrapped: F) -> F:
     ------
     ConfigError
         From the call: an option does not match its annotation.
+    ArgumentError
+        From the call: an option is not known, or an argument is missing.
     """
     function: Any = wrapped.__init__ if isinstance(wrapped, type) else wrapped  # type: ignore[misc]
     signature = inspect.signature(function)
     parameters = signature.parameters
     options_of = {name: option for name, p in parameters.items() if (option := option_of(p))}
     shown = getattr(wrapped, "CALL", wrapped.__qualname__)  # CALL: the call that takes the options
+    own = "self" in parameters  # as the first one
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -237,13 +213,15 @@ def check_options(wrapped: F) -> F:
         try:
             bound = signature.bind(*args, **options)
         except TypeError:
-            return function(*args, **options)  # Python's own error names the parameter
+            known = dict([*parameters.items()][own:])
+            raise wrong_call(shown, known, args[own:], options) from None  # type: ignore[misc]
         for name in [name for name in options_of if name in bound.arguments]:
             value = bound.arguments[name]
             if value is not None or not options_of[name].optional:
                 bound.arguments[name] = coerce_option(shown, parameters, name, value)
         return function(*bound.args, **bound.kwargs)
 
+    vars(call)["answers"] = True
     if isinstance(wrapped, type):
         wrapped.__init__ = call  # type: ignore[misc]
         return wrapped
@@ -348,5 +326,13 @@ def coerce_option(op: str, parameters: Parameters, name: str, value: Any) -> Any
     raise ConfigError(f"{op}({name}={reprlib.repr(value)}): {name} must be {words}")
 
 
-def _too_many(op: str, parameters: str) -> None:
-    raise DTypeError(f"{op} takes ({parameters}); pass other arrays by keyword")
+def _refuse(
+    op: Any, parameters: Parameters, more: Any = (), unknown: Any = (), missing: str = ""
+) -> None:
+    """Raise for arrays beyond those by position, for unknown options or for a missing one."""
+    if more:
+        names = ", ".join(op.names[: op.positional])
+        raise DTypeError(f"{op.called} takes ({names}); pass other arrays by keyword")
+    if missing:
+        raise ArgumentError(f"{op.called}: {missing} is missing; pass {missing}=...")
+    raise wrong_call(op.called, parameters, (), unknown)  # type: ignore[misc]

@@ -6,7 +6,9 @@ Each library is registered here by name; its module is imported with its first a
 import importlib
 from typing import Any
 
-from ..core.frameworks import FRAMEWORKS, Framework
+from ..core.frameworks import FRAMEWORKS as _FRAMEWORKS
+from ..core.frameworks import Framework as _Framework
+from ..core.names import publish as _publish
 
 
 def _register(name: str, module: str, run: Any = None, takes_integers: bool = False) -> None:
@@ -19,7 +21,7 @@ def _register(name: str, module: str, run: Any = None, takes_integers: bool = Fa
         return call
 
     adopt, give_back, stream = map(lazy, ("adopt", "give_back", "stream"))
-    FRAMEWORKS[name] = Framework(adopt, give_back, stream, run, takes_integers)
+    _FRAMEWORKS[name] = _Framework(adopt, give_back, stream, run, takes_integers)
 
 
 def _torch(op: Any, arrays: list[Any], options: dict[str, Any]) -> Any:
@@ -38,3 +40,6 @@ def _jax(op: Any, arrays: list[Any], options: dict[str, Any]) -> Any:
 
 _register("torch", "._torch_memory", _torch)
 _register("jax", "._jax_arrays", _jax, takes_integers=True)
+__all__, __getattr__, __dir__ = _publish(
+    globals(), {name: name for name in ("huggingface", "jax", "torch")}
+)

@@ -8,7 +8,7 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from ..core.call import is_number, takes_old_names
+from ..core.call import is_number
 from ..core.dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
 from ..errors import ConfigError
 
@@ -57,7 +57,6 @@ def estimate_training_memory(
     )
 
 
-@takes_old_names
 def estimate_forward_memory(
     batch_size: int,
     seq_len: int,

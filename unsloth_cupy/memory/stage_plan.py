@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.call import current_names
 from ..core.dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
+from ..core.names import current_names
 from ..errors import ConfigError
 from ..models.adapters.adapter import Adapter
 from ..models.configs.config import Config

@@ -7,8 +7,9 @@ model.generate(tokens, max_new_tokens=20)
 Names are imported on first access: ``import unsloth_cupy`` does not import their modules.
 """
 
-import importlib
 import typing
+
+from ..core.names import publish as _publish
 
 if typing.TYPE_CHECKING:
     from .adapters.adapter import Adapter as Adapter
@@ -37,14 +38,5 @@ _HOMES = {
     "Transformer": "transformer",
 }
 
-
-def __getattr__(name: str) -> typing.Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f".{_HOMES[name]}", __name__), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+if not typing.TYPE_CHECKING:  # which would allow any name
+    __all__, __getattr__, __dir__ = _publish(globals(), _HOMES)

@@ -16,7 +16,7 @@ import numpy as np
 
 from ..core.call import is_integer
 from ..core.dtypes import Array
-from ..errors import ConfigError, naming
+from ..errors import ArgumentError, ConfigError, naming
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..ops.losses.linear_log_probs import LogProbs
@@ -43,6 +43,17 @@ from .ranks.gather import whole_parameters
 from .text.chat import Message, Tools
 from .text.predicting import predicted
 from .text.tokenizer import Tokenizer
+
+SHOWN = frozenset({  # the names that completion offers: those of its documentation
+    "adapter", "adapters", "add_adapter", "base", "by_rows", "cache_sizes", "chunked_mlp",
+    "config", "context", "context_attention", "delete_adapter", "division", "dtype",
+    "embeddings", "folder", "gather", "generate", "generate_text", "graphs", "grown",
+    "invariant", "load_adapter", "log_probs", "logits", "loss", "loss_and_gradients",
+    "merge_adapter", "merged", "mix_adapters", "num_parameters", "origin", "outdated",
+    "parameters", "parts", "predict", "resize", "rollouts", "save", "save_adapter",
+    "set_adapter", "stream", "stream_text", "to_torch", "tokenizer", "train_through",
+    "trainable", "value_and_gradients",
+})  # fmt: skip
 
 
 class Transformer(Adapted):
@@ -82,6 +93,13 @@ class Transformer(Adapted):
         super().__init__(config, parameters)
         self.texts, self.layout = texts, layout
         self._adapters: dict[str, Adapter] = {}
+
+    def __dir__(self) -> list[str]:
+        return sorted({*SHOWN, *(name for name in super().__dir__() if name[:2] == "__")})
+
+    def __call__(self, *_: Any, **__: Any) -> Any:
+        """Raise an ArgumentError that names ``logits``."""
+        raise ArgumentError("Transformer: a model is not called; call model.logits(tokens)")
 
     @naming("resize")
     def resize(self, vocab: int, *, multiple: int = 1) -> None:

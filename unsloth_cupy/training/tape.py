@@ -3,7 +3,7 @@
     tape = Tape()
     w = tape.watch(weight)
     loss = rms_norm(x, w)
-    (dw,) = tape.gradients(loss, [w], seed)
+    (dw,) = tape.gradients(loss, [w], dy)
 
 Arguments are matched by name: a backward op takes inputs, outputs and d + output of its forward
 op, and returns d + input.  (Reverse accumulation: Griewank and Walther, Evaluating Derivatives.)
@@ -91,9 +91,9 @@ class Tape:
         return Var(array, self)
 
     def gradients(
-        self, of: Var, wrt: Sequence[Var], seed: Any = None, *, release: bool = False
+        self, of: Var, wrt: Sequence[Var], dy: Any = None, *, release: bool = False
     ) -> list[Any]:
-        """Return the gradient of ``sum(seed * of)`` with respect to each of wrt.
+        """Return the gradient of ``sum(dy * of)`` with respect to each of wrt.
 
         Parameters
         ----------
@@ -101,8 +101,8 @@ class Tape:
             The result to differentiate.
         wrt : sequence of Var
             Vars of this tape; one that ``of`` does not depend on gets zeros.
-        seed : array, optional
-            Weights of the elements of ``of``, in its shape; 1 where ``of`` is a scalar.
+        dy : array, optional
+            The upstream gradient, that of ``of`` and in its shape; 1 where ``of`` is a scalar.
         release : bool
             Drop each call once its gradient is computed: the memory of the tape shrinks as that of
             gradients grows, and the tape is empty afterwards.
@@ -112,9 +112,9 @@ class Tape:
         GradientError
             The backward pass reaches an op, or an input, that has no gradient.
         ShapeError
-            seed is missing for an array, or its shape is not that of ``of``.
+            dy is missing for an array, or its shape is not that of ``of``.
         DTypeError, FrameworkError
-            seed is not of the dtype, or not of the library, of ``of``.
+            dy is not of the dtype, or not of the library, of ``of``.
         """
         if not hasattr(wrt, "__iter__") or hasattr(wrt, "dtype"):
             raise GradientError(f"Tape.gradients: wrt={wrt!r}; pass a list of Vars")
@@ -122,27 +122,27 @@ class Tape:
         if any(getattr(var, "tape", None) is not self for var in (of, *wrt)):
             raise GradientError("Tape.gradients: pass Vars of this tape: watch them on it")
         with device_of(of.value):
-            return self._gradients(of, wrt, seed, release)
+            return self._gradients(of, wrt, dy, release)
 
-    def _gradients(self, of: Var, wrt: list[Var], seed: Any, release: bool) -> list[Any]:
-        if seed is None and of.shape != ():
-            problem = f"Tape.gradients: of has shape {of.shape}; pass a seed of that shape"
+    def _gradients(self, of: Var, wrt: list[Var], dy: Any, release: bool) -> list[Any]:
+        if dy is None and of.shape != ():
+            problem = f"Tape.gradients: of has shape {of.shape}; pass dy of that shape"
             raise ShapeError(problem, expected=(), actual=tuple(of.shape))
-        seed = full_like(of.value, 1) if seed is None else seed
-        framework_of(seed, "Tape.gradients: seed")  # raises for a number too
-        common("Tape.gradients", ("of", "seed"), (of.value, seed))
-        if tuple(seed.shape) != tuple(of.shape):
-            expected, actual = tuple(of.shape), tuple(seed.shape)
-            problem = f"Tape.gradients: seed has shape {actual}; it must be {expected}"
+        dy = full_like(of.value, 1) if dy is None else dy
+        framework_of(dy, "Tape.gradients: dy")  # raises for a number too
+        common("Tape.gradients", ("of", "dy"), (of.value, dy))
+        if tuple(dy.shape) != tuple(of.shape):
+            expected, actual = tuple(of.shape), tuple(dy.shape)
+            problem = f"Tape.gradients: dy has shape {actual}; it must be {expected}"
             raise ShapeError(problem, expected=expected, actual=actual)
-        if seed.dtype != of.dtype:
-            raise DTypeError(f"Tape.gradients: seed is {seed.dtype}; it must be {of.dtype}")
+        if dy.dtype != of.dtype:
+            raise DTypeError(f"Tape.gradients: dy is {dy.dtype}; it must be {of.dtype}")
         values = [value for entry in self.entries for value in entry.values.values()]
         if release:  # results of ops are dropped: only arrays that callers hold can be shared
             values = [var.value for var in wrt]
-        shared = {_owner(a) for a in (seed, *values) if hasattr(a, "__dlpack__")}
+        shared = {_owner(a) for a in (dy, *values) if hasattr(a, "__dlpack__")}
         del values
-        grads: Gradients = {of.index: seed}
+        grads: Gradients = {of.index: dy}
         if take := take_gradients.get():
             return self._taken(grads, wrt, release, take)
         self.walk_back(grads, {var.index for var in wrt}, release)

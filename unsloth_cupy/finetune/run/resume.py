@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...core.call import RENAMED, is_number
+from ...core.call import is_number
+from ...core.names import RENAMED
 from ...errors import ConfigError
 from ...files import read_json
 from ...models.gguf.opening import source_of

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
-from ...core.call import check_fields, is_integer, is_number, takes_old_names
+from ...core.call import check_fields, is_integer, is_number
 from ...errors import ConfigError
 from ...machine import one_screen
 from ...models.adapters.into import CHOICES
@@ -40,7 +40,6 @@ DEVICES = "auto, cpu, cuda or cuda:1; auto: a GPU if one can be used."
 DTYPES = FLOAT, *HALVES = ("float32", "bfloat16", "float16")
 
 
-@takes_old_names
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Settings(Options):
     """The settings of a run; each is explained beside its field.
@@ -467,6 +466,7 @@ class Plan(Settings, Arguments):
     tokens: int = dataclasses.field()
     dtype: str = dataclasses.field()
     evaluate_every: int = dataclasses.field()
+    __getattr__ = Arguments.__getattr__  # before that of Settings
 
 
 def check_optimizer(

@@ -11,7 +11,6 @@ import dataclasses
 import hashlib
 import json
 import shutil
-import warnings
 from base64 import b64encode
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -191,15 +190,9 @@ class Trainer:
         objective: Objective = next_token,
         listener: Listener | None = None,
         quiet: bool = False,
-        text: Any = None,
     ) -> None:
         if type(quiet) is not bool:
             raise ConfigError(f"Trainer(quiet={quiet!r}): pass True or False")
-        if text is not None:
-            if data is not None:
-                raise ConfigError("Trainer: text is the earlier name of data; leave text out")
-            warnings.warn("Trainer(text=) is now Trainer(data=)", FutureWarning, stacklevel=2)
-            data = text
         value: Any = settings
         if not (value is None or isinstance(value, Settings)):
             raise ConfigError(f"Trainer(settings={value!r}): pass Settings(...), or None")

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...core.call import current_names
+from ...core.names import current_names
 from ...errors import ConfigError
 from ...files import read_text
 from ...training.checkpoint import CheckpointConfig

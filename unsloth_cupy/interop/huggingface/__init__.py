@@ -11,6 +11,7 @@ that the op computes the same as the part; every other part stays as it is.
 
 import typing
 
+from ...core.names import publish as _publish
 from ._patch import PARTS as PARTS
 from ._patch import patch as patch
 from ._patch import unpatch as unpatch
@@ -19,14 +20,5 @@ from ._report import Report as Report
 if typing.TYPE_CHECKING:
     from ._callback import PatchCallback as PatchCallback
 
-
-def __getattr__(name: str) -> typing.Any:
-    if name == "PatchCallback":  # a callback of transformers imports peft, bitsandbytes and more
-        from ._callback import PatchCallback
-
-        return PatchCallback
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), "PatchCallback"})
+if not typing.TYPE_CHECKING:  # a callback of transformers imports peft, bitsandbytes and more
+    __all__, __getattr__, __dir__ = _publish(globals(), {"PatchCallback": "_callback"})

@@ -69,6 +69,24 @@ def test_draws_repeat_and_ignore_the_other_rows(model):
     assert (both != model.generate(PROMPT, seed=4, **options)).any()
 
 
+def test_draws_without_a_seed_differ(model):
+    options = {"max_new_tokens": 12, "temperature": 2.0, "stop": ()}
+    made = [model.generate(PROMPT, **options) for _ in range(3)]
+    assert len({each.tobytes() for each in made}) == 3  # 97 tokens, 24 draws
+    np.testing.assert_array_equal(made[0][:, :7], PROMPT)
+    draws = [[*model.stream(PROMPT, **options)] for _ in range(2)]
+    assert np.array(draws[0]).tobytes() != np.array(draws[1]).tobytes()
+    with pytest.raises(ConfigError, match="seed=-1 must be an integer of 0 or more, or None"):
+        model.generate(PROMPT, seed=-1, **options)
+
+
+def test_ranks_that_divide_a_model_need_a_seed():
+    divided = create(CONFIG, seed=0)
+    divided.division = object()
+    with pytest.raises(ConfigError, match="ranks draw the same tokens; pass seed="):
+        divided.generate(PROMPT, max_new_tokens=1, temperature=1.0)
+
+
 def test_top_k_of_one_is_greedy(model):
     greedy = model.generate(PROMPT, max_new_tokens=8, stop=())
     colds = ({"temperature": 1e-4}, {"temperature": 1e-320})
@@ -249,7 +267,7 @@ def test_sliding_layers_take_bounded_memory(model, monkeypatch):
         ({"min_new_tokens": 9}, "min_new_tokens"),
         ({"temperature": -0.1, "seed": 0}, "temperature"),
         ({"temperature": float("nan"), "seed": 0}, "temperature"),
-        ({"temperature": 1.0}, "seed"),
+        ({"temperature": 1.0, "seed": -1}, "seed"),
         ({"top_k": 0}, "top_k"),
         ({"top_p": 0.0}, "top_p"),
         ({"top_p": 1.5}, "top_p"),

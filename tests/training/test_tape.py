@@ -7,9 +7,26 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import Tape, Var, add, columns, multiply, reshape, rms_norm, scale
+from unsloth_cupy import (
+    Tape,
+    Var,
+    add,
+    columns,
+    multiply,
+    reshape,
+    rms_norm,
+    scale,
+    softmax_backward,
+)
 from unsloth_cupy.core.op import op
-from unsloth_cupy.errors import DTypeError, FrameworkError, GradientError, ShapeError
+from unsloth_cupy.errors import (
+    ArgumentError,
+    ConfigError,
+    DTypeError,
+    FrameworkError,
+    GradientError,
+    ShapeError,
+)
 from unsloth_cupy.training.tape import Entry
 
 
@@ -340,3 +357,19 @@ def test_released_calls_are_gone_while_gradients_grow(
     np.testing.assert_allclose(actual, 64 * x.value**63, rtol=1e-12)
     assert alive == ([6, 6, 5, 4, 3, 2] if release else [6] * 6)  # y.value is held here
     assert bool(tape.entries) != release
+
+
+def test_the_upstream_gradient_is_taken_by_its_name_of_before() -> None:
+    tape = Tape()
+    x = tape.watch(np.arange(3, dtype=np.float32))
+    y, dy = x * x, np.full(3, 2, np.float32)
+    (expected,) = tape.gradients(y, [x], dy=dy)
+    with pytest.warns(FutureWarning, match=r"Tape\.gradients: seed is named dy now") as caught:
+        (actual,) = tape.gradients(y, [x], seed=dy)  # type: ignore[call-arg]
+    np.testing.assert_array_equal(actual, expected)
+    assert caught[0].filename == __file__
+    for arguments, options in (((dy,), {}), ((), {"dy": dy})):
+        with pytest.raises(ConfigError, match="seed is the old name of dy; pass dy alone"):
+            tape.gradients(y, [x], *arguments, seed=dy, **options)
+    with pytest.raises(ArgumentError, match=r"softmax_backward\(seed=\.\.\.\): there is no such"):
+        softmax_backward(dy, dy, seed=dy)  # type: ignore[call-arg]

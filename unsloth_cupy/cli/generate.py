@@ -1,5 +1,6 @@
 """``unsloth-cupy generate``: a model continues a text, or answers a question."""
 
+import secrets
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -41,7 +42,7 @@ Write = Callable[..., tuple[str, int]]  # stream_text with its first arguments b
 @option(
     "--repetition-penalty", Number(0, min_open=True), "Above 1: tokens are less often repeated."
 )
-@option("--seed", click.IntRange(0), "Of the random choices; 0 if it is not given.")
+@option("--seed", click.IntRange(0), "Of the random choices.  [default: another with each call]")
 @click.option(
     "--stop", multiple=True, type=Words(nonempty=True), metavar="TEXT",
     help="End before this text; may be repeated.",
@@ -88,7 +89,8 @@ def generate(
             raise click.UsageError("--system is for questions; add --chat.")
         random = [name for name in ("top_k", "top_p", "min_p", "seed") if options[name] is not None]
         if options["temperature"]:
-            options["seed"] = options["seed"] or 0
+            if options["seed"] is None and not ranks.alone:
+                options["seed"] = ranks.broadcast(secrets.randbits(63))
         elif random:
             flags = ", ".join("--" + name.replace("_", "-") for name in random)
             raise click.UsageError(

@@ -24,7 +24,7 @@ from ..pictures import FORMATS
 FILE = click.Path(path_type=Path)
 MODEL_FILES = ("config.json", "adapter_config.json", "settings.json")  # the last of a run
 BASE = "Base model of an adapter in MODEL_FOLDER, if it has moved."
-QUANTIZE = click.Choice(QUANTIZED)
+QUANTIZE = click.Choice(QUANTIZED, case_sensitive=False)
 SCHEDULE = click.Choice([*SCHEDULES])
 ZERO = click.Choice(["0", "1", "3"])
 ATTENTION = click.Choice([*CONTEXTS])
@@ -154,7 +154,7 @@ class Choice(click.Choice):  # type: ignore[type-arg]
     """One of some texts or numbers."""
 
     def __init__(self, choices: Sequence[Any]) -> None:
-        super().__init__([*map(str, choices)])
+        super().__init__([*map(str, choices)], case_sensitive=False)
         self.values = {str(each): each for each in choices}
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:

@@ -56,7 +56,11 @@ RANK = 16  # of the adapters in the comparison table, unless --lora sets one
 @click.option("--reward", multiple=True, help="What rewards them: the folder of a model counts.")
 @option("--lora", click.IntRange(1), "Train adapters of this rank; the model is frozen.")
 @option("--quantize", QUANTIZE, "Store the model in fewer bits; with --lora.")
-@option("--merge-into", click.Choice(CHOICES), "Train through the quantizer of this file.")
+@option(
+    "--merge-into",
+    click.Choice(CHOICES, case_sensitive=False),
+    "Train through the quantizer of this file.",
+)
 @option("--recompute-every", click.IntRange(1), "Keep the input of one block in N.")
 @click.option("--chunked-mlp", is_flag=True, help="Compute MLPs in chunks of rows, twice.")
 @option("--accumulate", click.IntRange(1), "Batches whose gradients are summed per step.", 1)

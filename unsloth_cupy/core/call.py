@@ -285,6 +285,11 @@ def _words_of(kind: Any) -> str:
     return KINDS[kind][0] if kind in KINDS else others.get(kind) or kind.__name__
 
 
+def in_any_case(value: Any, known: Collection[str]) -> Any:
+    """Return the known name that a text is, if case does not count; else the value itself."""
+    return name if isinstance(value, str) and (name := value.lower()) in known else value
+
+
 def is_number(value: Any) -> bool:
     """Return whether value is a real number, not a bool, and no integer beyond all floats."""
     real = isinstance(value, numbers.Real) and not isinstance(value, NO_NUMBERS)

@@ -6,6 +6,7 @@ next token is where the cumulative sum of p passes a uniform random number.
 """
 
 import copy
+import secrets
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -90,10 +91,8 @@ class Options:
             supported,
             "be 'int8', or None; it must be None with a cache",
         )
-        greedy = self.temperature == 0 and self.seed is None
-        self._require(
-            "seed", greedy or is_integer(self.seed, 0), "be an integer of 0 or more, to draw"
-        )
+        valid_seed = self.seed is None or is_integer(self.seed, 0)
+        self._require("seed", valid_seed, "be an integer of 0 or more, or None")
 
         if self.temperature == 0:
             unused = [
@@ -135,6 +134,8 @@ def stream(model: Network, tokens: Array, mask: Array | None, options: Options) 
     require_head(options.CALL, model.config, CAUSAL)
     ends = options.end_tokens(model.config)
     check(tokens, mask)
+    if options.temperature and options.seed is None and model.division is not None:
+        raise ConfigError(f"{options.CALL}: ranks draw the same tokens; pass seed= to all of them")
     cache, sequences = options.cache, options.sequences
     check_pages(model.config, cache, sequences, len(tokens))
     prompt = to_numpy(tokens)
@@ -231,7 +232,8 @@ def _steps(
     if pad is None:
         pad = config.end_tokens[0] if config.end_tokens else 0
     rows = range(options.first, options.first + batch)
-    draws = [np.random.default_rng([options.seed or 0, row]) for row in rows]
+    seed = secrets.randbits(64) if options.seed is None else options.seed
+    draws = [np.random.default_rng([seed, row]) for row in rows]
     finished = np.zeros(batch, bool)
     past, seen = prompt, real
     for step in range(most):

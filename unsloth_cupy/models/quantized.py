@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from ..core.call import check_options
+from ..core.call import check_options, in_any_case
 from ..core.dtypes import FLOAT32, Array, Stored
 from ..core.gpu import device_of
 from ..errors import ConfigError
 from ..machine import format_bytes
 from ..ops.quantized.weight import Quantized
 from .folders.joined import join_quantized
-from .quantizer import LEAST, SKIP, Quantizer, check_stacks, left_dense, maker_of, named
+from .quantizer import CHOICES, LEAST, SKIP, Quantizer, check_stacks, left_dense, maker_of, named
 
 if TYPE_CHECKING:
     from .transformer import Transformer
@@ -116,6 +116,7 @@ def quantize(
     """
     if not hasattr(model, "division"):
         raise ConfigError(f"quantize: {model!r} is not a model; pass what load or create returned")
+    kind = in_any_case(kind, CHOICES)
     quantize_weight, division = maker_of("quantize", kind, skip, least), model.division
     check_stacks("quantize", kind, model.config)
     quantizer = Quantizer("quantize", kind, division)

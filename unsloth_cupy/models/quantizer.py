@@ -5,7 +5,7 @@ from functools import partial
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..core.call import is_integer
+from ..core.call import in_any_case, is_integer
 from ..core.dtypes import Array, Stored
 from ..errors import ConfigError
 from ..ops.quantized.blocks import BLOCK, Q40, Q80
@@ -59,6 +59,7 @@ LEAST = 1024  # values: smaller weights save nothing
 
 def check_stacks(call: str, kind: str, config: "Config") -> None:
     """Raise a ConfigError for a mixture of experts whose stacks cannot be of a kind."""
+    kind = in_any_case(kind, KINDS)
     if config.experts is not None and not KINDS[kind].stacks:
         problem = f"the experts of a {config.model_type} are stacks, which {kind} does not hold"
         raise ConfigError(f"{call}: {problem}; choose from {', '.join(STACKED)}")
@@ -117,6 +118,7 @@ class Quantizer:
     """
 
     def __init__(self, call: str, kind: str, division: Any = None) -> None:
+        kind = in_any_case(kind, KINDS)
         self.call, self.kind, self.division = call, kind, division
         self.maker = KINDS[kind].make if kind in KINDS else maker_of(call, kind)
         self.rule = KINDS[kind]

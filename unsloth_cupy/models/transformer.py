@@ -505,8 +505,9 @@ class Transformer(Adapted):
             Above 0: before all that, logits of tokens that occur in the row, its prompt included,
             are divided by it if positive and multiplied by it if negative (Keskar et al., CTRL,
             2019).  1 changes nothing.
-        seed : int
-            Required for sampling.  Row i of a batch samples from (seed, i), whatever other rows do.
+        seed : int, optional
+            Row i of a batch samples from (seed, i), whatever other rows do: the same seed draws the
+            same tokens.  None: other tokens with each call; ranks that divide a model need one.
         stop : int or sequence of int, optional
             Tokens that end a row.  None: the config's; (): none, so rows run to max_new_tokens.
         cache : PagedKVCache, optional
@@ -588,6 +589,8 @@ class Transformer(Adapted):
         """
         if temperature == 0:
             raise ConfigError("rollouts: temperature=0 draws nothing; pass one above 0")
+        if not is_integer(seed, 0):
+            raise ConfigError(f"rollouts: seed={seed!r} must be an integer of 0 or more")
         options = generation.Options(
             max_new_tokens, 0, temperature, top_k, top_p, min_p, None, seed, stop, cache, None,
             cache_dtype, first,

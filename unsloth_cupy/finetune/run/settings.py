@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
-from ...core.call import check_fields, is_integer, is_number
+from ...core.call import check_fields, in_any_case, is_integer, is_number
 from ...errors import ConfigError
 from ...machine import one_screen
 from ...models.adapters.into import CHOICES
@@ -279,7 +279,8 @@ class Settings(Options):
     def __post_init__(self) -> None:
         check_fields(self)
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
+            value = in_any_case(getattr(self, field.name), field.metadata.get("choices", ()))
+            object.__setattr__(self, field.name, value)
             if value is not None or field.default is not None:
                 _check(field, value)
         check_optimizer(

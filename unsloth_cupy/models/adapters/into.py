@@ -24,6 +24,7 @@ from zlib import crc32
 
 import numpy as np
 
+from ...core.call import in_any_case
 from ...core.dtypes import FLOAT32, FLOATS, Array
 from ...errors import ConfigError
 from ...files import read_json
@@ -80,6 +81,7 @@ class Into:
         dtype: Any = None,
         read: Any = None,
     ) -> None:
+        kind = in_any_case(kind, CHOICES)
         if kind not in CHOICES:
             raise ConfigError(f"{call}: merge_into={kind!r}; choose from {', '.join(CHOICES)}")
         self._call, self.kind = call, SHORT.get(kind, kind)

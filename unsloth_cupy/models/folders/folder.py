@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ...core import gpu
-from ...core.call import check_options, is_integer
+from ...core.call import check_options, in_any_case, is_integer
 from ...core.dtypes import FLOAT32, Array, float_dtype
 from ...errors import ConfigError, DeviceError
 from ...files import missing_folder_advice, of_one_save, path_of, say_once
@@ -31,7 +31,7 @@ from ..configs.heads import CAUSAL
 from ..configs.text_configs import text_config
 from ..gguf.opening import MARK, folder_of
 from ..parse import parse
-from ..quantizer import Quantizer, check_stacks, maker_of
+from ..quantizer import KINDS, Quantizer, check_stacks, maker_of
 from ..ranks.division import Division, divided_adapter
 from ..ranks.pipeline_stages import EMBEDDING, Stages
 from ..text.tokenizer import has_tokenizer
@@ -207,6 +207,7 @@ def _of_adapter(
     path: Path, lora: Any, head: str | None, labels: int | None, quantize: str | None
 ) -> tuple[str | None, int | None, str | None]:
     """Return head, labels and kind of weights of a base, with what its adapter's folder says."""
+    quantize = in_any_case(quantize, KINDS)
     if lora is None:
         return head, labels, quantize
     if head is None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...core.call import check_options, is_integer
+from ...core.call import check_options, in_any_case, is_integer
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
 from ...files import atomic_path, check_room, path_of
@@ -172,6 +172,7 @@ def export_gguf(
 
     path = _new_file(call, file)
     if kind is not None:
+        kind = in_any_case(kind, TYPES)
         check_choice(call, "kind", kind, TYPES)
     source = _source(call, model, tokenizer, base, kind)
     kind = source.kind
@@ -246,6 +247,7 @@ def export_adapter_gguf(
     from ._types import KINDS
 
     path = _new_file(call, file)
+    kind = in_any_case(kind, TYPES)
     check_choice(call, "kind", kind, ("f32", "f16", "bf16"))
     source = _source(call, model, None, base)
     adapter, known = source.adapter, architecture(call, source.config)

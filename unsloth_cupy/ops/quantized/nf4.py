@@ -14,7 +14,7 @@ from typing import Any, Self
 import numpy as np
 
 from ...core.arrays import empty
-from ...core.call import check_options, is_integer, is_number
+from ...core.call import check_options, in_any_case, is_integer, is_number
 from ...core.dtypes import FLOAT32, FLOATS, KERNEL_DTYPES, Array, float_dtype
 from ...core.gpu import device_of
 from ...errors import ConfigError, DTypeError, naming
@@ -81,6 +81,7 @@ def nf4_quantize(w: Array, *, block: int = 64, double: bool = False, kind: str =
     >>> assert isinstance(weight, Nf4) and weight.nbytes < w.nbytes / 6
     >>> np.testing.assert_allclose(nf4_linear(x, weight), linear(x, weight), rtol=1e-5)
     """
+    kind = in_any_case(kind, KINDS)
     _check_format("nf4_quantize", block, kind)
     w = dense_weight("nf4_quantize", w, stacks=True)
     with device_of(w):

@@ -177,7 +177,7 @@ def merges(
             options = {"lora": 16, "quantize": "nf4", "steps": 200, "evaluate_every": 200}
             options |= {"tokens": None if tokens is None else int(tokens)}
             options |= {"lr": float(lr), "seed": 1, "out": Path(place, name)} | settings
-            return Trainer(base, None, Settings(**options)).train()
+            return Trainer(base, None, Settings(**options), quiet=True).train()
 
         def reported(run: Any) -> float:
             losses = [line.get("held_out_loss") for line in run.files.lines()]

@@ -49,7 +49,7 @@ with tempfile.TemporaryDirectory() as folder:
         print("stopped; the folder has", checkpoint.name, "with")
         print(*sorted(path.name for path in checkpoint.iterdir()))
     stopped = Trainer(None, text, settings("stopped"), listener=Began()).train()
-    whole = Trainer(None, text, settings("whole")).train()
+    whole = Trainer(None, text, settings("whole"), quiet=True).train()
 
     parameters = stopped.model.parameters, whole.model.parameters
     same = all(np.array_equal(parameters[0][name], parameters[1][name]) for name in parameters[0])

@@ -17,7 +17,7 @@ with tempfile.TemporaryDirectory() as folder:
     settings = Settings(
         steps=120, batch=4, tokens=32, layers=2, hidden=64, vocabulary=300, out=Path(folder, "run")
     )
-    run = Trainer(None, text, settings).train()
+    run = Trainer(None, text, settings, quiet=True).train()
     model = models.load(run.files.model)
     tokenizer = Tokenizer.from_file(str(run.files.model / "tokenizer.json"))
 

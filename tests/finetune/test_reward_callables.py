@@ -153,6 +153,22 @@ def test_a_function_without_a_source_is_known_by_its_code(tmp_path: Path) -> Non
     assert digests[0] == digests[1] != digests[2]
 
 
+def test_a_lambda_is_known_by_its_parameters_and_its_expression(module: Any) -> None:
+    """Whatever stands in its lines, and wherever the objects are that it has as defaults."""
+    digests = []
+    for text in (
+        "f = lambda completions, n=1, o=object(): [n\n    + len(c) for c in completions]",
+        "é = 1; f = (lambda completions, n=1, o=object(): [n\n    + len(c) for c in completions])",
+        "f = lambda completions, n=2, o=object(): [n\n    + len(c) for c in completions]",
+        "f = lambda completions, n=1, o=object(): [n\n    - len(c) for c in completions]",
+        "f = lambda completions, n=1, *, o=object(): [n\n    + len(c) for c in completions]",
+    ):
+        (reward,) = rewards_of(words_of(module(text).f))
+        digests.append(reward.digest)
+    assert digests[0] == digests[1]
+    assert len({*digests}) == 4
+
+
 async def waits(completions: list[str]) -> list[float]:
     return [0.0 for _ in completions]
 
@@ -209,6 +225,12 @@ def test_a_reward_is_of_methods_that_draw(home: Path) -> None:
         Trainer(home / "model", data, Settings(method="grpo", reward=["a.py:b"]), reward=first)
     with pytest.raises(ConfigError, match="reward needs takes gold, and the data have other"):
         train(home, home / "none", needs)
+
+
+@pytest.mark.parametrize("reward", [first, [first], ("a.py:b", first)], ids=["one", "list", "both"])
+def test_settings_take_words_alone(reward: Any) -> None:
+    with pytest.raises(ConfigError, match=r"pass a function to Trainer\(reward=\)"):
+        Settings(method="grpo", reward=reward)
 
 
 def needs(completions: list[str], gold: list[str]) -> list[float]:

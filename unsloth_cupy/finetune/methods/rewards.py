@@ -166,7 +166,8 @@ class FunctionWord(str):
 
     def __new__(cls, function: Any, weight: float = 1.0) -> "FunctionWord":
         """Return the word for a function."""
-        name = _named(function).__name__ + f":{weight:g}" * (weight != 1)
+        shown_weight = f":{weight!r}".removesuffix(".0")  # with all digits, which are compared
+        name = _named(function).__name__ + shown_weight * (weight != 1)
         word = super().__new__(cls, name)
         word.function, word.weight = function, weight
         return word
@@ -221,12 +222,11 @@ def _digest(function: Any) -> str:
     code = getattr(own.__call__ if isinstance(own, type) else own, "__code__", None)
     try:
         source = _of_lambda(own) if own.__name__ == "<lambda>" else inspect.getsource(own)
-    except (OSError, TypeError):
+    except (OSError, TypeError, IndexError, ValueError):  # also of a file that was edited since
         source = repr(_instructions(code)) if code else f"{own.__module__}.{own.__qualname__}"
     if isinstance(function, functools.partial):
-        kinds = str | int | float | None
-        each = [*enumerate(function.args), *function.keywords.items()]
-        source += repr([(n, v if isinstance(v, kinds) else type(v).__name__) for n, v in each])
+        source += repr([*map(_plain, function.args)])
+        source += repr({name: _plain(value) for name, value in function.keywords.items()})
     return hashlib.sha256(source.encode()).hexdigest()
 
 
@@ -234,13 +234,18 @@ def _of_lambda(function: Any) -> str:
     """Return the parameters of a lambda and its expression, without the rest of its lines."""
     lines, code = inspect.findsource(function)[0], function.__code__
     places = [each for each in code.co_positions() if None not in each and each[3]]
-    if not places:
-        raise OSError("positions were not compiled")
     first, start = min((line, column) for line, _, column, _ in places)
     last, end = max((line, column) for _, line, _, column in places)
     text = "".join(lines[first - 1 : last]).encode()
     tail = len(lines[last - 1].encode()) - end  # columns are of bytes
-    return f"{inspect.signature(function)}: {text[start : len(text) - tail].decode()}"
+    each = inspect.signature(function).parameters.values()
+    names = [(str(one.kind), one.name, _plain(one.default)) for one in each]
+    return f"{names}: {text[start : len(text) - tail].decode()}"
+
+
+def _plain(value: Any) -> Any:
+    """Return a number or a text; of others, whose repr may have an address, the type."""
+    return value if isinstance(value, str | int | float | None) else type(value).__name__
 
 
 def _instructions(code: CodeType) -> tuple[Any, ...]:

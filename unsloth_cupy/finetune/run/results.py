@@ -105,12 +105,9 @@ def summary(run: RunFolder, name: str) -> str:
     try:
         rows = [*_facts(run), *_calls(run)]
     except (ConfigError, OSError) as error:
-        said = textwrap.wrap(str(error), SCREEN[1] - 20) or [type(error).__name__]
-        rows = [
-            ("folder", str(run.folder)),
-            ("problem", said[0]),
-            *(("", each) for each in said[1:]),
-        ]
+        problem = textwrap.wrap(str(error), SCREEN[1] - 20) or [type(error).__name__]
+        names = ["problem", *[""] * (len(problem) - 1)]
+        rows = [("folder", str(run.folder)), *zip(names, problem, strict=True)]
     width = max(len(each) for each, _ in rows) + 2
     lines = [f"Run {name}", *(f"  {each:<{width}}{value}" for each, value in rows)]
     return "\n".join(cut(printable(line), SCREEN[1]) for line in lines[: SCREEN[0]])

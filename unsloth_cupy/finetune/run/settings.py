@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar, get_args
 
-from ...core.call import check_fields, in_any_case, is_integer, is_number
+from ...core.call import check_fields, in_any_case, is_integer, is_list, is_number
 from ...errors import ConfigError
 from ...machine import one_screen
 from ...models.adapters.into import CHOICES
@@ -277,6 +277,9 @@ class Settings(Options):
     save_every: int = setting("output", "Steps between checkpoints.", 100, least=1)
 
     def __post_init__(self) -> None:
+        rewards = self.reward if is_list(self.reward) else (self.reward,)
+        if any(map(callable, rewards)):
+            raise ConfigError("Settings(reward=): pass a function to Trainer(reward=)")
         check_fields(self)
         for field in dataclasses.fields(self):
             value = in_any_case(getattr(self, field.name), field.metadata.get("choices", ()))

@@ -9,7 +9,7 @@ from . import starting as _starting  # noqa: F401 -- before all that takes time
 from . import interop as interop
 from . import losses as losses
 from ._version import __version__ as __version__
-from .core.names import publish as _publish
+from .core import names as _names
 
 if _typing.TYPE_CHECKING:
     from .finetune import Lora as Lora
@@ -257,5 +257,5 @@ _HOMES = {
     "load": "models",
     **{name: name for name in ("errors", "finetune", "interop", "losses", "models", "parallel")},
 }
-if not _typing.TYPE_CHECKING:  # which would allow any name
-    __all__, __getattr__, __dir__ = _publish(globals(), _HOMES)
+
+_names.publish(__name__, _HOMES)

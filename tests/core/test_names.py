@@ -147,13 +147,23 @@ def test_every_answer_is_an_option_somewhere() -> None:
     assert not ABSENT.keys() & (OTHER_NAMES.keys() | RENAMED.keys())
 
 
+def test_words_of_the_page_for_users_of_others_are_answered() -> None:
+    text = (ROOT / "docs" / "guide" / "from-others.md").read_text(encoding="utf-8")
+    words = set()
+    for cell in re.findall(r"^\| (.*?) \|", text.partition("## Layouts")[0], re.M):
+        for span in re.findall(r"`(.*?)`", cell):
+            words |= {*re.findall(r"(\w+)=", span), *re.findall(r"^(?:\w+\.)*(\w+)", span)}
+    answered_names = {name.rpartition(".")[2] for name in ATTRIBUTES} | SHOWN
+    assert words - OTHER_NAMES.keys() - ABSENT.keys() - answered_names - options() == {"Trainer"}
+
+
 CALLED = re.compile(r"(?:call|pass|read|subclass) ([\w.]+)")
 
 
 @pytest.mark.parametrize("name", ATTRIBUTES)
 def test_every_answer_to_a_name_is_public(name: str) -> None:
-    if said := CALLED.match(ATTRIBUTES[name]):
-        first, *rest = said[1].rstrip(".").split(".")
+    if match := CALLED.match(ATTRIBUTES[name]):
+        first, *rest = match[1].rstrip(".").split(".")
         value = getattr(unsloth_cupy, first, None) or getattr(models, first)
         for each in rest:
             value = getattr(value, each, each in SHOWN)
@@ -227,11 +237,11 @@ def test_settings_are_answered_where_a_trainer_takes_them() -> None:
 
 def test_a_word_that_goes_on_to_another_call() -> None:
     model = models.create(CONFIG, seed=0)
-    for call, said in (
+    for call, message in (
         (lambda: model.add_adapter(r=4), "r is named rank here"),
         (lambda: model.add_adapter(4, lora_alpha=8), "lora_alpha is named alpha here"),
     ):
-        with pytest.raises(ArgumentError, match=said):
+        with pytest.raises(ArgumentError, match=message):
             call()
 
 
@@ -310,10 +320,12 @@ def test_names_at_the_top_are_imported_on_first_access() -> None:
 def test_a_name_that_needs_what_is_not_installed_is_not_offered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    package = types.ModuleType("unsloth_cupy.own")
+    monkeypatch.setitem(sys.modules, package.__name__, package)
     monkeypatch.setattr(sys, "path", [])
-    every, _, names = publish({"__name__": "unsloth_cupy.own"}, {"patch": "interop.huggingface"})
-    assert "patch" not in every
-    assert "patch" not in names()
+    publish(package.__name__, {"patch": "interop.huggingface", "load": "models"})
+    assert package.__all__ == ["load"]
+    assert "patch" not in dir(package)
 
 
 def test_a_model_shows_what_is_documented() -> None:

@@ -149,7 +149,6 @@ FUNCTIONS = [
     name
     for name, function in vars(uc).items()
     if callable(function) and not inspect.isclass(function) and name not in WITHOUT_ARRAYS
-    if name[0] != "_"
 ]
 
 

@@ -71,9 +71,9 @@ def test_draws_repeat_and_ignore_the_other_rows(model):
 
 def test_draws_without_a_seed_differ(model):
     options = {"max_new_tokens": 12, "temperature": 2.0, "stop": ()}
-    made = [model.generate(PROMPT, **options) for _ in range(3)]
-    assert len({each.tobytes() for each in made}) == 3  # 97 tokens, 24 draws
-    np.testing.assert_array_equal(made[0][:, :7], PROMPT)
+    texts = [model.generate(PROMPT, **options) for _ in range(3)]
+    assert len({each.tobytes() for each in texts}) == 3  # 97 tokens, 24 draws
+    np.testing.assert_array_equal(texts[0][:, :7], PROMPT)
     draws = [[*model.stream(PROMPT, **options)] for _ in range(2)]
     assert np.array(draws[0]).tobytes() != np.array(draws[1]).tobytes()
     with pytest.raises(ConfigError, match="seed=-1 must be an integer of 0 or more, or None"):

@@ -1,6 +1,6 @@
 """Public names: what packages show, names of before, and the words of other libraries.
 
-    publish(globals(), homes)                names of a package, some imported on first access
+    publish(__name__, homes)                 names of a package, some imported on first access
     Settings(learning_rate=1e-4)             ArgumentError: learning_rate is named lr here
     unsloth_cupy.SFTTrainer                  UnknownNameError: call Trainer(model, data)
 
@@ -37,10 +37,10 @@ RENAMED = {
     "Tape.gradients.seed": "dy",
     "Trainer.text": "data",
 }
-NEEDS = {"jax": "jax", "torch": "torch", "huggingface": "transformers", "patch": "transformers"}
+NEEDS = {"jax": "jax", "torch": "torch", "huggingface": "torch transformers"}  # of modules
+NEEDS["patch"] = NEEDS["huggingface"]
 FEW = 16  # options that a message lists
 ROOM = __name__.partition(".")[0]
-published: set[str] = set()  # names of packages
 
 
 def current_names(
@@ -78,7 +78,7 @@ def wrong_call(
     if len(arguments) > len(places) and Parameter.VAR_POSITIONAL not in kinds:
         others = next((f", {name}=..." for name in named if name not in places), "")
         shown = f"{call}({', '.join(places)}{others})".replace("(, ", "(")
-        problem = f"{call}: {len(arguments)} by position, of which it takes {len(places)}"
+        problem = f"{call}: {len(arguments)} arguments are passed by position, {len(places)} may be"
         return ArgumentError(f"{problem}; call {shown}")
     least = {n: p for n, p in known.items() if n in {*places, *named} and p.default is p.empty}
     if missing := [n for n in least if n not in {*places[: len(arguments)], *options}]:
@@ -101,8 +101,8 @@ def _answer(call: str, name: str, known: Parameters) -> str:
         for kind in typing.get_args(parameter.annotation):
             fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
             for own in {field.name for field in fields}.intersection(words):
-                said = f"{name} is named {own} in" if own != name else "it is an option of"
-                return f"{said} {kind.__name__}; pass {option}={kind.__name__}({own}=...)"
+                answer = f"{name} is named {own} in" if own != name else "it is an option of"
+                return f"{answer} {kind.__name__}; pass {option}={kind.__name__}({own}=...)"
     if reason := ABSENT.get(name.lower()):
         return f"there is no such option: {reason}"
     names = difflib.get_close_matches(name, known, 1) or known
@@ -176,13 +176,13 @@ def _without_arguments(kind: type[Any]) -> Callable[..., None]:
 
 def _answer_in(kind: type) -> None:
     """Make the public methods of a class answering, and its objects where they lack a name."""
+    called = ["__init__", "__call__"] + ["__new__"] * issubclass(kind, tuple)
     for name, member in [*vars(kind).items()]:
-        made = name in ("__init__", "__call__") or (name == "__new__" and issubclass(kind, tuple))
+        if name[0] == "_" and name not in called:
+            continue
         wraps = type(member) if isinstance(member, classmethod | staticmethod) else None
         function = member.__func__ if wraps else member
-        if (name[0] == "_" and not made) or not isinstance(function, types.FunctionType):
-            continue
-        if "answers" not in vars(function):
+        if isinstance(function, types.FunctionType) and "answers" not in vars(function):
             call = answering(function, bound=wraps is not staticmethod or name == "__new__")
             setattr(kind, name, wraps(call) if wraps else call)
     if not hasattr(kind, "__getattr__"):
@@ -210,38 +210,51 @@ class _Others(MetaPathFinder):
 
     def find_spec(self, name: str, *_: object) -> None:
         package, last = name.rpartition(".")[::2]
-        if package in published and last in ATTRIBUTES:
+        if last in ATTRIBUTES and isinstance(sys.modules.get(package), Package):
             raise ModuleNotFoundError(str(unknown(package, last, None)))
 
 
 sys.meta_path.append(_Others())  # the last finder: it is asked only if no module has the name
 
 
-def publish(
-    scope: dict[str, Any], homes: Mapping[str, str] | None = None
-) -> tuple[list[str], Callable[[str], Any], Callable[[], list[str]]]:
-    """Return ``__all__``, ``__getattr__`` and ``__dir__`` of a package with globals ``scope``.
+class Package(types.ModuleType):
+    """A package that shows its public names; some are imported on first access."""
 
-    It shows what it imports of the library itself, and the names of ``homes``: those are imported
-    from these modules on first access; a module that is its own home is shown itself.
+    _own: list[str]
+    _homes: Mapping[str, str]
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in self._homes:
+            raise unknown(self.__name__, name, self)
+        home = importlib.import_module(f".{self._homes[name]}", self.__name__)
+        return home if self._homes[name] == name else answered(getattr(home, name))
+
+    @property
+    def _shown(self) -> list[str]:
+        """The names of which all that they need is installed."""
+        names, find = [*self._own, *self._homes], PathFinder.find_spec
+        return [name for name in names if all(map(find, NEEDS.get(name, "").split()))]
+
+    def __dir__(self) -> list[str]:
+        return sorted({*self._shown, "__all__", *(name for name in vars(self) if name[:2] == "__")})
+
+    @property
+    def __all__(self) -> list[str]:
+        """No packages, and no names of Python's own, which ``import *`` would replace."""
+        names = [name for name in self._shown if self._homes.get(name) != name]
+        return [name for name in names if not hasattr(builtins, name)]
+
+
+def publish(package: str, homes: Mapping[str, str] | None = None) -> None:
+    """Make a package show what it imports of the library itself, and the names of ``homes``.
+
+    Those are imported from these modules on first access; a module that is its own home is shown
+    itself.
     """
-    package, later = scope["__name__"], homes or {}
-    published.add(package)
-    there = {n: v for n, v in scope.items() if n[0] != "_" and type(v) is not types.ModuleType}
+    module = sys.modules[package]
+    named = {name: value for name, value in vars(module).items() if name[0] != "_"}
+    there = {n: v for n, v in named.items() if not isinstance(v, types.ModuleType)}
     own = [n for n, v in there.items() if getattr(v, "__module__", ROOM).partition(".")[0] == ROOM]
-    for name in own:
-        scope[name] = answered(scope[name])
-    shown = own + [name for name in later if name not in NEEDS or PathFinder.find_spec(NEEDS[name])]
-
-    def __getattr__(name: str) -> Any:  # noqa: N807 -- of a module
-        if name not in later:
-            raise unknown(package, name, sys.modules[package])
-        home = importlib.import_module(f".{later[name]}", package)
-        return home if later[name] == name else answered(getattr(home, name))
-
-    def __dir__() -> list[str]:  # noqa: N807
-        return sorted({*shown, *(name for name in scope if name[:2] == "__")})
-
-    # import * would replace Python's own, and import all packages
-    every = [n for n in shown if later.get(n) != n and not hasattr(builtins, n)]
-    return every, __getattr__, __dir__
+    vars(module).update({name: answered(there[name]) for name in own})
+    vars(module).update(_own=own, _homes=homes or {})
+    module.__class__ = Package

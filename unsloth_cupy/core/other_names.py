@@ -63,12 +63,14 @@ OTHER_NAMES: Mapping[str, Sequence[str]] = {  # of options; the first that a cal
     "random_state": ["seed"], "random_seed": ["seed"], "loss_type": ["loss"],
     "ref_model": ["reference"], "teacher_model": ["teacher"], "reward_funcs": ["reward"],
     "num_generations": ["samples"], "max_completion_length": ["max_new_tokens"],
+    "center_rewards_coefficient": ["center"], "scale_rewards": ["scale"], "id2label": ["labels"],
     "simpo_gamma": ["gamma"], "cpo_alpha": ["nll"], "rpo_alpha": ["nll"],
     # adapters
     "r": ["rank", "lora"], "lora_r": ["lora", "rank"], "lora_rank": ["lora", "rank"],
     "lora_alpha": ["alpha"], "lora_dropout": ["dropout"], "use_rslora": ["rslora"],
     "use_dora": ["dora"], "lora_target_modules": ["lora_targets", "targets"],
     "target_modules": ["lora_targets", "targets"], "lora_targets": ["targets"],
+    "modules_to_save": ["modules"], "adapter_names": ["names"],
     "peft_config": ["lora"], "lora_config": ["lora"],
     # models and files
     "model_name": ["folder", "model"], "model_id": ["folder", "model"],
@@ -79,7 +81,7 @@ OTHER_NAMES: Mapping[str, Sequence[str]] = {  # of options; the first that a cal
     "quantization_type": ["kind", "type"], "quantization": ["quantize", "kind", "type"],
     "outtype": ["kind", "type"], "type": ["kind"], "kind": ["type"],
     "save_directory": ["folder", "file"], "outfile": ["file"], "filename": ["file"],
-    "bits": ["kind", "state_bits"],
+    "save_method": ["dtype"], "pad_to_multiple_of": ["multiple"], "bits": ["kind", "state_bits"],
     # generation
     "max_tokens": ["max_new_tokens"], "min_tokens": ["min_new_tokens"], "n_predict":
     ["max_new_tokens"], "temp": ["temperature"], "do_sample": ["temperature"],
@@ -103,6 +105,7 @@ ABSENT: Mapping[str, str] = {
     "num_beams": "each token is drawn, or the likeliest; leave it out",
     "resume_from_checkpoint": "the same call again resumes the run in its folder",
     "push_to_hub": "nothing is uploaded; pass the saved folder to huggingface_hub",
+    "trainable_token_indices": "pass tokens= to add_adapter, or trained_tokens= to Settings",
     "requires_grad": "watch arrays on a Tape",
 }
 
@@ -116,13 +119,17 @@ ATTRIBUTES: Mapping[str, str] = {
         "FastLanguageModel", "FastModel", "FastVisionModel", "AutoModelForCausalLM", "AutoModel",
         "AutoPeftModelForCausalLM", "from_pretrained", "load_model", "LlamaForCausalLM", "LLM",
     ), _MODEL),
+    **dict.fromkeys((
+        "AutoModelForSequenceClassification", "AutoModelForTokenClassification",
+    ), "call models.load(folder, head=, labels=)"),
     **dict.fromkeys(("SFTTrainer", "UnslothTrainer", "train", "fit", "tune"), _RUN),
     **{
         f"{name}Trainer": f"call Trainer(model, data, Settings(method={name.lower()!r})).train()"
-        for name in ("DPO", "KTO", "ORPO", "GRPO", "RLOO", "Reward")
+        for name in ("DPO", "KTO", "CPO", "ORPO", "GRPO", "RLOO", "Reward")
     },
     **dict.fromkeys((
         "TrainingArguments", "UnslothTrainingArguments", "SFTConfig", "DPOConfig", "KTOConfig",
+        "CPOConfig",
         "ORPOConfig", "GRPOConfig", "RLOOConfig", "RewardConfig",
     ), _SETTINGS),
     **dict.fromkeys(("LoraConfig", "get_peft_model", "PeftModel"), "pass Lora(rank) to Trainer"),
@@ -138,7 +145,22 @@ ATTRIBUTES: Mapping[str, str] = {
     "CrossEntropyLoss": "call cross_entropy(logits, labels)",
     "Linear": "call linear(x, weight)",
     "Linear4bit": "call nf4_linear(x, weight)",
-    "apply_rotary_pos_emb": "call rope(x, cos, sin)",
+    "apply_rotary_pos_emb": "call rope_qk(q, k, cos, sin)",
+    "liger_rotary_pos_emb": "call rope_qk(q, k, cos, sin)",
+    "apply_liger_kernel_to_llama": "call patch(model)",
+    "LigerCrossEntropyLoss": "call cross_entropy(logits, labels)",
+    "LigerFusedLinearCrossEntropyLoss": "call linear_cross_entropy(x, weight, labels)",
+    **dict.fromkeys(("LigerRMSNorm", "LigerFusedAddRMSNorm"), "call rms_norm(x, weight)"),
+    "LigerLayerNorm": "call layer_norm(x, weight)",
+    "LigerSiLUMulFunction": "call swiglu(gate, up)",
+    "LigerGELUMulFunction": "call geglu(gate, up)",
+    "LigerTiledSwiGLUMLP": "call swiglu_mlp(x, gate_weight, up_weight, down_weight)",
+    "LigerFusedLinearDPOLoss": "call losses.preference(log_probs, mask, reference)",
+    "MultipleNegativesRankingLoss": "call losses.contrastive(...)",
+    "prepare_model_for_kbit_training": "call models.quantize(model, kind)",
+    "train_on_responses_only": "questions are read, not learned: leave it out",
+    "for_inference": "models have no modes: call Transformer.generate(tokens)",
+    "add_weighted_adapter": "call Transformer.mix_adapters(weights, name)",
     "GradScaler": "call LossScaler()",
     "autocast": "call Autocast(dtype)",
     "Adam": "call AdamW(parameters)",

@@ -7,7 +7,7 @@ import sys
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 
-from ..core.names import publish as _publish
+from ..core import names as _names
 from .data.sources import read_data as read_data
 from .listener import Listener as Listener
 from .lora import Lora as Lora
@@ -34,4 +34,5 @@ class _Moved(MetaPathFinder):
 
 
 sys.meta_path.append(_Moved())  # the last finder: it is asked only if no module has the name
-__all__, __getattr__, __dir__ = _publish(globals())
+
+_names.publish(__name__)

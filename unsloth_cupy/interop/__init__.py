@@ -6,9 +6,9 @@ Each library is registered here by name; its module is imported with its first a
 import importlib
 from typing import Any
 
+from ..core import names as _names
 from ..core.frameworks import FRAMEWORKS as _FRAMEWORKS
 from ..core.frameworks import Framework as _Framework
-from ..core.names import publish as _publish
 
 
 def _register(name: str, module: str, run: Any = None, takes_integers: bool = False) -> None:
@@ -40,6 +40,5 @@ def _jax(op: Any, arrays: list[Any], options: dict[str, Any]) -> Any:
 
 _register("torch", "._torch_memory", _torch)
 _register("jax", "._jax_arrays", _jax, takes_integers=True)
-__all__, __getattr__, __dir__ = _publish(
-    globals(), {name: name for name in ("huggingface", "jax", "torch")}
-)
+
+_names.publish(__name__, {name: name for name in ("huggingface", "jax", "torch")})

@@ -5,7 +5,7 @@ are.  For a part of a batch, pass the number in the whole batch: losses and grad
 then add up.  The log-probabilities come from ``model.log_probs``.
 """
 
-from ..core.names import publish as _publish
+from ..core import names as _names
 from .basic import contrastive as contrastive
 from .basic import nll as nll
 from .basic import reward as reward
@@ -18,4 +18,4 @@ from .policies import policy as policy
 from .preferences import preference as preference
 from .unpaired import kto as kto
 
-__all__, __getattr__, __dir__ = _publish(globals())
+_names.publish(__name__)

@@ -9,7 +9,7 @@ Names are imported on first access: ``import unsloth_cupy`` does not import thei
 
 import typing
 
-from ..core.names import publish as _publish
+from ..core import names as _names
 
 if typing.TYPE_CHECKING:
     from .adapters.adapter import Adapter as Adapter
@@ -38,5 +38,4 @@ _HOMES = {
     "Transformer": "transformer",
 }
 
-if not typing.TYPE_CHECKING:  # which would allow any name
-    __all__, __getattr__, __dir__ = _publish(globals(), _HOMES)
+_names.publish(__name__, _HOMES)

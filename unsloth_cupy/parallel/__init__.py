@@ -1,6 +1,6 @@
 """Training and inference on many devices: communicators, sharded layers, pipelines and ZeRO."""
 
-from ..core.names import publish as _publish
+from ..core import names as _names
 from .communicator import Communicator as Communicator
 from .communicator import SingleCommunicator as SingleCommunicator
 from .communicator import part as part
@@ -32,4 +32,4 @@ from .vocabulary import vocab_parallel_linear_log_probs as vocab_parallel_linear
 from .zero import Zero1 as Zero1
 from .zero3 import Zero3 as Zero3
 
-__all__, __getattr__, __dir__ = _publish(globals())
+_names.publish(__name__)

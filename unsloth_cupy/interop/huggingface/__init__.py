@@ -11,7 +11,7 @@ that the op computes the same as the part; every other part stays as it is.
 
 import typing
 
-from ...core.names import publish as _publish
+from ...core import names as _names
 from ._patch import PARTS as PARTS
 from ._patch import patch as patch
 from ._patch import unpatch as unpatch
@@ -20,5 +20,5 @@ from ._report import Report as Report
 if typing.TYPE_CHECKING:
     from ._callback import PatchCallback as PatchCallback
 
-if not typing.TYPE_CHECKING:  # a callback of transformers imports peft, bitsandbytes and more
-    __all__, __getattr__, __dir__ = _publish(globals(), {"PatchCallback": "_callback"})
+# a callback of transformers imports peft, bitsandbytes and more
+_names.publish(__name__, {"PatchCallback": "_callback"})

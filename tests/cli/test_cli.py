@@ -532,6 +532,8 @@ class TestGenerate:
         assert first.stdout.startswith("The cat")
         assert len(first.stdout) > len("The cat\n")
         assert first.stdout == again.stdout
+        drawn = [run("generate", finished[0], "The cat", *options[:2]).stdout for _ in range(3)]
+        assert len({first.stdout, *drawn}) > 2  # without a seed, another text with each call
         assert re.search(r"20 tokens in .* tokens/s", first.stderr)
 
     def test_greedy_tokens_are_those_of_the_model(self, finished: tuple[Path, str]) -> None:
@@ -616,7 +618,7 @@ class TestGenerate:
 
     def test_options_reach_the_model(self, finished: tuple[Path, str]) -> None:
         write = partial(run, "generate", finished[0])
-        plain = ("--max-new-tokens", 20, "--temperature", 1)
+        plain = ("--max-new-tokens", 20, "--temperature", 1, "--seed", 0)
         greedy = write("The dog", "--temperature", 0, *plain[:2])
         drawn = write("The dog", *plain)
         least = write("The dog", *plain, "--min-p", 1)

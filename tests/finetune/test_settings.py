@@ -120,6 +120,17 @@ def test_names_of_before_are_taken_with_a_warning(name: str) -> None:
             call(**{old: 2})
 
 
+@pytest.mark.parametrize("value", [Settings(patience=1, min_delta=2), CheckpointConfig(True, 2)])
+def test_fields_of_before_are_read_with_a_warning(value: Any) -> None:
+    for old, new in RENAMED.items():
+        if hasattr(value, new):
+            with pytest.warns(FutureWarning, match=rf"\w+\.{old} is named {new} now") as caught:
+                assert getattr(value, old) == getattr(value, new)
+            assert caught[0].filename == __file__
+        else:
+            assert not hasattr(value, old)
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_options_of_before_are_taken_with_a_line(command: click.Command) -> None:
     """In both spellings of a value; a word behind -- and the value of an option stay."""

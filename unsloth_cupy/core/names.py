@@ -194,6 +194,9 @@ def _lacking(self: Any, name: str) -> Any:
     kind = type(self)
     if hasattr(kind, name):
         return object.__getattribute__(self, name)  # a property that lacks something itself
+    if (new := RENAMED.get(name)) and hasattr(self, new):
+        warnings.warn(f"{kind.__name__}.{name} is named {new} now", FutureWarning, stacklevel=2)
+        return getattr(self, new)
     raise unknown(kind.__name__, name, self)
 
 

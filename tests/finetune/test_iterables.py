@@ -179,3 +179,7 @@ def test_the_earlier_name_of_the_data_works_with_a_warning(tmp_path: Path) -> No
     assert trainer.text.name == "rows"
     with pytest.raises(ConfigError, match="pass data alone"):
         Trainer(None, ROWS, text=ROWS)
+
+
+def test_rows_that_read_data_returned_are_lines() -> None:
+    assert Trainer(None, read_data(ROWS), Settings(**RUN, pack=True)).lines

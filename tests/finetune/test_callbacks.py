@@ -197,7 +197,7 @@ def test_the_end_of_an_epoch_ends_the_run(text: Path, tmp_path: Path) -> None:
 
 
 def test_what_is_no_callback_is_named(text: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"callbacks=\[3\]\) hears no event; subclass Callback"):
+    with pytest.raises(ConfigError, match=r"callbacks=\[3\]\) handles no event; subclass Callback"):
         trained(text, tmp_path / "run", [3], steps=1)
     with pytest.raises(ConfigError, match="pass a list"):
         trained(text, tmp_path / "run", Recorder(), steps=1)

@@ -51,7 +51,7 @@ class Steps:
 
 
 class CommandPrinter(Printer):
-    """Prints what it hears, profiles ``profile`` of the steps, or prints JSON alone."""
+    """Prints what a run reports, profiles ``profile`` of the steps, or prints JSON alone."""
 
     def __init__(self, profile: int | None, *, quiet: bool, as_json: bool) -> None:
         super().__init__(quiet=quiet)

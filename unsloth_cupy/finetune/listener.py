@@ -1,4 +1,4 @@
-"""Hears what a run does: a listener may print it, record it, or draw it.
+"""What a run reports: a listener may print it, record it, or draw it.
 
     with hearing(listener):
         announce("resuming from runs/chat/checkpoint-00000200")
@@ -16,43 +16,43 @@ PieceT = TypeVar("PieceT", bound=tuple[Any, ...])
 
 
 class Listener:
-    """Hears the events of a run, in the order of these methods.  Each does nothing: override it.
+    """Handles the events of a run, in the order of these methods.  Each does nothing: override it.
 
     ``line`` is a line of the run's log, ``run`` a ``Run``.  In a run of several ranks each rank has
     a listener, and what those of other ranks than 0 print is dropped.
     """
 
     def announce(self, text: str) -> None:
-        """Hear a message in words, one line or several."""
+        """Handle a message in words, one line or several."""
 
     def reading(self, what: str, size: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Hear that a file of ``size`` bytes is read; what is yielded takes the bytes read now."""
+        """Handle that ``size`` bytes of a file are read; what is yielded takes those read now."""
         return nullcontext(lambda _: None)
 
     def computing(self, what: str, size: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Show that a model reads ``size`` tokens beside training, as ``reading`` shows bytes."""
+        """Handle the reading of ``size`` tokens by a model before training, as ``reading``."""
         return nullcontext(lambda _: None)
 
     def prepared(self, run: Any) -> None:
-        """Hear that model and text are ready; an error raised here ends the run."""
+        """Handle that model and text are ready; an error raised here ends the run."""
 
     def began(self, step: int, steps: int) -> None:
-        """Hear that training begins after ``step`` of ``steps``."""
+        """Handle the start of training after ``step`` of ``steps``."""
 
     def step(self, line: dict[str, Any]) -> None:
-        """Hear of a step: step, loss, lr, gradient_norm, tokens_per_second, memory_bytes, ..."""
+        """Handle a step: step, loss, lr, gradient_norm, tokens_per_second, memory_bytes, ..."""
 
     def evaluated(self, line: dict[str, Any]) -> None:
-        """Hear of an evaluation: step, held_out_loss, perplexity, token_accuracy, entropy, ..."""
+        """Handle an evaluation: step, held_out_loss, perplexity, token_accuracy, entropy, ..."""
 
     def sampled(self, step: int, prompt: str, text: str) -> None:
-        """Hear the text with which the model continues a prompt of the settings after a step."""
+        """Handle the text with which the model continues a prompt of the settings after a step."""
 
     def ended(self, run: Any) -> None:
-        """Hear that training has ended, at its last step or by an error."""
+        """Handle the end of training, at its last step or by an error."""
 
     def finished(self, run: Any) -> None:
-        """Hear that the model is saved, now or by an earlier run in the same folder."""
+        """Handle that the model is saved, now or by an earlier run in the same folder."""
 
 
 _listener: ContextVar[Listener] = ContextVar("listener", default=Listener())  # noqa: B039 -- no state
@@ -60,7 +60,7 @@ _listener: ContextVar[Listener] = ContextVar("listener", default=Listener())  # 
 
 @contextmanager
 def hearing(listener: Listener) -> Iterator[None]:
-    """Let a listener hear what happens inside a ``with`` block."""
+    """Report what happens inside a ``with`` block to a listener."""
     token = _listener.set(listener)
     try:
         yield

@@ -89,7 +89,7 @@ class State:
 
 
 class Callback:
-    """Hears the events of a run, on rank 0.  Each method does nothing: override it.
+    """Handles the events of a run, on rank 0.  Each method does nothing: override it.
 
     ``args`` are the settings with their defaults, also by the names of ``TrainingArguments``,
     ``state`` says where the run stands, and ``control`` takes requests; ``more`` holds ``model``,
@@ -97,43 +97,43 @@ class Callback:
     """
 
     def on_init_end(self, args: Any, state: State, control: Control, **more: Any) -> Any:
-        """Hear that model and data are ready."""
+        """Handle that model and data are ready."""
 
     def on_train_begin(self, args: Any, state: State, control: Control, **more: Any) -> Any:
-        """Hear that training begins, or goes on."""
+        """Handle the start of training, also of a run that is resumed."""
 
     def on_train_end(self, args: Any, state: State, control: Control, **more: Any) -> Any:
-        """Hear that training has ended, at its last step or by an error."""
+        """Handle the end of training, at its last step or by an error."""
 
     def on_epoch_begin(self, args: Any, state: State, control: Control, **more: Any) -> Any:
-        """Hear that a pass through the data begins with the next step."""
+        """Handle the start of a pass through the data, with the next step."""
 
     def on_epoch_end(self, args: Any, state: State, control: Control, **more: Any) -> Any:
-        """Hear that a pass through the data ended within the last step."""
+        """Handle the end of a pass through the data, within the last step."""
 
     def on_step_begin(self, args: Any, state: State, control: Control, **more: Any) -> Any:
-        """Hear that a step begins."""
+        """Handle the start of a step."""
 
     def on_substep_end(self, args: Any, state: State, control: Control, **more: Any) -> Any:
-        """Hear that the gradients of a batch other than the step's last are computed."""
+        """Handle the gradients of a batch other than the step's last."""
 
     def on_pre_optimizer_step(self, args: Any, state: State, control: Control, **more: Any) -> Any:
-        """Hear that the gradients of a step are known, and are finite."""
+        """Handle that the gradients of a step are known, and are finite."""
 
     def on_optimizer_step(self, args: Any, state: State, control: Control, **more: Any) -> Any:
-        """Hear that the weights are updated."""
+        """Handle the update of the weights."""
 
     def on_step_end(self, args: Any, state: State, control: Control, **more: Any) -> Any:
-        """Hear that a step has ended."""
+        """Handle the end of a step."""
 
     def on_log(self, args: Any, state: State, control: Control, **more: Any) -> Any:
-        """Hear ``logs`` of a step or an evaluation, and ``line``, the whole line of the log."""
+        """Handle ``logs`` of a step or an evaluation, and ``line``, the whole line of the log."""
 
     def on_evaluate(self, args: Any, state: State, control: Control, **more: Any) -> Any:
-        """Hear the ``metrics`` of an evaluation: eval_loss, eval_perplexity, ..."""
+        """Handle the ``metrics`` of an evaluation: eval_loss, eval_perplexity, ..."""
 
     def on_save(self, args: Any, state: State, control: Control, **more: Any) -> Any:
-        """Hear that a checkpoint is written."""
+        """Handle that a checkpoint is written."""
 
 
 EVENTS = [name for name in vars(Callback) if name.startswith("on_")]
@@ -148,7 +148,7 @@ def checked(callbacks: Iterable[Any]) -> list[Any]:
     for callback in each:
         if not any(callable(getattr(callback, event, None)) for event in EVENTS):
             cure = f"subclass Callback, and define one of {', '.join(EVENTS)}"
-            raise ConfigError(f"Trainer(callbacks=[{callback!r}]) hears no event; {cure}")
+            raise ConfigError(f"Trainer(callbacks=[{callback!r}]) handles no event; {cure}")
     return each
 
 

@@ -30,7 +30,7 @@ NEWEST = 0.1  # weight of the newest step in the running means of loss and speed
 
 
 class Printer(Listener):
-    """Prints what it hears, errors alone if it is quiet.
+    """Prints what a run reports, errors alone if it is quiet.
 
     In a notebook all goes to standard output, whose text is not marked as an error.
     """

@@ -4,7 +4,7 @@
     run.losses, run.best, run.model.generate(tokens, max_new_tokens=20)
 
 A run shows what the command shows, in a terminal, a notebook or a file, unless it is ``quiet`` or
-a ``Listener`` hears its words, steps and evaluations.
+a ``Listener`` gets its messages, steps and evaluations.
 """
 
 import dataclasses
@@ -161,7 +161,7 @@ class Trainer:
         What to evaluate on, or the share of the text that is held out, in place of
         ``settings.eval``; None: a tenth.
     callbacks : sequence of Callback
-        Hear the events of the run, and may stop it: see ``Callback``.
+        Handle the events of the run, and may stop it: see ``Callback``.
     objective : callable, optional
         The mean loss to minimise, ``objective(model, tokens=, labels=, offsets=, count=)``: the sum
         over labels divided by ``count``.  By default that of the next token.

@@ -73,7 +73,7 @@ def {name}({parameters}, **unknown):
     if more or unknown:
         refuse(more, unknown)
 {required}    if {lead}.__class__ is not ndarray and (handler := handler_of({lead})):
-        return handler(self, [{arrays}], {{{options}}})
+{handed}        return handler(self, [{arrays}], {{{options}}})
     try:
         run = routes[targets.targets,{key}]
     except (AttributeError, KeyError, TypeError):
@@ -83,7 +83,7 @@ def {name}({parameters}, **unknown):
 """
 
 
-REQUIRED = "    if {0} is empty:\n        refuse(missing='{0}')\n"
+REQUIRED = "    {1}if {0} is empty:\n        {1}refuse(missing='{0}')\n"
 
 
 def compile_call(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
@@ -95,7 +95,8 @@ def compile_call(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     header = ["self", *(f"{name}=None" for name in positional), "*more"]
     header += [f"{name}=None" for name in keywords]
     header += [f"{o.name}=default_{o.name}" for o in options]
-    required = [o.name for o in options if o.default is o.empty]
+    # an option that is checked anyway is refused there if it is missing: no opcodes of its own
+    required = {o.name: option_of(o) is None for o in options if o.default is o.empty}
     text = SOURCE.format(
         name=op.__name__,
         lead=next(operand.name for operand in op.contract.inputs if not operand.optional),
@@ -104,7 +105,8 @@ def compile_call(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
         parameters=", ".join(header),
         checks="".join(_check_of(o.name, option_of(o)) for o in options),
         options=", ".join(f"{o.name!r}: {o.name}" for o in options),
-        required="".join(map(REQUIRED.format, required)),
+        required="".join(REQUIRED.format(each, "") for each, alone in required.items() if alone),
+        handed="".join(REQUIRED.format(o, "    ") for o, alone in required.items() if not alone),
     )
     scope: dict[str, Any] = {
         **defaults,
@@ -319,6 +321,8 @@ def check_whole(call: str, options: Mapping[str, int | None]) -> None:
 def coerce_option(op: str, parameters: Parameters, name: str, value: Any) -> Any:
     """Return an option's value, a NumPy scalar as Python's; raise ConfigError if it is invalid."""
     kind, optional = typing.cast(Option, option_of(parameters[name]))
+    if value is inspect.Parameter.empty:
+        raise ArgumentError(f"{op}: {name} is missing; pass {name}=...")
     words, classes = KINDS[kind]
     boolean = isinstance(value, bool | np.bool_)  # a bool is also an int in Python
     fits = isinstance(value, classes) and boolean == (kind is bool)

@@ -59,7 +59,7 @@ def exported(module: str) -> list[str]:
     """Return the functions and classes that a module re-exports, read from its text."""
     text = (Path(unsloth_cupy.__file__).parents[1] / module.replace(".", "/")).with_suffix("")
     names = re.findall(r"^ *from .* as (\w+)$", (text / "__init__.py").read_text(), re.M)
-    return [name for name in names if not name.isupper()]
+    return [name for name in names if name[0] != "_" and not name.isupper()]
 
 
 @functools.cache

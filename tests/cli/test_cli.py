@@ -1028,8 +1028,8 @@ def test_a_device_that_is_not_there_is_named_with_its_cure(
     shutil.copytree(LLAMA, wrong / "full", dirs_exist_ok=True)
     shutil.copy(GOLDEN / "tokenizer" / "tokenizer.json", wrong / "full")
     monkeypatch.chdir(wrong)
-    said = "choose auto, cpu, cuda or cuda:1"
-    assert_one_clear_error(run(*command.split(), "--device", "gpu"), said)
+    choices = "choose auto, cpu, cuda or cuda:1"
+    assert_one_clear_error(run(*command.split(), "--device", "gpu"), choices)
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "cupy", None)
         said = "needs CuPy: pip install 'unsloth-cupy[cuda12]', or leave device out"

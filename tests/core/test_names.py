@@ -32,7 +32,7 @@ from unsloth_cupy.errors import (
 )
 from unsloth_cupy.models.transformer import SHOWN
 
-from ..harness.tracked import ROOT
+from ..harness.tracked import ROOT, tracked
 from ..models.peers import SIZES
 
 PACKAGES = [
@@ -333,7 +333,7 @@ def test_a_model_shows_what_is_documented() -> None:
     shown = {name for name in dir(model) if name[:2] != "__"}
     for name in shown:
         assert hasattr(model, name), name
-    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "docs").rglob("*.py")]
+    pages = [ROOT / "README.md", *tracked("docs/**/*.md"), *tracked("docs/**/*.py")]
     text = "\n".join(page.read_text(encoding="utf-8") for page in pages)
     kinds = [kind for kind in type(model).__mro__ if kind.__module__.startswith("unsloth_cupy")]
     described = "\n".join(kind.__doc__ or "" for kind in kinds)

@@ -250,8 +250,8 @@ def test_early_stopping(text: Path, other: Path, tmp_path: Path) -> None:
         text, tmp_path / "large", other, patience=2, min_delta=1e9, **FALLS_AND_RISES
     )
     assert len(held_out(all_of_it)) == 1 + 2, "no loss is so much lower"
-    said = f"; the model is that of step {2 * best} ({min(losses):.3f})"
-    stop = f"stopped at step {2 * (best + 2)}: no lower loss for 2 evaluations{said}"
+    end = f"; the model is that of step {2 * best} ({min(losses):.3f})"
+    stop = f"stopped at step {2 * (best + 2)}: no lower loss for 2 evaluations{end}"
     assert made.stopped == stop
     again = trained(text, tmp_path / "run", other, patience=2, **FALLS_AND_RISES)
     assert again.loop is None

@@ -480,10 +480,10 @@ def test_a_run_of_an_earlier_version_goes_on_without_its_settings(
     for path in root.glob("*/**/*.json"):  # they name folders
         path.write_text(path.read_text().replace('"stopped/', f'"{root}/'))
     base = () if name == "full" else (root / "full" / "checkpoint-00000002",)
-    given = ("--steps", 4, "--batch", 2, "--tokens", 16, "--lr", 0.01)
-    given += ("--lora", 2) if base else ("--layers", 1, "--hidden", 8, "--vocabulary", 257)
+    whole = ("--steps", 4, "--batch", 2, "--tokens", 16, "--lr", 0.01)
+    whole += ("--lora", 2) if base else ("--layers", 1, "--hidden", 8, "--vocabulary", 257)
     files = {}
-    for options in (given, ()):
+    for options in (whole, ()):
         folder = tmp_path / f"{len(options)}"
         shutil.copytree(root / name, folder)
         command = ("finetune", *base, "--text", root / "text.txt", "--out", folder)
@@ -492,7 +492,7 @@ def test_a_run_of_an_earlier_version_goes_on_without_its_settings(
         assert ("settings of the run that are not given now: " in done.output) == (not options)
         files[options] = next((folder / "model").glob("*model.safetensors")).read_bytes()
         assert run(*command).output.count("is finished") == 1, "it takes no more steps"
-    assert files[given] == files[()]
+    assert files[whole] == files[()]
 
 
 KEPT = [each for each in dataclasses.fields(Settings) if each.metadata.get("kept", True)]
@@ -507,8 +507,8 @@ def test_a_setting_that_is_not_given_is_that_of_the_run(field: Any) -> None:
     now = {field.name: default, "text": "a.txt"}
     own = own_settings(Settings(), now, before)
     assert own == ({} if field.name in NOT_OWN else {field.name: ["other"]})
-    given: Any = types.SimpleNamespace(**{each.name: each.default for each in KEPT}, epochs=None)
-    setattr(given, field.name, "given")
-    assert own_settings(given, now | {field.name: "given"}, before) == {}
-    said = differences(before, now | {field.name: "given"}, ended=False)
-    assert bool(said) == (field.name not in ("recompute_every", "keep", "offload", "save_every"))
+    settings: Any = types.SimpleNamespace(**{each.name: each.default for each in KEPT}, epochs=None)
+    setattr(settings, field.name, "given")
+    assert own_settings(settings, now | {field.name: "given"}, before) == {}
+    actual = differences(before, now | {field.name: "given"}, ended=False)
+    assert bool(actual) == (field.name not in ("recompute_every", "keep", "offload", "save_every"))

@@ -321,9 +321,9 @@ def test_lines_of_a_log_file_have_the_speed_and_the_time_left(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(printer, "SECONDS_BETWEEN_LINES", -1.0)
-    heard = trainer(home, tmp_path / "run", method="dpo", steps=4)
-    heard.listener = printer.Printer()
-    heard.train()
+    run_of = trainer(home, tmp_path / "run", method="dpo", steps=4)
+    run_of.listener = printer.Printer()
+    run_of.train()
     lines = [line for line in capsys.readouterr().err.splitlines() if ": loss " in line]
     assert len(lines) == 4
     assert all(re.search(r", [\d:]+ (s|min|h) left$", line) for line in lines)

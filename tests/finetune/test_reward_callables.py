@@ -115,7 +115,7 @@ def train(home: Path, out: Path, reward: Any, **more: Any) -> Run:
 
 @pytest.mark.parametrize("kind", NAMES)
 def test_each_kind_of_callable_is_called_by_names(kind: str, module: Any) -> None:
-    """And is told from another source, not from another place of it in its file."""
+    """Another source differs; another place of the same source in its file does not."""
     function = module(SOURCE).KINDS[kind]
     (reward,) = rewards_of(words_of((function, 0.5)))
     assert (reward.name, reward.weight) == (NAMES[kind], 0.5)
@@ -199,8 +199,8 @@ def first(completions: list[str]) -> list[float]:
         ([first, 3], "reward=3: give a function"),
         ({"a": first}, "give a function"),
         ((first, "much"), "reward=much names neither a function of a file nor a folder"),
-        ([(first, "much")], "its weight is no number; give one"),
-        ((first, float("nan")), "its weight is no number"),
+        ([(first, "much")], "its weight is not a number; give one"),
+        ((first, float("nan")), "its weight is not a number"),
         ([first, (first, 2)], "two rewards are named first, as the log names them; rename one"),
         ([lambda completions: 0, lambda prompts: 1], "named <lambda>, as the log names them; wri"),
         ([functools.partial(first), first], "two rewards are named first"),
@@ -282,8 +282,8 @@ def deeper(text: str) -> float:
 
 
 def test_an_error_has_the_traceback_of_the_function() -> None:
-    said = "fails_inside raised LookupError: nothing is known about b for the answer 'b' to 'q'"
-    with pytest.raises(ConfigError, match=said) as error:
+    expected = "fails_inside raised LookupError: nothing is known about b for the answer 'b' to 'q'"
+    with pytest.raises(ConfigError, match=expected) as error:
         judged(fails_inside)
     shown = "".join(traceback.format_exception(error.value))
     assert "in fails_inside" in shown

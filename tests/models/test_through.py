@@ -445,7 +445,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     ):
         hybrid.save(tmp_path)
     mixture = models.create(SIZES | MIXTURES["qwen2_moe types"], seed=0)
-    with pytest.raises(ConfigError, match=r"train_through\('q8_0'\): llama.cpp's qwen2moe"):
+    with pytest.raises(ConfigError, match=r"add_adapter\('q8_0'\): llama.cpp's qwen2moe"):
         mixture.add_adapter(2, merge_into="q8_0")
     with pytest.raises(ConfigError, match="there is no adapter; call add_adapter"):
         model.train_through("nf4")

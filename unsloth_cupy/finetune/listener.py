@@ -74,7 +74,7 @@ def announce(text: str) -> None:
 
 
 def reading(pieces: Iterable[PieceT], size: int, what: str) -> Iterator[PieceT]:
-    """Yield pieces, tuples that start with bytes, and tell the listener how many are read.
+    """Yield pieces, tuples that start with bytes, and report to the listener how many are read.
 
     ``size`` is the total number of bytes, ``what`` what is done with them.
     """
@@ -82,7 +82,7 @@ def reading(pieces: Iterable[PieceT], size: int, what: str) -> Iterator[PieceT]:
 
 
 def computing(pieces: Iterable[PieceT], size: int, what: str) -> Iterator[PieceT]:
-    """Yield pieces, tuples that start with a range of tokens, and tell the listener how many."""
+    """Yield pieces, tuples that start with a range of tokens, and report how many."""
     return _counted(pieces, _listener.get().computing(what, size))
 
 

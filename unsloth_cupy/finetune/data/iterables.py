@@ -32,7 +32,8 @@ def is_rows(data: Any) -> bool:
         return False
     if isinstance(data, list | tuple):  # a named tuple is what read_data has returned
         return not hasattr(data, "_fields") and any(isinstance(each, Mapping) for each in data)
-    return hasattr(data, "__iter__") or hasattr(data, "__getitem__")
+    has_items = getattr(data, "ndim", 1) != 0  # those of NumPy's numbers are none
+    return has_items and (hasattr(data, "__iter__") or hasattr(data, "__getitem__"))
 
 
 def stored(data: Any, call: str) -> tuple[Located, str]:

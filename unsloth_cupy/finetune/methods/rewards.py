@@ -197,7 +197,7 @@ def words_of(rewards: Any) -> tuple[str, ...]:
             cure = "give a function, FILE.py:FUNCTION, FOLDER, or (one of these, its weight)"
             raise ConfigError(f"{named(reward=repr(each))}: {cure}")
         if not (weight is None or (is_number(weight) and math.isfinite(weight))):
-            raise ConfigError(f"{named(reward=repr(each))}: its weight is no number; give one")
+            raise ConfigError(f"{named(reward=repr(each))}: its weight is not a number; give one")
         if callable(reward):
             words.append(FunctionWord(reward, 1.0 if weight is None else float(weight)))
         else:
@@ -214,7 +214,7 @@ def _named(function: Any) -> Any:
 
 
 def _digest(function: Any) -> str:
-    """Return what tells one source of a function from another; of one without it, its code.
+    """Return the digest of a function's source, or of its code if it has none.
 
     What a functools.partial fills in is a part of it: numbers and texts, others by their type.
     """

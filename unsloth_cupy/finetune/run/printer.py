@@ -117,11 +117,12 @@ class Printer(Listener):
         text = f"step {line['step']}/{self.steps}: held-out loss {line['held_out_loss']:.3f}"
         if self.of_new_model and "unigram_baseline" in line:
             text += f" (unigram baseline {line['unigram_baseline']:.3f})"
-        elif self.first is None:
+        text += measured(line, "held_out_")
+        if self.first is None:
             self.first = line["held_out_loss"]
-        else:
+        elif not self.of_new_model or "unigram_baseline" not in line:
             text += f" ({self.first:.3f} at first)"
-        self._print(text + measured(line, "held_out_"))
+        self._print(text)
 
     def sampled(self, step: int, prompt: str, text: str) -> None:
         """Show the text that continues a prompt."""

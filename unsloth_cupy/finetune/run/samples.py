@@ -1,6 +1,6 @@
 """Texts that a model writes at each evaluation: it continues the prompts of the settings."""
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 
@@ -8,13 +8,10 @@ from ...errors import ConfigError
 from ...placement import to_device_of
 from ..naming import named
 
-if TYPE_CHECKING:
-    from .loop import Loop
-
 TOKENS = 60  # that continue a prompt
 
 
-def check_prompts(loop: "Loop") -> None:
+def check_prompts(loop: Any) -> None:
     """Raise a ConfigError if the model cannot continue the prompts of the settings."""
     prompts = loop.plan.sample_prompt
     if prompts and not loop.ranks.whole:
@@ -27,7 +24,7 @@ def check_prompts(loop: "Loop") -> None:
         prompt_tokens(loop, prompt)
 
 
-def prompt_tokens(loop: "Loop", prompt: str) -> list[int]:
+def prompt_tokens(loop: Any, prompt: str) -> list[int]:
     """Return the tokens of a prompt: of a run of chats, of a question and the answer's start.
 
     Raises
@@ -46,7 +43,7 @@ def prompt_tokens(loop: "Loop", prompt: str) -> list[int]:
     return [*tokens]
 
 
-def write_samples(loop: "Loop") -> None:
+def write_samples(loop: Any) -> None:
     """Continue the prompts, greedily, and log the texts."""
     model, ends = loop.model, loop.model.config.end_tokens
     for prompt in loop.plan.sample_prompt if loop.ranks.first else ():

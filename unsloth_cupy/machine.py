@@ -7,8 +7,8 @@ import platform
 import re
 import shlex
 import sys
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from contextvars import ContextVar
 from decimal import Decimal
 from pathlib import Path
@@ -19,7 +19,8 @@ import numpy as np
 from .core import gpu
 from .core.call import is_number
 from .core.stand_in import is_planned
-from .errors import ConfigError, DeviceMemoryError, printable
+from .errors import ConfigError, DeviceError, DeviceMemoryError, printable
+from .files import say_once
 
 THREADS_PAY = 512  # hidden size from which a matrix product gains by a second thread
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
@@ -298,6 +299,35 @@ def resolve_device(device: str | None) -> tuple[str | None, str]:
     else:
         cure = f"update the driver, or install CuPy for the one that nvidia-smi shows: {CUPY_CURE}"
     return None, f"the GPU is not used: {problem}; {cure}"
+
+
+@contextmanager
+def on_device(call: str, device: Any) -> Iterator[Callable[[Any], Any]]:
+    """Make the device the current one, and yield a function that copies an array to it."""
+    if isinstance(device, str) and device == "auto":
+        device, problem = resolve_device(device)
+        if problem:
+            say_once(f"{call}: {problem}")
+    name = device if isinstance(device, str) else ""
+    if device is None or name == "cpu":
+        yield lambda array: array
+        return
+    match = re.fullmatch(r"cuda(?::(\d+))?", name)
+    if match is None:
+        cure = "choose 'cpu' (NumPy, as None), 'auto', 'cuda' or 'cuda:1'"
+        raise ConfigError(f"{call}: device={device!r}; {cure}")
+    try:
+        cupy = gpu.cupy()
+    except ImportError:
+        cure = "pip install 'unsloth-cupy[cuda12]', or leave device out"
+        raise DeviceError(f"{call}: device={device!r} needs CuPy: {cure}") from None
+    count, number = gpu.count(), int(match[1] or 0)
+    if number >= count:
+        names = " or ".join(["'cpu'", *(f"'cuda:{i}'" for i in range(count))])
+        raise DeviceError(f"{call}: device={device!r}, but CuPy sees {count} GPUs; choose {names}")
+    with cupy.cuda.Device(number):
+        yield cupy.asarray
+        cupy.cuda.get_current_stream().synchronize()  # any stream may read the parameters
 
 
 def device_title(device: str | None) -> str:

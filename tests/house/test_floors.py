@@ -110,3 +110,10 @@ def test_one_module_asks_for_cupy() -> None:
         if asks.search(line)
     ]
     assert {line.partition(":")[0] for line in lines} == {"core/gpu"}, lines
+
+
+def test_one_module_reads_the_part_of_a_rank() -> None:
+    """Files are read whole, in slices, by rows or quantized; ``RankPart`` alone decides which."""
+    read = re.compile(r"\bparts\.(?:read|read_quantized|keep)\(|\bunread\.(?:whole|rows)\(")
+    modules = {path.name for path in SOURCES if read.search(path.read_text())}
+    assert modules == {"rank_part.py"}

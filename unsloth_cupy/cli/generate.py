@@ -78,7 +78,7 @@ def generate(
     a conversation, which Ctrl-D ends. The text is streamed to standard output; the speed is printed
     to standard error.
     """
-    from ..models.folders.folder import on_device
+    from ..machine import on_device
 
     ranks = start(
         tensor=tensor_parallel, pipeline=pipeline_parallel, expert=expert_parallel, data=1,

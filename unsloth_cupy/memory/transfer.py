@@ -61,7 +61,7 @@ def to_host(array: Any) -> Any:
 
 
 def _moved(call: str, array: Any, device: Any) -> Any:
-    from ..models.folders.folder import on_device  # a program without models does not import them
+    from ..machine import on_device  # a program without models does not import them
 
     if isinstance(array, Var):
         copy = Var(_moved(call, array.value, device), array.tape)

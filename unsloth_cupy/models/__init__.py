@@ -15,7 +15,7 @@ if typing.TYPE_CHECKING:
     from .adapters.adapter import Adapter as Adapter
     from .adapters.adapter import create_adapter as create_adapter
     from .adapters.merging import merge as merge
-    from .folders.folder import create as create
+    from .folders.create import create as create
     from .folders.folder import load as load
     from .gguf.export import export_adapter_gguf as export_adapter_gguf
     from .gguf.export import export_gguf as export_gguf
@@ -27,7 +27,7 @@ if typing.TYPE_CHECKING:
 _HOMES = {
     "Adapter": "adapters.adapter",
     "create_adapter": "adapters.adapter",
-    "create": "folders.folder",
+    "create": "folders.create",
     "load": "folders.folder",
     "export_adapter_gguf": "gguf.export",
     "export_gguf": "gguf.export",

@@ -16,10 +16,9 @@ import numpy as np
 from ... import models
 from ...errors import ConfigError
 from ...files import path_of
-from ...machine import blas_threads, device_title, resolve_device
+from ...machine import blas_threads, device_title, on_device, resolve_device
 from ...models.adapters.adapter_base import base_of
 from ...models.configs.heads import CAUSAL, NONE, SEQUENCE
-from ...models.folders.folder import on_device
 from ...models.text.tokenizer import check_tokens
 from ...ops.common.checks import check_choice
 from ...placement import to_numpy

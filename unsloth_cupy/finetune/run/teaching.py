@@ -15,8 +15,7 @@ from ...core.call import is_integer
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
 from ...files import atomic_path, check_room, path_of
-from ...machine import blas_threads, device_title, resolve_device
-from ...models.folders.folder import on_device
+from ...machine import blas_threads, device_title, on_device, resolve_device
 from ...models.layers.head import logits_of
 from ...models.loss import IGNORE, next_labels
 from ...ops.losses.divergence import log_softmax

@@ -25,9 +25,9 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...files import atomic_path, path_of
-from ...machine import blas_threads, device_title
+from ...machine import blas_threads, device_title, on_device
 from ...models.adapters.adapter_base import base_of
-from ...models.folders.folder import load, on_device
+from ...models.folders.folder import load
 from ...models.objective import Objective, next_token
 from ...models.transformer import Transformer
 from ...ops.quantized.weight import held_arrays

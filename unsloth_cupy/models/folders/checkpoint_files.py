@@ -36,7 +36,7 @@ from .expert_files import Place, in_file
 from .expert_homes import DTYPES, ExpertHomes
 from .foreign import Found, Part
 from .gptq import with_zeros
-from .lazy_parameter import LazyParameter, StoredTensor
+from .lazy_parameter import StoredTensor
 from .other_weights import is_of_activations, method_of, part_in, stored_weight
 from .quantized_weights import KEY, inverse_scales, part_of, tensors_of
 
@@ -52,36 +52,6 @@ HEADER = 1 << 23  # bytes of the names, shapes and places of a file's tensors, a
 
 Layout = dict[str, list[str]]  # file -> names of the parameters in it
 Quantizeds = dict[str, tuple[type[Quantized], dict[str, tuple[str, str]]]]  # class and parts
-
-
-def read_tensors(
-    folder: Path,
-    homes: Mapping[str, StoredTensor],
-    handles: Mapping[str, Any],
-    dtype: np.dtype[Any] | None,
-    keep: Callable[[str, LazyParameter], Any],
-    holds: Callable[[str], bool],
-) -> tuple[dict[str, Any], Layout]:
-    """Return the parameters that ``find_tensors`` located, and the names that each file holds.
-
-    ``handles`` are all files of the checkpoint, open, by name.
-
-    ``keep`` reads from each parameter what this process keeps, one parameter at a time.
-    Parameters for which ``holds`` is False are not read at all.
-
-    Raises
-    ------
-    ConfigError
-        The stored dtypes differ, and ``dtype`` is None.
-    """
-    if dtype is None:
-        _check_mixture(folder, homes)
-    parameters: dict[str, Any] = {}
-    layout = {file: [name for name in homes if homes[name].file == file] for file in handles}
-    for name in (name for names in layout.values() for name in names if holds(name)):
-        parameters[name] = keep(name, LazyParameter(name, homes[name], handles, dtype))
-    layout = {SINGLE if file.endswith(".gguf") else file: n for file, n in layout.items() if n}
-    return {name: parameters[name] for name in homes if name in parameters}, layout
 
 
 def find_tensors(
@@ -403,7 +373,7 @@ def _check_names(path: Path, tensors: Any) -> None:
             raise ConfigError(f"{path}: {problem}; copy the file again")
 
 
-def _check_mixture(folder: Path, homes: Mapping[str, StoredTensor]) -> None:
+def check_mixture(folder: Path, homes: Mapping[str, StoredTensor]) -> None:
     """Raise unless all tensors have one dtype; only norms may be float32 among 16-bit tensors."""
     main = homes[TABLE].dtype
     for name, home in homes.items():

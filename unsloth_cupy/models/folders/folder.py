@@ -1,49 +1,32 @@
-"""Models loaded from folders and models with random weights: ``load`` and ``create``."""
+"""Models loaded from folders: ``load``."""
 
-import math
-import re
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
-from ...core import gpu
-from ...core.call import check_options, in_any_case, is_integer
-from ...core.dtypes import FLOAT32, Array, float_dtype
-from ...errors import ConfigError, DeviceError
-from ...files import missing_folder_advice, of_one_save, path_of, say_once
-from ...machine import check_bytes, resolve_device
-from ...ops.quantized.weight import Quantized
-from ...parallel.communicator import Communicator, SingleCommunicator, check_communicator
-from ...parallel.zero3 import Parts
-from ..adapters.adapter_base import ADAPTER, WEIGHTS, base_of
+from ...core.call import in_any_case, is_integer
+from ...core.dtypes import float_dtype
+from ...errors import ConfigError
+from ...files import missing_folder_advice, of_one_save, path_of
+from ...machine import on_device
+from ...parallel.communicator import Communicator
+from ..adapters.adapter_base import ADAPTER, base_of
 from ..adapters.adapter_folder import read_adapter
 from ..adapters.into import check_base, quantize_of
-from ..adapters.outer_folder import base_for, implied_head, with_labels
-from ..configs.config import Config
-from ..configs.config_files import read_config, with_generation
-from ..configs.families import FAMILIES
-from ..configs.heads import CAUSAL
-from ..configs.text_configs import text_config
-from ..gguf.opening import MARK, folder_of
-from ..parse import parse
+from ..gguf.opening import folder_of
 from ..quantizer import KINDS, Quantizer, check_stacks, maker_of
-from ..ranks.division import Division, divided_adapter
-from ..ranks.pipeline_stages import EMBEDDING, Stages
+from ..ranks.division import divided_adapter
 from ..text.tokenizer import has_tokenizer
 from ..transformer import Transformer
-from .checkpoint_files import find_tensors, opened, read_tensors
+from .checkpoint import Checkpoint, checkpoint_of
+from .checkpoint_files import opened
+from .create import drawn
 from .expert_homes import plain_names
-from .joined import Joined, join_quantized
-from .lazy_parameter import LazyParameter, StoredTensor, formats_of
+from .joined import join_quantized
+from .rank_part import RankPart, division_of
 from .stored import stored_model
-
-XIELU = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3))}
-XIELU |= {"beta": 0.5, "eps": -1e-6}
 
 
 def load(
@@ -142,299 +125,61 @@ def load(
     if not path.is_dir():
         cure = missing_folder_advice(path, "pass one that holds config.json")
         raise ConfigError(f"load: {path} is not a folder; {cure}")
-    if lora is None and (base := base_of(path)) is not None:
-        path, lora = base, path
+    adapter = None if lora is None else path_of("load(lora=)", lora)
+    if adapter is None and (base := base_of(path)) is not None:
+        path, adapter = base, path
     if not is_integer(seed):
         raise ConfigError(f"load(seed={seed!r}): pass an integer, 0 or more")
-    head, labels, quantize = _of_adapter(path, lora, head, labels, quantize)
+    quantize = in_any_case(quantize, KINDS)
+    quantize = quantize if adapter is None else quantize_of("load", adapter, quantize)
     with ExitStack() as files:
-        config, texts, stored_in, handles = of_one_save(
-            path, "config.json", partial(_opened, path, files, head, labels)
-        )
-        if lora is not None:
-            config = base_for(Path(lora), config, texts, stored_in)
-            texts["config.json"] = with_labels(Path(lora), texts["config.json"])
-            for file in {home.file for home in stored_in.values()} - handles.keys():
-                handles[file] = files.enter_context(opened(path / file))  # the adapter's
-            config = with_generation(path_of("load(lora=)", lora), config, texts)
+        read = partial(_opened, path, adapter, head, labels, files)
+        checkpoint, handles = of_one_save(path, "config.json", read)
+        config = checkpoint.config
         if quantize is not None:
             maker_of("load", quantize)
             check_stacks("load", quantize, config)
-        chosen_dtype = None if dtype is None else float_dtype("load", dtype)
-        division = _division(config, communicator, pipeline, chunks, experts)
+        chosen = None if dtype is None else float_dtype("load", dtype)
+        kind = chosen or checkpoint.dtype
+        division = division_of("load", config, kind, communicator, pipeline, chunks, experts)
         quantizer = None if quantize is None else Quantizer("load", quantize, division)
-        rank_parts = None if parts is None else Parts(parts)
-        holds = bool if division is None else division.holds
         with on_device("load", device) as place:
-            keep = partial(
-                _kept,
-                place=place,
-                quantizer=quantizer,
-                division=division,
-                parts=rank_parts,
-                joined=Joined(config, division),
-            )
-            parameters, layout = read_tensors(path, stored_in, handles, chosen_dtype, keep, holds)
-            others = layout.pop(str(Path(lora, WEIGHTS).resolve()), []) if lora else []
-            next(iter(layout.values())).extend(others)
-            kind = chosen_dtype or stored_in[EMBEDDING].dtype or FLOAT32
-            new = {n: i for i, n in enumerate(config.shapes()) if n not in stored_in}  # of a head
-            next(reversed(layout.values())).extend(new)
-            for name in filter(holds, new):
-                own = place(_own_new(config, name, kind, [seed, new[name]], division))
-                parameters[name] = own if rank_parts is None else rank_parts.keep(name, own)
-            if division is not None and division.stages is not None:
-                division.stages.dtype = kind
+            part = RankPart(config, place, division, parts, quantizer)
+            parameters = checkpoint.read(handles, chosen, part)
+            for name, number in checkpoint.new.items():
+                if part.holds(name):
+                    parameters[name] = part.draw(name, drawn(config, name, kind, [seed, number]))
             model = Transformer(
-                division.config if division else config, join_quantized(parameters), texts, layout
+                division.config if division else config,
+                join_quantized(parameters),
+                checkpoint.texts,
+                checkpoint.layout,
             )
-            model.folder, model.division, model.parts = path, division, rank_parts
+            model.folder, model.division, model.parts = path, division, part.parts
             model.stored = partial(stored_model, folder=path)
-            model.plain, model.origin = plain_names(stored_in), _origin(stored_in, path, config)
-            own = (each for each in (lora, path) if each and has_tokenizer(Path(each)))
-            model.words = next(map(Path, own), None)
-            if lora is not None:
-                whole = division is None and rank_parts is None
+            model.plain, model.origin = plain_names(checkpoint.homes), checkpoint.origin
+            model.words = next((p for p in (adapter, path) if p and has_tokenizer(p)), None)
+            if adapter is not None:
+                whole = division is None and part.parts is None
                 weights = parameters.__getitem__ if whole else None
-                adapter = read_adapter(lora, config, model.table.dtype, place, weights)
-                adapter.base, model.grown = path, bool(others)  # the adapter's file holds tables
-                model.adapter = divided_adapter(adapter, division)
-                check_base("load", adapter, path, parameters, weights)
+                own = read_adapter(adapter, config, model.table.dtype, place, weights)
+                own.base, model.grown = path, checkpoint.has_tables_of_adapter
+                model.adapter = divided_adapter(own, division)
+                check_base("load", own, path, parameters, weights)
             return model.in_order(invariant)
 
 
-def _of_adapter(
-    path: Path, lora: Any, head: str | None, labels: int | None, quantize: str | None
-) -> tuple[str | None, int | None, str | None]:
-    """Return head, labels and kind of weights of a base, with what its adapter's folder says."""
-    quantize = in_any_case(quantize, KINDS)
-    if lora is None:
-        return head, labels, quantize
-    if head is None:
-        head, labels = implied_head(path_of("load(lora=)", lora), path, labels)
-    return head, labels, quantize_of("load", lora, quantize)
-
-
 def _opened(
-    path: Path, stack: ExitStack, head: str | None, labels: int | None
-) -> tuple[Config, dict[str, Mapping[str, Any]], dict[str, StoredTensor], dict[str, Any]]:
-    """Return config and texts of a folder, where its tensors are, and its open files by name."""
-    stack.close()  # of an earlier try
+    path: Path, adapter: Path | None, head: str | None, labels: int | None, stack: ExitStack
+) -> tuple[Checkpoint, dict[str, Any]]:
+    """Return the checkpoint of a folder, and its open files by name."""
+    stack.close()  # files of an earlier try
     if not (path / "config.json").exists():
         inside = sorted(
             str(p.parent) for n in ("config.json", ADAPTER) for p in path.glob(f"*/{n}")
         )
         cure = f"pass {' or '.join(inside[:3]) or 'a folder that holds one'}"
         raise ConfigError(f"load: {path / 'config.json'} is missing; {cure}")
-    config, texts, choice = read_config(path, head, labels)
-    stored_in, files = find_tensors(path, config, choice)
-    handles = {file: stack.enter_context(opened(path / file)) for file in files}
-    return config, texts, stored_in, handles
-
-
-def _origin(stored_in: Mapping[str, StoredTensor], path: Path, config: Config) -> str | None:
-    """Return the formats of a folder's tensors, and what a GGUF file does not say of a mixture.
-
-    As in transformers, which has ``output_router_logits`` False for such files, the router's loss
-    is off.
-    """
-    notes = [each] if (each := formats_of(stored_in)) else []
-    if config.experts is not None and (path / MARK).is_file():
-        known = FAMILIES[config.model_type].experts
-        if known is not None and known.balanced:
-            notes.append("router's loss: off, as GGUF has no coefficient for it")
-    return "; ".join(notes) or None
-
-
-def _kept(
-    name: str,
-    unread: LazyParameter,
-    *,
-    place: Callable[[Any], Any],
-    quantizer: Quantizer | None,
-    division: Division | None,
-    parts: Parts | None,
-    joined: Joined,
-) -> Any:
-    """Return what this rank keeps of a parameter, on its device; no more is read than needed."""
-    home = unread.home
-    quantized = home.kind is not None
-    if (
-        parts is not None
-        and not quantized
-        and not (quantizer and quantizer.makes(name, home.shape))
-    ):
-        own = unread.__getitem__ if division is None else partial(division.own, name, unread)
-        shape = home.shape if division is None else division.shape(name)
-        return place(parts.read(name, shape, own))
-    if parts is not None and division is None and (by_rows := _by_rows(unread, place, quantizer)):
-        return parts.read_quantized(home.shape, *by_rows)
-    if division is None or (quantizer is not None and quantizer.wants_whole(name)):
-        value = unread.whole()
-    else:
-        value = division.own(name, unread)
-    placed_value = value.moved(place) if isinstance(value, Quantized) else place(value)
-    placed_value = placed_value if quantizer is None else quantizer(name, placed_value)
-    return joined(name, placed_value) if parts is None else parts.keep(name, placed_value)
-
-
-def _by_rows(
-    unread: LazyParameter, place: Callable[[Any], Any], quantizer: Quantizer | None
-) -> tuple[int, Callable[[slice], Quantized]] | None:
-    """Return (step, read): ``read(rows)`` returns rows of a quantized weight.
-
-    At multiples of ``step`` rows, they are equal to those rows of the whole weight.  None: codes
-    of rows depend on other rows, or the file's rows cannot be read separately.
-    """
-    home = unread.home
-    if home.kind is None and quantizer is not None:
-        return quantizer.by_rows(unread.name, home.shape, lambda rows: place(unread[rows]))
-    step = None if home.kind is None or quantizer is not None else unread.step()
-    return None if step is None else (step, lambda rows: unread.rows(rows).moved(place))
-
-
-@check_options
-def create(
-    config: Mapping[str, Any],
-    *,
-    seed: int,
-    dtype: Any = "float32",
-    device: str | None = None,
-    communicator: Communicator | None = None,
-    pipeline: Communicator | None = None,
-    chunks: int = 1,
-    parts: Communicator | None = None,
-    experts: Communicator | None = None,
-    invariant: bool = False,
-) -> Transformer:
-    """Return a model with random parameters.
-
-    Matrices are drawn from a normal distribution with a standard deviation of the config's
-    ``initializer_range``; norm weights are 1, biases 0.
-
-    Parameters
-    ----------
-    config : dict
-        As in a Hugging Face config.json; ``model_type`` names the family.
-    seed : int
-        Equal seeds give equal parameters.
-    dtype, device, communicator, pipeline, chunks, parts, experts, invariant
-        As in ``load``.
-
-    Returns
-    -------
-    model : Transformer
-
-    Raises
-    ------
-    ConfigError
-        The config or an option is invalid.
-    DeviceError
-        The device does not exist.
-    """
-    parsed, kind = parse(config), float_dtype("create", dtype)
-    if type(seed) is not int or seed < 0:
-        raise ConfigError(f"create: seed={seed!r} must be an integer of 0 or more")
-    size = sum(map(math.prod, parsed.shapes().values())) * kind.itemsize
-    division = _division(parsed, communicator, pipeline, chunks, experts)
-    rank_parts = None if parts is None else Parts(parts)
-    for ranks in (communicator, parts):
-        size //= 1 if ranks is None else ranks.size
-    with on_device("create", device) as place:
-        check_bytes("create: the parameters of this config: it", size, place(np.empty(0)))
-        parameters: dict[str, Array] = {}
-        joined = Joined(parsed, division)
-        for index, (name, shape) in enumerate(parsed.shapes().items()):
-            if division is not None and not division.holds(name):
-                continue
-            array = _drawn(parsed, name, shape, parsed.dtype_of(name, kind), [seed, index])
-            own = place(array if division is None else division.own(name, array))
-            own = joined(name, own) if rank_parts is None else rank_parts.keep(name, own)
-            parameters[name] = own
-        own_config = parsed if division is None else division.config
-        model = Transformer(own_config, parameters, {"config.json": dict(text_config(config))})
-        model.division, model.parts = division, rank_parts
-        if division is not None and division.stages is not None:
-            division.stages.dtype = kind
-        return model.in_order(invariant)
-
-
-DECAYS = (0.01, 16.0)  # of a token, before softplus: as transformers draws them
-ONES = ("linear_attn.norm.weight", "o_norm.weight", "dt_bias", ".D")
-
-
-def _drawn(config: Config, name: str, shape: Any, kind: Any, seed: list[int]) -> Array:
-    """Return a new parameter: that of a norm changes nothing, biases are 0, most are random."""
-    if name.endswith("A_log"):
-        return np.log(np.random.default_rng(seed).uniform(*DECAYS, shape)).astype(kind)
-    if name.endswith(ONES) or re.search(r"layernorm\.norms\.\d+\.weight$", name):
-        return np.ones(shape, kind)
-    if name.endswith("norm.weight"):
-        return np.full(shape, 1 - config.norm_offset, kind)
-    if name.endswith(".bias"):
-        return np.zeros(shape, kind)
-    if ".act_fn." in name:
-        return np.full(shape, XIELU[name.rpartition(".")[2]], kind)
-    array = np.random.default_rng(seed).standard_normal(shape, FLOAT32)
-    return (array * FLOAT32.type(config.initializer_range)).astype(kind)
-
-
-def _own_new(
-    config: Config, name: str, kind: Any, seed: list[int], division: Division | None
-) -> Array:
-    """Return this rank's part of a new parameter."""
-    array = _drawn(config, name, config.shapes()[name], kind, seed)
-    own: Array = array if division is None else division.own(name, array)
-    return own
-
-
-def _division(
-    config: Config,
-    communicator: Communicator | None,
-    pipeline: Communicator | None,
-    chunks: int,
-    experts: Communicator | None,
-) -> Division | None:
-    """Return the division that says which part this rank holds; None if it holds the model."""
-    communicators = {"communicator": communicator, "pipeline": pipeline, "experts": experts}
-    communicators = {name: comm for name, comm in communicators.items() if comm is not None}
-    if not communicators:
-        return None
-    if experts is not None and config.head != CAUSAL:
-        problem = f"it has the head {config.head!r}, and experts of language models are divided"
-        raise ConfigError(f"load(experts=): {problem}; divide its tensors, blocks or batch")
-    for name, comm in communicators.items():
-        check_communicator(f"load({name}=)", comm)
-    if not is_integer(chunks, 1):
-        raise ConfigError(f"load(chunks={chunks!r}): pass an integer, 1 or more")
-    stages = None if pipeline is None else Stages(config, pipeline, chunks)
-    return Division(config, communicator or SingleCommunicator(), stages, experts)
-
-
-@contextmanager
-def on_device(call: str, device: Any) -> Iterator[Callable[[Any], Any]]:
-    """Make the device the current one, and yield a function that copies an array to it."""
-    if isinstance(device, str) and device == "auto":
-        device, problem = resolve_device(device)
-        if problem:
-            say_once(f"{call}: {problem}")
-    name = device if isinstance(device, str) else ""
-    if device is None or name == "cpu":
-        yield lambda array: array
-        return
-    match = re.fullmatch(r"cuda(?::(\d+))?", name)
-    if match is None:
-        cure = "choose 'cpu' (NumPy, as None), 'auto', 'cuda' or 'cuda:1'"
-        raise ConfigError(f"{call}: device={device!r}; {cure}")
-    try:
-        cupy = gpu.cupy()
-    except ImportError:
-        cure = "pip install 'unsloth-cupy[cuda12]', or leave device out"
-        raise DeviceError(f"{call}: device={device!r} needs CuPy: {cure}") from None
-    count, number = gpu.count(), int(match[1] or 0)
-    if number >= count:
-        names = " or ".join(["'cpu'", *(f"'cuda:{i}'" for i in range(count))])
-        raise DeviceError(f"{call}: device={device!r}, but CuPy sees {count} GPUs; choose {names}")
-    with cupy.cuda.Device(number):
-        yield cupy.asarray
-        cupy.cuda.get_current_stream().synchronize()  # any stream may read the parameters
+    checkpoint = checkpoint_of(path, adapter, head, labels)
+    handles = {f: stack.enter_context(opened(path / f)) for f in checkpoint.all_files}
+    return checkpoint, handles

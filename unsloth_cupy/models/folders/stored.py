@@ -21,14 +21,13 @@ from ..adapters.adapter import Adapter
 from ..adapters.adapter_base import ADAPTER, base_of
 from ..adapters.adapter_folder import read_adapter
 from ..adapters.into import check_base
-from ..adapters.outer_folder import base_for, implied_head
 from ..configs.config import Config
-from ..configs.config_files import read_config, with_generation
 from ..configs.names import ADAPTED, TABLE
 from ..gguf.opening import folder_of
 from ..quantizer import Quantizer
 from ..text.tokenizer import has_tokenizer
-from .checkpoint_files import find_tensors, opened
+from .checkpoint import Checkpoint, checkpoint_of
+from .checkpoint_files import opened
 from .lazy_parameter import LazyParameter, StoredTensor
 
 
@@ -121,20 +120,17 @@ def stored_model(
     home = base_of(path, base)
     whole = home or path
 
-    def read() -> tuple[Any, ...]:
-        head, labels = (None, None) if home is None else implied_head(path, whole, None)
-        config, texts, choice = read_config(whole, head, labels)
-        homes, files = find_tensors(whole, config, choice)
-        config = config if home is None else base_for(path, config, texts, homes)
-        for name, shape in config.shapes().items():  # an adapter's head
-            homes.setdefault(name, StoredTensor(files[-1], name, shape, homes[TABLE].dtype))
-        return config, texts, homes, files_state(whole)
+    def read() -> tuple[Checkpoint, dict[str, Any]]:
+        return checkpoint_of(whole, home and path), files_state(whole)
 
-    config, texts, homes, state = of_one_save(whole, "config.json", read)
-    if home is None:
-        return StoredModel(call, path, whole, config, texts, homes, None, state)
+    checkpoint, state = of_one_save(whole, "config.json", read)
+    config, texts, homes = checkpoint.config, checkpoint.texts, checkpoint.homes
+    for name, shape in config.shapes().items():  # an adapter's head
+        homes.setdefault(name, StoredTensor(checkpoint.files[-1], name, shape, homes[TABLE].dtype))
     model = StoredModel(call, path, whole, config, texts, homes, None, state)
+    if home is None:
+        return model
     adapter = read_adapter(path, config, dtype or homes[TABLE].dtype or FLOAT32, weights=model.read)
-    merged = model._replace(adapter=adapter, config=with_generation(path, config, texts))
+    merged = model._replace(adapter=adapter)
     check_base(call, adapter, home, homes, lambda name: merged.read(name, FLOAT32))
     return merged

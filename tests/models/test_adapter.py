@@ -178,6 +178,7 @@ def test_a_new_adapter_has_the_defaults_of_its_docstring() -> None:
     model = small()
     model.add_adapter(3)
     assert model.adapter.settings["lora_alpha"] == 6
+    assert model.adapter.settings["inference_mode"] is True  # as peft saves it
     assert {*model.adapter.scales.values()} == {2.0}
     first = {n: a for n, a in model.trainable.items() if n.endswith("lora_A.weight")}
     for name, a in first.items():

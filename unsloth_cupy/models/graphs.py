@@ -4,6 +4,7 @@ A graph repeats its launches with the same addresses and numbers.  So it belongs
 
     the arrays of the model and of the loss scaler       by identity; they may change in place
     arrays that are keywords of the function             by shape and dtype; the graph copies them
+    tokens, where their number varies                    by size, rounded up: the rest is padding
     the seeds of dropout                                 as such an array, which each call fills
     everything else that the function is called with     by value
 
@@ -17,30 +18,55 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core import gpu
+from ..core.arrays import empty
 from ..core.call import is_integer
 from ..core.replay import choices
 from ..core.stand_in import is_planned
 from ..ops.common import spans
+from ..ops.elements.cast import cast
 from ..placement import to_device_of
 from ..training import tape
 from ..training.captured import Captured, Place
 from ..training.gradients import add_gradients
 from .adapters.adapter import Seeds
 from .adapters.many import ByRows
-from .objective import TrainingStep, next_token
+from .configs.heads import CAUSAL
+from .objective import IGNORE, TrainingStep, next_token
 
-KEPT, MET = 4, 256  # graphs of a model; forms of calls that it remembers
+# Graphs of a model: a packed run has up to 16 sizes of a batch (see ``rounded``) in two roles, the
+# first pass of a step or a later one.  And forms of calls that are remembered.
+KEPT, MET = 32, 256
+IDLE = 256  # calls without a graph, after which it makes room for another
+SHARE = 8  # of a GPU's memory, one part in so many is for inputs and results of graphs
 COUNT, SINK = "count", "sink"  # keywords: a number of labels; a list that takes a method's sums
-SEEDS = "seeds of dropout"  # beside the keywords: no function has one of this name
+# beside the keywords, as no function has one of these names
+SEEDS, FILLED = "seeds of dropout", "tokens that are no padding"
+PADDING = {"tokens": 0, "labels": IGNORE, "mask": 0}  # values of keywords in padding
 Passes = Callable[[Any, TrainingStep], tuple[Any, dict[str, Any]]]
 Sums = dict[str, Any] | None  # of the gradients of earlier passes of a step; None: only one pass
 
 
-class Graph(NamedTuple):
+class Graph:
     """A graph, and its own copies of the arrays of a call."""
 
-    captured: Captured
-    arrays: dict[str, Any]
+    def __init__(self, place: Place, arrays: dict[str, Any]) -> None:
+        self.captured, self.arrays, self.last = Captured(place), arrays, 0
+
+    def fill(self, arrays: Mapping[str, Any]) -> None:
+        """Copy the arrays of a call, which may have fewer tokens, before padding."""
+        for name, each in arrays.items():
+            own = self.arrays[name]
+            if own.shape == each.shape:
+                own[...] = each
+                continue
+            own[..., : each.shape[-1]] = each
+            own[..., each.shape[-1] :] = PADDING.get(name, self.arrays["tokens"].size)
+
+    @property
+    def held(self) -> list[Any]:
+        """The arrays that the graph keeps: its inputs and its results."""
+        results = () if self.captured.result is None else self.captured.result[1].values()
+        return [*self.arrays.values(), *results]
 
 
 class Call(NamedTuple):
@@ -50,11 +76,16 @@ class Call(NamedTuple):
     function: Any
     step: TrainingStep
     sums: Sums
+    begins: bool = False  # whether the sums, if there are any, are those of an earlier step
 
     def __call__(self, function: Any) -> tuple[Any, dict[str, Any]]:
         """Run the passes of a function, and add the gradients to the sums if there are some."""
         value, gradients = self.passes(function, self.step)
-        return value, gradients if self.sums is None else add_gradients(self.sums, gradients)
+        if self.sums is None:
+            return value, gradients
+        for name in [*gradients] if self.begins and self.sums else ():
+            self.sums[name][...] = cast(gradients.pop(name), dtype="float32")
+        return value, add_gradients(self.sums, gradients)
 
 
 class Graphs:
@@ -83,7 +114,9 @@ class Graphs:
         """Drop all graphs with their memory."""
         self.place, self.by_form = Place(), dict[Any, Graph]()
         self.met, self.world = set[Any](), tuple[Any, ...]()
-        self.graph_of_sums: Graph | None = None  # whose gradients are the sums of the running step
+        self.sums: dict[str, Any] = {}  # of the gradients of a step's passes, in every step
+        self.calls = 0
+        self.size: Any = None  # of the first batch: the number of tokens of others may vary
         self.alive: Any = None  # what graphs read: their numbers must stay theirs
 
     def __call__(
@@ -91,22 +124,27 @@ class Graphs:
     ) -> tuple[Any, dict[str, Any]]:
         """Return ``passes(function, step)``: results that the next call overwrites.
 
-        Gradients are added to ``sums``, in float32, which are returned in place of them.
+        Gradients are added to ``sums``, in float32, which are returned in place of them: {} in the
+        first pass of a step.
         """
         if model.adapter is None or not model.adapter.dropout:
             step = step._replace(seed=None)  # nothing is drawn
-        call = Call(passes, function, step, sums)
         self.why = next(self._reasons(model, function, step), self.failed)
+        call = Call(passes, function, step, sums)
         if self.why is not None or is_planned(model.table):
             return call(function)
+        self.calls += 1
         try:
+            self._enter(model, step)
+            if sums == {}:
+                call = call._replace(sums=self.sums, begins=True)
             return self._graphed(model, call)
         except MemoryError:
             if not self.by_form:
                 raise
         self.clear()
         self.why = self.failed = "the GPU has no memory for graphs beside all else"
-        return call(function)
+        return call._replace(sums=sums, begins=False)(function)
 
     def _reasons(self, model: Any, function: Any, step: TrainingStep) -> Iterator[str]:
         """Yield why a call cannot be captured; nothing if it can."""
@@ -120,8 +158,6 @@ class Graphs:
             yield "a checkpoint with offload sends activations to the host and back"
         if (model.division, model.context, model.gather, model.parts) != (None,) * 4:
             yield "ranks divide the model"
-        if model.seen is not None:
-            yield "the experts of its tokens are counted in every step"
         if model.adapter is not None and model.adapter.into is not None:
             yield "weights are rounded as a file has them, of some kinds on the host"
         if isinstance(model.adapter, ByRows):
@@ -136,18 +172,22 @@ class Graphs:
 
     def _graphed(self, model: Any, call: Call) -> tuple[Any, dict[str, Any]]:
         """Return the results of a graph, or of a run on the way to one."""
-        function, sums, first = call.function, call.sums, call.sums == {}
+        function, sums = call.function, call.sums
         arguments, sink = {**function.keywords}, function.keywords.get(SINK)
         counts = any(each is next_token for each in (function.func, *function.args))
         if counts and is_integer(arguments.get(COUNT)):  # another in every batch
             arguments[COUNT] = to_device_of(np.asarray(arguments[COUNT]), model.table)
         arrays = {name: each for name, each in arguments.items() if gpu.is_cupys(each.__class__)}
+        shapes = {name: each.shape for name, each in arrays.items()}
+        if counts and self._varies(model, call, shapes):
+            shapes |= rounded(shapes)
+            arrays[FILLED] = to_device_of(np.asarray(arrays["tokens"].shape[1]), model.table)
+            shapes[FILLED] = ()
         seed = call.step.seed
         if seed is not None:
             arrays[SEEDS] = to_device_of(model.adapter.seeds(seed), model.table)
+            shapes[SEEDS] = arrays[SEEDS].shape
         fixed = {n: each for n, each in arguments.items() if n not in arrays and n != SINK}
-        self._enter(model, call.step)
-        graph_of_sums = self.graph_of_sums = self._beginning(sums)
         constants = (*function.args, *fixed.values(), call.step.checkpoint, choices.get())
         if unknown := [type(each).__name__ for each in constants if not _is_constant(each)]:
             cure = "pass arrays of the GPU by keyword"
@@ -156,12 +196,15 @@ class Graphs:
         form = (
             *(Itself(function.func), *fixed),
             *((type(each), each) for each in constants),
-            *((name, each.shape, each.dtype.str) for name, each in arrays.items()),
-            *(sink is None, sums is None, first, id(graph_of_sums)),
+            *((name, shapes[name], each.dtype.str) for name, each in arrays.items()),
+            *(sink is None, sums is None, call.begins),
+            Itself(getattr(model.seen, "__self__", model.seen)),  # what counts the experts' tokens
         )
-        graph = None if sums and graph_of_sums is None else self._graph(form, arrays)
-        if graph is None:  # as are all whose sums are new arrays in each step
-            return call(function)
+        usual = all(self.sums.get(name) is each for name, each in (sums or {}).items())
+        graph = self._graph(form, arrays, shapes) if usual else None
+        if graph is None:  # as for all sums in other arrays
+            value, gradients = call(function)
+            return value, {**gradients}
 
         def work() -> tuple[Any, dict[str, Any], list[Any]]:
             own: list[Any] = []
@@ -169,41 +212,73 @@ class Graphs:
             seeds = keywords.pop(SEEDS, None)
             held = seeds if seeds is None else Seeds([*model.adapter.scales], seeds)
             run = call._replace(step=call.step._replace(seed=held))
-            return *run(functools.partial(function.func, *function.args, **keywords)), own
+            model.filled = keywords.pop(FILLED, None)
+            try:
+                return *run(functools.partial(function.func, *function.args, **keywords)), own
+            finally:
+                del model.filled
 
-        value, gradients, own = graph.captured(work)
+        value, gradients, own_sums = graph.captured(work)
         if sink is not None:
-            sink.extend(each.copy() for each in own)  # those of the next pass will lie there
+            sink.extend(each.copy() for each in own_sums)  # those of the next pass will lie there
         if graph.captured.why is not None:
             self.clear()
             self.why = self.failed = graph.captured.why
-        elif first and graph.captured.graph is not None:
-            self.graph_of_sums = graph
-        return value, sums or {**gradients}
+        return value, {**gradients}
 
-    def _beginning(self, sums: Sums) -> Graph | None:
-        """Return the graph whose gradients these sums are; None if they are others."""
-        if not sums or self.graph_of_sums is None:
-            return None
-        own: dict[str, Any] = self.graph_of_sums.captured.result[1]
-        return self.graph_of_sums if all(own[name] is each for name, each in sums.items()) else None
+    def _varies(self, model: Any, call: Call, shapes: Mapping[str, Any]) -> bool:
+        """Return whether a call of other sizes than the first one may have padding in a graph.
 
-    def _graph(self, form: Any, arrays: Mapping[str, Any]) -> Graph | None:
+        It changes no result: a padding token is in a text of its own or after all others of its
+        row, and has no label.  Where noise or dropout is drawn by its place in the rows, angles
+        depend on the length of rows, or a head reads their last token, rows are left as they are.
+        """
+        rows, texts, beside = (shapes.get(name) for name in ("tokens", "offsets", "routes"))
+        size = rows, texts
+        self.size = self.size or size
+        packed = texts is not None and rows is not None and rows[0] == 1
+        plain = call.function.func is next_token and call.step.seed is None and texts is None
+        lengths = any(rope.original is not None for rope in model.config.ropes.values())
+        usual = model.head == CAUSAL and not model.invariant and beside is None and not lengths
+        return size != self.size and rows is not None and usual and (packed or plain)
+
+    def _graph(
+        self, form: Any, arrays: Mapping[str, Any], shapes: Mapping[str, Any]
+    ) -> Graph | None:
         """Return the graph of a form with these arrays in it, or a new one if the form repeats."""
-        graph = self.by_form.get(form)
-        if graph is not None:
-            for name, each in arrays.items():
-                graph.arrays[name][...] = each
-        elif form not in self.met:
+        graph = self.by_form.pop(form, None)
+        if graph is None and form not in self.met:
             self.met = {*(self.met if len(self.met) < MET else ()), form}
-        elif len(self.by_form) == KEPT:
-            self.why = f"calls of {KEPT} other forms are graphs already"
-        else:
+            return None
+        if graph is None:
+            if not self._has_room():
+                return None
             if not self.by_form:  # what the runs before have freed is needed now
                 gpu.cupy().get_default_memory_pool().free_all_blocks()
-            copies = {name: each.copy() for name, each in arrays.items()}
-            graph = self.by_form[form] = Graph(Captured(self.place), copies)
+            copies = {n: empty(shapes[n], each.dtype, like=each) for n, each in arrays.items()}
+            graph = Graph(self.place, copies)
+        self.by_form[form] = graph  # the newest is the last
+        graph.last = self.calls
+        graph.fill(arrays)
         return graph
+
+    def _has_room(self) -> bool:
+        """Return whether one more graph may be made; drop the one that was unused for longest.
+
+        Graphs in use stay: sizes that take turns would all be captured again and again.
+        """
+        room, graphs = gpu.cupy().cuda.runtime.memGetInfo()[1] // SHARE, self.by_form
+        while graphs:
+            held = {id(each): each.nbytes for graph in graphs.values() for each in graph.held}
+            own = sum(held.values()) - sum(held.get(id(each), 0) for each in self.sums.values())
+            oldest = next(iter(graphs))
+            if len(graphs) < KEPT and own <= room:
+                break
+            if self.calls - graphs[oldest].last < IDLE:
+                self.why = f"{len(graphs)} graphs of other forms are in use"
+                return False
+            del graphs[oldest]
+        return True
 
     def _enter(self, model: Any, step: TrainingStep) -> None:
         """Drop all graphs if they have read other arrays, or other settings of the model."""
@@ -216,6 +291,20 @@ class Graphs:
         if world != self.world:
             self.clear()
             self.world, self.alive = world, read
+
+
+def rounded(shapes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return shapes of a batch with padding, of which there are few.
+
+    Tokens are rounded up to a multiple of a 16th of the power of two below: 3 % on average.  Where
+    texts are packed, one more text is the padding, and empty ones follow it up to a power of two.
+    """
+    rows, count = shapes["tokens"]
+    step = max(16, 1 << (count.bit_length() - 5))
+    own = {name: (rows, -(-count // step) * step) for name in PADDING if name in shapes}
+    if "offsets" in shapes:
+        own["offsets"] = (max(16, 1 << shapes["offsets"][0].bit_length()) + 1,)
+    return own
 
 
 def _is_constant(value: Any) -> bool:

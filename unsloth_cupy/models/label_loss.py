@@ -20,10 +20,9 @@ from ..placement import full_like
 from ..training.tape import Gradients, add_up
 from ..training.variable import Var
 from .configs.heads import PROBLEMS, TOKEN
-from .objective import LossRecord, as_array
+from .objective import IGNORE, LossRecord, as_array
 
 REGRESSION, SINGLE, MULTI = PROBLEMS
-IGNORE = -100  # the label of a row or a token that does not count
 
 
 def mean_label_loss(

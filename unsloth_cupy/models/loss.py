@@ -34,11 +34,10 @@ from .layers.expert_ranks import balance_of
 from .layers.experts_layer import router_loss
 from .layers.head import inputs_of_losses
 from .network import Network
-from .objective import LossRecord, as_array
+from .objective import IGNORE, LossRecord, as_array
 from .ranks.division import Division
 from .ranks.stages import pipeline_results
 
-IGNORE = -100  # the label of a token that does not count
 LOSSES = (  # functions that check labels
     *("linear_cross_entropy", "linear_cross_entropy_gradients", "linear_log_probs"),
     *("vocab_parallel_linear_cross_entropy", "vocab_parallel_linear_log_probs"),
@@ -148,6 +147,8 @@ def _routed(
     A router's loss is one of all rows together: those of an adapter have that of a batch of them.
     """
     seen = None if model.invariant else mask  # else the routers have seen real tokens alone
+    if seen is None and model.filled is not None:
+        seen = np.broadcast_to(model.real_columns(shifted), shifted.shape)
     real, rows = real_tokens(context, seen, like=shifted), model.adapter
     if not isinstance(rows, ByRows):
         yield routers, real, shifted

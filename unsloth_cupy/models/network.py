@@ -87,6 +87,7 @@ class Network(Summary):
     # takes what routers said in a pass, and the number of layers with experts before theirs
     seen: Callable[[Sequence[Any], int], None] | None = None
     reached: Reached | None = None  # what the stages of a pipeline have computed
+    filled: Any = None  # (), the tokens of a row before the padding of a graph: see ``graphs``
 
     def __init__(self, config: Config, parameters: dict[str, Array]) -> None:
         self.config, self.parameters = config, parameters
@@ -286,11 +287,22 @@ class Network(Summary):
         if self.seen is None or not call.experts.routers:
             return
         routed, context = call.experts.routers, call.context
+        if self.filled is not None:  # padding goes to no expert: to the number after the last
+            real = self.real_columns(routed[0].experts[..., 0])[:, None]
+            none: Any = self.config.experts
+            routed = [
+                each._replace(experts=np.where(real, each.experts, none.count)) for each in routed
+            ]
         if context is not None:  # without the tokens that fill up rows
             kept = to_device_of(context.order < context.length, routed[0].experts)
             routed = [each._replace(experts=each.experts[:, kept]) for each in routed]
         experts: Any = self.config.experts
         self.seen(routed, sum(experts.sparse[:before]))
+
+    def real_columns(self, rows: Array) -> Array:
+        """Return which tokens of each row (rows, tokens) are before the padding of a graph."""
+        real: Array = np.arange(rows.shape[1], like=rows) < self.filled
+        return real
 
     def _checked(self, routes: Any, tokens: Array, offsets: Any, context: Any) -> Array:
         """Return routes as the blocks take them; raise if they do not fit."""

@@ -21,6 +21,7 @@ from ..training.loss_scaler import LossScaler
 from ..training.tape import Gradients, add_up
 from ..training.variable import Var
 
+IGNORE = -100  # the label of a row or a token that does not count
 Objective = Callable[..., Any]
 
 

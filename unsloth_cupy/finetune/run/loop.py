@@ -314,11 +314,23 @@ class Loop:
         except (NonFiniteError, NotFiniteError) as error:
             self._stop(str(error), after=after)
 
+    def _evaluated(self) -> dict[str, Any]:
+        """Return the numbers of an evaluation; drop the graphs where it needs their memory."""
+        if self.method.is_on_policy or self.ranks.replicas.size > 1:  # all ranks evaluate once
+            self.model.graphs.clear()
+            return self.method.evaluated(self) if self.method.is_on_policy else self._held_out()
+        try:
+            return self._held_out()
+        except MemoryError:
+            if not self.model.graphs.by_form:
+                raise
+        self.model.graphs.clear()
+        return self._held_out()
+
     def _evaluate(self) -> None:
         """Log the loss on the held-out text, and what the method measures there."""
-        self.model.graphs.clear()  # what follows may need their memory
         with self._finite(after=True):
-            own = self.method.evaluated(self) if self.method.is_on_policy else self._held_out()
+            own = self._evaluated()
         line = {"step": self.step, **own}
         if self.plan.keeps_best:
             self._keep_if_best(line["held_out_loss"])

@@ -32,7 +32,7 @@ class Routing:
         self.model, self.count = model, 0 if experts is None else experts.count
         sparse = () if experts is None else experts.sparse
         self.layers = [layer for layer, has_experts in enumerate(sparse) if has_experts]
-        self.newest: Any = None  # (layers, experts), on the device
+        self.newest: Any = None  # (layers, experts), on the device; graphs add to it
         self.since: Any = 0  # the line before, on the host
 
     @contextmanager
@@ -41,6 +41,9 @@ class Routing:
         if not self.count:
             yield
             return
+        if self.newest is None:
+            shape = len(self.layers), self.count
+            self.newest = np.zeros_like(self.model.table, np.int64, shape=shape)
         self.model.seen = self._add
         try:
             yield
@@ -48,19 +51,18 @@ class Routing:
             del self.model.seen
 
     def _add(self, routed: Sequence[Any], before: int = 0) -> None:
-        offsets = [sort_by_expert(each.experts, self.count)[1] for each in routed]
-        if self.newest is None:
-            shape = len(self.layers), self.count
-            self.newest = np.zeros_like(offsets[0], np.int64, shape=shape)
-        counts = np.stack([each[1:] - each[:-1] for each in offsets])
-        self.newest[before : before + len(counts)] += counts
+        for place, each in enumerate(routed, before):
+            offsets = sort_by_expert(each.experts, self.count + 1)[1]  # the last: of padding
+            self.newest[place] += offsets[1:-1] - offsets[:-2]
 
     def measures(self, summed: Callable[[Array], Array]) -> dict[str, float]:
         """Return what a line of the log says of a step; ``summed`` sums over ranks."""
         if not self.layers:
             return {}
         own: Any = np.zeros((len(self.layers), self.count)) if self.newest is None else self.newest
-        counts, self.newest = summed(to_numpy(own).astype(np.float64)), None
+        counts = summed(to_numpy(own).astype(np.float64))
+        if self.newest is not None:
+            self.newest[...] = 0
         if not counts.any():
             return {}
         self.since = self.since + counts

@@ -1,16 +1,19 @@
 """Runs whose steps a GPU repeats as CUDA graphs: their log is that of runs without."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from unsloth_cupy import models
 from unsloth_cupy.finetune import Settings, Trainer
 from unsloth_cupy.models import graphs
 
 from ..machines.stand_in import gpu
+from ..models.peers import MIXTURES, SIZES
 from ..models.test_graphs import lora_layer, on_device
 
 pytest.importorskip("tokenizers", reason="needs the extra `cli`")
@@ -119,3 +122,28 @@ def test_a_run_with_dropout_goes_on_with_the_draws_of_one_without(
         logs.append(log)
     assert logs[1] == logs[0]
     assert len({line["loss"] for line in logs[0] if "loss" in line}) == 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("experts", [None, 4])
+def test_most_steps_of_packed_answers_are_graphs(
+    experts: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Batches have the sizes of their texts, and 12 of 20 steps are launches of graphs."""
+    words = [(f"Say {i % 9}:", " cat" * (1 + i * 7 % 3)) for i in range(600)]
+    rows = [{"prompt": prompt, "completion": answer} for prompt, answer in words]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "text.txt").write_text(TEXT)
+    config = None
+    if experts is not None:
+        config = models.create(SIZES | MIXTURES["mixtral"] | {"vocab_size": 300}, seed=0)
+    new = Settings(steps=1, out=tmp_path / "model", **NEW)
+    Trainer(data=tmp_path / "text.txt", settings=new).train()
+    folder = tmp_path / "model" / "model"
+    if config is not None:
+        config.save(folder.with_name("mixture"))
+        shutil.copy(folder / "tokenizer.json", folder.with_name("mixture"))
+        folder = folder.with_name("mixture")
+    more: dict[str, Any] = {"model": folder, "text": tmp_path / "rows.jsonl", "lora": 2}
+    _, launched = run(tmp_path, monkeypatch, steps=20, tokens=64, batch=8, **more)
+    assert launched >= 12

@@ -301,7 +301,9 @@ def rounded(shapes: Mapping[str, Any]) -> dict[str, Any]:
     """
     rows, count = shapes["tokens"]
     step = max(16, 1 << (count.bit_length() - 5))
-    own = {name: (rows, -(-count // step) * step) for name in PADDING if name in shapes}
+    own: dict[str, Any] = {
+        name: (rows, -(-count // step) * step) for name in PADDING if name in shapes
+    }
     if "offsets" in shapes:
         own["offsets"] = (max(16, 1 << shapes["offsets"][0].bit_length()) + 1,)
     return own

@@ -148,7 +148,7 @@ def _routed(
     """
     seen = None if model.invariant else mask  # else the routers have seen real tokens alone
     if seen is None and model.filled is not None:
-        seen = np.broadcast_to(model.real_columns(shifted), shifted.shape)
+        seen = np.ones_like(shifted, dtype=bool) & model.real_columns(shifted)
     real, rows = real_tokens(context, seen, like=shifted), model.adapter
     if not isinstance(rows, ByRows):
         yield routers, real, shifted

@@ -11,7 +11,8 @@ from ...core.dtypes import FLOAT32
 from ...errors import ConfigError
 from ...models.layers.context import Context, own_tokens
 from ...models.layers.head import inputs_of_losses
-from ...models.loss import IGNORE, next_labels
+from ...models.loss import next_labels
+from ...models.objective import IGNORE
 from ...ops.losses.linear_divergence import linear_divergence
 from ...ops.losses.linear_top_k_divergence import linear_top_k_divergence
 from ...parallel.tensor import all_gather

@@ -15,8 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from ...core.dtypes import FLOAT32, Array
-from ...models.loss import IGNORE
-from ...models.objective import next_token
+from ...models.objective import IGNORE, next_token
 from ...ops.linear.embedding import embedding
 from ...placement import full_like, to_device_of
 from ...training.variable import Var

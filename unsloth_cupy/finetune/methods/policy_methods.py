@@ -17,7 +17,7 @@ from ...losses import advantages, policy
 from ...machine import format_bytes
 from ...memory.planned import as_input
 from ...models.generation.rollouts import planned_rollouts
-from ...models.loss import IGNORE
+from ...models.objective import IGNORE
 from ...models.parse import parse
 from ...parallel.communicator import part
 from ...placement import to_numpy

@@ -10,7 +10,8 @@ from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
 from ...losses import implicit_rewards, kto, nll, preference
 from ...losses.preferences import SORTED
-from ...models.loss import IGNORE, next_labels
+from ...models.loss import next_labels
+from ...models.objective import IGNORE
 from ...placement import to_numpy
 from ..data.text import Batch
 from ..naming import named

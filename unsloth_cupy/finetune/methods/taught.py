@@ -20,7 +20,7 @@ import numpy as np
 from ...core.dtypes import Array
 from ...errors import ConfigError
 from ...files import read_json
-from ...models.loss import IGNORE
+from ...models.objective import IGNORE
 from ..data.text import Example
 from ..data.training_data import Examples
 from ..naming import named

@@ -13,7 +13,8 @@ import numpy as np
 
 from ...core.dtypes import FLOAT32
 from ...models.layers.head import logits_of
-from ...models.loss import IGNORE, next_labels
+from ...models.loss import next_labels
+from ...models.objective import IGNORE
 
 if TYPE_CHECKING:
     from ...models import Transformer

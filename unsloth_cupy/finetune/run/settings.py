@@ -171,7 +171,7 @@ class Settings(Options):
     )
     graph: bool | None = setting(
         "training",
-        "On a GPU, repeat steps of equal shapes as CUDA graphs.  [default: of sft]",
+        "On a GPU, repeat steps as CUDA graphs.  [default: for sft]",
         kept=False,
         rare=True,
     )

@@ -17,7 +17,8 @@ from ...errors import ConfigError
 from ...files import atomic_path, check_room, path_of
 from ...machine import blas_threads, device_title, on_device, resolve_device
 from ...models.layers.head import logits_of
-from ...models.loss import IGNORE, next_labels
+from ...models.loss import next_labels
+from ...models.objective import IGNORE
 from ...ops.losses.divergence import log_softmax
 from ...placement import to_numpy
 from ..data.chat import Chat

@@ -1,5 +1,6 @@
 """Methods that train a head: what they save is transformers' model, and predicts as trained."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from unsloth_cupy.finetune import Lora, Settings, Trainer, read_data
 from unsloth_cupy.finetune.data.labels import labels_of as labels_in
 from unsloth_cupy.finetune.data.records import Record, Records
 from unsloth_cupy.finetune.methods.registry import METHODS
-from unsloth_cupy.models import load
+from unsloth_cupy.models import create, load
 
 from ..cli.test_cli import assert_one_clear_error, run
 from ..golden import generate_methods as golden
@@ -440,3 +441,20 @@ def test_texts_of_a_step_are_compared_together(home: Path, tmp_path: Path) -> No
         trained(home, tmp_path / "run", "reward", data, pooling="last")
     with pytest.raises(ConfigError, match="choose the method embed, or write texts"):
         read_data(data)
+
+
+def test_distill_divides_the_sum_of_divergences_by_a_count() -> None:
+    """Parts of a step share one: their losses add up to the mean over all tokens."""
+    config = {
+        "model_type": "llama", "vocab_size": 11, "hidden_size": 8, "intermediate_size": 8,
+        "num_hidden_layers": 1, "num_attention_heads": 1,
+    }  # fmt: skip
+    model, teacher = (create(config, seed=seed) for seed in (0, 1))
+    method = dataclasses.replace(METHODS["distill"], teacher=teacher, loss_options={"kind": "jsd"})
+    tokens = np.arange(12).reshape(2, 6) % 11
+    whole = method(model, tokens=tokens, labels=tokens, count=10)
+    halves = [method(model, tokens=t, labels=t, count=10) for t in (tokens[:1], tokens[1:])]
+    assert float(whole) > 0
+    assert float(sum(halves)) == pytest.approx(float(whole), rel=1e-5)
+    half = method(model, tokens=tokens, labels=tokens, count=20)
+    assert float(half) == pytest.approx(float(whole) / 2, rel=1e-6)

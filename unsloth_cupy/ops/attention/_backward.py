@@ -1,9 +1,11 @@
 """Launches of the backward kernels of attention.
 
-One launch computes delta.  In the next, each block owns keys (two launches where the accumulators
-of dk and dv do not fit into registers together); in another, it owns queries; in a third, pairs of
-both, if bias has a gradient for each pair.  Gradients that are summed over batches, heads or rows
-end with a launch that adds in a fixed order.
+attention_delta       delta = rowsum(dout * out) - dlse
+attention_backward    dk and dv: each block owns keys.  Two launches, if the accumulators of dk and
+                      dv do not fit into registers together
+attention_backward    dq: each block owns queries
+attention_bias        dbias, if bias has an element for each pair: each block owns pairs
+attention_sum         gradients that are summed over batches, heads or rows, in a fixed order
 """
 
 import math
@@ -24,8 +26,8 @@ from ._backward_hopper import OnePass, backward_tiles, launch_on_warpgroups, lau
 from ._backward_tiles import Tiles, resolve
 from ._options import ANY, ROUNDED, Options, kernel_options, refused
 
-OUTPUTS = ("DX", "DY", "SUM", "SLOPE")  # which of its outputs attention_backward.cu writes
-PADDING = 128  # the number of rows of stats is a multiple of it, and so of every kernel's tile
+OUTPUTS = ("DX", "DY", "SUM", "SLOPE")  # constants: which outputs attention_backward.cu writes
+PADDING = 128  # rows of stats are rounded up to a multiple of it: whole tiles for every kernel
 
 
 @cache
@@ -51,7 +53,7 @@ def delta_constants(
     keep: tuple[bool, bool, bool] = (False, False, False),
 ) -> Constants:
     """Return the constants of attention_delta.cu; a thread reads 16 bytes of a row at a time."""
-    chunks = -(-value_dim * dtype.itemsize // 16)
+    chunks = -(-value_dim * dtype.itemsize // 16)  # accesses of 16 bytes of a row
     return Constants(
         T=dtype,
         G=result or dtype,
@@ -86,7 +88,7 @@ def workspace(
     The single warpgroup launch (``one_pass``) also needs dq in float32, for heads of dim columns.
     """
     of_bias = {"keys": keys, "queries": queries}.get(_summed(bias), 0)
-    of_query = 3 if itemsize == 4 else 2
+    of_query = 3 if itemsize == 4 else 2  # floats of stats for each query: see _launch_delta
     rows = of_query * _padded(queries) + of_bias + (0 if alibi is None else queries)
     sums = 0 if one_pass is None else one_pass.workspace(batch * heads * _padded(queries), dim)
     return batch * heads * rows * 4 + sums
@@ -98,7 +100,7 @@ def _padded(rows: int) -> int:
 
 
 def _summed(bias: Any) -> str:
-    """Return "keys" or "queries": the rows that dbias is first summed by; "" for one per pair."""
+    """Return the axis of the sums of dbias, "keys" or "queries"; "" if each pair has an element."""
     by_query, by_key = (step != 0 for step in broadcast_strides(bias)[2:])
     return "" if bias is None or (by_query and by_key) else "keys" if by_key else "queries"
 
@@ -116,8 +118,8 @@ def launch_backward(
 ) -> Any:
     """Launch the backward kernels; return NotImplemented for head dims without tiles.
 
-    With offsets, the batch axis of mask, bias, block_mask and alibi counts sequences, and no other
-    array has a batch axis.
+    With offsets, mask, bias, block_mask and alibi have an axis of sequences in place of the batch,
+    and no other array has a batch axis.
     """
     options = Options(**optional)
     bias, alibi, sinks, offsets = options.bias, options.alibi, options.sinks, options.offsets
@@ -125,6 +127,7 @@ def launch_backward(
     (queries, heads, dim), (keys, kv_heads, value_dim) = q.shape[-3:], v.shape[-3:]
     batch, shape = math.prod(q.shape[:-3]), (q.dtype.itemsize, dim, value_dim)
     call = kernel_options(q, v, options)
+    # packed sequences take tiles that leave registers, as options that change scores do
     tiles = call and resolve(*shape, ANY if offsets else call.level, limits(q))
     if call is None or tiles is None:
         return refused(q, v)
@@ -144,7 +147,7 @@ def launch_backward(
     }
 
     def launch(own: Tiles, dx: Array | None, dy: Array | None, *sums: Array | None) -> None:
-        by_key = dx is not dq  # blocks own keys, else queries
+        by_key = dx is not dq  # whether blocks own keys; else they own queries
         if warpgroups:
             launch_on_warpgroups(
                 warpgroups.of(by_key), by_key, inputs, (dx, dy, *sums), call, numbers
@@ -204,9 +207,10 @@ def launch_backward(
 def _as_read(
     k: Any, v: Any, warpgroups: bool, pairs: bool
 ) -> tuple[tuple[Any, Any], tuple[int, int]]:
-    """Return k and v as the kernels read them, and the distances of their tokens in values.
+    """Return k and v as the kernels read them, and the strides of their tokens, in elements.
 
-    TMA knows the strides of what warpgroups read; but ``pairs`` says that attention_bias.cu runs.
+    Warpgroup kernels read by tensor maps, which hold all strides.  With ``pairs``,
+    attention_bias.cu runs too, which needs contiguous arrays.
     """
     if not warpgroups:
         k, v, _, strides = key_strides(k, v, packed=True)
@@ -216,10 +220,12 @@ def _as_read(
 
 
 def _clear_alone(out: Array, v: Array, dropout: float, *gradients: Array | None) -> None:
-    """Write 0 over what rounding left where rows have a single key: p is 1, whatever its score.
+    """Set gradients of scores to 0 if each query has one key: p is 1, whatever its score.
 
-    A part of more keys, whose out and lse are those of all, is left as it is.
+    Rounding has left small numbers in them.  If a row of out is neither the value of the key nor 0,
+    out and lse also cover keys of other calls (ring attention), and all gradients stay.
     """
+    # a head for each query head
     values = v.repeat(out.shape[2] // v.shape[2], axis=2).astype(np.float32)
     difference = np.abs(out.astype(np.float32) * (1 - dropout) - values)
     near = ROUNDED * float(finfo(v.dtype).eps)  # type: ignore[no-untyped-call]
@@ -239,7 +245,10 @@ def _launch_delta(
     fold: bool,
     offsets: Array | None,
 ) -> Array:
-    """Return stats (2, batch, heads, rows); 3 in float32, with rests: see attention_delta.cu."""
+    """Return stats (2, batch, heads, rows): lse and delta, interleaved.
+
+    For float32 it is (3, ...), with corrections of lse, the rests: see attention_delta.cu.
+    """
     queries, heads, value_dim = dout.shape[-3:]
     sequences = 0 if offsets is None else offsets.size - 1
     shape = math.prod(dout.shape[:-3]), heads, _padded(queries) + PADDING * sequences
@@ -257,12 +266,12 @@ def _launch_delta(
 
 
 def _rests_start(stats: Array) -> int:
-    """Return the index of the first rest (attention_gradient.cuh) in stats, 0 if there are none."""
+    """Return the index in stats of the first rest (attention_gradient.cuh); 0 if it has none."""
     return 2 * math.prod(stats.shape[1:]) if stats.shape[0] == 3 else 0
 
 
 def _launch_pairs(own: Tiles, chosen: Constants, arguments: tuple[Any, ...], size: int) -> None:
-    """Launch attention_bias.cu, which writes the gradient of a bias that has one per pair."""
+    """Launch attention_bias.cu, which writes dbias if bias has an element for each pair."""
     q, _, _, _, _, dbias, *_ = arguments
     rows, columns = dbias.shape[-2:]
     blocks = -(-rows // own.rows) * -(-columns // own.tile) * math.prod(dbias.shape[:-2])
@@ -278,10 +287,10 @@ def _launch_sum(
     fold: bool = True,
     offsets: Array | None = None,
 ) -> None:
-    """Sum (batch, heads, rows) over the axes that keep does not name, and write it to total.
+    """Sum (batch, heads, rows) over the axes whose ``keep`` is False, and write it to total.
 
-    With sinks, sums are the stats with their rests.  With offsets, the rows of all sequences lie
-    end to end; without an axis of batch or rows to keep, they count as one batch.
+    With sinks, ``sums`` are the stats with their rests.  With offsets, the rows of all sequences
+    lie end to end; if total has neither an axis of batches nor of rows, they count as one batch.
     """
     batch, heads, rows = sums.shape[-3:]
     offsets = offsets if keep[0] or keep[2] else None
@@ -289,7 +298,7 @@ def _launch_sum(
     batch = batch if offsets is None else offsets.size - 1
     offset_dtype = None if offsets is None else offsets.dtype
     sink_dtype = None if sinks is None else sinks.dtype
-    chosen = delta_constants(
+    chosen = delta_constants(  # attention_sum reads no values: a VALUE_DIM of 8 is as good as any
         np.dtype("float32"), 8, fold, total.dtype, sink_dtype, offset_dtype, keep
     )
     kernel = load("attention_delta.cu", "attention_sum", total, chosen)

@@ -1,23 +1,24 @@
-"""Backward pass of attention with warpgroup kernels: which calls take them, and their launches.
+"""Backward pass of attention with warpgroup kernels: which calls use them, and their launches.
 
 attention_backward_sm90.cu runs a call if the forward pass would run on warpgroups (see ``_hopper``)
 and all of these hold; attention_backward.cu runs the others.
 
-    64 keys or more           a warpgroup multiplies 64 rows, however many are used
+    64 keys or more           a warpgroup always multiplies 64 rows
     head dims up to 192       rows of two warpgroups and two stages fill the shared memory; above
                               128 no bias, and at most one of mask, alibi and softcap: more of them
                               would spill
 
 Two launches, one whose blocks own keys and one whose blocks own queries, compute seven products:
 every accumulator has one owner, no block waits for another, and dq needs no float32 buffer.  A
-single launch computes five products; its blocks add to dq one by one.  It runs if
+single launch computes five products; its blocks add to dq in turn.  It runs if
 
     head dims up to 128       the accumulators of dk, dv and dq fill the registers
-    no option changes scores  or hides tiles (block_mask): registers, and a turn for every tile
+    no option changes scores  such options take registers
+    no block_mask             every tile must take its turn
     one option hides pairs    at most, above 64 columns: a right bound (causal), a left bound
                               (window), or lengths and starts; two would make the loading and
                               accumulating warps spill
-    it is faster              see ``pays``; an ``AttentionConfig`` can decide instead
+    it is faster              see ``pays``; an ``AttentionConfig`` can override this
 
 bytes = (rows + stages * tile) * (panel(dim) + panel(value_dim)) + stats + barriers
 """
@@ -36,11 +37,11 @@ from ..common.counters import counters
 from ..common.tensor_map import mappable, with_maps
 from ._hopper import forward_tiles, only_option
 from ._options import TILE, KernelOptions
-from ._tiles import asked_for
+from ._tiles import requested_limits
 from ._warpgroups import Warpgroups, constants, order_of, row_bytes
 
-FEWEST = 64  # keys
-one_pass: bool | None = None  # whether the single launch is requested, without an AttentionConfig
+FEWEST = 64  # keys: the rows of a warpgroup
+one_pass: bool | None = None  # without an AttentionConfig: the single launch; None: if it is faster
 
 
 class Backward(Warpgroups):
@@ -49,31 +50,33 @@ class Backward(Warpgroups):
     def bytes(self, dim: int, value_dim: int) -> int:
         """Return the bytes of shared memory of a block, with the stats that a key block reads."""
         tiles = (self.rows + self.stages * self.tile) * row_bytes(dim, value_dim)
+        # lse and delta of each streamed row; then barriers of 8 bytes
         return tiles + self.stages * self.tile * 8 + 8 * (9 + 2 * self.stages)
 
 
 class OnePass(Backward):
     """Tiles of a block of the single launch: it owns keys, and in its turn adds a tile to dq.
 
-    Each of its two warpgroups computes half the columns of that tile.
+    Each of the two warpgroups of a block computes half the columns of that tile.
     """
 
     def bytes(self, dim: int, value_dim: int) -> int:
         """Return the bytes of shared memory of a block, with two buffers of ds and a tile of dq."""
+        # a row of ds has 64 queries of 16 bits
         return super().bytes(dim, value_dim) + 2 * self.rows * 128 + self.sums(dim)
 
     def sums(self, dim: int) -> int:
-        """Return the bytes of a tile of dq in float32, with columns rounded up to panels of 64."""
+        """Return the bytes of a tile of dq in float32; its columns are whole panels of 64."""
         return self.tile * max(64, -(-dim // 64) * 64) * 4
 
     def workspace(self, rows: int, dim: int) -> int:
-        """Return the bytes of dq in float32, for the padded rows of all heads, and its counts."""
+        """Return the bytes of dq in float32, for the padded rows of all heads, with its counts."""
         tiles = rows // self.tile
         return tiles * (self.sums(dim) + 4)
 
 
 class Chosen(NamedTuple):
-    """Tiles of the launches whose blocks own keys and queries; of the single launch, if it runs."""
+    """Tiles of the launches whose blocks own keys and queries, and of the single launch, if any."""
 
     by_key: Backward
     by_query: Backward
@@ -90,25 +93,27 @@ class Chosen(NamedTuple):
         return Chosen(self.by_key._replace(**moved), self.by_query, one_pass)
 
 
-# Threads that load have 40 registers wherever those that multiply can spare them: with 24, NVRTC
-# 13.5 spills in packed sequences, and NVRTC 12.9 in the single launch with `causal`.
+# Loading threads have 40 registers wherever multiplying threads can spare them: with 24, NVRTC 13.5
+# spills in packed sequences, and NVRTC 12.9 in the single launch with `causal`.
 BASE = Backward(2, 64, 4, registers=232, producer=40)
-# By the larger of dim and value_dim.  At 128 the accumulators of dk and dv fill the registers, so
-# by_key keeps all 240: see `with_producer_registers`.
+# By the larger of dim and value_dim; comments have the shared memory.  At 128 the accumulators of
+# dk and dv fill the registers, so by_key keeps all 240: see `with_producer_registers`.
 TABLE = {
     64: Chosen(BASE, BASE._replace(tile=128)),  # 98, 164 KB
     128: Chosen(Backward(2, 64, 4), BASE._replace(tile=96, stages=3)),  # 194, 210 KB
     192: Chosen(BASE._replace(stages=2, together=False), BASE._replace(stages=2)),  # 193 KB
 }
-# Options that change a score between its product and exp2 need registers too.
+# Options that change a score between its product and exp2 take registers: smaller tiles.
 CHANGED = {
     64: Chosen(BASE, BASE),  # 98 KB
     128: Chosen(BASE._replace(together=False), BASE),  # 194 KB
     192: TABLE[192],  # for one such option: see `only_option`
 }
-# Of the single launch, by the larger of dim and value_dim.  A stage has 64 queries: the columns of
-# a panel.  The model of tests/code/programs/warpgroups.py: two launches take SAVED more cycles.
+# By the model of tests/code/programs/warpgroups.py, two launches take this share more cycles than
+# the single one.
 SAVED = 0.33
+# Of the single launch, by the larger of dim and value_dim.  A stage has 64 queries, the columns of
+# a panel: they are the columns of ds in shared memory.
 ONE_PASS = {
     64: OnePass(2, 64, 4, registers=232, producer=40),  # 147 KB
     128: OnePass(2, 64, 3),  # 226 KB
@@ -116,7 +121,7 @@ ONE_PASS = {
 
 
 def backward_tiles(q: Array, v: Array, call: KernelOptions) -> Chosen | None:
-    """Return the tiles of a call that runs on warpgroups, None for other calls."""
+    """Return the tiles of a call that runs on warpgroups; None for other calls."""
     wide, flags = max(q.shape[-1], v.shape[-1]), call.constants
     if v.shape[-3] < FEWEST or forward_tiles(q, v, call) is None:
         return None
@@ -128,37 +133,39 @@ def backward_tiles(q: Array, v: Array, call: KernelOptions) -> Chosen | None:
     if tiles and plain and takes_one_pass(q, v, call, width):
         tiles = tiles._replace(one_pass=ONE_PASS[width])
     if flags["BLOCK_MASK"] and tiles and TILE % tiles.by_query.tile:
-        tiles = CHANGED[width]  # its tiles divide those of block_mask
-    narrow = min(q.shape[-1], v.shape[-1]) <= 96  # accumulators have 224 columns at most
+        tiles = CHANGED[width]  # its tile divides a tile of block_mask
+    # dk and dv then have 96 + 128 columns at most, which leaves registers for the loading threads
+    narrow = min(q.shape[-1], v.shape[-1]) <= 96
     return tiles.with_producer_registers() if tiles and plain and width == 128 and narrow else tiles
 
 
 def takes_one_pass(q: Array, v: Array, call: KernelOptions, width: int) -> bool:
     """Return whether one launch computes dq, dk and dv.
 
-    It does if it can and an option requests it or, by default, if it is faster.
+    It does if it supports the call and either an option requests it or, by default, it is faster.
     """
-    start = asked_for()
+    start = requested_limits()
     choice = one_pass if start is None else start.one_pass
     flags = call.constants
     if width not in ONE_PASS or flags["BLOCK_MASK"] or choice is False:
         return False
     hides = flags["LEFT"] + flags["RIGHT"] + (flags["LENGTHS"] or flags["STARTS"])
-    if width > 64 and hides > 1 and not flags["VARLEN"]:
+    if width > 64 and hides > 1 and not flags["VARLEN"]:  # it would spill
         return False
-    # two launches are faster up to 64: 1.07 to 1.13 times on an H200, from 1k to 32k tokens
+    # up to 64 columns two launches are faster: 1.07 to 1.13 times on an H200, 1k to 32k tokens
     return bool(choice) or (width > 64 and pays(ONE_PASS[width], q, v))
 
 
 def pays(own: OnePass, q: Array, v: Array) -> bool:
-    """Return whether the cycles that the single launch saves exceed those spent waiting.
+    """Return whether the single launch saves more cycles than its blocks spend waiting.
 
-    Blocks that start together stay staggered for as long as they run: the last of them lags by one
-    tile for every earlier block of keys of the same head.
+    Blocks that start together stay staggered for as long as they run: the last one lags by one tile
+    for every earlier block of keys of the same head.
     """
     queries, heads = q.shape[-3:-1]
     keys, kv_heads = v.shape[-3:-1]
     blocks, batch = -(-keys // own.rows), math.prod(q.shape[:-3])
+    # both in tiles: the work of an SM, and how long the last block waits
     tiles = batch * heads * blocks * -(-queries // own.tile) / limits(q).processors
     lag = min(blocks, -(-limits(q).processors // (batch * kv_heads)))
     return tiles * SAVED > lag
@@ -175,7 +182,8 @@ def launch_one_pass(
     q, *_, stats = inputs
     dq, dk, dv = outputs
     tiles, dim = math.prod(stats.shape[1:]) // own.tile, q.shape[-1]
-    added = empty((tiles,), np.float32, like=q)  # the kernel reads its bits as integers
+    # how many blocks have added to each tile of dq; the kernel reads the bits as integers
+    added = empty((tiles,), np.float32, like=q)
     added.fill(0)
     sums = empty((tiles, own.sums(dim) // 4), np.float32, like=q)
     launch_on_warpgroups(own, True, inputs, (dk, dv, sums, added), call, numbers)
@@ -200,8 +208,8 @@ def launch_on_warpgroups(
 ) -> None:
     """Launch attention_backward_sm90.cu on q, k, v, dout and stats; write dx, dy, sums, slopes.
 
-    In the single launch, the last two outputs are the sums of dq, and how many blocks have
-    added to each.
+    In the single launch, the last two outputs are the sums of dq, and how many blocks have added to
+    each tile.
     """
     *arrays, stats = inputs
     q, k, v, dout = map(mappable, arrays)
@@ -213,7 +221,7 @@ def launch_on_warpgroups(
     flags["SUM_DQ"] = sums_dq
     chosen = constants(own, **call.constants, BY_KEYS=by_key, **flags)
     shared_by = heads // kv_heads
-    rows, row_heads, streamed = keys, kv_heads, queries * shared_by  # rows that a head streams
+    rows, row_heads, streamed = keys, kv_heads, queries * shared_by  # streamed: rows for each head
     pairs: tuple[Array, ...] = (k, v, q, dout)
     if not by_key:
         rows, row_heads, streamed, pairs = queries, heads, keys, (q, dout, k, v)

@@ -12,21 +12,21 @@ from ._tiles import Table, rows_of
 
 
 class Tiles(NamedTuple):
-    """Shape of a block's work: the rows it owns, and a tile of the rows that it streams.
+    """Shape of a block's work: the rows that it owns, and the tile of rows that it streams.
 
-    x and y are the operands of scores and of values: k and v of a block that owns keys, q and dout
-    of one that owns queries.
+    x and y are the operands of scores and of values: k and v if the block owns keys, q and dout if
+    it owns queries.
     """
 
     warps: int
     warp_tiles: int  # tiles of 16 own rows per warp
     tile: int  # rows of a stage
     stages: int = 2
-    together: bool = True  # dk and dv in one launch
+    together: bool = True  # whether one launch computes dk and dv
     blocks: int = 1  # per SM
-    options: int = ANY  # the highest level of options that the registers allow
+    options: int = ANY  # the highest level of options for which the registers suffice
     kept: int = 0  # own rows that stay in registers: 1 those of x, 2 those of x and y
-    part: int = 4  # rows of a tile that are summed first, in float32: 1, 2, 4 or 8
+    part: int = 4  # for float32, rows of a tile that are summed first: 1, 2, 4 or 8
 
     @property
     def rows(self) -> int:
@@ -119,7 +119,7 @@ PAIRS: Table[Tiles] = {
 
 
 class Chosen(NamedTuple):
-    """Tiles of the launches whose blocks own keys, queries, and pairs of both."""
+    """Tiles of the three launches, whose blocks own keys, queries, or pairs of both."""
 
     by_key: Tiles
     by_query: Tiles

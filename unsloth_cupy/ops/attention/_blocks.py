@@ -1,7 +1,7 @@
 """Blocks of scores for the NumPy definition of attention: which keys each run of queries sees.
 
 A block covers a range of batches, heads and consecutive queries, and the keys that these queries
-see.  With causal or a window, keys that no query of the block sees are left out.  On a host with
+see.  With causal or a window, it leaves out keys that none of its queries sees.  On a host with
 several cores, blocks run in parallel.
 """
 
@@ -20,8 +20,8 @@ from ..common.fixed_order import COLUMNS
 from ._options import FARTHEST, TILE, Options
 from ._products import SINGLE
 
-HOST_SCORES = 2**17  # scores of a block: half a mebibyte, which fits into a core's cache
-DEVICE_SCORES = 2**24  # 64 MiB: large, so that there are few launches
+HOST_SCORES = 2**17  # scores of a block: 512 KiB in float32, which fit into a core's cache
+DEVICE_SCORES = 2**24  # 64 MiB in float32: large blocks, so that there are few launches
 
 
 class Block(NamedTuple):
@@ -32,7 +32,7 @@ class Block(NamedTuple):
     heads: slice
     rows: slice  # of queries
     keys: Any  # a slice, or an array of key indices if block_mask leaves gaps
-    edges: tuple[slice, ...]  # key columns where causal, window or lengths hide some pairs
+    edges: tuple[slice, ...]  # columns of keys in which causal, window or lengths hide some pairs
     gaps: bool  # whether block_mask hides some pairs
 
 
@@ -60,13 +60,14 @@ class Blocks:
     def _place(self, key_lengths: Any, query_start: Any) -> None:
         """Set the number of keys and the position of the first query, shared or for each batch.
 
-        On the host these numbers become Python integers, and keys that do not exist are never
-        read.  On a device, reading them would wait for it: keys that do not exist become zeros.
+        On the host these numbers become Python integers, and keys past a length are never read.  On
+        a device, the host would have to wait for the numbers: keys past a length become zeros.
         """
         self.length: Any = self.keys
         if key_lengths is not None and not (self.on_host and is_planned(key_lengths)):
             self.length = key_lengths.astype(np.int64)
             if not self.on_host:
+                # (batch, keys, 1, 1)
                 exists = (np.arange(self.keys, like=self.k) < self.length[:, None])[..., None, None]
                 self.k, self.v = np.where(exists, self.k, 0), np.where(exists, self.v, 0)
             elif self.batch and not 0 <= self.length.min() <= self.length.max() <= self.keys:
@@ -84,14 +85,18 @@ class Blocks:
     def _choose_steps(self) -> None:
         """Set how many batches, kv heads and queries a block covers."""
         depth = max(self.q.shape[3], self.v.shape[3], 1)
-        rows = 64 if depth <= TILE else 32  # fewer are slow, more leave too narrow runs of keys
-        self.width: int | None = max(8, SINGLE // (rows * depth))
+        # Rows of a product: fewer are slow, and with more, a product on one thread (SINGLE) has too
+        # few keys.
+        rows = 64 if depth <= TILE else 32
+        self.width: int | None = max(8, SINGLE // (rows * depth))  # keys of a product
+        # a product has group * queries rows; on a device, whole rows of block_mask
         rows = max(1, rows >> (self.group - 1).bit_length()) if self.on_host else TILE
         near = self.left is not None and self.right is not None
         span = self.left + self.right + rows if near else self.keys  # type: ignore[operator]
         scores = self.group * min(rows, self.queries) * min(span, self.keys)
         room = (HOST_SCORES if self.on_host else DEVICE_SCORES) // max(1, scores)
         kv_heads = max(1, min(room, self.kv_heads))
+        # then batch elements differ in the keys that they see: one in a block
         single = self.on_host and (self.each_batch or self.block_mask is not None)
         self.steps = (1 if single else max(1, room // kv_heads), kv_heads, rows)
 
@@ -121,14 +126,14 @@ class Blocks:
         else:
             tasks = [[block] for block in self._blocks()]
         if serial or not self.on_host or len(tasks) == 1 or threads.count() == 1:
-            self.width = None
+            self.width = None  # blocks run one by one: products may use all threads of BLAS
             for task in tasks:
                 run(task)
         else:
             threads.each(run, tasks)
 
     def _walk_planned(self, step: Callable[[Block], None], in_order: bool, serial: bool) -> None:
-        """Plan memory without values: call step on the largest block, counted for each thread."""
+        """Plan memory: call step on the largest block alone, and count it for each thread."""
         sizes = zip((self.batch, self.kv_heads, self.queries), self.steps, strict=True)
         batches, kv_heads, rows = (-(-size // step) for size, step in sizes)
         first = map(self._narrowed, itertools.islice(self._blocks(), rows))
@@ -152,9 +157,9 @@ class Blocks:
                     yield Block(batch, kv, heads, row, None, (), False)
 
     def _narrowed(self, block: Block) -> Block:
-        """Return the block with only the keys that its queries see, and columns to mask in part."""
+        """Return the block with the keys that its queries see, and the columns to mask (edges)."""
         if not self.on_host and (self.each_batch or self.block_mask is not None):
-            gaps = self.block_mask is not None  # reading its values would stall the device
+            gaps = self.block_mask is not None  # the host does not wait for values of a device
             return block._replace(keys=slice(0, self.keys), edges=(slice(None),), gaps=gaps)
         start, length = self._at(self.start, block), self._at(self.length, block)
         low, high = start + block.rows.start, start + block.rows.stop - 1
@@ -165,7 +170,8 @@ class Blocks:
         if self.right is not None:
             stop = max(min(high + self.right + 1, length), first)
             over = max(min(low + self.right + 1, stop), first)
-        first -= first % COLUMNS * self.fixed
+        first -= first % COLUMNS * self.fixed  # a fixed order has blocks of COLUMNS keys from 0 on
+        # partly hidden columns are first .. clear - 1 and over .. stop - 1
         pairs = ((first, clear), (over, stop)) if clear < over else ((first, stop),)
         edges = tuple(slice(a - first, b - first) for a, b in pairs if a < b)
         block = block._replace(keys=slice(first, stop), edges=edges)
@@ -182,12 +188,12 @@ class Blocks:
         return block._replace(keys=keys if keys.size else slice(0, 0), edges=edges)
 
     def offsets(self, block: Block, columns: slice = slice(None)) -> Array:
-        """Return key position minus query position for each pair of a block."""
+        """Return key position minus query position for each pair of a block: (..., rows, keys)."""
         rows = np.arange(block.rows.start, block.rows.stop, like=self.q)[:, None]
         return self.numbers(block.keys)[columns] - (rows + self._at(self.start, block))
 
     def distances(self, block: Block) -> Array:
-        """Return the distance of each key from each query; a start is clipped to +-FARTHEST."""
+        """Return the distance of each key from each query; starts are clipped to +-FARTHEST."""
         rows = np.arange(block.rows.start, block.rows.stop, like=self.q)[:, None]
         start = np.clip(self._at(self.start, block), -FARTHEST, FARTHEST)
         return np.abs(self.numbers(block.keys) - (rows + start))
@@ -205,7 +211,7 @@ class Blocks:
         return hidden
 
     def tiles(self, block: Block) -> Array:
-        """Return the block's row of block_mask: all its queries are in one tile."""
+        """Return the block's row of block_mask; all queries of a block lie in one tile."""
         row = block.rows.start // TILE
         tiles: Array = self.block_mask[:, :, row : row + 1]
         return tiles[index_of(tiles[..., :1], block)]
@@ -220,7 +226,7 @@ class Blocks:
             return number
         if self.on_host:
             return int(number[block.batch.start])
-        return number[block.batch].reshape(-1, 1, 1, 1, 1)
+        return number[block.batch].reshape(-1, 1, 1, 1, 1)  # (batch, 1, 1, 1, 1)
 
 
 def _pairs(block: Block) -> int:

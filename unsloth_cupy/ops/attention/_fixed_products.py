@@ -1,7 +1,7 @@
 """The matrix products of attention's definition in a fixed order: see ``common/fixed_order.py``.
 
-Keys are in blocks of 64 that begin at key 0, the last one padded with zeros, and sums go from block
-to block: keys after those that a query sees add zeros, so its bits do not depend on them.
+Blocks of 64 keys begin at key 0, the last one is padded with zeros, and sums run from block to
+block.  Keys that a query does not see add zeros, so its bits do not depend on how many follow.
 """
 
 from typing import Any
@@ -16,9 +16,11 @@ def by_keys(a: Array, b: Array) -> Array:
     """Return (batch, kv_heads, rows, d) @ (batch, keys, kv_heads, d).T, a column for each key."""
     rows, keys = a.shape[2], b.shape[1]
     check_form(a.shape[3], COLUMNS, "F", a.dtype)
+    # both (batch, kv_heads, tile, TILE or COLUMNS, d)
     left, right = in_tiles(a, TILE), in_tiles(b.transpose(0, 2, 1, 3), COLUMNS)
     products = np.matmul(left[:, :, :, None], right.swapaxes(-1, -2)[:, :, None])
     batch, kv_heads, tiles, blocks = products.shape[:4]
+    # (batch, kv_heads, padded rows, padded keys)
     wide = products.swapaxes(3, 4).reshape(batch, kv_heads, tiles * TILE, blocks * COLUMNS)
     return np.ascontiguousarray(wide[:, :, :rows, :keys])
 
@@ -27,8 +29,8 @@ def over_keys(p: Array, b: Array) -> Array:
     """Return (batch, kv_heads, rows, keys) @ (batch, keys, kv_heads, d)."""
     rows = p.shape[2]
     check_form(COLUMNS, b.shape[3], "C", p.dtype)
-    right = in_tiles(b.transpose(0, 2, 1, 3), COLUMNS)
-    left = in_tiles(_in_blocks(p), TILE)
+    right = in_tiles(b.transpose(0, 2, 1, 3), COLUMNS)  # (batch, kv_heads, block, COLUMNS, d)
+    left = in_tiles(_in_blocks(p), TILE)  # (batch, kv_heads, block, tile, TILE, COLUMNS)
     total: Any = 0
     for block in range(right.shape[2]):
         total = total + np.matmul(left[:, :, block], right[:, :, block, None])
@@ -41,5 +43,5 @@ def row_sums(p: Array) -> Array:
 
 
 def _in_blocks(p: Array) -> Array:
-    """Return (batch, kv_heads, rows, keys) as (batch, kv_heads, blocks, rows, 64): a copy."""
+    """Copy (batch, kv_heads, rows, keys) as (batch, kv_heads, blocks, rows, 64)."""
     return np.ascontiguousarray(in_tiles(p.swapaxes(2, 3), COLUMNS).swapaxes(3, 4))

@@ -1,18 +1,20 @@
-"""Forward pass of attention with warpgroup kernels: which calls take them, and their launch.
+"""Forward pass of attention with warpgroup kernels: which calls use them, and their launch.
 
 attention_forward_sm90.cu runs a call if all of these hold; attention_forward.cu runs the others.
 
-    an sm_90 GPU              wgmma exists only there.  NVRTC must be 12.9 or newer, which knows
-                              sm_90a, and the driver must know tensor maps: if not, the log says so
+    an sm_90 GPU              wgmma exists only there.  NVRTC must be 12.9 or newer to compile for
+                              sm_90a, and the driver must support tensor maps; else a log record
+                              has the reason
     q, k, v of 16 bits        tensor cores multiply 16-bit operands
     head dims 64 to 256       a panel of shared memory has 64 columns
-    64 queries or more        a warpgroup multiplies 64 rows, however many are used
+    64 queries or more        a warpgroup always multiplies 64 rows
     at least one key          a tensor map cannot have an empty axis
-    no dropout                its random words would make the accumulators spill.  So would, above
-                              192 columns of a head, mask, bias, and alibi or softcap together with
-                              each other, a window, lengths, starts or block_mask
+    no dropout                its random words would make the accumulators spill
+    up to 192 columns, or     above 192 columns, these would make the accumulators spill: mask,
+    few options               bias; alibi or softcap together with each other, a window, lengths,
+                              starts or block_mask
 
-unless an ``AttentionConfig`` says that they shall not.  docs/performance.md has the times of both.
+An ``AttentionConfig`` can turn them off.  docs/performance.md has the times of both kernels.
 
 bytes = rows * panel(dim) + stages * keys * (panel(dim) + panel(value_dim)) + barriers
 """
@@ -29,12 +31,12 @@ from ...core.target import limits
 from ..common.counters import counters
 from ..common.tensor_map import mappable, warpgroups, with_maps
 from ._options import TILE, KernelOptions
-from ._tiles import asked_for
+from ._tiles import requested_limits
 from ._warpgroups import Warpgroups, constants, order_of, row_bytes
 
-LEAST, WIDEST = 64, 256  # columns of a head
-FEWEST = 64  # queries
-requested = True  # whether warpgroups run without an AttentionConfig
+LEAST, WIDEST = 64, 256  # columns of a head: a panel of shared memory, and what registers hold
+FEWEST = 64  # queries: the rows of a warpgroup
+requested = True  # without an AttentionConfig: whether warpgroups run
 
 
 class Forward(Warpgroups):
@@ -43,18 +45,19 @@ class Forward(Warpgroups):
     def bytes(self, dim: int, value_dim: int) -> int:
         """Return the bytes of shared memory of a block."""
         ring = self.stages * self.tile * row_bytes(dim, value_dim)
-        return self.rows * row_bytes(dim) + ring + 8 * (6 + 4 * self.stages)
+        return self.rows * row_bytes(dim) + ring + 8 * (6 + 4 * self.stages)  # barriers of 8 bytes
 
 
-# By the larger of dim and value_dim.  Scores, probabilities and accumulators of 64 rows fill the
-# registers of a warpgroup: with three of them a thread has 160, with two 240.
+# By the larger of dim and value_dim; comments have the shared memory.  Scores, probabilities and
+# accumulators of 64 rows fill the registers of a warpgroup: with three computing warpgroups a
+# thread has 160, with two 240.
 TABLE = {
     64: Forward(3, 128, registers=160, producer=32),  # 88 KB
     128: Forward(2, 128, registers=232, producer=40),  # 160 KB
     192: Forward(2, 96),  # 192 KB
     256: Forward(2, 64, registers=232, producer=40),  # 192 KB
 }
-# Options that change a score between its product and exp2 need registers too.
+# Options that change a score between its product and exp2 take registers: smaller tiles.
 CHANGED = {
     64: Forward(2, 128),  # 80 KB
     128: Forward(2, 64),  # 96 KB
@@ -62,19 +65,19 @@ CHANGED = {
     256: Forward(2, 64),  # 192 KB; only for calls that `only_option` accepts
 }
 CHANGING = "MASK", "BIAS", "ALIBI", "SOFTCAP"  # constants of the options that change a score
-BESIDE = "LEFT", "BLOCK_MASK", "LENGTHS", "STARTS", "VARLEN"  # others that take registers
+BESIDE = "LEFT", "BLOCK_MASK", "LENGTHS", "STARTS", "VARLEN"  # of other options, which take some
 
 
 def only_option(flags: dict[str, Any], *names: str, others: tuple[str, ...] = ()) -> bool:
-    """Return whether just one of CHANGING and others is set, and that one is among names."""
+    """Return whether exactly one of CHANGING and ``others`` is set, and it is among names."""
     chosen = [name for name in (*CHANGING, *others) if flags[name]]
     return len(chosen) == 1 and chosen[0] in names
 
 
 def forward_tiles(q: Array, v: Array, call: KernelOptions) -> Forward | None:
-    """Return the tiles of a call that runs on warpgroups, None for other calls."""
+    """Return the tiles of a call that runs on warpgroups; None for other calls."""
     narrow, wide = sorted((q.shape[-1], v.shape[-1]))
-    start, flags = asked_for(), call.constants
+    start, flags = requested_limits(), call.constants
     fits = q.dtype.itemsize == 2 and narrow >= LEAST and wide <= WIDEST
     fits = fits and q.shape[-3] >= FEWEST and min(q.size, v.size) > 0
     choice = requested if start is None else start.warpgroups
@@ -86,7 +89,7 @@ def forward_tiles(q: Array, v: Array, call: KernelOptions) -> Forward | None:
     if not plain and width == WIDEST and not only_option(flags, "ALIBI", "SOFTCAP", others=BESIDE):
         return None
     if flags["BLOCK_MASK"] and tiles and (TILE % tiles.rows or TILE % tiles.tile):
-        tiles = CHANGED[width]  # its tiles divide those of block_mask
+        tiles = CHANGED[width]  # its tiles divide a tile of block_mask
     room = tiles and tiles.bytes(q.shape[-1], v.shape[-1]) <= limits(q).shared
     return tiles if room and warpgroups(q) else None
 

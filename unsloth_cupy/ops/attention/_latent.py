@@ -18,53 +18,56 @@ from ..common.no_kernel import no_kernel
 from ..common.strides import broadcast_strides, in_chunks, spanned
 from ._options import FARTHEST, LOG2E, row_bytes
 
-FAN = 32  # parts that a block merges
-STATIC = 128  # bytes of static shared memory that a block takes besides
-WIDEST = 128  # floats of the output that a thread keeps in registers
+FAN = 32  # partial results that a block merges
+STATIC = 128  # bytes of static shared memory of a block, besides the dynamic part
+WIDEST = 128  # the most float32 sums of the output in the registers of a thread
 
 
 class Tiles(NamedTuple):
-    """Shape of a block's work: rows of heads and queries, keys at a time, and its warps."""
+    """Shape of a block's work."""
 
-    rows: int
-    keys: int
+    rows: int  # heads times queries
+    keys: int  # that a block processes at a time
     stages: int
     warps: int
-    row_warps: int
-    key_warps: int
+    row_warps: int  # warps along the rows of scores
+    key_warps: int  # warps along the keys of scores; the others divide the columns of q
 
     def chunk(self, rows: int) -> int:
-        """Return the keys of a block, for all rows of a sequence.
+        """Return the keys of a block if a sequence has ``rows`` rows.
 
-        What a block writes for others to merge is less than it reads; the more blocks rows make,
-        the fewer keys make, so that parts take no more memory.
+        At least 4 times as many keys as rows: a block then writes fewer bytes, for others to merge,
+        than it reads.  The more blocks divide the rows, the fewer divide the keys, so that the
+        partial results do not take more memory.
         """
         blocks = -(-rows // self.rows)
         return min(2**20, max(128, 4 * self.rows) << (blocks - 1).bit_length())
 
     def bytes(self, itemsize: int, dim: int) -> int:
         """Return the bytes of shared memory of a block."""
-        row, chances = row_bytes(dim, itemsize), -(-self.keys * itemsize // 16) | 1
+        # a row of probabilities: an odd number of chunks of 16 bytes, without bank conflicts
+        row, chunks = row_bytes(dim, itemsize), -(-self.keys * itemsize // 16) | 1
         depths = 1 if itemsize == 4 else self.warps // (self.row_warps * self.key_warps)
-        pitch = self.keys + 8 if self.keys % 16 == 0 else 2 * self.keys
-        tiles = (self.rows + self.stages * self.keys) * row + self.rows * 16 * chances
+        pitch = self.keys + 8 if self.keys % 16 == 0 else 2 * self.keys  # without bank conflicts
+        tiles = (self.rows + self.stages * self.keys) * row + self.rows * 16 * chunks
         return tiles + 4 * self.rows * (depths * pitch + 2)
 
     def resident(self, size: int, shared: int) -> int:
-        """Return how many blocks of this size an SM should hold: 8 warps, if they fit."""
+        """Return how many blocks of ``size`` bytes an SM should hold: 8 warps, if they fit."""
         return max(1, min(shared // (size + STATIC), 8 // self.warps))
 
     def fits(self, itemsize: int, dim: int, rank: int, shared: int) -> bool:
-        """Return whether a GPU can launch these tiles for such rows."""
-        share = 1  # pairs of columns of a warp, a power of two
+        """Return whether a GPU can launch these tiles for rows of dim and rank columns."""
+        share = 1  # parts of 16 columns for each warp, a power of two: offsets are constants
         while share * self.warps < -(-rank // 16):
             share *= 2
-        registers = self.rows // 16 * share * 8
+        registers = self.rows // 16 * share * 8  # 16 x 16 sums are 8 for each of 32 threads
         return self.bytes(itemsize, dim) + STATIC <= shared and registers <= WIDEST
 
 
-# By itemsize; of as many rows, the best come first.  An SM of an H200 must have 28 KB in flight: a
-# tile of 32 rows of 576 16-bit values is 36 KB.  Rows of float32 take FMAs, which bound a call.
+# By itemsize; of tiles with equal rows, the best come first.  An SM of an H200 must have 28 KB in
+# flight (see _decode.py): a tile of 32 rows of 576 16-bit values has 36 KB.  In float32 a call is
+# bound by FMAs.  Comments: shared memory for rows of 576 values.
 TILES = {
     2: (
         Tiles(64, 32, 3, 8, 4, 2),  # 197 KB for rows of 576
@@ -79,7 +82,7 @@ TILES = {
 
 @cache
 def resolve(itemsize: int, dim: int, rank: int, rows: int, limits: Limits) -> Tiles | None:
-    """Return the tiles with the fewest rows that hold all of a call's, else with the most."""
+    """Return the smallest tiles that hold all ``rows`` of a call, or else the largest."""
     fitting = [t for t in TILES[itemsize] if t.fits(itemsize, dim, rank, limits.shared)]
     enough = [t.rows for t in fitting if t.rows >= rows]
     chosen = min(enough) if enough else max((t.rows for t in fitting), default=0)
@@ -112,7 +115,7 @@ def launch_latent(
     scale: float,
     causal: bool,
 ) -> Any:
-    """Launch latent_attention.cu; return NotImplemented for rows without tiles."""
+    """Launch latent_attention.cu; return NotImplemented if no tiles fit."""
     batch, queries, heads, dim = q.shape
     pages, page = latents.shape[:2]
     row_pages = 1 if page_table is None else page_table.shape[1]
@@ -124,16 +127,16 @@ def launch_latent(
     dense = latents.strides[1:] == (dim * size, size) and distance >= page and not rest
     of_cache = latents.flags.c_contiguous or (page_table is None and dense)
     if not of_cache or lanes(16, latents) * size != 16:
-        return no_kernel("latents are not rows of a cache; making them so would copy the cache")
+        return no_kernel("latents are not rows of a cache; to make them so would copy the cache")
     tiles = resolve(size, dim, rank, rows, device)
     if tiles is None or max(rows, keys) >= FARTHEST:
         return no_kernel(
-            f"rows of {dim} values in {q.dtype}, or so many, have no tiles on this GPU"
+            f"no tiles on this GPU for rows of {dim} values in {q.dtype}, or for so many rows"
         )
     (q,) = in_chunks(contiguous(q))
     if not latents.flags.c_contiguous:  # the first rows of a cache
         page, latents = distance, spanned(latents)
-    if pages * page >= 2**32 - 1:  # the kernel numbers them in 32 bits
+    if pages * page >= 2**32 - 1:  # the kernel numbers rows in 32 bits
         return no_kernel(f"{pages * page} rows of latents are too many")
     lengths, page_table, mask = (contiguous(a) for a in (lengths, page_table, mask))
     shared = tiles.bytes(size, dim)
@@ -155,7 +158,7 @@ def launch_latent(
     out = empty((batch, queries, heads, rank), q.dtype, like=q)
     lse = empty((batch, heads, queries), np.float32, like=q)
     slots, parts, arrived = chunks, None, None
-    if chunks > 1:
+    if chunks > 1:  # a tree: FAN partial results are merged into one, again and again
         merged = chunks
         while merged > 1:
             merged = -(-merged // FAN)

@@ -19,10 +19,12 @@ from ..common.strides import broadcast_strides
 Window = tuple[int | None, int | None]
 
 TILE = 128  # queries and keys that one element of block_mask stands for
-ROUNDED = 8  # times eps: as far as rounding moves a probability of 1
+ROUNDED = 8  # a probability within ROUNDED * eps of 1 counts as 1: rounding moves it so far
 FARTHEST = 2**29  # kernels hold positions as 32-bit integers, and the sum of two must fit
-LOG2E = 1 / math.log(2)
-CAUSAL, HIDING, ANY = range(3)  # levels of options: causal only; that hide scores; that change them
+LOG2E = 1 / math.log(2)  # kernels compute exp(x) as exp2(x * LOG2E)
+# Levels of options, by the registers that they take: causal and key lengths alone; also options
+# that hide scores (window, mask, block_mask, dropout); also options that change scores.
+CAUSAL, HIDING, ANY = range(3)
 
 
 class Options(NamedTuple):
@@ -41,7 +43,7 @@ class Options(NamedTuple):
     softcap: float | None = None
     dropout: float = 0.0
     seed: int | None = None
-    offsets: tuple[Array, Array] | None = None  # of the queries and the keys of packed sequences
+    offsets: tuple[Array, Array] | None = None  # q_offsets and k_offsets of packed sequences
 
     @property
     def reach(self) -> Window:
@@ -66,10 +68,10 @@ def check_options(
 
 
 def warn_of_heads_first(call: str, q: Any, k: Any) -> None:
-    """Warn once if grouped heads may lie before tokens: such arrays fit, with roles exchanged.
+    """Warn once if q and k seem to be (batch, heads, tokens, dim), with axes 1 and 2 swapped.
 
-    Then there are more queries than keys, a multiple of them, and as many heads of k as of q.
-    Shapes of a graph, which are symbols, are not compared.
+    With grouped heads, such arrays seem to have more queries than keys, a multiple of them, and as
+    many heads of k as of q.  Symbolic shapes of a traced graph are not compared.
     """
     (queries, heads), (keys, kv_heads) = q.shape[1:3], k.shape[1:3]
     sizes = type(queries) is type(keys) is int and heads == kv_heads
@@ -95,20 +97,20 @@ class KernelOptions(NamedTuple):
 
 
 def refused(q: Array, v: Array) -> Any:
-    """Return NotImplemented, and record why no attention kernel runs a call."""
+    """Return NotImplemented, and record why no attention kernel supports a call."""
     if is_fixed():
         refuse(f"no kernel takes heads of {q.shape[-1]} and {v.shape[-1]} columns in {q.dtype}")
     for name, dim in (("head dim", q.shape[-1]), ("value dim", v.shape[-1])):
         if dim % 8:
             return no_kernel(f"{name} {dim} is not a multiple of 8")
     dims = f"head dim {q.shape[-1]} and value dim {v.shape[-1]} in {q.dtype}"
-    return no_kernel(f"{dims}, or this number of tokens, have no tiles on this GPU")
+    return no_kernel(f"no tiles on this GPU for {dims}, or for this number of tokens")
 
 
 def kernel_options(
     q: Array, v: Array, options: Options, keys: int | None = None
 ) -> KernelOptions | None:
-    """Return the options in the form that kernels take; None if kernels cannot run them.
+    """Return the options in the form that kernels take; None if no kernel supports them.
 
     For a paged cache, keys is the number of keys that a row of page_table has room for.
     """
@@ -120,7 +122,8 @@ def kernel_options(
     scale = 1 / math.sqrt(dim) if options.scale is None else options.scale
     fold, factor, cap = factors_of(scale, options)
     hiding = left is not None or mask is not None or block_mask is not None or dropout > 0
-    drop_threshold = round(dropout * 2**32)
+    drop_threshold = round(dropout * 2**32)  # random words below it are dropped; it has 32 bits
+    # limits of the kernels: FARTHEST, a threshold of 32 bits, groups of 8 columns
     if max(queries, keys) >= FARTHEST or drop_threshold == 2**32 or dim % 8 or value_dim % 8:
         return None
     starts: Any = options.query_start
@@ -180,8 +183,9 @@ def kernel_options(
 
 
 def factors_of(scale: float, options: Options) -> tuple[bool, float, float]:
-    """Return whether exp2 applies the factor of the scores (FOLD), that factor, and the cap."""
-    # the score of a hidden pair must stay -inf, so the factor may not be 0 or negative
+    """Return FOLD (whether exp2 applies the factor of the scores), that factor, and the cap."""
+    # With FOLD the kernel multiplies scores by the factor after it has hidden pairs, whose -inf
+    # must stay -inf: the factor may not be 0 or negative, nor so small that float32 flushes it.
     plain = options.softcap is None and options.bias is None and options.alibi is None
     fold = plain and scale > 1e-30
     return fold, scale * LOG2E if fold else scale / (options.softcap or 1), options.softcap or 0
@@ -191,14 +195,16 @@ def _padded(axis: int, options: Options) -> int:
     """Return the longest sequence that mask, bias and block_mask have room for on an axis."""
     arrays, block_mask = (options.mask, options.bias), options.block_mask
     sizes = [a.shape[axis] for a in arrays if a is not None and a.ndim >= -axis]
-    sizes = [size for size in sizes if size != 1]  # 1 broadcasts to any length
+    sizes = [size for size in sizes if size != 1]  # an axis of 1 broadcasts to any length
     sizes += [] if block_mask is None else [TILE * block_mask.shape[axis]]
     return min(sizes, default=FARTHEST)
 
 
 def row_bytes(columns: int, itemsize: int) -> int:
     """Return the bytes of a row in shared memory, in the layout of Tile of common/tile.cuh."""
-    chunks = -(-columns // 16) * itemsize
+    chunks = -(-columns // 16) * itemsize  # of 16 bytes
+    # A row of a multiple of 8 chunks fills all banks, and an xor swizzles it.  Others have an odd
+    # number of chunks, so that eight neighbouring rows begin in different banks.
     return 16 * (chunks if chunks % 8 == 0 else chunks | 1)
 
 

@@ -1,4 +1,4 @@
-"""Shared by both ops of attention over a paged cache: of floats, and of int8 codes."""
+"""What both ops of attention over a paged cache share: the op of floats, and of int8 codes."""
 
 import math
 from typing import Any
@@ -32,14 +32,17 @@ def attend_pages(
     options: Options,
     scales: Array | None = None,
 ) -> tuple[Array, Array]:
-    """Return out and lse over pages; scales, if any, multiply each token and head of them."""
+    """Return out and lse over pages; scales, if any, are factors of each token and head."""
     page = k_pages.shape[1]
     wide = np.promote_types(q.dtype, np.float32) if q.dtype.kind == "f" else np.dtype(np.float32)
     q = q.astype(wide)
     start_per_batch = getattr(options.query_start, "ndim", 0) == 1
 
     def gathered(which: int, pages: Array, table: Array) -> Array:
-        """Return the keys (which = 0) or values (1) of the pages of a table, in order."""
+        """Return keys (which = 0) or values (1) in the order of a table of pages.
+
+        They are (batch, pages of a row * page, kv_heads, dim).
+        """
         values = pages[table].astype(wide)
         if scales is not None:
             with np.errstate(over="ignore", invalid="ignore"):  # slots past lengths are undefined
@@ -47,7 +50,10 @@ def attend_pages(
         return values.reshape(len(table), table.shape[1] * page, *pages.shape[2:])
 
     def part(batch: slice, table: Array, exist: Array | None) -> tuple[Array, Array]:
-        """Attend over all pages with key lengths ``exist``; None: over the first lengths tokens."""
+        """Return out and lse of some batches, over keys up to the lengths ``exist``.
+
+        If exist is None, the batch is one sequence, which is cut to its length.
+        """
         k, v = (gathered(i, pages, table) for i, pages in enumerate((k_pages, v_pages)))
         start: Any = options.query_start
         if exist is None:
@@ -61,7 +67,7 @@ def attend_pages(
         own |= {"key_lengths": exist, "query_start": start}
         return attend(Scores(q[batch], k, v, options._replace(**own), batch.start or 0))
 
-    if type(q) is not np.ndarray:  # reading lengths would stall a device: gather every page
+    if type(q) is not np.ndarray:  # the host does not wait for lengths: gather every page
         used = np.arange(page_table.shape[1], like=q) * page < lengths[:, None]
         return part(slice(None), np.where(used, page_table, 0), lengths)
     _check(page_table, lengths, k_pages.shape)
@@ -82,26 +88,26 @@ def launch_pages(
     scales: Array | None,
     **optional: Any,
 ) -> Any:
-    """Launch the kernel over pages, which are int8 codes if there are scales."""
+    """Launch the kernel over pages, which hold int8 codes if there are scales."""
     options = Options(
         **{n: contiguous(a) if hasattr(a, "dtype") else a for n, a in optional.items()}
     )
     cache = (k_pages, v_pages) if scales is None else (k_pages, v_pages, scales)
     if not all(array.flags.c_contiguous for array in cache):
-        return no_kernel("k_pages or v_pages is not contiguous; making it so would copy the cache")
+        return no_kernel("k_pages or v_pages is not contiguous; to make it so would copy the cache")
     options = options._replace(key_lengths=contiguous(lengths))
     return launch_decode(contiguous(q), k_pages, v_pages, options, contiguous(page_table), scales)
 
 
 def _part_of(batch: slice, array: Any) -> Any:
-    """Return the batch's part of an array, or the array where all batches share it."""
+    """Return the batch's part of an array, or the whole array if all batches share it."""
     return array if array is None or len(array) == 1 else array[batch]
 
 
 def check_keys(k_pages: Array, page_table: Array, mask: Any, bias: Any, block_mask: Any) -> None:
-    """Raise ShapeError where an array is for another number of keys.
+    """Raise ShapeError if an array has another number of keys than page_table.
 
-    A signature cannot state it: it is the product of two axes.
+    A signature cannot state the number: it is the product of two axes.
     """
     keys = page_table.shape[1] * k_pages.shape[1]
     sizes_of = ("mask", mask, {1, keys}), ("bias", bias, {1, keys})
@@ -118,7 +124,7 @@ def check_keys(k_pages: Array, page_table: Array, mask: Any, bias: Any, block_ma
 
 
 def _check(page_table: Array, lengths: Array, shape: tuple[int, ...]) -> None:
-    """Raise RangeError where lengths, or page numbers within them, are outside the cache."""
+    """Raise RangeError if lengths, or page numbers within them, are outside the cache."""
     pages, page = shape[:2]
     room = page_table.shape[1] * page
     if lengths.size and not 0 <= lengths.min() <= lengths.max() <= room:

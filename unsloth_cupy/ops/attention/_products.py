@@ -11,8 +11,8 @@ import numpy as np
 
 from ...core.dtypes import Array
 
-SINGLE = 2**18  # up to this rows * columns * inner size, OpenBLAS uses one thread
-PARTIAL = 2**20  # elements of the partial sums in memory at a time
+SINGLE = 2**18  # up to this rows * columns * inner size, OpenBLAS computes on one thread
+PARTIAL = 2**20  # elements of the partial sums in memory at a time: 4 MiB in float32
 
 
 def by_keys(a: Array, b: Array, width: int | None) -> Array:
@@ -22,7 +22,7 @@ def by_keys(a: Array, b: Array, width: int | None) -> Array:
     batch, keys, kv_heads, _ = b.shape
     result = np.empty_like(a, shape=(batch, kv_heads, a.shape[2], keys), order="C")
     even = keys - keys % width
-    tiles = (
+    tiles = (  # (batch, kv_heads, tile, rows, width)
         result[..., :even].reshape(*result.shape[:3], even // width, width).transpose(0, 1, 3, 2, 4)
     )
     np.matmul(a[:, :, None], _tiled(b, width).swapaxes(3, 4), out=tiles)
@@ -41,6 +41,7 @@ def over_keys(p: Array, b: Array, width: int | None) -> Array:
     for start in range(0, even, step):
         stop = min(start + step, even)
         tiles = p[..., start:stop].reshape(batch, kv_heads, rows, (stop - start) // width, width)
+        # (batch, kv_heads, tile, rows, width) @ (batch, kv_heads, tile, width, d)
         result += (tiles.transpose(0, 1, 3, 2, 4) @ _tiled(b[:, start:stop], width)).sum(axis=2)
     return result
 
@@ -53,15 +54,17 @@ def for_keys(p: Array, a: Array, width: int | None) -> Array:
     result = np.empty_like(p, shape=(batch, kv_heads, keys, a.shape[3]), order="C")
     even = keys - keys % width
     count = even // width
+    # (batch, kv_heads, tile, width, rows) @ (batch, kv_heads, 1, rows, d)
     tiles = p[..., :even].reshape(batch, kv_heads, rows, count, width).transpose(0, 1, 3, 4, 2)
     out = result[:, :, :even].reshape(batch, kv_heads, count, width, a.shape[3])
     np.matmul(tiles, a[:, :, None], out=out)
     np.matmul(p[..., even:].swapaxes(2, 3), a, out=result[:, :, even:])
-    return result.transpose(0, 2, 1, 3)
+    return result.transpose(0, 2, 1, 3)  # (batch, keys, kv_heads, d)
 
 
 def stacked(array: Array, block: Any, group: int) -> Array:
     """Return a block's (batch, queries, heads, d) as (batch, kv_heads, rows, d)."""
+    # (batch, heads, queries, d)
     part = array[block.batch, block.rows, block.heads].transpose(0, 2, 1, 3)
     batch, heads, rows, d = part.shape
     return part.reshape(batch, heads // group, group * rows, d)

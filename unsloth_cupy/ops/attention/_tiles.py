@@ -1,4 +1,4 @@
-"""Tiles of the forward kernel of attention, and how all launch tables of attention are read.
+"""Tiles of the forward kernel of attention, and the look-up in all launch tables of attention.
 
 bytes = rows * row(dim) + stages * keys * (row(dim) + row(slice of value_dim))
 """
@@ -11,12 +11,12 @@ from ...core.replay import FIXED, choices
 from ...core.target import Limits
 from ._options import ANY, CAUSAL, HIDING, row_bytes
 
-MOST = 256  # queries of a block, in this table
-WIDEST = 256  # columns of accumulators that fit into a warp's registers: the most a block owns
+MOST = 256  # the most queries of a block in this table
+WIDEST = 256  # the most columns of v that a block owns: their sums fill a warp's registers
 
-# The keys of a launch table are architecture, itemsize and the larger of dim and value_dim; the
-# best tiles come first.  Tiles of sm_80 run on all later architectures; architectures in OWN try
-# the tiles of other keys before them.
+# The keys of a launch table are (architecture, itemsize, the larger of dim and value_dim); the best
+# tiles come first.  Tiles of sm_80 run on all later architectures.  The architectures in OWN try
+# tiles of other architectures before: GPUs whose blocks have 99 KB of shared memory try sm_86.
 OWN = {86: (86,), 89: (86,), 120: (86,), 121: (86,)}
 Row = TypeVar("Row")
 Table = dict[tuple[int, int, int], tuple[Row, ...]]
@@ -36,11 +36,11 @@ class Tiles(NamedTuple):
 
     warps: int
     warp_tiles: int  # tiles of 16 queries per warp
-    keys: int  # of a stage of the ring
-    kept: bool  # the queries stay in registers
-    blocks: int = 1  # per SM, whose shared memory must have room for them
+    keys: int  # in a stage of the ring
+    kept: bool  # whether the queries stay in registers
+    blocks: int = 1  # per SM, whose shared memory must have room for all of them
     stages: int = 2  # of the ring; with 1, keys load while values are multiplied, and vice versa
-    options: int = ANY  # the highest level of options that the registers allow
+    options: int = ANY  # the highest level of options for which the registers suffice
 
     @property
     def rows(self) -> int:
@@ -58,10 +58,10 @@ class Tiles(NamedTuple):
         return self.rows * row + self.stages * self.keys * (row + value_row)
 
     def within(self, start: "Start") -> Iterator["Tiles"]:
-        """Yield these tiles with as many warps as a start's limits allow, its own number first.
+        """Yield variants of these tiles within the limits, those with the same warps first.
 
-        Warps and tiles per warp are halved until queries are within the limits, and keys too.  A
-        block that has the registers of an SM for itself may also have up to 8 warps.
+        Variants have fewer warps, tiles per warp and keys.  If a block has the registers of an SM
+        for itself, variants also have more warps, up to 8.
         """
         keys = next(keys for keys in (self.keys, 32, 16, 8) if keys <= min(self.keys, start.tile))
         for warps in sorted((8, 4, 2, 1), key=lambda warps: (warps != self.warps, -warps)):
@@ -73,12 +73,12 @@ class Tiles(NamedTuple):
 
 
 class Start(NamedTuple):
-    """Upper limits of tiles: of their queries and of their keys, and of a block's threads."""
+    """The numbers of an AttentionConfig: upper limits of tiles, and switches."""
 
-    tile: int
-    block: int
-    warpgroups: bool = True  # run the warpgroup kernels of sm_90 where possible
-    one_pass: bool | None = None  # run their backward pass in one launch; None: if a model says so
+    tile: int  # the most queries, and the most keys
+    block: int  # the most threads of a block
+    warpgroups: bool = True  # whether the warpgroup kernels of sm_90 run where possible
+    one_pass: bool | None = None  # whether backward runs in one launch; None: if it is faster
 
 
 FORWARD: Table[Tiles] = {
@@ -131,14 +131,14 @@ FORWARD: Table[Tiles] = {
 }
 
 
-def asked_for() -> Start | None:
-    """Return the limits that an AttentionConfig sets here; None: the best tiles of the table."""
+def requested_limits() -> Start | None:
+    """Return the limits of the AttentionConfig in use; None without one: the best tiles run."""
     starts = [each for each in choices.get() if each is not FIXED]
     return starts[-1] if starts else None
 
 
 def slice_of(value_dim: int) -> int:
-    """Return how many columns of v a block owns: all, or half of them rounded up to 8."""
+    """Return how many columns of v a block owns: all, or half of them, rounded up to 8."""
     return value_dim if value_dim <= WIDEST else -(-value_dim // 16) * 8
 
 
@@ -165,8 +165,8 @@ def resolve(
 ) -> Tiles | None:
     """Return the best tiles that fit; None if none do.
 
-    With a start, return those of the table's best form that have most queries within its limits,
-    and take less memory than with a tile of twice the size, unless they are the same.
+    With a start, return the tiles within its limits that have the most queries.  They take less
+    memory than the tiles for a start of twice the size, unless both are the same.
     """
     candidates = fitting(itemsize, dim, value_dim, options, limits)
     if start is None or not candidates:

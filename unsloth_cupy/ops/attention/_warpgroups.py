@@ -1,4 +1,4 @@
-"""Tiles of the warpgroup kernels of attention, and the order in which blocks take rows."""
+"""Tiles of the warpgroup kernels of attention, and the order in which blocks process rows."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -7,19 +7,19 @@ from ...core.dtypes import Array
 from ...core.source import Constants
 from ...core.target import limits
 
-PANEL = 64  # columns under a swizzle of 128 bytes
-L2 = 24 << 20  # bytes that blocks stream at a time: half of the L2 cache of an H100
+PANEL = 64  # columns of 16 bits in a row of 128 bytes, which TMA swizzles
+L2 = 24 << 20  # bytes that blocks stream at a time: about half of the L2 cache of an H100 (50 MB)
 
 
 class Warpgroups(NamedTuple):
-    """Shape of a block's work: computing warpgroups that own rows, one warpgroup that loads."""
+    """Shape of a block's work: warpgroups that own rows and compute, and one that loads."""
 
     consumers: int  # warpgroups that compute, each of which owns 64 rows
     tile: int  # streamed rows of a stage of the ring
     stages: int = 2
-    together: bool = True  # dk and dv in one launch
+    together: bool = True  # whether one launch computes dk and dv
     registers: int = 240  # of a thread that computes
-    producer: int = 24  # registers of a thread of the warpgroup that loads
+    producer: int = 24  # registers of a thread that loads
 
     @property
     def rows(self) -> int:
@@ -32,19 +32,19 @@ class Warpgroups(NamedTuple):
         return self.consumers * 128 + 128
 
     def boxes(self, own: int, streamed: int) -> tuple[tuple[int, ...], ...]:
-        """Return the boxes of so many tensor maps of own rows, then of streamed rows."""
+        """Return the boxes of ``own`` tensor maps of own rows, then of ``streamed`` other ones."""
         counts = [self.rows] * own + [self.tile] * streamed
-        return tuple((PANEL, 1, rows, 1) for rows in counts)
+        return tuple((PANEL, 1, rows, 1) for rows in counts)  # (columns, heads, rows, batches)
 
 
 def row_bytes(*columns: int) -> int:
-    """Return the bytes of one row of each of several tiles, with whole panels of columns."""
-    return sum(-(-count // PANEL) * 128 for count in columns)
+    """Return the bytes of a row of several tiles side by side, each with whole panels."""
+    return sum(-(-count // PANEL) * 128 for count in columns)  # a panel has 128 bytes of a row
 
 
 @cache
 def constants(own: Warpgroups, **named: Any) -> Constants:
-    """Return the constants of a kernel: those of its tiles, and the named ones."""
+    """Return the constants of a kernel: the numbers of its tiles, and the named ones."""
     return Constants(
         CONSUMERS=own.consumers,
         TILE=own.tile,
@@ -60,9 +60,11 @@ def order_of(
 ) -> tuple[dict[str, int], tuple[int, int]]:
     """Return the order of jobs (Order of jobs.cuh), and the blocks and threads of a launch.
 
-    Each of heads has ``blocks`` blocks of own rows and streams ``streamed`` bytes, which
-    ``shared_by`` heads share.
+    Each head has ``blocks`` blocks of own rows and streams ``streamed`` bytes, which ``shared_by``
+    heads share.
     """
+    # heads whose jobs run at the same time: what they stream stays in L2
     heads_in_l2 = min(shared_by * max(1, L2 // max(1, streamed)), heads)
     order = {"row_blocks": blocks, "heads": heads, "heads_in_l2": heads_in_l2}
+    # persistent blocks, one per SM, take jobs from a counter
     return order, (min(blocks * heads, limits(q).processors), own.threads)

@@ -6,7 +6,8 @@ lse = log(sum(exp(score)))      out = exp(score - lse) @ v
     dv = p.T @ dout      ds = p * (dout @ v.T - rowsum(dout * out) + dlse)      p = exp(score - lse)
     dq = scale * ds @ k      dk = scale * ds.T @ q
 
-Dao and others, FlashAttention, 2022: blocks of rows, and a backward that recomputes p from lse.
+Dao and others, FlashAttention, 2022: the rows are computed in blocks, and backward recomputes p
+from lse.
 """
 
 import math
@@ -53,12 +54,13 @@ def attention(
 ) -> Array:
     """Return ``softmax(score) @ v``, where ``score = scale * q @ k.T``, changed by the options.
 
-    They apply in this order: ``scale``; ``softcap * tanh(score / softcap)``; plus bias, minus
-    alibi; -inf where mask, causal, window, key_lengths or block_mask hide a key; softmax; dropout.
-    All options can be combined.  A query that sees no key gets zeros, and zero gradients.
+    The options apply in this order: ``scale``; ``softcap * tanh(score / softcap)``; plus bias,
+    minus alibi; -inf where mask, causal, window, key_lengths or block_mask hide a key; softmax;
+    dropout.  All options can be combined.  A query that sees no key gets zeros and zero gradients.
 
-    Tokens come before heads: torch's ``scaled_dot_product_attention`` takes (batch, heads, tokens,
-    dim), which is read wrongly here wherever its shapes fit.
+    The axis of tokens comes before the axis of heads.  Arrays for torch's
+    ``scaled_dot_product_attention`` are (batch, heads, tokens, dim): swap their axes 1 and 2 first.
+    If their shapes fit by chance, the result is wrong, and only some cases raise a warning.
 
     Parameters
     ----------
@@ -67,7 +69,7 @@ def attention(
     k : (batch, keys, kv_heads, dim) float
         Keys; kv_heads divides heads.
     v : (batch, keys, kv_heads, value_dim) float
-        Values.  Beside arrays with a batch axis, one of q, k, v without it is the same for all.
+        Values.  If q, k or v has a batch axis, those without one are shared by the whole batch.
     causal : bool
         A query sees no key after its own position.
     window : (left, right), optional
@@ -85,7 +87,7 @@ def attention(
     sinks : (heads,) dtype of q or float32, optional
         Score of an additional key that every query sees and that has no value.
     key_lengths : (batch,) int, optional
-        Number of keys of each batch; later ones do not exist, whatever their bytes hold.
+        Number of keys of each batch element; later keys are ignored, whatever they hold.
     query_start : int or (batch,) int, optional
         Position of the first query among the keys.  By default the last query has the position of
         the last key: ``keys - queries``, or ``key_lengths - queries``.  For alibi, it is clipped to
@@ -93,7 +95,8 @@ def attention(
     block_mask : bool (batch or 1, heads or 1, queries / 128, keys / 128), rounded up, optional
         Tiles of 128 queries by 128 keys that are False are skipped.
     dropout : float
-        Fraction of the probabilities that become 0; the others grow by ``1 / (1 - dropout)``.
+        Fraction of the probabilities that become 0; the others are multiplied by
+        ``1 / (1 - dropout)``.
     seed : int, optional
         Seed of dropout, in 0 .. 2**64 - 1; the same seed drops the same (batch, head, query, key).
 
@@ -170,13 +173,13 @@ def attention_forward(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> tuple[Array, Array]:
-    """Return out as attention does, and the natural log of each row's sum of exp(score)."""
+    """Return the out of ``attention``, and ``lse = log(sum(exp(score)))`` of each row."""
     arrays = mask, bias, alibi, sinks, key_lengths, query_start, block_mask
     return attend(Scores(q, k, v, Options(*arrays, causal, window, scale, softcap, dropout, seed)))
 
 
 def attend(scores: Scores) -> tuple[Array, Array]:
-    """Return out and lse: the softmax of the scores times v, block by block."""
+    """Return out = softmax(scores) @ v, and lse, block by block."""
     q, v, group, sinks = scores.q, scores.v, scores.group, scores.sinks
     out = np.zeros((*q.shape[:3], v.shape[3]), q.dtype, like=q)
     lse = np.full_like(q, -math.inf, shape=(scores.batch, scores.heads, scores.queries))
@@ -187,20 +190,20 @@ def attend(scores: Scores) -> tuple[Array, Array]:
     def step(block: Block) -> None:
         """Write out and lse of the block's queries."""
         rows = (block.batch, block.heads, block.rows)
-        _, p, _ = scores.logits(block)
-        by_head = scores.by_head(p, block)
+        _, p, _ = scores.logits(block)  # (batch, kv_heads, group * queries, keys)
+        by_head = scores.by_head(p, block)  # (batch, kv_heads, group, queries, keys)
         top = by_head.max(axis=-1, keepdims=True)
         if sinks is not None:
-            sink = sinks[block.heads].reshape(-1, group, 1, 1)
+            sink = sinks[block.heads].reshape(-1, group, 1, 1)  # (kv_heads, group, 1, 1)
             top = np.maximum(top, sink)
-        top[top == -math.inf] = 0
+        top[top == -math.inf] = 0  # rows that see no key: -inf - -inf would be NaN
         by_head -= top  # the largest is exactly 1: a row that sees one key gets its values
         np.exp(p, out=p)
         total = scores.row_sums(p, block)
         if sinks is not None:
             total += np.exp(sink - top)
         empty = total == 0
-        total[empty] = 1
+        total[empty] = 1  # rows that see no key: 0 / 1, not 0 / 0, is their out
         top += np.log(total)
         top[empty] = -math.inf
         lse[rows] = top.reshape(lse[rows].shape)
@@ -208,7 +211,7 @@ def attend(scores: Scores) -> tuple[Array, Array]:
             by_head *= scores.kept(block)
             total *= 1 - scores.dropout
         part = scores.over_keys(p, v[block.batch, block.keys, block.kv_heads])
-        part /= total.reshape(*part.shape[:-1], 1)
+        part /= total.reshape(*part.shape[:-1], 1)  # (batch, kv_heads, group * queries, value_dim)
         out[block.batch, block.rows, block.heads] = unstacked(part, group)
 
     scores.walk(step)
@@ -227,7 +230,7 @@ def attention_backward(
     dlse: Array | None = None,
     **options: Any,
 ) -> tuple[Array, Array, Array, Array | None, Array | None, Array | None]:
-    """Return the gradients of q, k, v, bias, alibi and sinks; dlse is that of lse, None for 0."""
+    """Return the gradients of q, k, v, bias, alibi and sinks; a dlse of None counts as 0."""
     chosen = Options(**options)
     dq, dk, dv, dbias, dalibi, dsinks = attend_backward(
         Scores(q, k, v, chosen), dout, out, lse, dlse
@@ -242,13 +245,17 @@ def attention_backward(
 def attend_backward(
     scores: Scores, dout: Array, out: Array, lse: Array, dlse: Array | None
 ) -> tuple[Array, Array, Array, Array | None, Array | None, Array | None]:
-    """Recompute the scores and return the gradients of q, k, v, bias, alibi by batch, and sinks."""
+    """Return the gradients of q, k, v, bias, alibi (for each batch) and sinks.
+
+    The scores are recomputed.
+    """
     q, k, v, group, sinks = scores.q, scores.k, scores.v, scores.group, scores.sinks
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
     dbias = None if scores.bias is None else np.zeros_like(scores.bias, dtype=q.dtype)
     by_head = (scores.batch, scores.heads, 1, 1)
     dalibi = None if scores.alibi is None else np.zeros(by_head, q.dtype, like=q)
-    # A single key has p = 1 whatever its score, unless lse is also that of other keys: see below.
+    # With a single key p is 1 and ds is 0, whatever its score.  (If lse also covers keys of other
+    # calls, as in ring attention, p is below 1: step() looks at each p.)
     alone = scores.keys == 1 and sinks is None and dlse is None
     delta = np.einsum("bqhd,bqhd->bhq", dout, out)  # rowsum(p * dp), subtracted in ds below
     delta = delta if dlse is None else delta - dlse
@@ -261,24 +268,25 @@ def attend_backward(
         """Write dq of the block's queries, and add to the other gradients."""
         rows = (block.batch, block.heads, block.rows)
         keys = (block.batch, block.keys, block.kv_heads)
-        rows_of_q, p, tanh = scores.logits(block)
-        p_by_head = scores.by_head(p, block)
+        rows_of_q, p, tanh = scores.logits(block)  # (batch, kv_heads, group * queries, keys)
+        p_by_head = scores.by_head(p, block)  # (batch, kv_heads, group, queries, keys)
         shape = (*p_by_head.shape[:-1], 1)
         p_by_head -= lse[rows].reshape(shape)
         np.exp(p, out=p)
         rows_of_dout = stacked(dout, block, group)
-        ds = scores.by_keys(rows_of_dout, v[keys])
+        ds = scores.by_keys(rows_of_dout, v[keys])  # (batch, kv_heads, group * queries, keys)
         ds_by_head = scores.by_head(ds, block)
         weights = p
         if scores.dropout:
             kept = scores.kept(block) * q.dtype.type(1 / (1 - scores.dropout))
+            # (batch, kv_heads, group * queries, keys)
             weights = (p_by_head * kept).reshape(p.shape)
             ds_by_head *= kept
         dv[keys] += for_keys(weights, rows_of_dout, scores.width)
         ds_by_head -= delta[rows].reshape(shape)
         ds *= p
         if alone:
-            ds *= np.abs(p - 1) > ROUNDED * np.finfo(p.dtype).eps
+            ds *= np.abs(p - 1) > ROUNDED * np.finfo(p.dtype).eps  # 0 where p is 1 but for rounding
         if dbias is not None:
             scores.add_sum(dbias, ds_by_head, block)
         if dalibi is not None:
@@ -290,15 +298,17 @@ def attend_backward(
         dq[block.batch, block.rows, block.heads] = unstacked(part, group)
         dk[keys] += for_keys(ds, rows_of_q, scores.width)
 
-    scores.walk(step, in_order=True, serial=dbias is not None)  # blocks may share a bias
+    # blocks that share elements of bias must not add to dbias at the same time: serial
+    scores.walk(step, in_order=True, serial=dbias is not None)
     dalibi = None if dalibi is None else dalibi[:, :, 0, 0]
     return dq, dk, dv, dbias, dalibi, dsinks
 
 
 attention_forward.require(check_options)
 attention_forward.require(warn_of_heads_first)
-# k and v may be the first tokens of a cache, or columns of the product that made q, k and v
+# strided: k and v may be the first tokens of a cache, or columns of a joint projection of q, k, v
 attention_forward.kernel(launch_attention, strided=("k", "v"))
 attention_backward.require(check_options)
 attention_backward.kernel(launch_backward, strided=("k", "v"))
-attention_backward.facts["operations"] = lambda a: operations(a) * 5 // 2  # 5 products, forward 2
+# five matrix products; forward has two
+attention_backward.facts["operations"] = lambda a: operations(a) * 5 // 2

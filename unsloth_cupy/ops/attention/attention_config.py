@@ -30,25 +30,26 @@ class AttentionConfig:
     """Upper limits of the tiles of the forward pass, and of the threads of a block.
 
     Without a config, attention uses the best tiles of its table for the GPU, the head dim and the
-    options of a call.  A config is for measuring others: of the tiles in the table, each halved
-    until it is within the limits, the best of those with most queries.  A smaller ``tile`` takes
-    less shared memory, unless the GPU has no room for the larger one; ``explain`` shows how much.
+    options of a call.  A config is for measuring other tiles: each entry of the table is halved
+    until it is within the limits, and attention uses the best entry with the most queries.  A
+    smaller ``tile`` takes less shared memory, unless the GPU has no room for the larger one;
+    ``explain`` shows how much.
 
     Parameters
     ----------
     tile : int
-        Queries of a block, and keys that it reads at a time: at most so many of each, 16 or more.
+        Maximum number of queries of a block, and of keys that it reads at a time; 16 or more.
     block : int
-        Threads of a block at most, 32 or more.
+        Maximum number of threads of a block; 32 or more.
     head_dim : int
         Columns of a head, 1 or more: the default of ``resolve`` and ``shared_memory_bytes``.
     warpgroups : bool
         On Hopper, run attention_forward_sm90.cu and attention_backward_sm90.cu for the calls that
-        they support, as without a config; tile and block then concern only the other calls.
+        they support, as without a config; tile and block then apply only to other calls.
     one_pass : bool or None
         With warpgroups, whether a single launch computes dq, dk and dv where it can: head dims up
-        to 128, and no mask, block mask, bias, ALiBi slopes or soft cap.  None: from head dim 65 on,
-        where it is faster.
+        to 128, and no mask, block mask, bias, ALiBi slopes or soft cap.  None: only from head dim
+        65 on, where it is faster.
 
     Raises
     ------
@@ -75,15 +76,15 @@ class AttentionConfig:
 
     @classmethod
     def for_rtx_5080(cls) -> "AttentionConfig":
-        """Return a config for an RTX 5080, 99 KB of shared memory per block: one block in it."""
+        """Return a config for an RTX 5080: one block fills its 99 KB of shared memory."""
         return cls(tile=128, block=256)
 
     @classmethod
     def for_rtx_3090_ti(cls) -> "AttentionConfig":
-        """Return a config for an RTX 3090 Ti, of as much memory: two blocks in it, and more.
+        """Return a config for an RTX 3090 Ti: two or more blocks share its 99 KB of shared memory.
 
-        They hide each other's loads, of which fewer find their data in its L2 cache: 6 MB, where an
-        RTX 5080 has 64.
+        They hide each other's loads, more of which go to memory than on an RTX 5080: its L2 cache
+        has 6 MB, that of an RTX 5080 has 64 MB.
         """
         return cls(tile=64, block=128)
 
@@ -95,7 +96,7 @@ class AttentionConfig:
     rtx_5080_preset, rtx_3090ti_preset = for_rtx_5080, for_rtx_3090_ti
 
     def with_tile_size(self, tile: int) -> "AttentionConfig":
-        """Return this config with another upper limit of queries and of keys."""
+        """Return this config with another upper limit for queries and keys."""
         return replace(self, tile=tile)
 
     def shared_memory_bytes(self, dtype: Any = "float32") -> int:
@@ -131,8 +132,8 @@ class AttentionConfig:
             float16, bfloat16 or float32.
         options : int
             The options for which the tiles must leave registers: 0 for causal and key lengths, 1
-            also for those that hide scores, such as a window or a mask, 2 also for those that
-            change them, such as a softcap.
+            also for options that hide scores, such as a window or a mask, 2 also for options that
+            change scores, such as a softcap.
 
         Returns
         -------
@@ -181,7 +182,7 @@ class AttentionConfig:
         Gradients of attention use the config of the forward pass, wherever the backward pass runs:
         on a tape, in torch's own threads, and in functions that JAX has traced in the block.  (A
         graph of ``torch.compile`` does not hold it: its backward pass uses that of its thread.)
-        Of nested blocks, which may end in any order, the one that began last counts.
+        Of nested blocks, which may end in any order, the one that was entered last applies.
         """
         own = Start(self.tile, self.block, self.warpgroups, self.one_pass)
         choices.set((*choices.get(), own))

@@ -39,9 +39,9 @@ def attention_paged(
 ) -> Array:
     """Return attention over the first ``lengths[b]`` keys of the pages of each sequence.
 
-    Result and options are those of attention on the keys in order, with ``key_lengths=lengths``.
-    The last query of a sequence has the position of its last key, unless ``query_start`` sets the
-    position of the first query.
+    It is the same as ``attention`` over the keys in order, with ``key_lengths=lengths``.  The last
+    query of a sequence has the position of its last key, unless ``query_start`` sets the position
+    of the first query.
 
     Parameters
     ----------
@@ -52,16 +52,16 @@ def attention_paged(
     page_table : (batch, max_pages) int
         The pages of each sequence, in order; entries past its length are not read.
     lengths : (batch,) int
-        Number of tokens of each sequence, including those of the queries.
+        Number of tokens of each sequence, the tokens of the queries included.
     causal, window, scale, softcap, alibi, sinks, query_start, dropout, seed
-        As in attention; causal is True here.
+        As in attention, but causal is True by default.
     mask, bias : up to 4 axes that broadcast to (batch, heads, queries, keys), optional
         As in attention, for ``keys = max_pages * page``; elements past a length are not read.
     block_mask : bool (batch or 1, heads or 1, queries / 128, keys / 128), rounded up, optional
-        As in attention: if a tile is False for all heads of a group, its pages are not read.
+        As in attention.  If a tile is False for all heads of a group, its pages are not read.
     scales : (2, pages, page, kv_heads) float32, optional
-        For int8 k_pages and v_pages: the factors of the codes of keys, and of values, one per token
-        and head.
+        For int8 k_pages and v_pages: the factors of their codes, first for keys, then for values;
+        one for each token and head.
 
     Returns
     -------
@@ -134,7 +134,7 @@ def attention_paged_forward(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> tuple[Array, Array]:
-    """Return out as attention_paged does, and the natural log of each row's sum of exp(score)."""
+    """Return the out of ``attention_paged``, and ``lse = log(sum(exp(score)))`` of each row."""
     arrays = mask, bias, alibi, sinks, None, query_start, block_mask
     options = Options(*arrays, causal, window, scale, softcap, dropout, seed)
     return attend_pages(q, k_pages, v_pages, page_table, lengths, options)

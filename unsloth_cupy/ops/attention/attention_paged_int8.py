@@ -42,10 +42,10 @@ def attention_paged_int8_forward(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> tuple[Array, Array]:
-    """Return out and lse as attention_paged_forward does, for keys and values times their scales.
+    """Return out and lse of attention_paged_forward, for keys and values times their scales.
 
-    Its kernel is that for few queries.  There is none for head dims that are not multiples of 16,
-    nor for float32 with head dims above 128 and mask, bias or dropout.
+    The kernel for few queries runs all calls, except head dims that are not multiples of 16, and
+    float32 with head dims above 128 and a mask, bias or dropout.
     """
     arrays = mask, bias, alibi, sinks, None, query_start, None
     options = Options(*arrays, causal, window, scale, softcap, dropout, seed)

@@ -1,8 +1,8 @@
 """Attention of packed sequences: there is no padding, and no sequence sees another.
 
-sequence i has the queries q_offsets[i] .. q_offsets[i + 1] - 1, and the same for k_offsets and keys
+sequence i has the queries q_offsets[i] .. q_offsets[i + 1] - 1, and its keys likewise by k_offsets
 
-The result for each sequence is that of one attention call, whose batch index is its number.
+The result for each sequence equals one attention call, in which its number is the batch index.
 """
 
 from typing import Any
@@ -65,15 +65,14 @@ def attention_varlen(
     q_offsets, k_offsets : (sequences + 1,) int
         Index of the first token of each sequence, then the number of tokens.
     max_queries, max_keys : int, optional
-        The length of the longest sequence, or more.  By default the size that mask, bias or
-        block_mask have, or on a GPU, where offsets are not read, the number of all tokens.
+        The length of the longest sequence, or more.  By default the size of the axis in mask, bias
+        or block_mask or, on a GPU, where the host does not read offsets, the number of all tokens.
     causal, window, scale, softcap, alibi, sinks, dropout, seed
-        As in attention, with positions counted inside a sequence; alibi may be
-        (sequences, heads).  Dropout drops the same pairs as in a padded batch of the sequences.
+        As in attention, with positions that begin at 0 in each sequence; alibi may be (sequences,
+        heads).  Dropout drops the same pairs as in a padded batch of the sequences.
     mask, bias : up to 4 axes that broadcast to (sequences, heads, max_queries, max_keys), optional
-        As in attention on the sequences as a batch that is padded at the end, with their numbers of
-        keys as key_lengths: query i of a sequence reads row i.  Elements past the tokens of a
-        sequence are not read; their gradient is 0.
+        As in attention of a batch of the sequences, padded at the end: query i of a sequence reads
+        row i.  Elements past the tokens of a sequence are not read; their gradient is 0.
     block_mask : bool (sequences or 1, heads or 1, max_queries / 128, max_keys / 128), optional
         As in attention, rounded up: tiles of 128 queries by 128 keys of a sequence.
 
@@ -85,7 +84,7 @@ def attention_varlen(
     Raises
     ------
     ShapeError, DTypeError
-        The arrays do not fit each other, max_queries or max_keys; the message shows the call.
+        The arrays do not fit each other, max_queries or max_keys; the message shows the whole call.
     RangeError
         Offsets do not rise from 0 to the number of tokens, or a sequence is longer than
         max_queries or max_keys.
@@ -137,7 +136,7 @@ def attention_varlen_forward(
     dropout: float = 0.0,
     seed: int | None = None,
 ) -> tuple[Array, Array]:
-    """Return out as attention_varlen does, and the natural log of each row's sum of exp(score)."""
+    """Return the out of ``attention_varlen``, and ``lse = log(sum(exp(score)))`` of each row."""
     arrays = mask, bias, alibi, sinks, None, None, block_mask
     options = Options(*arrays, causal, window, scale, softcap, dropout, seed)
     sizes = longest(options, max_queries, max_keys)
@@ -178,7 +177,7 @@ def _launch_padded(
     max_keys: int | None,
     **optional: Any,
 ) -> tuple[Array, Array]:
-    """Return out and lse of sequences padded at the end, by the kernel that has a fixed order."""
+    """Return out and lse by the kernel with a fixed order, on sequences padded at the end."""
     rows, keys = Padded(q_offsets, max_queries, len(q)), Padded(k_offsets, max_keys, len(k))
     optional |= {"key_lengths": keys.lengths, "query_start": keys.lengths - rows.lengths}
     padded = rows.take(q, 0), keys.take(k, 0), keys.take(v, 0)
@@ -206,7 +205,7 @@ def attention_varlen_backward(
     max_keys: int | None = None,
     **more: Any,
 ) -> tuple[Array, Array, Array, None, None, Array | None, Array | None, Array | None]:
-    """Return the gradients of q, k, v, alibi, sinks and bias; dlse is that of lse, None for 0."""
+    """Return the gradients of q, k, v, alibi, sinks and bias; a dlse of None counts as 0."""
     options = Options(**more)
     alibi, sinks, bias = options.alibi, options.sinks, options.bias
     sizes = longest(options, max_queries, max_keys)
@@ -218,6 +217,7 @@ def attention_varlen_backward(
         sides_of("attention_varlen_backward", q, k, q_offsets, k_offsets, *sizes)
     ):
         scores = _scores(number, rows, keys, q, k, v, options)
+        # (batch, heads, queries); inf: padding has p = 0
         lse_part = rows.take(lse.T, np.inf).transpose(0, 2, 1)
         dlse_part = None if dlse is None else rows.take(dlse.T, 0).transpose(0, 2, 1)
         parts = attend_backward(scores, rows.take(dout, 0), rows.take(out, 0), lse_part, dlse_part)
@@ -258,7 +258,7 @@ def _launch_backward(
 def _scores(
     number: int, rows: Any, keys: Any, q: Array, k: Array, v: Array, options: Options
 ) -> Scores:
-    """Return the scores of one sequence, or of all where rows and keys are padded."""
+    """Return the scores of one sequence, or of all sequences if rows and keys are ``Padded``."""
     arrays, alibi = (rows.take(q, 0), keys.take(k, 0), keys.take(v, 0)), options.alibi
     options = options._replace(
         mask=share_of(options.mask, number, rows, keys),

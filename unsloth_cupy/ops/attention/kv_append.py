@@ -2,7 +2,7 @@
 
 keys[b, slot(start + i)] = k[b, i]                                  and the same for values
 
-slot(p) = p for p < sinks: these tokens stay in the cache.  Of the others the most recent stay, in
+slot(p) = p for p < sinks: these tokens stay in the cache.  Of later tokens the most recent stay, in
 a ring buffer: slot(p) = sinks + (p - sinks) % (slots - sinks)
 
 A token without a slot is dropped; the caches that call these ops raise an error before that.
@@ -43,22 +43,23 @@ def kv_append_(
     start: int = 0,
     sinks: int = 0,
 ) -> tuple[Array, Array]:
-    """Write k and v into keys and values; their first token has position start, or starts[b]."""
+    """Write k and v into keys and values; their first token has position start or starts[b]."""
     tokens, slots = k.shape[1], keys.shape[1]
     if starts is None and 0 <= start <= start + tokens <= slots:
         keys[:, start : start + tokens], values[:, start : start + tokens] = k, v
         return keys, values
     if not k.size:
         return keys, values
-    # which new token each slot takes: the last of those that map to it
+    # the new token that each slot stores: the last one that maps to it
     first: Any = start if starts is None else starts[:, None].astype(np.int64)
     stop, slot = first + tokens, np.arange(slots, like=keys)
     last = stop - 1 - (stop - 1 - slot) % max(slots - sinks, 1)
     token = np.where(slot < sinks, slot, last) - first
     new = (token >= 0) & (token < tokens) & ((slot < sinks) | (last >= sinks))
+    # (batch, slots, 1, 1)
     token = np.broadcast_to(np.where(new, token, 0), keys.shape[:2])[..., None, None]
     for stored, new_tokens in ((keys, k), (values, v)):
-        written = new[..., None, None]
+        written = new[..., None, None]  # (batch or 1, slots, 1, 1)
         stored[...] = np.where(written, np.take_along_axis(new_tokens, token, axis=1), stored)
     return keys, values
 
@@ -92,11 +93,11 @@ def _launch(
 def kv_append_paged_(
     k: Array, v: Array, k_pages: Array, v_pages: Array, page_table: Array, starts: Array
 ) -> tuple[Array, Array]:
-    """Write k and v, from position starts[b] on, into pages that no other row uses."""
+    """Write k and v, from position starts[b] on, into pages that no other sequence uses."""
     pages, page = k_pages.shape[:2]
     if not (k.size and k_pages.size and page_table.size):
         return k_pages, v_pages
-    position = starts[:, None].astype(np.int64) + np.arange(k.shape[1], like=k)
+    position = starts[:, None].astype(np.int64) + np.arange(k.shape[1], like=k)  # (batch, tokens)
     index = position // page
     valid = (position >= 0) & (index < page_table.shape[1])
     number = np.take_along_axis(page_table, np.where(valid, index, 0), axis=1)
@@ -136,7 +137,7 @@ def cache_numbers(
     sinks: int = 0,
     row_pages: int = 0,
 ) -> dict[str, int]:
-    """Return the struct Cache of kv_cache.cuh for k of this shape and the strides of k and v."""
+    """Return the struct Cache of kv_cache.cuh, for the shape of k and the strides of k and v."""
     (batch, tokens, kv_heads, _), (pages, slots) = shape, keys.shape[:2]
     numbers = {"start": start, "count": batch * tokens, "tokens": tokens, "kv_heads": kv_heads}
     numbers |= {"pages": pages, "slots": slots, "sinks": sinks, "row_pages": row_pages}
@@ -145,6 +146,6 @@ def cache_numbers(
 
 @cache
 def _constants(dtype: Any, starts: Any, table: Any, row: int, lanes: int) -> Constants:
-    """Return the constants of kv_append.cu; only 128 threads, as decoding appends few rows."""
+    """Return the constants of kv_append.cu: only 128 threads, because decoding appends few rows."""
     table = np.dtype("int32") if table is None else table
     return Constants(T=dtype, P=starts, G=table, ROW=row, LANES=lanes, THREADS=128)

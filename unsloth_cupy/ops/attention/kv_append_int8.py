@@ -2,8 +2,8 @@
 
 codes = round(k * (127 / absmax))        scale = absmax / 127        absmax = max |k[b, i, h]|
 
-Each token and head has its own scale, so that codes in the cache never change.  Without pages, the
-slots, including the ring buffer of a window, are those of ``kv_append_``.
+Each token and head has its own scale, so that codes in the cache never change.  Without pages,
+tokens have the same slots as in ``kv_append_``, the ring buffer of a window included.
 """
 
 import math
@@ -23,7 +23,7 @@ from ..common.no_kernel import no_kernel
 from ..common.strides import token_strides
 from .kv_append import NEW, cache_numbers, kv_append_, kv_append_paged_
 
-THREADS = 128
+THREADS = 128  # of a block: few, because decoding appends few rows
 
 
 @op(
@@ -46,10 +46,10 @@ def kv_append_int8_(
     start: int = 0,
     sinks: int = 0,
 ) -> Array:
-    """Write the codes and scales of k and v; their first token has position start, or starts[b].
+    """Write the codes and scales of k and v; their first token has position start or starts[b].
 
-    Without a page_table, the axis ``pages`` is the batch and ``page`` the slots of each row.  With
-    a page_table, sinks is not used.
+    Without a page_table, the axis ``pages`` is the batch, and ``page`` the slots of each sequence.
+    With a page_table, sinks is not used.
     """
     wide = np.promote_types(k.dtype, np.float32)
     both = [quantized(array.astype(wide))[:2] for array in (k, v)]
@@ -66,7 +66,7 @@ def kv_append_int8_(
 
 @kv_append_int8_.require
 def _check(call: str, k: Array, keys: Array, page_table: Array | None) -> None:
-    """Raise ShapeError where, without a page_table, keys and k have different batches."""
+    """Raise ShapeError if, without a page_table, keys and k have different batches."""
     if page_table is None and keys.shape[0] != k.shape[0]:
         problem = f"{call}: keys have {keys.shape[0]} rows and k has {k.shape[0]}"
         expected, actual = k.shape[0], keys.shape[0]
@@ -106,7 +106,7 @@ def _launch(
 
 @cache
 def _constants(dtypes: tuple[Any, ...], dim: int, lanes: int, paged: bool) -> Constants:
-    """Return the constants of kv_append_int8.cu; only 128 threads, as decoding appends few rows."""
+    """Return the constants of kv_append_int8.cu: a head has a thread per access, at most a warp."""
     threads = min(32, 1 << (-(-dim // lanes) - 1).bit_length())
     k, starts, table = dtypes
     return Constants(

@@ -1,4 +1,4 @@
-"""Attention over latent rows: one row of a token is the key of all heads, its beginning the value.
+"""Attention over latent rows: the row of a token is the key of all heads, its start the value.
 
 out = softmax(scale * q @ rows.T) @ rows[:, : rank]
 
@@ -24,7 +24,7 @@ from ._options import Options
 from ._scores import Scores
 from .attention import attend
 
-LARGEST = float(np.finfo(np.float32).max)  # kernels and the definition hold scale as float32
+LARGEST = float(np.finfo(np.float32).max)  # of scale, which is a float32 in kernels
 
 
 def latent_attention(
@@ -50,14 +50,14 @@ def latent_attention(
     latents : (batch, keys, dim) float, or (pages, page, dim) with page_table
         A row for each token: the vector of keys and values, then the rotated part of the key.
     lengths : (batch,) int
-        The number of rows of each sequence; later rows do not exist, whatever their bytes hold.
+        The number of rows of each sequence; later rows are ignored, whatever they hold.
     page_table : (batch, max_pages) int, optional
-        The pages of each sequence, in order; entries after its last page may be anything.
+        The pages of each sequence, in order; entries after its last page are not read.
     rank : int
-        The first numbers of a row are its value: 1 .. dim.
+        How many of the first numbers of a row are its value: 1 .. dim.
     scale : float
-        Factor of the scores, above 0.  It has no default: that of a model is 1 / sqrt of the length
-        of its heads before the product, not of a row.
+        Factor of the scores, above 0.  It has no default: a model uses 1 / sqrt of its head dim
+        before keys are projected to latents, not of the length of a row.
     causal : bool
         A query sees no row after its own position.
     mask : bool, up to 4 axes that broadcast to (batch, heads, queries, keys), optional
@@ -124,10 +124,10 @@ def latent_attention_forward(
     scale: float,
     causal: bool = True,
 ) -> tuple[Array, Array]:
-    """Return out as latent_attention does, and the natural log of each row's sum of exp(score)."""
+    """Return the out of ``latent_attention``, and ``lse = log(sum(exp(score)))`` of each row."""
     wide = np.promote_types(q.dtype, np.float32) if q.dtype.kind == "f" else np.dtype(np.float32)
     page = latents.shape[1]
-    if type(q) is np.ndarray:  # reading lengths would stall a device
+    if type(q) is np.ndarray:  # the host does not wait for lengths of a device
         _check_range(page_table, lengths, latents.shape)
         most = int(lengths.max(initial=0))
         if page_table is not None:
@@ -139,9 +139,9 @@ def latent_attention_forward(
         count = page_table.shape[1]
         used = np.arange(count, like=q) * page < lengths[:, None]
         rows = latents[np.where(used, page_table, 0)] if len(latents) else latents[:0]
-        rows = rows.reshape(len(q), count * page, latents.shape[2])
+        rows = rows.reshape(len(q), count * page, latents.shape[2])  # (batch, keys, dim)
     keys = rows.shape[1]
-    k = rows.astype(wide)[:, :, None]
+    k = rows.astype(wide)[:, :, None]  # (batch, keys, 1, dim)
     if mask is not None and mask.ndim and mask.shape[-1] != 1:
         mask = mask[..., :keys]
     options = Options(mask=mask, key_lengths=lengths, causal=causal, scale=scale)
@@ -174,7 +174,7 @@ def _check(
     rank: int,
     scale: float,
 ) -> None:
-    """Raise ConfigError for invalid options, ShapeError where arrays are for other sequences."""
+    """Raise ConfigError for invalid options, ShapeError if arrays have other sequences or keys."""
     dim, (pages, page) = q.shape[3], latents.shape[:2]
     if not is_integer(rank, 1) or rank > dim:
         cure = f"pass how many of a row's {dim} numbers are its value"
@@ -193,7 +193,7 @@ def _check(
 
 
 def _check_range(page_table: Array | None, lengths: Array, shape: tuple[int, ...]) -> None:
-    """Raise RangeError where lengths, or page numbers within them, are outside the rows."""
+    """Raise RangeError if lengths, or page numbers within them, are outside the rows."""
     pages, page = shape[:2]
     room = page if page_table is None else page_table.shape[1] * page
     if lengths.size and not 0 <= lengths.min() <= lengths.max() <= room:

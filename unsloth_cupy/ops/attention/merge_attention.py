@@ -73,9 +73,10 @@ def merge_attention_backward(
 
     def one(part: Array, part_lse: Array) -> tuple[Array, Array]:
         """Return the gradients of one out and its lse."""
-        weight = _weight(part_lse, lse)
+        weight = _weight(part_lse, lse)  # (batch, queries, heads, 1)
         row_sum = (dout * (part - out)).sum(axis=-1, keepdims=True)
         row_sum = row_sum if dlse is None else row_sum + _by_query(dlse)
+        # lse: (batch, heads, queries)
         return weight * dout, (weight * row_sum)[..., 0].transpose(0, 2, 1)
 
     return *one(out_a, lse_a), *one(out_b, lse_b)

@@ -1,7 +1,7 @@
-"""Rotary position embedding, and the new keys and values into a KV cache, in one launch.
+"""Rotary position embedding of queries and keys, and an append to a KV cache, in one launch.
 
 turned_q, turned_k = rope_qk(q, k, cos, sin, positions)
-keys[b, slot(starts[b] + i)] = turned_k[b, i]               and v to values: see kv_append
+keys[b, slot(starts[b] + i)] = turned_k[b, i]               and values from v; slot: see kv_append
 """
 
 import math
@@ -45,7 +45,7 @@ def rope_append_(
     *,
     sinks: int = 0,
 ) -> tuple[Array, Array, Array]:
-    """Return the rotated q; write the rotated k, and v, into keys and values from starts[b] on."""
+    """Return the rotated q; write the rotated k and v into keys and values from starts[b] on."""
     turned_q, turned_k = rope_qk(q, k, cos, sin, positions)
     kv_append_(turned_k, v, keys, values, starts, sinks=sinks)
     return turned_q, keys, values
@@ -97,10 +97,10 @@ rope_append_.require(check_tables)
 def _constants(
     dtypes: tuple[Any, Any, Any], starts: Any, token: tuple[int, int, int, int], lanes: int
 ) -> Constants:
-    """Return the constants of rope_append.cu: those of rope.cu, and the dtype of starts."""
+    """Return the constants of rope_append.cu: most of rope.cu, and the dtype of starts."""
     chosen = rope_constants(dtypes, token, lanes, False, False, False, False)
     fixed = {name: value for name, value in chosen.items() if name not in UNUSED}
     return Constants(**fixed, P=starts)
 
 
-UNUSED = ("INVERSE", "IN_PLACE", "ANGLES")
+UNUSED = ("INVERSE", "IN_PLACE", "ANGLES")  # constants of rope.cu that rope_append.cu does not have

@@ -1,4 +1,4 @@
-"""Packed sequences for definitions: one at a time or, where offsets are not read, all padded."""
+"""Packed sequences for NumPy definitions: one at a time or, on a device, all in a padded batch."""
 
 import itertools
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from ._options import TILE, Options
 
 
 class Sequence(NamedTuple):
-    """The tokens of one sequence, as a batch of one."""
+    """The tokens of one packed sequence, as a batch of one."""
 
     start: int
     stop: int
@@ -25,23 +25,24 @@ class Sequence(NamedTuple):
         return self.stop - self.start
 
     def take(self, array: Array, fill: float) -> Array:
-        """Return these tokens of a packed array."""
+        """Return the sequence's tokens of a packed array: (1, size, ...)."""
         return array[None, self.start : self.stop]
 
     def give(self, array: Array, part: Array) -> None:
-        """Write these tokens into a packed array."""
+        """Write the sequence's tokens, (1, size, ...), into a packed array."""
         array[self.start : self.stop] = part[0]
 
 
 class Padded:
-    """The tokens of all sequences, as a batch whose short sequences are padded."""
+    """The tokens of all packed sequences, as a batch that is padded at the end."""
 
     def __init__(self, offsets: Array, longest: int | None, tokens: int) -> None:
         self.lengths = offsets[1:] - offsets[:-1]
         self.size = tokens if longest is None else min(longest, tokens)
         position = np.arange(self.size, like=offsets)
-        self.real = position < self.lengths[:, None]
-        self.token = np.minimum(offsets[:-1, None] + position, tokens - 1)
+        self.real = position < self.lengths[:, None]  # (sequences, size): not padding
+        self.token = np.minimum(offsets[:-1, None] + position, tokens - 1)  # (sequences, size)
+        # for each packed token, its sequence and its position there
         token = np.arange(tokens, like=offsets)
         self.sequence = np.searchsorted(offsets[1:], token, side="right")
         self.position = token - offsets[self.sequence]
@@ -53,7 +54,7 @@ class Padded:
         return padded.astype(array.dtype, copy=False)  # CuPy's where widens bfloat16
 
     def give(self, array: Array, part: Array) -> None:
-        """Write (sequences, longest, ...) into a packed array."""
+        """Write (sequences, longest, ...), without its padding, into a packed array."""
         array[:] = part[self.sequence, self.position]
 
 
@@ -66,8 +67,8 @@ def sides_of(
     max_queries: int | None,
     max_keys: int | None,
 ) -> Iterator[tuple[Any, Any]]:
-    """Yield the queries and the keys of each sequence; on a device, of all in one padded batch."""
-    if type(q_offsets) is not np.ndarray:  # reading offsets would stall a device
+    """Yield the queries and keys of each ``Sequence``; on a device, ``Padded`` ones of all."""
+    if type(q_offsets) is not np.ndarray:  # the host does not wait for offsets of a device
         yield (
             Padded(q_offsets, max_queries, q.shape[0]),
             Padded(k_offsets, max_keys, k.shape[0]),
@@ -88,7 +89,7 @@ def sides_of(
 
 
 def longest(options: Options, max_queries: int | None, max_keys: int | None) -> list[int | None]:
-    """Return the upper limits of queries and of keys per sequence; None for no limit."""
+    """Return the most queries and the most keys of a sequence; None if no array has a limit."""
     arrays = options.mask, options.bias, options.block_mask
     both: list[int | None] = []
     for axis, most in ((-2, max_queries), (-1, max_keys)):
@@ -100,7 +101,7 @@ def longest(options: Options, max_queries: int | None, max_keys: int | None) -> 
 def check_longest(
     call: str, mask: Any, bias: Any, block_mask: Any, max_queries: int | None, max_keys: int | None
 ) -> None:
-    """Raise ShapeError where mask, bias or block_mask does not fit max_queries or max_keys."""
+    """Raise ShapeError if mask, bias or block_mask does not fit max_queries or max_keys."""
     for axis, name, most in ((-2, "max_queries", max_queries), (-1, "max_keys", max_keys)):
         for array_name, array, tile in _sized_by(axis, mask, bias, block_mask):
             size = array.shape[axis]
@@ -112,14 +113,21 @@ def check_longest(
 
 
 def _sized_by(axis: int, mask: Any, bias: Any, block_mask: Any) -> Iterator[tuple[str, Any, int]]:
-    """Yield name, array and tile size of the arrays that do not broadcast along an axis."""
+    """Yield name, array and tile size of the arrays that do not broadcast along an axis.
+
+    block_mask has an element for each tile of TILE rows, also if it has only one.
+    """
     for name, array, tile in ("mask", mask, 1), ("bias", bias, 1), ("block_mask", block_mask, TILE):
         if array is not None and array.ndim >= -axis and (tile > 1 or array.shape[axis] != 1):
             yield name, array, tile
 
 
 def share_of(array: Any, number: int, rows: Any, keys: Any, tile: int = 1) -> Any:
-    """Return a sequence's part of an array for a padded batch; the whole batch if padded."""
+    """Return the part of a mask or bias that belongs to a sequence; with padding, to all.
+
+    The array has axes (sequences, heads, max_queries, max_keys), some of which may be absent or 1;
+    ``tile`` counts rows and keys for each of its elements.
+    """
     if array is None:
         return None
     array = four_axes(array)

@@ -338,7 +338,9 @@ def test_wrong_calls_of_dora_and_of_merging() -> None:
     with pytest.raises(DTypeError, match=r"^lora_linear: magnitude is not an array but str"):
         uc.lora_linear(x, weight, a, b, magnitude="x")
     for layers in (None, [weight], weight):
-        with pytest.raises(ConfigError, match=r"lora_linears: pass LoraLayer\(weight, a, b"):
+        with pytest.raises(
+            ConfigError, match=r"lora_linears: pass a list of LoraLayer\(weight, a, b"
+        ):
             uc.lora_linears(x, layers)
 
 

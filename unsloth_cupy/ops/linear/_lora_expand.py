@@ -1,4 +1,4 @@
-"""The products of adapters' low ranks, added to results in place: y += scale * low b^T."""
+"""The second product of adapters, added to the outputs in place: y += scale * low b^T."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -14,10 +14,10 @@ from ..common.strides import pitch_of, spanned
 from ..elements.cast import in_dtype
 from .linear import flat
 
-PARTS = 3  # results of one launch
-MOST = 192  # of a rank: tiles of higher ones do not fit into the shared memory of all GPUs
-COLUMNS, THREADS = 128, 128  # of y that a block has; of a block
-LANES = 8  # values of y that a lane has side by side
+PARTS = 3  # the most outputs of one launch: q, k and v
+MOST = 192  # the highest rank: tiles of higher ranks do not fit into the shared memory of all GPUs
+COLUMNS, THREADS = 128, 128  # columns of y that a block computes; its threads
+LANES = 8  # neighbouring values of y in one access: 16 bytes of 16-bit values
 
 
 def add_low_ranks(
@@ -42,7 +42,10 @@ def add_low_rank_rows(y: Array, low: Array, a: Array) -> None:
 def _fits(
     ys: Sequence[Any], lows: Sequence[Any], factors: Sequence[Any], ranks: Sequence[int]
 ) -> bool:
-    """Return whether one launch computes all products: in float32, cuBLAS needs no cast."""
+    """Return whether one launch computes all products.
+
+    It does so only for y of 16 bits: in float32, cuBLAS adds the products without a cast.
+    """
     if not (0 < len(ys) <= PARTS and all(0 < rank <= MOST for rank in ranks)):
         return False
     dtype, own = ys[0].dtype, factors[0].dtype
@@ -60,7 +63,7 @@ def _launch(
     ys: Sequence[Any], lows: Sequence[Any], factors: Sequence[Any], scales: Sequence[float],
     by_rank: bool,
 ) -> None:  # fmt: skip
-    """Add the products by the kernel."""
+    """Launch the kernel, which adds the products to each y."""
     lows = [each if pitch_of(each) else contiguous(each) for each in lows]
     factors = [contiguous(each) for each in factors]
     absent = PARTS - len(ys)
@@ -75,7 +78,7 @@ def _launch(
         for n, y, pitch in zip(columns, ys, pitches, strict=True)
     )
     lead, rows = ys[0], ys[0].size // columns[0]
-    rank = -(-max(ranks) // 16) * 16
+    rank = -(-max(ranks) // 16) * 16  # the depth of an mma
     chosen, shared = _constants(lead.dtype, factors[0].dtype, rank, by_rank, vectors)
     many = {
         "columns": columns,
@@ -100,7 +103,7 @@ def _launch(
 def _constants(
     dtype: Any, own: Any, rank: int, by_rank: bool, vectors: bool
 ) -> tuple[Constants, int]:
-    """Return the constants, and the bytes of shared memory: the tiles of low and of the factor."""
+    """Return the constants, and the bytes of shared memory for tiles of low and of the factor."""
 
     def pitch(columns: int) -> int:  # of a row of Tile of common/tile.cuh
         chunks = columns // 8
@@ -112,5 +115,5 @@ def _constants(
 
 
 def _rows(rank: int) -> int:
-    """Return how many rows of y a block has."""
-    return 128 if rank <= 64 else 64
+    """Return how many rows of y a block computes."""
+    return 128 if rank <= 64 else 64  # tiles of higher ranks fill the shared memory

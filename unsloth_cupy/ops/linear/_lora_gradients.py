@@ -1,4 +1,4 @@
-"""The products of dy with adapters' low ranks: up = scale dy b and db = scale dy^T low."""
+"""Gradients of the second product of adapters: up = scale dy b and db = scale dy^T low."""
 
 import itertools
 from collections.abc import Sequence
@@ -16,33 +16,35 @@ from ..elements.cast import in_dtype
 from ._lora_expand import PARTS
 from .linear import flat
 
-RANKS = 16, 32, 64  # at more, the float32 sums of up have more bytes than a second pass over dy
-SUMS = 2**25  # bytes of these sums at most: what exceeds L2 costs traffic, and memory
-SLAB = 512  # bytes of a row of dy that a block owns: 64 registers of a thread at the largest rank
-ROWS, THREADS = 32, 256  # of a tile; of a block
-BLOCKS = 2  # per SM at least, as long as there are enough rows
-GROUPS = 32  # groups of rows at most, so that the sums of db stay a fraction of dy
-SHARED_PITCH = 8  # floats of padding per row of sums: no two rows of a warp share a bank
+# Ranks that one pass over dy supports.  For higher ranks, the float32 sums of up have more bytes
+# than a second pass over dy reads.
+RANKS = 16, 32, 64
+SUMS = 2**25  # the most bytes of these sums, 32 MiB: beyond L2 they cost traffic, and memory
+SLAB = 512  # bytes of a row of dy that a block owns: 64 registers of a thread at the highest rank
+ROWS, THREADS = 32, 256  # rows of a tile; threads of a block
+BLOCKS = 2  # the fewest blocks per SM, if there are enough rows
+GROUPS = 32  # the most groups of rows: the partial sums of db stay a fraction of dy
+SHARED_PITCH = 8  # floats of padding in a row of sums: no two rows of a warp share a bank
 
 
 class Part(NamedTuple):
-    """The products of one layer: up (*rows, rank) is written; without ``wanted`` db is not."""
+    """The two products of one layer."""
 
-    dy: Any
-    b: Any
-    low: Any
+    dy: Any  # (*rows, outputs)
+    b: Any  # (outputs, rank)
+    low: Any  # (*rows, rank)
     scale: float
-    wanted: bool
-    up: Any
+    needs_db: bool
+    up: Any  # (*rows, rank), which is written
 
     @property
     def slabs(self) -> int:
-        """How many slabs of columns dy has."""
+        """The number of slabs of columns in dy."""
         return -(-int(self.b.shape[0]) * int(self.dy.itemsize) // SLAB)
 
     @property
     def sums(self) -> int:
-        """Bytes of the sums of up."""
+        """The bytes of the sums of up: one for each slab, if there are several."""
         rows = self.dy.size // self.b.shape[0]
         slabs = self.slabs
         return slabs * rows * int(self.b.shape[1]) * FLOAT32.itemsize * (slabs > 1)
@@ -52,10 +54,10 @@ class Part(NamedTuple):
         """Whether one launch computes both products."""
         dy, b, low = self.dy, self.b, self.low
         outputs, rank = b.shape
-        if not self.wanted or not 0 < rank <= RANKS[-1] or not dy.size or target_of(dy) is None:
+        if not self.needs_db or not 0 < rank <= RANKS[-1] or not dy.size or target_of(dy) is None:
             return False
         known = {dy.dtype, b.dtype, low.dtype} <= {*KERNEL_DTYPES} and dy.dtype == low.dtype
-        few = max(dy.size // outputs, outputs) * rank < 2**30  # kernels count elements by int
+        few = max(dy.size // outputs, outputs) * rank < 2**30  # kernels count elements in 32 bits
         return known and few and self.sums <= SUMS
 
 
@@ -64,12 +66,12 @@ def rank_gradients(
     bs: Sequence[Array],
     lows: Sequence[Array],
     scales: Sequence[float],
-    wanted: Sequence[bool],
+    needs_db: Sequence[bool],
 ) -> tuple[Array, list[Array | None]]:
-    """Return ``scale * dy @ b`` of all layers side by side, and ``scale * dy.T @ low`` of each.
+    """Return ``scale * dy @ b`` of all layers side by side, and db of each layer.
 
-    dy and low may have several leading axes, and up has those of dy.  The latter has the dtype of
-    b, and is None where it is not ``wanted``.
+    dy and low may have several leading axes, which the first result has too.  ``db = scale * dy.T @
+    low`` has the dtype of b; it is None for a layer whose ``needs_db`` is False.
     """
     ranks = [b.shape[1] for b in bs]
     stops = [*itertools.accumulate(ranks)]
@@ -77,7 +79,7 @@ def rank_gradients(
     ups = [whole]
     if len(bs) > 1:
         ups = [whole[..., stop - rank : stop] for rank, stop in zip(ranks, stops, strict=True)]
-    parts = [*map(Part, dys, bs, lows, scales, wanted, ups)]
+    parts = [*map(Part, dys, bs, lows, scales, needs_db, ups)]
     together = 1 < len(parts) <= PARTS and all(each.fits for each in parts)
     together = together and len({(each.dy.dtype, each.b.dtype) for each in parts}) == 1
     if together and sum(each.sums for each in parts) <= SUMS:
@@ -88,16 +90,16 @@ def rank_gradients(
 
 
 def _products(part: Part) -> Array | None:
-    """Write up by a product, and return db by another."""
-    dy, b, low, scale, wanted, up = part
+    """Write up by one product, and return db from another."""
+    dy, b, low, scale, needs_db, up = part
     gemm(flat(dy), in_dtype(b, dy.dtype), out=flat(up), factor=scale)
-    return gemm(flat(dy).T, flat(low), dtype=b.dtype, factor=scale) if wanted else None
+    return gemm(flat(dy).T, flat(low), dtype=b.dtype, factor=scale) if needs_db else None
 
 
 def _one_pass(parts: Sequence[Part], up: Any) -> Sequence[Array]:
-    """Write each up and return each db, by a launch that reads each dy once, then add its sums.
+    """Write each up and return each db: a launch reads each dy once, another adds partial sums.
 
-    ``up`` holds those of all parts side by side.
+    ``up`` holds the up of all parts side by side.
     """
     dys, lows = (
         [each if pitch_of(each) else contiguous(each) for each in arrays]
@@ -108,6 +110,7 @@ def _one_pass(parts: Sequence[Part], up: Any) -> Sequence[Array]:
     of_parts = [part.slabs for part in parts]
     slabs, rows, width = sum(of_parts), lead.size // outputs[0], sum(ranks)
     tiles = -(-rows // ROWS)
+    # as many groups of rows as give each SM its blocks
     groups = min(tiles, GROUPS, -(-BLOCKS * limits(lead).processors // slabs))
     group_tiles = -(-tiles // groups)
     groups = -(-tiles // group_tiles)
@@ -156,7 +159,7 @@ def _one_pass(parts: Sequence[Part], up: Any) -> Sequence[Array]:
 
 
 def _starts(sizes: Sequence[int]) -> list[int]:
-    """Return where each of several things begins that follow one another."""
+    """Return the starts of consecutive parts of these sizes, the first one at 0."""
     return [stop - size for stop, size in zip(itertools.accumulate(sizes), sizes, strict=True)]
 
 
@@ -166,13 +169,14 @@ def _constants(
 ) -> tuple[Constants, int]:
     """Return the constants, and the bytes of shared memory: b, a ring of two tiles, sums of up.
 
-    ``added``, ``summed``: up, db are sums of several blocks.  ``vectors``: rows of dy can be copied
-    16 bytes at a time.
+    ``added`` and ``summed``: whether up and db are sums over several blocks.  ``vectors``: whether
+    rows of dy can be copied 16 bytes at a time.
     """
     padded, size = next(most for most in RANKS if rank <= most), dtype.itemsize
     pitch = padded * size  # of a row of low, in the layout of Tile of common/tile.cuh
     pitch = pitch if pitch % 128 == 0 else (pitch // 16 | 1) * 16
     stage = ROWS * (SLAB + pitch)
+    # 8 warps: two divide the rows of a tile, RANK / 16 the rank, and so many the columns of a slab
     splits = 4 * 16 // padded
     sums = splits * ROWS * (padded + SHARED_PITCH) * 4
     shared = SLAB // size * pitch + 2 * stage + sums

@@ -1,4 +1,4 @@
-"""A matrix with trained changes, without a copy of it: an embedding table, or an output head.
+"""An embedding table or output head with trained changes, without a copy of the matrix.
 
 y = x W^T    dx = dy W
 W is the matrix with other rows in some places         drows = dy[:, places]^T x
@@ -24,11 +24,11 @@ class ChangedMatrix(Stored, ABC):
     Attributes
     ----------
     matrix : (outputs, inputs) array
-        It is neither changed nor copied.
+        The base, which is neither changed nor copied.
     """
 
     ndim = 2
-    strides = ()  # part of the key of a replay
+    strides = ()  # a part of the key of a replay, which every array must have
     trained = True
     matrix: Any
     home = property(lambda self: self.matrix)
@@ -55,7 +55,7 @@ class ChangedMatrix(Stored, ABC):
     @property
     @abstractmethod
     def gradient_shape(self) -> tuple[int, int]:
-        """The shape of the gradient, which is that of the changes alone."""
+        """The shape of the gradient, which has only the changes."""
 
     @abstractmethod
     def embedded(self, tokens: Array) -> Array:
@@ -71,12 +71,12 @@ class ChangedMatrix(Stored, ABC):
 
 
 class ReplacedRows(ChangedMatrix):
-    """A matrix of which some rows are replaced; its gradient is that of the rows.
+    """A matrix some of whose rows are replaced; its gradient is the gradient of these rows.
 
     Attributes
     ----------
     places : (replaced rows,) int64 array
-        Which rows are replaced, each once.
+        The indices of the replaced rows, each once.
     rows : (replaced rows, inputs) array, in the dtype of matrix
     """
 
@@ -115,7 +115,7 @@ class ReplacedRows(ChangedMatrix):
         """Return the rows of tokens."""
         replaced, number = self._numbers(tokens)
         own, others = self.rows[number], embedding(tokens, self.matrix)
-        kind = np.promote_types(own.dtype, others.dtype)  # of where: CuPy's has no bfloat16
+        kind = np.promote_types(own.dtype, others.dtype)  # CuPy's where widens bfloat16
         rows: Array = np.where(replaced, own, others).astype(kind, copy=False)
         return rows
 
@@ -127,7 +127,10 @@ class ReplacedRows(ChangedMatrix):
         return gradient
 
     def _numbers(self, tokens: Array) -> tuple[Array, Array]:
-        """Return whether each token has a replaced row, and which; else some other."""
+        """Return whether the row of each token is replaced, and its index in ``rows``.
+
+        The index is meaningless, but valid, for other tokens.
+        """
         count = len(self.rows)
         numbers = full_like(self.places, count, shape=(len(self),))
         numbers[self.places] = np.arange(count, like=self.places)
@@ -136,7 +139,7 @@ class ReplacedRows(ChangedMatrix):
 
 
 class AddedLowRank(ChangedMatrix):
-    """A matrix + scale b a; its gradient holds da and db^T side by side.
+    """A matrix + scale b a; its gradient stores da and db^T side by side.
 
     Attributes
     ----------
@@ -172,7 +175,7 @@ class AddedLowRank(ChangedMatrix):
         return self.a.shape[0], self.a.shape[1] + self.b.shape[0]
 
     def parts(self, gradient: Array) -> tuple[Array, Array]:
-        """Return da and db of a gradient."""
+        """Return da and db, parts of a gradient."""
         inputs = self.a.shape[1]
         return gradient[:, :inputs], gradient[:, inputs:].T
 
@@ -205,7 +208,7 @@ _embedding_backward: Any = embedding.backward
 def weight_gradient(
     dy: Array, x: Array, weight: Any, out: Array | None = None, add: bool = False
 ) -> Array:
-    """Return the gradient of a weight, of ``y = x @ weight.T``, or write or add it to out."""
+    """Return the gradient of the weight in ``y = x @ weight.T``; write or add it to out, if any."""
     if not isinstance(weight, ChangedMatrix):
         return gemm(dy.T, x, out=out, add=add)
     result = np.empty_like(x, shape=weight.gradient_shape) if out is None else out

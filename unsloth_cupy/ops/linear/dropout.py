@@ -1,4 +1,4 @@
-"""Dropout of rows that an adapter reads, and noise: by kernels, or as ``philox`` defines them."""
+"""Dropout of the rows that an adapter reads, and uniform noise, both drawn by ``philox``."""
 
 from functools import cache
 from typing import Any
@@ -14,7 +14,7 @@ from ..common import philox
 from .lora_merge import times
 
 THREADS = 256  # of a block
-DRAWN = 2**13  # NumPy: words that are drawn at a time
+DRAWN = 2**13  # random words that NumPy draws at a time
 
 
 def dropped_rows(
@@ -27,9 +27,9 @@ def dropped_rows(
 ) -> Array:
     """Return the rows after dropout, written to out; the same array if dropout is 0.
 
-    ``key`` () int is the seed where a device holds it.  A kernel that reads it there can be part
-    of a CUDA graph, which draws by another seed in each launch.  A row draws by its number, one of
-    ``numbers``, an array of integers: 0, 1, 2 and so on without them.
+    ``key`` () int is a seed on the device, in place of ``seed``.  A kernel that reads it there can
+    be part of a CUDA graph, which then has another seed in each launch.  ``numbers``, an array of
+    integers, has the number by which each row draws; 0, 1, 2 and so on by default.
     """
     if not dropout:
         return rows
@@ -46,7 +46,7 @@ def dropped_rows(
 
 
 def _launch(rows: Any, dropout: float, seed: int | None, key: Any, out: Any, numbers: Any) -> Any:
-    """Launch the kernel."""
+    """Launch the kernel of dropout, and return its result."""
     result = empty(rows.shape, rows.dtype, like=rows) if out is None else out
     columns = rows.shape[1]
     width = lanes(columns, rows, result)
@@ -64,9 +64,9 @@ def _launch(rows: Any, dropout: float, seed: int | None, key: Any, out: Any, num
 def noise(x: Any, size: float, key: Any, sizes: Any = None, numbers: Any = None) -> Any:
     """Return noise of the shape (batch, tokens, columns) and dtype of x, uniform in -size .. size.
 
-    ``key`` () int64 is the seed, in an array: see ``dropped_rows``.  ``sizes`` (tokens,) float32
-    are those of the tokens of each batch, in place of ``size``; ``numbers`` are those
-    of the tokens.
+    ``key`` () int64 is the seed, and ``numbers`` has the numbers of the tokens: see
+    ``dropped_rows``.  ``sizes`` (tokens,) float32 has a size for each token of a row, in place of
+    ``size``.
     """
     _, tokens, columns = x.shape
     result = empty(x.shape, x.dtype, like=x)
@@ -86,7 +86,7 @@ def noise(x: Any, size: float, key: Any, sizes: Any = None, numbers: Any = None)
         stop = min(top + step, len(rows))
         number = _numbers(numbers, top, stop, x)
         drawn = philox.row_words(bits, (0 * number, 0 * number, number), 0, columns)
-        values = drawn.astype(FLOAT32) * FLOAT32.type(2**-31) - FLOAT32.type(1)
+        values = drawn.astype(FLOAT32) * FLOAT32.type(2**-31) - FLOAT32.type(1)  # in -1 .. 1
         token = np.arange(top, stop, like=x) % tokens
         values *= FLOAT32.type(size) if sizes is None else sizes[token, None]
         rows[top:stop] = values
@@ -94,14 +94,14 @@ def noise(x: Any, size: float, key: Any, sizes: Any = None, numbers: Any = None)
 
 
 def _numbers(numbers: Any, start: int, stop: int, like: Any) -> Any:
-    """Return the numbers of the rows start .. stop, of which 32 bits count."""
+    """Return the numbers of the rows start .. stop - 1; philox uses 32 bits of them."""
     if numbers is None:
         return np.arange(start, stop, like=like)
     return numbers.reshape(-1)[start:stop].astype(np.uint32)
 
 
 def _dtype(integers: Any) -> Any:
-    """Return the dtype of an array of integers, and one of them if there is no array."""
+    """Return the dtype of an array of integers; int64 if there is no array."""
     return np.dtype("int64") if integers is None else integers.dtype
 
 

@@ -1,4 +1,4 @@
-"""The embedding of tokens: rows of a table, selected by token.
+"""The embedding of tokens: each token selects a row of a table.
 
 x[t] = weight[tokens[t]]
 """
@@ -71,8 +71,8 @@ def _check(call: str, tokens: Array) -> None:
 def _constants(weight: Any, tokens: Any, hidden: int, lanes: int) -> Constants:
     """Return the constants of embedding.cu.
 
-    One vector per thread, so blocks may be small.  CHUNK is about the square root of how often the
-    most frequent token occurs, so both a chunk and the list of a token's chunks stay short.
+    A thread has one vector, so blocks may be small.  CHUNK is about the square root of how often
+    the most frequent token occurs, so that both a chunk and the list of a token's chunks are short.
     """
     return Constants(T=weight, I=tokens, HIDDEN=hidden, LANES=lanes, THREADS=128, CHUNK=64)
 
@@ -94,7 +94,7 @@ def _launch(tokens: Array, weight: Array) -> Array:
 
 @embedding.gradient
 def embedding_backward(dx: Array, tokens: Array, weight: Array) -> tuple[None, Array]:
-    """Return None and dweight: each row is the sum of dx over its tokens, in their order."""
+    """Return None and dweight: each row is the sum of dx over its tokens, in order."""
     vocab, hidden = weight.shape
     if not dx.size:
         return None, np.zeros_like(dx, shape=weight.shape)
@@ -107,12 +107,12 @@ def embedding_backward(dx: Array, tokens: Array, weight: Array) -> tuple[None, A
     ones = np.ones_like(dx, shape=order.shape)
     sparse = scipy_of("sparse", dx)
     one_hot = sparse.csr_matrix((ones, order, starts), shape=(vocab, order.size))
-    return None, one_hot @ dx.reshape(order.size, hidden)
+    return None, one_hot @ dx.reshape(order.size, hidden)  # (vocab, tokens) @ (tokens, hidden)
 
 
 @embedding_backward.kernel
 def _launch_backward(dx: Array, tokens: Array, weight: Array) -> tuple[None, Array]:
-    """Return None and dweight from three kernels: starts of rows, chunk sums, rows."""
+    """Return None and dweight by three launches: starts of rows, sums of chunks, rows."""
     vocab, hidden = weight.shape
     order = np.argsort(tokens.ravel(), kind="stable")
     selected = tokens.ravel()[order]

@@ -30,9 +30,9 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     Parameters
     ----------
     x : (*rows, inputs) float
-        Rows; any number of leading axes.
+        Rows, with any number of leading axes.
     weight : (outputs, inputs) float, or a quantized weight
-        In the layout of checkpoints.  A quantized weight is frozen; it is dequantized in parts,
+        In the layout of checkpoints.  A quantized weight is frozen, and is dequantized in parts,
         never as a whole.
     bias : (outputs,) dtype of x or float32, optional
         Added to each row.
@@ -69,7 +69,7 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
 def linear_backward(
     dy: Array, x: Array, weight: Array, bias: Array | None, *, wanted: Set[str] | None = None
 ) -> tuple[Array | None, Array | None, Array | None]:
-    """Return the gradients of x, weight and bias; None for those that are not ``wanted``."""
+    """Return the gradients of x, weight and bias; None for a gradient that is not ``wanted``."""
     rows, dx, dweight, dbias = flat(dy), None, None, None
     needed = requested_gradients("linear_backward", wanted, x=x, weight=weight, bias=bias)
     if "x" in needed:
@@ -83,7 +83,7 @@ def linear_backward(
 
 
 def flat(x: Array) -> Array:
-    """Return x as a matrix of its rows, so that one product computes all leading axes."""
+    """Return x as a matrix (rows, columns), so that one product computes all leading axes."""
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 

@@ -1,10 +1,10 @@
-"""Linear layers of the same x whose weights are the rows of one matrix: q, k and v, or gate and up.
+"""Linear layers with the same x, whose weights are rows of one matrix: q, k and v, or gate and up.
 
-[y, y2, y3] = x [weight; weight2; weight3]^T         one product, of which each y has some columns
+[y, y2, y3] = x [weight; weight2; weight3]^T         one product; each y is some of its columns
 
-Where the weights lie apart, there is a product for each.  In the backward pass gradients that lie
-side by side are one product too; others are copied side by side if that moves fewer bytes than to
-read x, and to add to dx, for each.
+Weights that are separate arrays have a product each.  In the backward pass, upstream gradients that
+are columns of one array need one product, too.  Separate ones are first copied into one array, if
+this moves fewer bytes than to read x and to add to dx once for each.
 """
 
 import math
@@ -26,29 +26,29 @@ WEIGHTS = ("weight", "weight2", "weight3")
 
 
 def rows_of_one(weights: Sequence[Any]) -> Any:
-    """Return the matrix of which these are the rows, one after another; None if there is none."""
+    """Return the matrix that consists of the rows of these weights, in order; None if none does."""
     if isinstance(weights[0], Stored):
         parts = [getattr(each, "part", None) or (None, 0, 0) for each in weights]
         whole, numbers = parts[0][0], range(parts[0][2])
-        lie = [(each[0] is whole, each[1]) for each in parts] == [(True, n) for n in numbers]
-        return whole if lie else None
+        complete = [(each[0] is whole, each[1]) for each in parts] == [(True, n) for n in numbers]
+        return whole if complete else None
     base = getattr(weights[0], "base", None)
-    return _lying(weights[0], base) if _parts_of(base, weights, axis=0) else None
+    return _base_for(weights[0], base) if _parts_of(base, weights, axis=0) else None
 
 
 def columns_of_one(arrays: Sequence[Any]) -> Any:
-    """Return the array of which these are the columns, side by side; None if there is none."""
+    """Return the array that consists of the columns of these arrays; None if none does."""
     base = getattr(arrays[0], "base", None)
-    return _lying(arrays[0], base) if _parts_of(base, arrays, axis=-1) else None
+    return _base_for(arrays[0], base) if _parts_of(base, arrays, axis=-1) else None
 
 
-def _lying(first: Any, base: Any) -> Any:
-    """Return base, of which ``first`` is the start; its stand-in where a call is recorded."""
+def _base_for(first: Any, base: Any) -> Any:
+    """Return base, which begins with ``first``; its stand-in while a call is recorded."""
     return first.lying(base) if type(first) is Recorded else base
 
 
 def _parts_of(base: Any, arrays: Sequence[Any], axis: int) -> bool:
-    """Return whether arrays divide base along an axis, in order."""
+    """Return whether the arrays are consecutive parts of base along an axis, and all of it."""
     first: Any = arrays[0]
     if base is None or base.__class__ is not first.__class__ or base.ndim != first.ndim:
         return False
@@ -80,7 +80,7 @@ def _address(array: Any) -> int:
 def linears(
     x: Array, weight: Array, weight2: Array, weight3: Array | None = None
 ) -> tuple[Array | None, ...]:
-    """Return ``linear`` of x for each weight; None for an absent one."""
+    """Return ``linear`` of x for each weight; None for an absent weight."""
     weights = [each for each in (weight, weight2, weight3) if each is not None]
     whole = rows_of_one(weights)
     matrices = weights if whole is None else [whole]
@@ -104,7 +104,7 @@ def linears_backward(
     *,
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, ...]:
-    """Return the gradients of x and of each weight; None for those that are not ``wanted``."""
+    """Return the gradients of x and of each weight; None for a gradient that is not ``wanted``."""
     by_name = dict(zip(WEIGHTS, (weight, weight2, weight3), strict=True))
     needed = requested_gradients("linears_backward", wanted, x=x, **by_name)
     weights = [each for each in by_name.values() if each is not None]
@@ -128,12 +128,13 @@ def linears_backward(
 
 
 def side_by_side(dys: Sequence[Any], weights: Sequence[Any], x: Any, times: int) -> Any:
-    """Return the gradients dy side by side, None if they are apart and had better stay so.
+    """Return the gradients dy as one array; None if they are separate and a copy does not pay.
 
-    They are copied if that moves fewer values than to move x or dx ``times`` more for each.
+    A copy pays if it moves fewer values than to move x or dx ``times`` more for each further dy.
     """
     joined, columns = columns_of_one(dys), sum(each.shape[0] for each in weights)
-    spared = times * (len(weights) - 1) * x.shape[-1]  # values of a row
+    # values in a row that one product moves less than several; a copy reads and writes each column
+    spared = times * (len(weights) - 1) * x.shape[-1]
     if joined is None and rows_of_one(weights) is not None and 2 * columns <= spared:
         joined = empty((*x.shape[:-1], columns), x.dtype, like=x)
         concatenate(dys, joined)
@@ -141,7 +142,7 @@ def side_by_side(dys: Sequence[Any], weights: Sequence[Any], x: Any, times: int)
 
 
 def input_gradient(dys: Sequence[Any], joined: Any, weights: Sequence[Any], x: Any) -> Any:
-    """Return the gradient of x: of one product if both dys and weights lie together."""
+    """Return the gradient of x, by one product if both dys and weights are parts of one array."""
     dx, matrix = empty(x.shape, x.dtype, like=x), rows_of_one(weights)
     one = joined is not None and matrix is not None
     pairs = [(joined, matrix)] if one else zip(dys, weights, strict=True)
@@ -151,7 +152,7 @@ def input_gradient(dys: Sequence[Any], joined: Any, weights: Sequence[Any], x: A
 
 
 def spans(weights: Sequence[Any]) -> list[slice]:
-    """Return where the columns of each weight's results are."""
+    """Return the columns of a joint product that belong to each weight."""
     sizes = [weight.shape[0] for weight in weights]
     stops = [sum(sizes[: n + 1]) for n in range(len(sizes))]
     return [slice(stop - size, stop) for stop, size in zip(stops, sizes, strict=True)]

@@ -50,10 +50,10 @@ def lora_linear(
     Parameters
     ----------
     x : (*rows, inputs) float
-        Rows; any number of leading axes.
+        Rows, with any number of leading axes.
     weight : (outputs, inputs) float, or a quantized weight
-        The base weight, in the layout of checkpoints.  If it is not on the tape, it is frozen, and
-        no gradient is computed for it.
+        The base weight, in the layout of checkpoints.  If it is not on the tape, it is frozen: it
+        has no gradient.
     a : (rank, inputs) dtype of x or float32
         The projection down to the low rank.
     b : (outputs, rank) dtype of x or float32
@@ -63,21 +63,20 @@ def lora_linear(
     bias : (outputs,) dtype of x or float32, optional
         Added to each row.
     magnitude : (outputs,) dtype of x or float32, optional
-        DoRA's norm of each row.  With dropout, as in peft, the base term ``x @ weight.T`` uses all
-        of x, and the change of it by the magnitude, ``(factor - 1) * dropout(x) @ weight.T``, uses
-        x after dropout.
+        DoRA's norm of each row.  With dropout, as in peft, the base term ``x @ weight.T`` uses x
+        itself, and its change by the magnitude, ``(factor - 1) * dropout(x) @ weight.T``, uses x
+        after dropout.
     dropout : float
         Probability that dropout zeroes an element of the adapter's x; the other elements are
         multiplied by ``1 / (1 - dropout)``.
     seed : int
-        The seed of dropout, in 0 .. 2**64 - 1: Philox of (seed, row, column).
+        The seed of dropout, in 0 .. 2**64 - 1; Philox draws by (seed, row, column).
     key : () int64, optional
-        The 64 bits of a seed, in place of ``seed``.  They are read where they lie: a CUDA graph
-        draws by what key holds at each launch.
+        A seed in an array, in place of ``seed``.  The kernel reads it on the device, so a CUDA
+        graph uses what key holds at each launch.
     numbers : (*rows) int, optional
-        The number by which dropout draws each row, modulo 2**32: 0, 1, 2 and so on if it is left
-        out.  A part of a batch drops what the whole batch drops if its rows have the numbers that
-        they have there.
+        The number of each row for dropout, modulo 2**32; 0, 1, 2 and so on by default.  A part of a
+        batch drops the same elements as the whole batch, if its rows have the same numbers.
 
     Returns
     -------
@@ -150,7 +149,7 @@ def lora_linear_forward(
 ) -> tuple[Array, Array]:
     """Return y of lora_linear, with DoRA's factor as an input, and ``low`` for the backward op.
 
-    ``key`` is the seed where an array holds it.
+    ``key`` is a seed in an array, in place of ``seed``.
     """
     rows = flat(x)
     dropped = dropped_rows(rows, dropout, seed, key, numbers=numbers)
@@ -181,7 +180,7 @@ def lora_linear_backward(
     seed: int | None = None,
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, ...]:
-    """Return the gradients of the arrays, in order; None for those that are not ``wanted``."""
+    """Return the gradients of the arrays, in order; None for a gradient that is not ``wanted``."""
     rows, dy_rows = flat(x), flat(dy)
     dropped = dropped_rows(rows, dropout, seed, key, numbers=numbers)
     operands = {"x": x, "weight": weight, "a": a, "b": b, "bias": bias, "factor": factor}
@@ -225,7 +224,10 @@ def adapted(
     factor: Array | None,
     scale: float,
 ) -> Array:
-    """Return y of x and its rows; ``dropped`` are these after dropout, ``low = dropped @ a.T``."""
+    """Return y from ``rows`` of x, from ``dropped``, the rows after dropout, and from low.
+
+    ``low = dropped @ a.T``.
+    """
     y = empty((*x.shape[:-1], weight.shape[0]), x.dtype, like=x)
     to, first = flat(y), bias is not None and factor is None
     if first:
@@ -254,7 +256,7 @@ def adapted_gradients(
 ) -> tuple[Array, Array, Array | None, Array | None, Array | None]:
     """Return the gradients of the product that factor scales, and of low, b, bias and factor.
 
-    That of the product is a matrix, that of low has the leading axes of dy.
+    The first one is a matrix (rows, outputs); the gradient of low has the leading axes of dy.
     """
     dy_rows = flat(dy)
     dbias = dfactor = None
@@ -273,6 +275,6 @@ def adapted_gradients(
 
 lora_linear_backward.require(_check_draw)
 lora_linear_forward.facts["products"] = lora_linear_backward.facts["products"] = True
-lora_linear_backward.facts["operations"] = lambda a: (  # without those of the low rank
+lora_linear_backward.facts["operations"] = lambda a: (  # without the low-rank products
     2 * a["dy"].size * a["weight"].shape[1] * (a.get("dx") is not None)
 )

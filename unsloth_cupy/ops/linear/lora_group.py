@@ -1,12 +1,11 @@
-"""The layers of lora_linears without bias and magnitude: q, k and v, or gate and up.
+"""Layers of lora_linears without bias and magnitude: q, k and v, or gate and up.
 
 low = x [a; a2; a3]^T                                one product, which reads x once for all layers
-[y, y2, y3] = x [weight; weight2; weight3]^T         as linears; then for each layer, in one launch
+[y, y2, y3] = x [weight; weight2; weight3]^T         as in linears
+y += scale * low b^T                                 each layer has its own columns of low; a launch
 
-y += scale * low b^T                                 of its own columns of low
-
-In the backward pass dlow is one array, too: one product of it gives the gradients of every a, and
-another is added to dx.
+In the backward pass dlow is one array, too: one product with it gives the gradients of every a, and
+another one is added to dx.
 """
 
 import math
@@ -48,7 +47,7 @@ DOWNS, UPS = ("a", "a2", "a3"), ("b", "b2", "b3")
     widen=False,  # products take 16-bit operands as they are
     products=True,
     bound=lambda sizes: {"ranks": sizes["rank"] + sizes["rank2"] + sizes.get("rank3", 0)},
-    operations=lambda a: (  # without those of the low rank
+    operations=lambda a: (  # without the low-rank products
         2 * a["x"].size * sum(a[n].shape[0] for n in WEIGHTS if a.get(n) is not None)
     ),
 )
@@ -68,10 +67,10 @@ def lora_group(
     scale2: float = 1.0,
     scale3: float = 1.0,
 ) -> tuple[Array | None, ...]:
-    """Return y of each layer of lora_linears, None for an absent one; and low of all layers."""
+    """Return y of each layer, None for an absent layer; and the low of all layers."""
     weights, downs, ups = map(present, ((weight, weight2, weight3), (a, a2, a3), (b, b2, b3)))
     down = _down(downs, x.dtype)
-    low = empty((*x.shape[:-1], down.shape[0]), x.dtype, like=x)
+    low = empty((*x.shape[:-1], down.shape[0]), x.dtype, like=x)  # (*rows, ranks)
     gemm(flat(x), down.T, out=flat(low))
     lows = [low[..., part] for part in spans(downs)]
     whole = rows_of_one(weights)
@@ -108,7 +107,7 @@ def lora_group_backward(
     scale3: float = 1.0,
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, ...]:
-    """Return the gradients of the arrays, in order; None for those that are not ``wanted``."""
+    """Return the gradients of the arrays, in order; None for a gradient that is not ``wanted``."""
     by_name: dict[str, Any] = dict(zip(WEIGHTS, (weight, weight2, weight3), strict=True))
     by_name |= dict(zip((*DOWNS, *UPS), (a, a2, a3, b, b2, b3), strict=True))
     needed = requested_gradients("lora_group_backward", wanted, x=x, **by_name)
@@ -120,9 +119,9 @@ def lora_group_backward(
     grads: dict[str, Any] = dict.fromkeys(("x", *by_name))
     if needed & {"x", *DOWNS, *UPS}:
         scales = (scale, scale2, scale3)[: len(ups)]
-        asked = [name in needed for name in UPS[: len(ups)]]
+        needs_db = [name in needed for name in UPS[: len(ups)]]
         lows = [low[..., part] for part in spans(downs)]
-        dlows, dbs = rank_gradients(dys, ups, lows, scales, asked)
+        dlows, dbs = rank_gradients(dys, ups, lows, scales, needs_db)
         grads |= dict(zip(UPS, dbs, strict=False))
         if dlow is not None:
             dlows += dlow
@@ -135,15 +134,15 @@ def lora_group_backward(
         if name in needed:
             grads[name] = gemm(flat(each).T, flat(x))
     if "x" in needed:
-        joined = side_by_side(dys, weights, x, 2)
+        joined = side_by_side(dys, weights, x, 2)  # dx is read and written for each further dy
         dx = grads["x"] = input_gradient(dys, joined, weights, x)
-        whole = rows_of_one(downs)  # in its own dtype: the kernel rounds it
+        whole = rows_of_one(downs)  # in the dtype of a: the kernel rounds it
         add_low_rank_rows(dx, dlows, stacked(downs, x.dtype) if whole is None else whole)
     return tuple(grads.values())
 
 
 def _down(downs: Sequence[Any], dtype: Any) -> Array:
-    """Return the rows of each a as one matrix of a dtype, of which they may be parts."""
+    """Return the rows of all a as one matrix in a dtype, without a copy if they are its parts."""
     whole = rows_of_one(downs)
     return stacked(downs, dtype) if whole is None else in_dtype(whole, dtype)
 
@@ -151,17 +150,17 @@ def _down(downs: Sequence[Any], dtype: Any) -> Array:
 def _lie_apart(
     weights: Sequence[Any], downs: Sequence[Any], dys: Sequence[Any] = ()
 ) -> tuple[bool, ...]:
-    """Return what a replay must know of the places of arrays."""
-    together = present(dys)
+    """Return whether weights, downs and dys are separate arrays: a part of the key of a replay."""
+    gradients = present(dys)
     return (
         rows_of_one(present(weights)) is None,
         rows_of_one(present(downs)) is None,
-        not together or columns_of_one(together) is None,
+        not gradients or columns_of_one(gradients) is None,
     )
 
 
 def _check_third(call: str, weight3: Any, a3: Any, b3: Any) -> None:
-    """Raise a ConfigError for a part of a third layer."""
+    """Raise ConfigError if the third layer has only some of its arrays."""
     arrays = {"weight3": weight3, "a3": a3, "b3": b3}
     missing = [name for name, array in arrays.items() if array is None]
     if 0 < len(missing) < len(arrays):
@@ -176,7 +175,7 @@ lora_group_backward.facts["lying"] = lambda arrays: _lie_apart(
     arrays[5:8], arrays[8:11], arrays[:3]
 )
 lora_group_backward.facts["products"] = True
-lora_group_backward.facts["operations"] = lambda a: (  # without those of the low rank
+lora_group_backward.facts["operations"] = lambda a: (  # without the low-rank products
     2
     * math.prod(a["x"].shape)
     * sum(

@@ -1,10 +1,10 @@
-"""Linear layers of the same x, each with a low-rank adapter: q, k and v, or gate and up.
+"""Linear layers with the same x and a low-rank adapter each: q, k and v, or gate and up.
 
 low = x [a; a2; a3]^T                                 one product, which reads x once for all layers
 y = factor * (x weight^T + scale * low b^T) + bias    for each layer, as in lora_linear
 
-In the backward pass, one product of ``[dlow, dlow2, dlow3]`` gives the gradients of every a, and
-another gives dx.
+In the backward pass, one product with ``[dlow, dlow2, dlow3]`` gives the gradients of every a, and
+another one gives dx.
 """
 
 from collections.abc import Sequence, Set
@@ -24,7 +24,7 @@ from .lora import adapted, adapted_gradients
 from .lora_group import lora_group
 from .lora_merge import FACTOR, factor_of, sum_dtype
 
-TOGETHER = 3  # most layers of one call of lora_down
+TOGETHER = 3  # the most layers of one call of lora_down or lora_group: q, k and v
 
 
 class LoraLayer(NamedTuple):
@@ -42,17 +42,17 @@ class LoraLayer(NamedTuple):
 def lora_linears(x: Array, layers: Sequence[LoraLayer]) -> list[Array]:
     """Return ``lora_linear`` of x for each layer; the adapters share one pass over x.
 
-    There is no dropout.  With dropout each adapter would have its own mask, as in peft, and so its
-    own x: the three would not be columns of one product ``x [a; a2; a3]^T``.  cuBLAS cannot apply
-    masks, so it would read three masked copies, and the backward pass would need the masks again
-    for ``da`` and ``dx``: ``lora_linear``, layer by layer, reads no more than that.
+    There is no dropout.  With dropout, as in peft, each adapter would have its own mask, and so its
+    own x, and one product ``x [a; a2; a3]^T`` could not serve all of them.  cuBLAS cannot apply
+    masks, so three masked copies of x would be read, and the masks again for ``da`` and ``dx``.
+    ``lora_linear``, layer by layer, reads no more than this.
 
     Parameters
     ----------
     x : (*rows, inputs) float
-        Rows; any number of leading axes.
+        Rows, with any number of leading axes.
     layers : sequence of LoraLayer
-        Each (weight, a, b, scale, bias, magnitude), the arguments of ``lora_linear``.
+        Each is (weight, a, b, scale, bias, magnitude), as in ``lora_linear``.
 
     Returns
     -------
@@ -80,7 +80,7 @@ def lora_linears(x: Array, layers: Sequence[LoraLayer]) -> list[Array]:
     checked: Any = layers
     tuples = isinstance(checked, tuple | list) and all(isinstance(n, tuple) for n in checked)
     if not tuples or any(not 3 <= len(n) <= len(LoraLayer._fields) for n in checked):
-        raise ConfigError("lora_linears: pass LoraLayer(weight, a, b, ...) of each, in a list")
+        raise ConfigError("lora_linears: pass a list of LoraLayer(weight, a, b, ...), one for each")
     ys = []
     for first in range(0, len(layers), TOGETHER):
         group = [LoraLayer(*layer) for layer in layers[first : first + TOGETHER]]
@@ -96,7 +96,7 @@ def lora_linears(x: Array, layers: Sequence[LoraLayer]) -> list[Array]:
 
 
 def _together(x: Array, group: Sequence[LoraLayer]) -> list[Any]:
-    """Return the outputs of two or three layers of one call."""
+    """Return the outputs of two or three layers, by one call of lora_group."""
     absent = [None] * (TOGETHER - len(group))
     arrays = (each for name in ("weight", "a", "b") for each in (*_all(group, name), *absent))
     scales = {f"scale{n or ''}": each.scale for n, each in zip((0, 2, 3), group, strict=False)}
@@ -105,7 +105,7 @@ def _together(x: Array, group: Sequence[LoraLayer]) -> list[Any]:
 
 
 def _all(group: Sequence[LoraLayer], name: str) -> list[Any]:
-    """Return one array of each layer."""
+    """Return the field ``name`` of each layer."""
     return [getattr(each, name) for each in group]
 
 
@@ -119,7 +119,7 @@ def lora_down(
 ) -> tuple[Array | None, ...]:
     """Return ``x @ a.T`` for each a, as parts of one product; None for an absent a."""
     whole = stacked([each for each in (a, a2, a3) if each is not None], x.dtype)
-    low = empty((*x.shape[:-1], whole.shape[0]), x.dtype, like=x)
+    low = empty((*x.shape[:-1], whole.shape[0]), x.dtype, like=x)  # (*rows, all ranks)
     gemm(flat(x), whole.T, out=flat(low))
     return tuple(None if part is None else low[..., part] for part in _spans([a, a2, a3]))
 
@@ -136,7 +136,7 @@ def lora_down_backward(
     *,
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, ...]:
-    """Return the gradients of x and of each a; None for those that are not ``wanted``."""
+    """Return the gradients of x and of each a; None for a gradient that is not ``wanted``."""
     factors = [a, a2, a3]
     present, spans = [each for each in factors if each is not None], _spans(factors)
     needed = {"x", "a", "a2", "a3"} if wanted is None else wanted
@@ -170,7 +170,7 @@ def lora_down_backward(
     "x(*rows, inputs), weight(outputs, inputs): weight, low(*rows, rank),"
     " b(outputs, rank): param, bias?(outputs): param, factor?(outputs): param -> y(*rows, outputs)",
     widen=False,
-    operations=lambda a: 2 * a["x"].size * a["weight"].shape[0],  # without those of the low rank
+    operations=lambda a: 2 * a["x"].size * a["weight"].shape[0],  # without the low-rank products
 )
 def lora_up(
     x: Array,
@@ -182,7 +182,7 @@ def lora_up(
     *,
     scale: float = 1.0,
 ) -> Array:
-    """Return y of one layer of lora_linear, from its low and DoRA's factor."""
+    """Return y of one layer, as lora_linear, from its low and DoRA's factor."""
     rows = flat(x)
     return adapted(x, rows, rows, weight, flat(low), b, bias, factor, scale)
 
@@ -200,7 +200,7 @@ def lora_up_backward(
     scale: float = 1.0,
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, ...]:
-    """Return the gradients of the arrays, in order; None for those that are not ``wanted``."""
+    """Return the gradients of the arrays, in order; None for a gradient that is not ``wanted``."""
     operands = {"x": x, "weight": weight, "low": low, "b": b, "bias": bias, "factor": factor}
     needed = requested_gradients("lora_up_backward", wanted, **operands)
     dproduct, dlow, db, dbias, dfactor = adapted_gradients(
@@ -214,7 +214,7 @@ def lora_up_backward(
 
 
 def _spans(factors: Sequence[Array | None]) -> list[slice | None]:
-    """Return where the columns of each factor are; None for a factor that is absent."""
+    """Return the columns of low that belong to each factor; None for an absent factor."""
     spans: list[slice | None] = []
     stop = 0
     for each in factors:
@@ -225,6 +225,6 @@ def _spans(factors: Sequence[Array | None]) -> list[slice | None]:
 
 for each in (lora_down, lora_down_backward, lora_up, lora_up_backward):
     each.facts["products"] = True
-lora_up_backward.facts["operations"] = lambda a: (  # without those of the low rank
+lora_up_backward.facts["operations"] = lambda a: (  # without the low-rank products
     2 * a["dy"].size * a["weight"].shape[1] * (a.get("dx") is not None)
 )

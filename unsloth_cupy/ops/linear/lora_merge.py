@@ -3,8 +3,8 @@
 merged = factor * (weight + scale * b a)        factor = magnitude / norm; 1 without magnitude
 norm = sqrt(sum((weight + scale * b a)**2)), for each row
 
-``lora_add_`` adds in one order whatever computes it, so that a weight that is rounded next, here
-and in a file that is written elsewhere, is rounded from equal bits.
+``lora_add_`` adds in the same order on every device.  A weight that is quantized next is then
+quantized from equal bits, here and when a file is written on another machine.
 
 Hu et al., LoRA, 2021.  Liu et al., DoRA, 2024.
 """
@@ -25,9 +25,11 @@ from ..common.gemm import gemm, steps
 from ..common.no_kernel import no_kernel
 from ..elements.cast import cast
 
-AT_ONCE = 2**15  # values that NumPy adds to at a time, which stay in cache
+AT_ONCE = 2**15  # values that NumPy adds to at a time: 128 KiB in float32, which stay in cache
 THREADS = 256  # of a block of the kernel
-ROWS = {8: 2}  # of a thread with so many values of a row, which has 16 sums at most; else 4
+# Rows of a thread with 8 values of each row; others have 4.  With 16 sums at most, no card runs
+# fewer than 62 % of its warps.
+ROWS = {8: 2}
 FACTOR = ("row_norms", "dora_factor")  # the ops that factor_of calls
 
 
@@ -42,7 +44,7 @@ def lora_merge(
 ) -> Array:
     """Return ``weight + scale * b @ a``, its rows scaled to the norms in magnitude, if passed.
 
-    ``linear`` with the merged weight computes the same as ``lora_linear`` with the parts.
+    ``linear`` with the merged weight computes the same as ``lora_linear`` with weight, a and b.
 
     Parameters
     ----------
@@ -69,9 +71,9 @@ def lora_merge(
 
 
 def lora_sum(weight: Any, a: Array, b: Array, scale: float) -> Array:
-    """Return ``weight + scale b a``, in float32 or wider, by ``lora_add_``.
+    """Return ``weight + scale b a`` by ``lora_add_``, in float32 or float64.
 
-    A stack (experts, outputs, inputs) has a and b with experts as their first axis, too.
+    For a stack (experts, outputs, inputs), the first axis of a and b is experts, too.
     """
     wide = np.promote_types(weight.dtype, FLOAT32)
     if len(weight.shape) == 3:
@@ -86,15 +88,15 @@ def lora_sum(weight: Any, a: Array, b: Array, scale: float) -> Array:
 @op(
     "w(outputs, inputs), a(rank, inputs), b(outputs, rank) -> sum(outputs, inputs)",
     widen=False,
-    no_gradient="it changes an array, which is rounded next: straight_gradients go through",
+    no_gradient="it changes an array, which is quantized next; straight_gradients has the gradient",
     traffic=lambda a: 2 * a["w"].nbytes + a["a"].nbytes + a["b"].nbytes,
     operations=lambda a: 2 * a["w"].size * a["a"].shape[0],
 )
 def lora_add_(w: Array, a: Array, b: Array, *, scale: float = 1.0) -> Array:
-    """Add ``scale b a`` to w, and return it; the bits depend on no device, BLAS or threads.
+    """Add ``scale b a`` to w and return w; its bits depend on no device, BLAS or threads.
 
-    Each value is ``((b[0] a[0] + b[1] a[1]) + ...) + w``, every product and sum rounded, with the
-    scale in b.
+    Each value is ``((b[0] a[0] + b[1] a[1]) + ...) + w``, with b multiplied by the scale first;
+    every product and sum is rounded.
     """
     wide = np.promote_types(w.dtype, FLOAT32)
     columns = b.astype(wide, copy=False) * wide.type(scale)
@@ -113,7 +115,7 @@ def lora_add_(w: Array, a: Array, b: Array, *, scale: float = 1.0) -> Array:
 
 @lora_add_.kernel
 def _launch(w: Array, a: Array, b: Array, scale: float) -> Any:
-    """Add the change to w by the kernel, and return w."""
+    """Launch the kernel that adds to w, and return w."""
     if not w.flags.c_contiguous:
         return no_kernel("w is not contiguous")
     a, b, (outputs, inputs) = contiguous(a), contiguous(b), w.shape
@@ -136,7 +138,7 @@ def _constants(dtype: Any, lanes: int) -> Constants:
     "weight(outputs, inputs): weight, a(rank, inputs): param, b(outputs, rank): param"
     " -> norm(outputs): stat",
     widen=False,
-    no_gradient="DoRA takes the norms as constants",
+    no_gradient="DoRA treats the norms as constants",
     constant=True,
 )
 def row_norms(weight: Array, a: Array, b: Array, *, scale: float = 1.0) -> Array:
@@ -168,9 +170,9 @@ def dora_factor_backward(dfactor: Array, norm: Array) -> tuple[Array, None]:
 
 
 def factor_of(call: str, weight: Any, a: Any, b: Any, scale: float, magnitude: Any) -> Any:
-    """Return DoRA's factor, on a tape if magnitude is; None without a magnitude.
+    """Return DoRA's factor, on a tape if magnitude is on a tape; None without a magnitude.
 
-    It is also None if weight, a and b do not fit each other: the op of the call then says so.
+    It is also None if weight, a and b do not fit each other: the op that is called next raises.
     """
     if magnitude is None:
         return None
@@ -185,11 +187,11 @@ def factor_of(call: str, weight: Any, a: Any, b: Any, scale: float, magnitude: A
         raise DTypeError(f"{call}: magnitude is not an array but {kind}; pass one of shape {rows}")
     if tuple(shape) != rows:
         problem = f"magnitude has shape {tuple(shape)}; it must be {rows}"
-        cure = "a number for each row of weight"
+        cure = "one number for each row of weight"
         raise ShapeError(f"{call}: {problem}, {cure}", expected=rows, actual=tuple(shape))
     base: Any = _plain(weight)
     if isinstance(base, Stored):
-        base = base.computed_in(str(a.dtype).rpartition(".")[2])  # torch.float16: float16
+        base = base.computed_in(str(a.dtype).rpartition(".")[2])  # torch.float16 -> float16
     norms: Any = row_norms(base, _plain(a), _plain(b), scale=scale)
     narrow = str(getattr(magnitude, "dtype", "")).endswith("float32")
     return dora_factor(magnitude, cast(norms, "float32") if narrow else norms)
@@ -207,7 +209,7 @@ def times(array: Array, factor: Array | float, dtype: Any = None) -> Array:
 
 
 def _plain(array: Any) -> Any:
-    """Return the array of a variable on a tape; any other array itself."""
+    """Return the array of a variable on a tape; return any other array as it is."""
     return array.value if isinstance(array, Traced) else array
 
 

@@ -57,10 +57,11 @@ def matmul_backward(
 
 
 def _batched(a: Array, b: Array) -> Array:
-    """Return a @ b; all batch axes are flattened into one."""
+    """Return a @ b, with all batch axes flattened into one for the product."""
     batch = a.shape[:-2]
     if not batch:
         return gemm(a, b)
+    # both (matrices, rows, columns)
     a, b = (x.reshape(math.prod(batch), *x.shape[-2:]) for x in (a, b))
     c = gemm(a, b)
     return c.reshape(*batch, *c.shape[-2:])

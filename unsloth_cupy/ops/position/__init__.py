@@ -1,1 +1,1 @@
-"""Rotary position embeddings, and the tables that they read."""
+"""Rotary position embeddings, and their tables of cosines and sines."""

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys, with angles computed in the kernel.
+"""Rotary position embedding of queries and keys, whose angles the kernel computes.
 
 y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        backward: the same with -sin
 
@@ -16,7 +16,7 @@ from ..common.no_kernel import no_kernel
 from .rope import launch_rope, rotated
 from .rope_tables import check_base, frequencies
 
-WIDEST = 4096  # columns of a head whose angles a block keeps in shared memory
+WIDEST = 4096  # the most columns of a head: a block stores the angles of a token in shared memory
 
 
 def apply_rotary_embedding(
@@ -31,7 +31,7 @@ def apply_rotary_embedding(
     q, k : (batch, tokens, heads, dim), (batch, tokens, kv_heads, dim) float
         Queries and keys; dim is even.
     positions : (tokens,) or (batch, tokens) int32 or int64
-        Any integers: there is no table that they could exceed.
+        Any integers: there is no table whose length they could exceed.
     rope_theta : float
         Wavelengths, in positions, range from 2 pi to almost 2 pi times rope_theta.
 
@@ -70,7 +70,7 @@ def apply_rotary_embedding(
 def apply_rotary_embedding_forward(
     q: Array, k: Array, positions: Array, *, rope_theta: float = 10000.0
 ) -> tuple[Array, Array]:
-    """Return q and k as apply_rotary_embedding does."""
+    """Return the rotated q and k of ``apply_rotary_embedding``."""
     cos, sin = _angles(q, positions, rope_theta)
     return rotated(q, cos, sin, False), rotated(k, cos, sin, False)
 
@@ -101,7 +101,7 @@ def _launch_backward(
 def _rotate(
     q: Array, k: Array, positions: Array, base: float, inverse: bool
 ) -> tuple[Array, Array]:
-    """Rotate q and k by angles that the kernel computes: nothing is copied to the device."""
+    """Rotate q and k by angles that the kernel computes: no table is copied to the device."""
     if q.shape[3] > WIDEST:
         return no_kernel(f"head dim {q.shape[3]} is above {WIDEST}")
     return launch_rope(q, k, None, positions, inverse=inverse, base=base)
@@ -121,7 +121,7 @@ apply_rotary_embedding_backward.require(_check)
 
 
 def _angles(x: Array, positions: Array, base: float) -> tuple[Array, Array]:
-    """Return the cosines and sines of each token: (tokens, 1, half) or (batch, tokens, 1, half)."""
+    """Return cosines and sines of each token: (tokens, 1, half) or (batch, tokens, 1, half)."""
     frequency = frequencies(x.shape[3], base, like=x)
     angle = positions.astype(np.float32)[..., None, None] * frequency
     return np.cos(angle), np.sin(angle)

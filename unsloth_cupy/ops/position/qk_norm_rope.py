@@ -1,9 +1,9 @@
-"""Normalise each head of queries and keys by RMS norm, then rotate it by its position.
+"""RMS norm of each head of queries and keys, then rotary position embedding.
 
 z = x * rstd * (weight + offset)        rstd = 1 / sqrt(mean(x**2) + eps), over each head
 y1 = z1 cos - z2 sin        y2 = z2 cos + z1 sin
 
-Pairs of columns and tables are those of ``rope``.  Qwen3 and Gemma 3 do this before attention.
+Pairs of columns and tables are as in ``rope``.  Qwen3 and Gemma 3 do this before attention.
 
 Henry et al., Query-Key Normalization for Transformers, 2020.  Su et al., RoFormer, 2021.
 """
@@ -29,7 +29,7 @@ from ..norms.rms_norm import rms_norm_backward, rms_norm_forward
 from .rope import INT64, by_token, check_tables, reports, rotated, tokens_of
 
 REPORTER = faults.reporter("qk_norm_rope", "positions", "length")
-VALUES = 16  # most values of a head that a thread holds: head dims up to 512
+VALUES = 16  # the most values of a head in a thread: head dims up to 512, for a warp of 32 threads
 
 
 def qk_norm_rope(
@@ -65,7 +65,7 @@ def qk_norm_rope(
     offset : float
         Added to the weights: 1.0 if the checkpoint stores the weights minus 1, as in Gemma.
     interleaved : bool
-        Pairs are neighbours (2 i, 2 i + 1), as in GPT-J, and not (i, i + half), as in Llama.
+        True: pairs are neighbours (2 i, 2 i + 1), as in GPT-J; False: (i, i + half), as in Llama.
 
     Returns
     -------
@@ -123,7 +123,7 @@ def qk_norm_rope_forward(
     offset: float = 0.0,
     interleaved: bool = False,
 ) -> tuple[Array, Array, Array, Array]:
-    """Return q and k as qk_norm_rope does, and rstd of each head for the backward op."""
+    """Return q and k of ``qk_norm_rope``, and rstd of each head for the backward op."""
     cos, sin = by_token(q, cos, sin, positions)
     normalised = rms_norm_forward.definition
     z_q, _, q_rstd = normalised(q, q_weight, eps=eps, offset=offset)
@@ -139,9 +139,7 @@ def _constants(
     """Return the constants of qk_norm_rope.cu for these dtypes and this shape of a token.
 
     A thread holds the values of two accesses to a head, so 8 threads process a head of 128 columns
-    in 16 bits, and a warp four heads at a time; two such rounds are in flight.  Forward, they and
-    the row of the tables need 64 registers: an SM runs half of its threads.  Backward, with the
-    sums of both weights, they need 128: a quarter.
+    in 16 bits, and a warp processes four heads at a time; two such rounds are in flight.
     """
     x, q_weight, k_weight, table, positions = dtypes
     heads, kv_heads, dim, half = token
@@ -160,6 +158,7 @@ def _constants(
         LANES=lanes,
         GROUP=min(32, 1 << (chunks - 1).bit_length()),
         THREADS=128,
+        # blocks of an SM, which leave a thread 72 registers, or 168 for sums of both weights
         FORWARD_RESIDENT=7,
         RESIDENT=3,
         INTERLEAVED=interleaved,
@@ -196,7 +195,7 @@ def _launch_forward(
 def _chosen(
     name: str, arrays: tuple[Any, ...], interleaved: bool, *gradients: Any
 ) -> tuple[tuple[Any, ...], Constants, Any, dict[str, Any]]:
-    """Return the arrays of a forward call for a kernel, its constants, the kernel and its Tokens.
+    """Return the arrays of a forward call as the kernel reads them, constants, kernel and Tokens.
 
     ``gradients``: further arrays that the kernel reads with the same accesses as q and k.
     """

@@ -48,11 +48,11 @@ def rope(
     x : (batch, tokens, heads, dim) float
         Queries or keys.
     cos, sin : (length, half) dtype of x or float32
-        Tables from ``rope_tables``.  Columns from ``2 * half`` on are copied unchanged.
+        Tables from ``rope_tables``.  Columns of x from ``2 * half`` on are copied unchanged.
     positions : (tokens,) or (batch, tokens) int32 or int64, optional
         Rows of the tables, in 0 .. length - 1; by default 0 .. tokens - 1.
     interleaved : bool
-        Pairs are neighbours (2 i, 2 i + 1), as in GPT-J, and not (i, i + half), as in Llama.
+        True: pairs are neighbours (2 i, 2 i + 1), as in GPT-J; False: (i, i + half), as in Llama.
 
     Returns
     -------
@@ -62,8 +62,8 @@ def rope(
     Raises
     ------
     RangeError
-        A position is outside the tables.  On a GPU, where positions are not checked before the
-        launch, the token becomes NaN, and the next ``check_errors()`` raises.
+        A position is outside the tables.  On a GPU the host does not read positions: the token
+        becomes NaN, and the next ``check_errors()`` raises.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
 
@@ -103,9 +103,9 @@ def _launch_backward(
 
 
 def check_tables(call: str, cos: Array, positions: Array | None, **rest: Any) -> None:
-    """Raise for tables of different dtypes, too wide for a head, or too short without positions.
+    """Raise if the tables differ in dtype, are too wide for a head, or too short for the tokens.
 
-    The first array in ``rest`` has the heads.
+    The first array in ``rest`` is (batch, tokens, heads, dim).
     """
     (length, half), shape = cos.shape, next(iter(rest.values())).shape
     if cos.dtype != (sin := rest["sin"]).dtype:
@@ -131,7 +131,7 @@ rope_backward.require(check_tables)
 
 
 def reports(like: Array, positions: Array | None) -> Array | None:
-    """Return the buffer where a kernel reports positions outside the tables; None without any."""
+    """Return the buffer for a kernel's reports of wrong positions; None without positions."""
     return None if positions is None else faults.record(like)
 
 
@@ -140,7 +140,7 @@ def tokens_of(
 ) -> dict[str, Any]:
     """Return the struct Tokens of heads.cuh: how a kernel iterates over tokens."""
     count = q.shape[0] * q.shape[1]
-    period = q.shape[1] if positions is None else positions.size
+    period = q.shape[1] if positions is None else positions.size  # tokens after which they repeat
     return {"count": count, "period": period, "length": length, "q": q_strides, "k": k_strides}
 
 
@@ -180,12 +180,13 @@ def constants(
 ) -> Constants:
     """Return the constants of rope.cu for these dtypes and this shape of a token.
 
-    A thread rotates up to four heads: this keeps enough accesses in flight, and the tables are read
-    once for all four.  A block has about 256 threads, and as many tokens as they can process.
+    A thread rotates up to four heads: this keeps enough accesses in flight, and the thread reads
+    the tables once for all four.  A block has about 256 threads, and as many tokens as they can
+    process.
     """
     x, table, positions = dtypes
     heads, kv_heads, dim, half = token
-    pairs = lanes // 2 if interleaved and lanes > 1 else lanes
+    pairs = lanes // 2 if interleaved and lanes > 1 else lanes  # of an access
     columns = max(1, min(half // pairs, 256))
     slots = max(1, min(-(-(heads + kv_heads) // 4), 256 // columns))
     return Constants(
@@ -220,8 +221,8 @@ def launch_rope(
 ) -> tuple[Array, Any]:
     """Return q and k rotated by the table rows of their positions.
 
-    Without tables, the kernel computes the angles from ``base``.  With in_place, q and k must have
-    ``head_strides``.
+    Without tables, the kernel computes the angles from ``base``.  With in_place, the heads of q and
+    k must have strides that ``head_strides`` accepts.
     """
     outputs: Any = q, k
     if not in_place:

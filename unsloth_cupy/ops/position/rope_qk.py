@@ -2,7 +2,7 @@
 
 y1 = x1 cos - x2 sin        y2 = x2 cos + x1 sin        backward: the same with -sin
 
-Pairs of columns and tables are those of ``rope``.
+Pairs of columns and tables are as in ``rope``.
 """
 
 from ...core.arrays import contiguous

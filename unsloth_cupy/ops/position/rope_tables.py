@@ -1,7 +1,7 @@
 """Tables of rotary position embeddings, with the scalings of Hugging Face's configs.
 
 cos, sin [position, i] = factor * cos, sin (position * frequency[i])
-frequency[i] = base**(-2 i / dim), then scaled for contexts longer than that of the training
+frequency[i] = base**(-2 i / dim), then scaled for contexts longer than in training
 
 Su et al., RoFormer, 2021.  linear: Chen et al., Position Interpolation, 2023.  dynamic, yarn:
 Peng et al., YaRN, 2023.  longrope: Ding et al., LongRoPE, 2024.  llama3: Llama 3.1, 2024.
@@ -21,6 +21,7 @@ from ...machine import array_bytes, check_bytes
 from ...placement import to_device_of
 
 Scaling = Mapping[str, Any]
+# The numbers of a config must be normal in float32, in which all arithmetic with them is done.
 SMALLEST, LARGEST = (float(each) for each in (np.finfo("f4").tiny, np.finfo("f4").max))
 
 
@@ -34,34 +35,35 @@ def rope_tables(
 ) -> tuple[Array, Array]:
     """Return cosine and sine of ``position * frequency[i]``, ``frequency[i] = base**(-2 i / dim)``.
 
-    Angles are rounded to float32 exactly as Hugging Face does: models were trained with those.
+    Angles are rounded to float32 exactly as in Hugging Face, because models were trained so.
 
     Parameters
     ----------
     length : int
-        Number of positions, from 0.  ``dynamic`` and ``longrope`` choose frequencies by it.
+        Number of positions, from 0 on.  The frequencies of ``dynamic`` and ``longrope`` depend on
+        it.
     dim : int
-        Number of rotated columns of a head, even.  The caller must apply a config's
-        ``partial_rotary_factor``.
+        Number of rotated columns of a head; even.  If the config has a ``partial_rotary_factor``,
+        the caller must multiply the head dim by it.
     base : float
         Wavelengths, in positions, range from 2 pi to almost 2 pi times base.
     scaling : mapping, optional
-        The whole dict of a Hugging Face config (``rope_scaling`` or ``rope_parameters``), with
-        ``rope_type`` (or ``type``) one of default, linear, dynamic, yarn, longrope, llama3.  Its
-        ``rope_theta``, if present, replaces base.  If the config has ``max_position_embeddings``
-        or ``original_max_position_embeddings`` outside of this dict, add them to it.
+        The dict ``rope_scaling`` or ``rope_parameters`` of a Hugging Face config.  ``rope_type``
+        (or ``type``) is one of default, linear, dynamic, yarn, longrope, llama3; ``rope_theta``, if
+        present, replaces base.  If the config has ``max_position_embeddings`` or
+        ``original_max_position_embeddings`` outside of this dict, add them to it.
     like : array, optional
         The tables are created in its library and on its device; by default in NumPy.
 
     Returns
     -------
     cos, sin : (length, dim / 2) float32
-        Multiplied by the attention factor of yarn and longrope.
+        Yarn and longrope multiply them by their attention factor.
 
     Raises
     ------
     ConfigError
-        The type of the scaling is unknown, or a number that it needs is missing or invalid.
+        The type of the scaling is unknown, or a required number is missing or invalid.
     ShapeError
         dim is odd, or length or dim is negative.
 
@@ -81,10 +83,10 @@ def rope_tables(
             actual=(length, dim),
         )
     if like is not None:
-        framework_of(like, "rope_tables: like")  # raises for other objects
+        framework_of(like, "rope_tables: like")  # raises if like is not an array
     check_bytes(f"rope_tables(length={length}, dim={dim})", array_bytes((length, dim), 4), like)
     frequency, factor = scaled_frequencies(scaling, length, dim, base)
-    angle = np.arange(length, dtype=np.float32)[:, None] * frequency
+    angle = np.arange(length, dtype=np.float32)[:, None] * frequency  # (length, dim / 2)
     cos, sin = np.cos(angle), np.sin(angle)
     if factor != 1:
         cos, sin = cos * np.float32(factor), sin * np.float32(factor)
@@ -94,7 +96,7 @@ def rope_tables(
 def scaled_frequencies(
     scaling: Scaling | None, length: int, dim: int, base: float
 ) -> tuple[Array, float]:
-    """Return the frequencies for a length, and the factor of cosines and sines.
+    """Return the frequencies for a length, and the attention factor of cosines and sines.
 
     Raises
     ------
@@ -129,7 +131,7 @@ def frequencies(dim: int, base: float, stretch: Array | float = 1.0, like: Any =
     """
     check_base("rope_tables", base)
     exponent = np.arange(0, dim, 2, dtype=np.float32, like=like) / np.float32(max(1, dim))
-    wavelength = (base ** exponent.astype(np.float64)).astype(np.float32)
+    wavelength = (base ** exponent.astype(np.float64)).astype(np.float32)  # over 2 pi
     return 1 / (np.float32(stretch) * wavelength)
 
 
@@ -139,11 +141,11 @@ def check_base(call: str, base: float) -> None:
         raise ConfigError(f"{call}: the base of the wavelengths is {base}; it must be above 1")
 
 
-# Each rule returns the frequencies, and the attention factor that multiplies cosines and sines.
+# Each rule returns the frequencies, and the attention factor of cosines and sines.
 
 
 def _default(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, float]:
-    """Leave all wavelengths as they are."""
+    """Return the frequencies of all wavelengths as they are."""
     return frequencies(dim, base), 1.0
 
 
@@ -153,10 +155,10 @@ def _linear(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array
 
 
 def _dynamic(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, float]:
-    """Raise the base as length exceeds the trained context: long wavelengths are stretched most."""
+    """Raise the base if length exceeds the trained context: long wavelengths stretch the most."""
     factor, trained = _number(scaling, "factor"), _trained(scaling, "max_position_embeddings")
     stretch = factor * max(length, trained) / trained - (factor - 1)
-    power = dim / (dim - 2) if dim > 2 else 0.0
+    power = dim / (dim - 2) if dim > 2 else 0.0  # the only wavelength of dim 2 does not change
     return frequencies(dim, float(np.float32(base) * np.float32(stretch**power))), 1.0
 
 
@@ -164,7 +166,7 @@ def _yarn(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, 
     """Stretch only wavelengths with fewer than beta_fast rotations in the trained context."""
     trained = _trained(scaling, "original_max_position_embeddings")
     factor = _factor(scaling, trained)
-    growth = 0.1 * math.log(max(factor, 1))
+    growth = 0.1 * math.log(max(factor, 1))  # 0.1 is the paper's
     attention = 1 + growth
     if not any(_is_off(scaling.get(key)) for key in ("mscale", "mscale_all_dim")):
         above, below = _number(scaling, "mscale"), _number(scaling, "mscale_all_dim")
@@ -180,7 +182,7 @@ def _yarn(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, 
     if _flag(scaling, "truncate", default=True):
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, dim - 1)
-    last += 0.001 * (first == last)
+    last += 0.001 * (first == last)  # no division by 0 below, as in Hugging Face
     columns = np.arange(dim // 2, dtype=np.float32)
     stretched = np.clip((columns - np.float32(first)) / np.float32(last - first), 0, 1)
     frequency = unscaled * (1 - stretched) + frequencies(dim, base, factor) * stretched
@@ -194,7 +196,7 @@ def _longrope(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Arr
     attention = math.sqrt(1 + math.log(factor) / math.log(trained)) if factor > 1 else 1.0
     which = "long" if length > trained else "short"
     key = f"{which}_factor"
-    if scaling.get(f"{which}_mscale") is not None:  # of Phi-MoE
+    if scaling.get(f"{which}_mscale") is not None:  # in configs of Phi-MoE
         attention = _number(scaling, f"{which}_mscale")
     try:
         stretch = np.asarray(scaling.get(key), np.float32)
@@ -209,7 +211,10 @@ def _longrope(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Arr
 
 
 def _llama3(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, float]:
-    """Stretch wavelengths with fewer than low rotations, keep those with more than high."""
+    """Stretch wavelengths with few rotations in training; leave wavelengths with many.
+
+    Few is below low_freq_factor, many above high_freq_factor; between them the change is gradual.
+    """
     trained = _trained(scaling, "original_max_position_embeddings")
     factor = np.float32(_number(scaling, "factor"))
     low, high = _number(scaling, "low_freq_factor"), _number(scaling, "high_freq_factor")
@@ -234,21 +239,21 @@ RULES: Mapping[str, Callable[[Scaling, int, int, float], tuple[Array, float]]] =
 
 
 def _factor(scaling: Scaling, trained: float) -> float:
-    """Return by how much the context is extended; by default the ratio of both lengths."""
+    """Return the factor by which the context grows; by default the ratio of both lengths."""
     if scaling.get("factor") is None and scaling.get("max_position_embeddings") is not None:
         return _number(scaling, "max_position_embeddings") / trained
     return _number(scaling, "factor")
 
 
 def _trained(scaling: Scaling, first: str) -> float:
-    """Return the number of positions in training: the key ``first`` or, if absent, the other."""
+    """Return the number of positions in training: of the key ``first`` or else of the other key."""
     keys = ["max_position_embeddings", "original_max_position_embeddings"]
     present = [key for key in keys if scaling.get(key) is not None]
     return _number(scaling, first if first in present or not present else present[0], above=1)
 
 
 def _is_off(value: Any) -> bool:
-    """Return whether an optional number is absent, or 0."""
+    """Return whether an optional number is absent or 0."""
     return value is None or (is_number(value) and value == 0)
 
 
@@ -265,7 +270,7 @@ def _flag(scaling: Scaling, key: str, *, default: bool) -> bool:
 def _number(scaling: Scaling, key: str, default: float | None = None, above: float = 0) -> float:
     """Return a number of the scaling, or the default if it is absent or null.
 
-    It is one that float32 holds, as all arithmetic with it.
+    It must be in the range of float32.
     """
     value: Any = default if scaling.get(key) is None else scaling[key]
     valid = is_number(value) and max(above, SMALLEST) <= float(value) <= LARGEST

@@ -125,7 +125,7 @@ BAD = {
     "an op without gradient": (
         lambda x: uc.linear_cross_entropy_gradients(x, x, torch.tensor([0, 1]))[0].sum().backward(),
         GradientError,
-        "linear_cross_entropy_gradients has no gradient: it returns them",
+        "linear_cross_entropy_gradients has no gradient: it returns the gradients",
     ),
 }
 

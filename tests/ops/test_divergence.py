@@ -188,7 +188,7 @@ X = np.ones((2, 3))
     ("call", "words"),
     [
         (lambda: uc.divergence(X, X, kind="kl"), "kind='kl'; choose from jsd, tvd, cosine"),
-        (lambda: uc.divergence(X, X, kind="tvd", beta=0.5), "does not use beta; leave that out"),
+        (lambda: uc.divergence(X, X, kind="tvd", beta=0.5), "does not use beta; leave it out"),
         (lambda: uc.divergence(X, X, beta=1.5), r"beta must be in \[0, 1\]"),
         (lambda: uc.divergence(X, X, temperature=0.0), "temperature must be above 0"),
         (lambda: uc.linear_divergence(X, X, X, X, teacher_softcap=-1.0), "must be positive"),

@@ -1,1 +1,1 @@
-"""Cross entropy of logits, or of an output head's input and weight."""
+"""Losses of logits, or of an output head's input and weight: cross entropy, divergences."""

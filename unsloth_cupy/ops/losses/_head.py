@@ -1,4 +1,4 @@
-"""Products of an output head, one chunk of rows at a time: the full logits are never stored.
+"""Products of an output head, one chunk of rows at a time, so that the full logits never exist.
 
 logits = x weight^T        dx = dlogits weight        dweight = dlogits^T x, summed in float32
 """
@@ -17,13 +17,13 @@ from ..common.gemm import gemm
 from ..linear.changed_matrix import gradient_shape, weight_gradient
 from ..linear.linear import flat
 
-# Adding a chunk to dweight moves 8 bytes per element for 2 operations per row.  With 6 bytes per
-# logit and a vocabulary of 131,072, a chunk is 682 rows: memory then hardly slows the products.
+# To add a chunk to dweight moves 8 bytes per element of dweight, for 2 operations per row.  With 6
+# bytes per logit and a vocabulary of 131,072, a chunk has 682 rows: memory hardly slows products.
 CHUNK_BYTES = 512 * 2**20
 
 
 def chunk_rows(rows: int, vocab: int, dtype: Any, max_bytes: int | None = None) -> int:
-    """Return how many rows a chunk has: as many as max_bytes allows, at least one."""
+    """Return the rows of a chunk: as many as max_bytes allows, at least one."""
     most = CHUNK_BYTES if max_bytes is None else max_bytes
     return max(1, min(rows, most // max(1, _row_bytes(vocab, np.dtype(dtype), kernels=True))))
 
@@ -46,9 +46,9 @@ def head_bytes(
 ) -> int:
     """Return the peak bytes of forward and backward, without arguments and results.
 
-    They are one chunk of logits with its gradient and, unless the head is frozen, the float32 sums
-    of dweight; for float32 weights these sums are the result itself.  ``kernels=False`` is for
-    NumPy, which always writes the gradient over the logits.
+    They consist of a chunk of logits with its gradient and, unless the head is frozen, of the
+    float32 sums of dweight; for float32 weights these sums are the result itself.
+    ``kernels=False`` is for NumPy, which always writes the gradient over the logits.
     """
     kind = np.dtype(dtype)
     chunk = chunk_rows(rows, vocab, kind, max_bytes) * _row_bytes(vocab, kind, kernels)
@@ -58,7 +58,7 @@ def head_bytes(
 
 def _row_bytes(vocab: int, dtype: np.dtype[Any], kernels: bool) -> int:
     """Return the bytes of a row of logits and, if it has its own buffer, of its gradient."""
-    narrow = kernels and dtype.itemsize < FLOAT32.itemsize
+    narrow = kernels and dtype.itemsize < FLOAT32.itemsize  # a buffer of 16 bits for the gradient
     return vocab * (np.promote_types(dtype, FLOAT32).itemsize + narrow * dtype.itemsize)
 
 
@@ -81,10 +81,10 @@ def gradients(
     own_buffer: bool,
     wanted: Set[str] | None,
 ) -> tuple[Array | None, Array | None]:
-    """Return dx and dweight; None for one that is not wanted.
+    """Return dx and dweight; None for a gradient that is not wanted.
 
     ``write(part, logits, out)`` writes the gradient of a chunk of logits to out: the logits
-    themselves or, with ``own_buffer``, a buffer in the dtype of x, which products on a GPU need.
+    themselves or, with ``own_buffer``, a buffer in the dtype of x, as products on a GPU require.
     """
     rows, dx, dweight = flat(x), None, None
     needed = requested_gradients("the output head", wanted, x=x, weight=weight)
@@ -97,7 +97,7 @@ def gradients(
     _add_chunks(x, weight, max_bytes, write, own_buffer, dx, dweight)
     return (
         None if dx is None else dx.reshape(x.shape),
-        None if dweight is None else rounded(dweight, weight.dtype),  # the chunks are freed by now
+        None if dweight is None else rounded(dweight, weight.dtype),  # the chunk is freed by now
     )
 
 
@@ -110,57 +110,60 @@ def _add_chunks(
     dx: Array | None,
     dweight: Array | None,
 ) -> None:
-    """Write dx and dweight, chunk by chunk; either may be None."""
+    """Write dx, and add to dweight, chunk by chunk; either may be None."""
     rows, vocab, buffer = flat(x), len(weight), None
     if own_buffer:
         buffer = empty((chunk_rows(len(rows), vocab, x.dtype, max_bytes), vocab), x.dtype, like=x)
     for part, logits in chunks(x, weight, max_bytes):
         dlogits = logits if buffer is None else buffer[: len(logits)]
         write(part, logits, dlogits)
-        if not isinstance(dlogits, np.ndarray):  # a GPU multiplies arrays of one dtype
+        if not isinstance(dlogits, np.ndarray):  # a product on a GPU has operands of one dtype
             dlogits = dlogits.astype(weight.dtype, copy=False)
         if dx is not None:
             gemm(dlogits, weight, out=dx[part])
         if dweight is not None:
+            # the first chunk writes, the others add
             weight_gradient(dlogits, rows[part], weight, dweight, part.start > 0)
 
 
 # ---- losses of rows -----------------------------------------------------------------------------
 class Rows:
-    """The rows that a head computes: those that a mask keeps or, on a GPU and by kernels, all.
+    """The rows that a head computes: on a CPU the rows where a mask is True, on a GPU all rows.
 
-    The host does not read a mask of a GPU.  Rows that it hides are then zeros, unless the kernels
-    know them (``known``) and write the zeros themselves.
+    The host does not read a mask of a GPU.  Hidden rows are then set to zeros, before and after;
+    with ``writes_zeros``, what computes the rows writes zeros for hidden ones itself.
     """
 
-    def __init__(self, mask: Array | None, *, kernels: bool, known: bool = False) -> None:
+    def __init__(self, mask: Array | None, *, kernels: bool, writes_zeros: bool = False) -> None:
         self.mask = None if mask is None else contiguous(mask).reshape(-1)
-        self.known, self.numbers = known, None
+        self.writes_zeros, self.numbers = writes_zeros, None
         if isinstance(self.mask, np.ndarray) and not kernels:
             self.numbers = np.flatnonzero(self.mask)
 
     def of(self, array: Array) -> Array:
-        """Return these rows of the head's input; zeros for hidden ones: NaN would reach dweight."""
+        """Return the rows of the head's input; hidden rows are zeros: NaN would reach dweight."""
         rows = flat(array)
         return zeroed(rows, self.mask) if self._hides else self._chosen(rows)
 
     def beside(self, array: Array) -> Array:
-        """Return what an array has for these rows."""
+        """Return the elements of an array (*rows) that belong to the rows."""
         rows = contiguous(array).reshape(-1)
-        return zeroed(rows, self.mask) if self._hides and not self.known else self._chosen(rows)
+        return (
+            zeroed(rows, self.mask) if self._hides and not self.writes_zeros else self._chosen(rows)
+        )
 
     @property
     def _hides(self) -> bool:
-        """Whether hidden rows are computed, too."""
+        """Whether hidden rows are computed, and must become zeros."""
         return self.mask is not None and self.numbers is None
 
     def _chosen(self, rows: Array) -> Array:
         return rows if self.numbers is None else rows[self.numbers]
 
     def back(self, rows: Array) -> Array:
-        """Return an array of all rows, with zeros for those that are hidden."""
+        """Return an array for all rows, with zeros for hidden rows."""
         if self.mask is None or self.numbers is None:
-            return zeroed(rows, self.mask) if self._hides and not self.known else rows
+            return zeroed(rows, self.mask) if self._hides and not self.writes_zeros else rows
         whole = np.zeros_like(rows, shape=(self.mask.size, *rows.shape[1:]))
         whole[self.numbers] = rows
         return whole
@@ -188,10 +191,10 @@ def head_gradients(
     *,
     own_buffer: bool,
 ) -> tuple[Array | None, Array | None, Array | None]:
-    """Return dx, dweight and dbias; None for one that is not wanted.
+    """Return dx, dweight and dbias; None for a gradient that is not wanted.
 
-    ``write(part, logits, arrays, out)`` writes the gradient of a chunk of logits, with the elements
-    of ``arrays`` for its rows.
+    ``write(part, logits, arrays, out)`` writes the gradient of a chunk of logits, from the elements
+    of ``arrays`` that belong to its rows.
     """
     each = [None if a is None else rows.beside(a) for a in arrays]
     sums = None

@@ -1,4 +1,4 @@
-"""The launches of the cross entropy kernels: threads, accesses, and values kept on chip."""
+"""Launches of the cross entropy kernels: threads, accesses, and the values that stay on chip."""
 
 from functools import cache
 from typing import Any, NamedTuple
@@ -16,25 +16,25 @@ from ._rows import Options
 REPORTER = faults.reporter(
     "cross_entropy", "labels", "vocab", ", or equal to ignore, for a row without a label"
 )
-STATIC = 2048  # most bytes of static shared memory of a block, in addition to the dynamic part
-# Accesses that a thread holds.  Four fill 16 registers: with 64 in all, an SM runs 1,024 threads;
-# with up to 128, as a soft cap or smoothing need, it runs 512.
+STATIC = 2048  # the most bytes of static shared memory of a block, besides the dynamic part
+# Accesses of 16 bytes that a thread holds in registers.  Four fill 16 registers: with 64 registers
+# in all an SM runs 1,024 threads; with 128, which a soft cap or smoothing need, it runs 512.
 HELD = 4
-ALONE = 16  # with up to 128 registers, where an SM has to run only one block
+ALONE = 16  # the same with up to 128 registers, if an SM runs only one block
 
 
 class Access(NamedTuple):
     """How rows are read."""
 
     lanes: int  # values of one access
-    ragged: bool  # rows may begin between the boundaries of two accesses
+    ragged: bool  # whether rows may begin at addresses that are not aligned for an access
 
 
 def access_of(vocab: int, *arrays: Any) -> Access:
     """Return accesses of 16 bytes of the first array; smaller ones if an array is not aligned.
 
-    In a fixed order they are as wide as rows allow wherever they begin: which thread adds a value
-    would else depend on the number of the row.
+    In a fixed order, accesses are only as wide as every row allows.  With ragged rows, the thread
+    that adds a value would depend on where its row begins.
     """
     wide = 16 // arrays[0].dtype.itemsize
     if not is_fixed() and all(lanes(wide, array) == wide for array in arrays):
@@ -43,7 +43,10 @@ def access_of(vocab: int, *arrays: Any) -> Access:
 
 
 def row_threads(vectors: int) -> int:
-    """Return how many threads share a row: four accesses each, and at most 512 threads."""
+    """Return the threads of a row: about four accesses each, at most 512 threads.
+
+    Up to 32 threads it is a power of two, a part of a warp; more are whole warps.
+    """
     if vectors <= 128:
         return 1 << (-(-vectors // 4) - 1).bit_length()
     return min(512, -(-vectors // 128) * 32)
@@ -66,9 +69,9 @@ def constants(
 
     losses      short rows share a warp; 512 threads loop over a long row
     gradients   one access per thread, and many blocks per row
-    both        the threads of losses; two blocks or more on an SM if each can hold its row in
-                registers and shared memory and, with a soft cap or smoothing, has 256 threads or
-                fewer; else one block that takes all of them
+    both        as many threads as for losses; two blocks or more on an SM, if each can hold its row
+                in registers and shared memory and, with a soft cap or smoothing, has 256 threads or
+                fewer; else one block with all registers and shared memory
     """
     vectors = -(-(vocab + access.ragged * (access.lanes - 1)) // access.lanes)
     of_row, blocks, held, stored = row_threads(vectors), 1, 1, 0
@@ -80,7 +83,7 @@ def constants(
         slots = (shared // 2 - STATIC) // slot
         resident = 512 if cap or smoothing else 1024  # tanh and sums need registers too
         blocks = max(1, resident // threads) if depth <= HELD + slots else 1
-        alone = ALONE - (cap and smoothing)  # one less: 128 registers are too few for both
+        alone = ALONE - (cap and smoothing)  # one access less: 128 registers are too few for both
         held = min(depth, HELD if blocks > 1 else alone)
         stored = min(depth - held, slots if blocks > 1 else (shared - STATIC) // slot)
     return Constants(
@@ -103,13 +106,13 @@ def constants(
 
 
 def refused(options: Options) -> Any:
-    """Return what a launch returns for options that no kernel runs; None for all others."""
+    """Return the result of a launch for options that no kernel supports; None for all others."""
     both = options.smoothing > 0 and options.class_weights is not None
     return no_kernel("label smoothing with class weights") if both else None
 
 
 def _dense(weights: Array | None) -> tuple[Array | None, Any]:
-    """Return contiguous weights of the classes, and their dtype."""
+    """Return contiguous class weights, and their dtype."""
     return (None, None) if weights is None else (contiguous(weights), weights.dtype)
 
 

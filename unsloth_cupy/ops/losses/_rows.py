@@ -17,7 +17,7 @@ from ...errors import ConfigError, RangeError
 from ..activations.softmax import finite
 from ..common.checks import refuse_number
 
-CACHED = 2**15  # logits at a time: 128 KiB in float32, and as much for each temporary
+CACHED = 2**15  # logits at a time: 128 KiB in float32, and as much for each temporary array
 
 
 class Options(NamedTuple):
@@ -46,10 +46,10 @@ def check_options(
 def check_labels(
     call: str, labels: Array, ignore: int, vocab: int, class_weights: Any = None
 ) -> None:
-    """Raise for a label outside the vocabulary or a wrong weight, in NumPy arrays only.
+    """Raise for a label outside the vocabulary or an invalid class weight, in NumPy arrays only.
 
-    Reading arrays of a GPU would make it wait: its kernels report such labels, and the loss of a
-    label whose weight is NaN or negative is NaN.
+    The host does not wait for arrays of a GPU: kernels report such labels, and the loss of a label
+    whose weight is NaN or negative is NaN.
 
     Raises
     ------
@@ -74,6 +74,7 @@ def check_labels(
 
 def losses(logits: Array, labels: Array, options: Options) -> tuple[Array, Array]:
     """Return the loss and lse of each row."""
+    # (all rows, vocab), (all rows,)
     rows, flat = logits.reshape(labels.size, logits.shape[-1]), labels.reshape(-1)
     loss, lse = (np.empty_like(logits, shape=flat.shape) for _ in range(2))
     for part in parts(rows):
@@ -102,7 +103,7 @@ def logit_gradients(
 
 
 def parts(rows: Array) -> Iterator[slice]:
-    """Yield slices of rows that fit a cache with their temporaries; one slice on a GPU."""
+    """Yield slices of rows that fit into a cache with temporary arrays; one slice on a GPU."""
     count, columns = rows.shape
     array: Any = rows
     step = max(1, CACHED // max(1, columns)) if isinstance(array, np.ndarray) else max(1, count)
@@ -111,7 +112,7 @@ def parts(rows: Array) -> Iterator[slice]:
 
 
 def _capped(logits: Array, softcap: float | None) -> tuple[Array, Array | None]:
-    """Return z and tanh(logits / softcap), or the logits and None without a cap."""
+    """Return z and tanh(logits / softcap); without a cap, the logits and None."""
     if softcap is None:
         return logits, None
     tanh = logits / softcap
@@ -120,7 +121,7 @@ def _capped(logits: Array, softcap: float | None) -> tuple[Array, Array | None]:
 
 
 def _not_negative(weights: Array, dtype: Any) -> Array:
-    """Return weights of classes in a dtype; NaN in place of negative ones."""
+    """Return class weights in a dtype, with NaN in place of negative ones."""
     return np.where(weights >= 0, weights, np.nan).astype(dtype)
 
 
@@ -137,7 +138,8 @@ def _losses(logits: Array, labels: Array, options: Options) -> tuple[Array, Arra
     if smoothing and weights is None:
         target = (1 - smoothing) * target + smoothing * z.mean(axis=-1)
     top = finite(z.max(axis=-1))
-    below, share = top - target, np.ones_like(top)  # lse - target loses digits if both are large
+    # loss = log + (top - target): lse - target would lose digits if both are large
+    below, share = top - target, np.ones_like(top)
     if weights is not None:
         weights = _not_negative(weights, z.dtype)
         of_label = (1 - smoothing) * weights[targets]
@@ -172,6 +174,7 @@ def _logit_gradients(
     z, tanh = _capped(logits, softcap)
     labelled, lse = labels != ignore, finite(lse)
     dloss = np.where(labelled, dloss, 0)
+    # rows without a label read class 0
     targets, share = np.where(labelled, labels, 0), np.ones_like(dloss)
     of_all = of_label = share[:1]
     if weights is not None:
@@ -188,6 +191,6 @@ def _logit_gradients(
     out[np.arange(labels.size, like=targets), targets] -= (1 - smoothing) * dloss * of_label
     if tanh is not None:
         np.square(tanh, out=tanh)
-        out *= np.subtract(1, tanh, out=tanh)  # the derivative of the cap
+        out *= np.subtract(1, tanh, out=tanh)  # dz / dlogits
     if dlse is None:
         out[~labelled] = 0  # even if their logits are NaN

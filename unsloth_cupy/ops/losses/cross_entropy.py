@@ -27,7 +27,7 @@ def cross_entropy(
     softcap: float | None = None,
     class_weights: Array | None = None,
 ) -> Array:
-    """Return the cross entropy of each row, ``-log(softmax(z)[label])`` without further options.
+    """Return the cross entropy of each row: ``-log(softmax(z)[label])`` with default options.
 
     ``loss = lse - (1 - smoothing) * z[label] - smoothing * mean(z) + z_loss * lse**2``,
     with ``lse = log(sum(exp(z)))`` and ``z = softcap * tanh(logits / softcap)``.  With weights w
@@ -43,15 +43,15 @@ def cross_entropy(
     ignore : int
         Rows with this label have a loss and a gradient of 0, even if their logits are NaN.
     smoothing : float
-        Label smoothing: the share of the target, in [0, 1], that is spread evenly over the
-        vocabulary.
+        Label smoothing: the share of the target probability, in [0, 1], that is spread evenly over
+        the vocabulary.
     z_loss : float
         Weight of the term ``lse**2``, which keeps logits near 0.
     softcap : float, optional
         Bound of the absolute values of z; None for no bound.
     class_weights : (vocab,) dtype of logits or float32, optional
-        Factor of the loss of each class, 0 or more, as ``weight`` of torch; the mean of torch is
-        ``loss.sum() / class_weights[labels].sum()`` over the rows that count.  A constant.
+        Factor of the loss of each class, 0 or more, as ``weight`` in torch; a constant.  Torch's
+        mean is ``loss.sum() / class_weights[labels].sum()``, without rows whose label is ignore.
 
     Returns
     -------
@@ -136,7 +136,7 @@ def cross_entropy_backward(
     lse: Array,
     **options: Any,
 ) -> tuple[Array, None]:
-    """Return the gradient of the logits, from the gradients of the loss and of lse."""
+    """Return the gradient of the logits."""
     chosen = Options(**options)
     check_labels(
         "cross_entropy_backward", labels, chosen.ignore, logits.shape[-1], chosen.class_weights

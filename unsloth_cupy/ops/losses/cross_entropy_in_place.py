@@ -1,9 +1,9 @@
-"""Cross entropy and its gradient in one pass; the gradient is written over the logits.
+"""Cross entropy and its gradient in one pass, which writes the gradient over the logits.
 
 loss = cross_entropy(logits, labels)        logits <- dloss * (d loss / d logits)
 
-It is for training loops in which the gradient of each loss is known in advance, as it is for a
-mean: the logits are read once and written once, and there is no second array of their size.
+It is for training loops in which the gradient of each loss (dloss) is known in advance, as it is
+for a mean.  The logits are read once and written once, and there is no second array of their size.
 """
 
 import numbers
@@ -59,7 +59,7 @@ def cross_entropy_(
     ConfigError
         The logits cannot be written to, or an option is out of its range.
     GradientError
-        The logits are on a tape; a change would falsify its record.
+        The logits are on a tape, whose record a change would invalidate.
     RangeError, ShapeError, DTypeError
         As ``cross_entropy``; the logits are then unchanged.
     """
@@ -85,7 +85,7 @@ def cross_entropy_(
 @op(
     "logits(*rows, vocab), labels(*rows): int, dloss?(*rows): stat,"
     " class_weights?(vocab): table -> loss(*rows): stat",
-    widen=False,  # the gradient would go to the widened copy, not to the logits
+    widen=False,  # the gradient would be written to the widened copy, not to the logits
     no_gradient="it returns a gradient, and changes arrays that a tape would save",
     traffic=lambda a: 2 * a["logits"].nbytes + a["labels"].nbytes + a["loss"].nbytes,
 )

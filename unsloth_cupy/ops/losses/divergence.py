@@ -1,4 +1,4 @@
-"""Divergences of a student's distribution from a teacher's, which is a constant.
+"""Divergences of a student's distribution from a teacher's distribution, which is a constant.
 
 p_s, p_t = softmax(logits / temperature), softmax(teacher_logits / temperature)
 KL(p, q) = sum(p log(p / q))        m = (1 - beta) p_s + beta p_t
@@ -21,11 +21,11 @@ from ._launch import Access, access_of, row_threads
 from .linear_log_probs import logits_to_z
 
 KINDS = ("jsd", "tvd", "cosine")
-LEAST = 1e-8  # length by which a row is divided, as torch's cosine_similarity divides
+LEAST = 1e-8  # the least length by which a row is divided, as in torch's cosine_similarity
 
 
 class Options(NamedTuple):
-    """How far two rows of logits are apart."""
+    """How the distance of two rows of logits is computed."""
 
     kind: str
     beta: float
@@ -33,7 +33,7 @@ class Options(NamedTuple):
 
 
 class Head(NamedTuple):
-    """How logits become z; the weight and the bias of an output head."""
+    """An output head: weight and bias, and the options that turn logits into z."""
 
     temperature: float
     scale: float = 1.0
@@ -54,27 +54,28 @@ def divergence(
     beta: float | None = None,
     temperature: float = 1.0,
 ) -> Array:
-    """Return how far a student's distribution is from a teacher's, row by row.
+    """Return the divergence of a student's distribution from a teacher's distribution, by row.
 
     ====== =======================================================================================
     jsd    beta 0 (default): KL(p_t, p_s), forward; 1: KL(p_s, p_t), reverse; between:
            beta KL(p_t, m) + (1 - beta) KL(p_s, m), m = (1 - beta) p_s + beta p_t
-    tvd    sum(abs(p_s - p_t)) / 2
-    cosine 1 - sum(a b), each of the two rows of logits divided by max(its length, 1e-8): 1 for
-           rows of zeros
+    tvd    total variation, sum(abs(p_s - p_t)) / 2
+    cosine 1 - sum(a b), where a and b are the two rows of logits, each divided by max(its length,
+           1e-8); it is 1 for rows of zeros
     ====== =======================================================================================
 
-    There is no factor temperature**2.
+    The loss is not multiplied by temperature**2.
 
     Parameters
     ----------
     logits, teacher_logits : (*rows, vocab) float
-        The teacher's are a constant.
+        The logits of student and teacher; those of the teacher are a constant.
     kind : str
+        "jsd", "tvd" or "cosine".
     beta : float, optional
-        In [0, 1], of jsd.
+        Interpolation of jsd, in [0, 1]; 0 by default.
     temperature : float
-        Above 0.
+        Divides both logits; above 0.
 
     Returns
     -------
@@ -110,9 +111,9 @@ def divergence(
 
 
 def beta_of(call: str, kind: str, beta: float | None) -> float:
-    """Return beta, 0 by default; raise for a kind that has none."""
+    """Return beta, 0 by default; raise for a kind that does not use it."""
     if beta is not None and kind in KINDS and kind != "jsd":
-        raise ConfigError(f"{call}: kind={kind!r} does not use beta; leave that out")
+        raise ConfigError(f"{call}: kind={kind!r} does not use beta; leave it out")
     return 0.0 if beta is None else beta
 
 
@@ -128,7 +129,7 @@ def divergence_forward(
     """Return the loss of ``divergence``."""
     factor = logits.dtype.type(1 / temperature)
     rows = logits * factor, teacher_logits.astype(logits.dtype) * factor
-    return measured(*rows, Options(kind, beta, temperature))[0]
+    return loss_and_slopes(*rows, Options(kind, beta, temperature))[0]
 
 
 @divergence_forward.kernel
@@ -151,10 +152,10 @@ def divergence_backward(
     beta: float = 0.0,
     temperature: float = 1.0,
 ) -> tuple[Array, None]:
-    """Return the gradient of the logits; the teacher's have none."""
+    """Return the gradient of the student's logits; the teacher's logits are a constant."""
     factor = logits.dtype.type(1 / temperature)
     rows = logits * factor, teacher_logits.astype(logits.dtype) * factor
-    slopes = measured(*rows, Options(kind, beta, temperature))[1]
+    slopes = loss_and_slopes(*rows, Options(kind, beta, temperature))[1]
     return slopes * (dloss * factor)[..., None], None
 
 
@@ -196,8 +197,8 @@ def log_softmax(z: Array) -> Array:
     return below
 
 
-def measured(z: Array, teacher: Array, options: Options) -> tuple[Array, Array]:
-    """Return the divergence of each row of z, and its derivatives by z."""
+def loss_and_slopes(z: Array, teacher: Array, options: Options) -> tuple[Array, Array]:
+    """Return the divergence of each row of z, and its derivatives with respect to z."""
     if options.kind == "cosine":
         return _cosine(z, teacher)
     log_s, log_t = log_softmax(z), log_softmax(teacher)
@@ -211,7 +212,7 @@ def measured(z: Array, teacher: Array, options: Options) -> tuple[Array, Array]:
         return _kl(t, log_t, log_s)[0], s - t
     if beta == 1:
         loss, logs = _kl(s, log_s, log_t)
-        with np.errstate(invalid="ignore"):  # infinite where the teacher excludes a token
+        with np.errstate(invalid="ignore"):  # the loss is infinite if the teacher excludes a token
             return loss, s * (logs - loss[..., None])
     log_m = np.logaddexp(log_s + np.log1p(-beta), log_t + np.log(beta))
     from_teacher, _ = _kl(t, log_t, log_m)
@@ -221,28 +222,28 @@ def measured(z: Array, teacher: Array, options: Options) -> tuple[Array, Array]:
 
 
 def _kl(p: Array, log_p: Array, log_q: Array) -> tuple[Array, Array]:
-    """Return KL(p, q) of each row, and log(p / q), 0 where p is."""
-    with np.errstate(invalid="ignore"):  # -inf less -inf
+    """Return KL(p, q) of each row, and log(p / q), which is 0 where p is 0."""
+    with np.errstate(invalid="ignore"):  # -inf - -inf
         logs = np.where(p > 0, log_p - log_q, 0)
     return (p * logs).sum(axis=-1), logs
 
 
 def _cosine(z: Array, teacher: Array) -> tuple[Array, Array]:
-    """Return 1 - cosine of each row, and its derivatives by z."""
+    """Return 1 - cosine of each row, and its derivatives with respect to z."""
     if not z.size:
         return np.ones_like(z, shape=z.shape[:-1]), z
     (one, length), (two, _) = _divided(z), _divided(teacher)
     cosine = np.clip((one * two).sum(axis=-1, keepdims=True), -1, 1)
-    turned = np.where(length > LEAST, cosine * one, 0)
-    return 1 - cosine[..., 0], (turned - two) / length
+    along = np.where(length > LEAST, cosine * one, 0)  # a length of LEAST is a constant
+    return 1 - cosine[..., 0], (along - two) / length
 
 
 def _divided(z: Array) -> tuple[Array, Array]:
-    """Return rows divided by their lengths, at least LEAST each, and these."""
+    """Return the rows divided by their lengths, which are at least LEAST, and the lengths."""
     unit = np.maximum(np.abs(z).max(axis=-1, keepdims=True), LEAST)
-    rows = z / unit  # no square overflows
+    rows = z / unit  # so that no square overflows
     length = np.maximum(np.sqrt((rows * rows).sum(axis=-1, keepdims=True)), LEAST / unit)
-    with np.errstate(over="ignore"):  # a length that the dtype does not hold
+    with np.errstate(over="ignore"):  # the length may exceed the dtype
         return rows / length, length * unit
 
 
@@ -257,7 +258,7 @@ def launch(
 ) -> None:
     """Launch a kernel of divergence.cu, which writes the last of ``results``.
 
-    That is the loss; or, after dloss, the gradient of the logits, which may be the logits.
+    ``results`` are the loss, or dloss and the gradient of the logits, which may be the logits.
     """
     vocab, (student, other) = logits.shape[-1], heads
     teacher, bias, teacher_bias = map(of_kernels, (teacher, student.bias, other.bias))
@@ -265,6 +266,7 @@ def launch(
     chosen = _constants(
         *(None if a is None else a.dtype for a in (*rows[:2], rows[-1], bias, teacher_bias)),
         vocab,
+        # the widest dtype first: its accesses have 16 bytes
         access_of(vocab, *sorted(rows, key=lambda array: -array.dtype.itemsize)),
         student.softcap is not None,
         other.softcap is not None,
@@ -278,13 +280,13 @@ def launch(
 
 
 def of_kernels(array: Any) -> Any:
-    """Return an array in a dtype that kernels read."""
+    """Return a contiguous array in a dtype that kernels can read; None as it is."""
     array = array if array is None else contiguous(array)
     return array if array is None or array.dtype in KERNEL_DTYPES else array.astype(FLOAT32)
 
 
 def _number(options: Options) -> int:
-    """Return the KIND of divergence.cu."""
+    """Return the number KIND of divergence.cu."""
     if options.kind == "jsd":
         return 0 if options.beta == 0 else 1 if options.beta == 1 else 2
     return 2 + KINDS.index(options.kind)
@@ -317,13 +319,13 @@ def _constants(
 
 
 def numbers_of(head: Head) -> dict[str, float]:
-    """Return the factors by which kernels turn logits of a head into z."""
+    """Return the factors with which kernels turn the logits of a head into z."""
     inner = head.scale / (head.temperature if head.softcap is None else head.softcap)
     return {"inner": inner, "outer": (head.softcap or 1.0) / head.temperature}
 
 
 def _numbers(heads: tuple[Head, Head], options: Options) -> dict[str, float]:
-    """Return the struct of the kernels."""
+    """Return the struct of numbers of divergence.cu."""
     student, teacher = map(numbers_of, heads)
     return {
         **student,

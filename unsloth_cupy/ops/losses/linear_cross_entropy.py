@@ -1,6 +1,6 @@
 """Cross entropy of a linear layer, without storing the full logits.
 
-loss = cross_entropy(x weight^T, labels), chunk by chunk of rows; backward recomputes the logits
+loss = cross_entropy(x weight^T, labels), by chunks of rows; backward recomputes the logits
 
 Wijmans et al., Cut Your Losses in Large-Vocabulary Language Models, 2024.
 """
@@ -43,9 +43,9 @@ def linear_cross_entropy(
     ignore, smoothing, z_loss, softcap, class_weights
         As in ``cross_entropy``.
     max_bytes : int, optional
-        Limit of the memory for a chunk of logits and their gradient, 512 MiB by default; a chunk
-        has at least one row.  Logits are float32; their gradient is written over them or, for a
-        16-bit x, to a second buffer of 16 bits.
+        Limit of the memory for a chunk of logits and its gradient, 512 MiB by default; a chunk has
+        at least one row.  Logits are float32; their gradient is written over them or, for a 16-bit
+        x, to a second buffer of 16 bits.
 
     Returns
     -------
@@ -154,7 +154,7 @@ def linear_cross_entropy_backward(
     wanted: Set[str] | None = None,
     **options: Any,
 ) -> tuple[Array | None, Array | None, None]:
-    """Return the gradients of x and weight; None for one that is not ``wanted``."""
+    """Return the gradients of x and weight; None for a gradient that is not ``wanted``."""
     chosen = Options(**options)
     check_labels(
         "linear_cross_entropy_backward", labels, chosen.ignore, len(weight), chosen.class_weights

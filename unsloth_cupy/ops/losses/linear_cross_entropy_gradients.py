@@ -1,9 +1,9 @@
-"""Cross entropy of a linear layer and its gradients, computing the logits once instead of twice.
+"""Cross entropy of a linear layer and its gradients, which computes the logits once, not twice.
 
 loss = cross_entropy(x weight^T, labels)        dx, dweight of sum(dloss * loss)
 
-It takes three matrix products, and is for training loops in which the gradient of each loss is
-known in advance, as it is for a mean; ``linear_cross_entropy`` on a tape takes four.
+It is for training loops in which the gradient of each loss (dloss) is known in advance, as it is
+for a mean.  It has three matrix products; ``linear_cross_entropy`` on a tape has four.
 """
 
 from collections.abc import Set
@@ -32,7 +32,7 @@ from ._rows import Options, check_labels, check_options, logit_gradients, losses
         * a["weight"].shape[0]
         * (1 + sum(a.get(n) is not None for n in ("dx", "dweight")))
     ),
-    no_gradient="it returns them",
+    no_gradient="it returns the gradients",
 )
 def linear_cross_entropy_gradients(
     x: Array,
@@ -56,14 +56,14 @@ def linear_cross_entropy_gradients(
     x, weight, labels
         As in ``linear_cross_entropy``.
     dloss : (*rows) float32, or float64 for float64 arrays, optional
-        The gradient of each loss before scale; 1 by default.
+        The gradient of each loss, without scale; 1 by default.
     scale : float
         Factor of dloss: ``1 / count`` for the mean of the losses.
     class_weights, ignore, smoothing, z_loss, softcap, max_bytes
         As in ``linear_cross_entropy``.
     wanted : set of str, optional
-        Which gradients to compute; the other is None.  ``{"x"}`` for a frozen head, ``{"weight"}``
-        if x needs no gradient.
+        Which gradients to compute; the other one is None.  ``{"x"}`` for a frozen head,
+        ``{"weight"}`` if x needs no gradient.
 
     Returns
     -------

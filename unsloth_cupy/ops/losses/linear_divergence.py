@@ -1,4 +1,4 @@
-"""Divergences of a linear head from a teacher's, without storing the full logits of either.
+"""Divergences of a linear head from a teacher's head, without storing the full logits of either.
 
 z = softcap * tanh(u / softcap) / temperature, u = scale * (x weight^T + bias), by chunks of rows
 """
@@ -14,17 +14,17 @@ from ...core.op import op
 from ..common.gemm import gemm
 from ._head import Rows, check_head, check_max_bytes, chunks, head_gradients
 from ._rows import parts
-from .divergence import Head, Options, beta_of, check_options, launch, measured
+from .divergence import Head, Options, beta_of, check_options, launch, loss_and_slopes
 
-# From z of some rows, and the rows: the loss of each, and its derivatives by z.
+# (z of some rows, the slice of these rows) -> (the loss of each row, its derivatives by z)
 Measure = Callable[[Array, slice], tuple[Array, Array]]
-# From the rows of a chunk, its logits and their dloss (None: forward) write the last array: the
-# loss or, backward, the gradient of the logits.
+# (the slice of a chunk's rows, its logits, dloss or None, out): without dloss write the loss to
+# out, with dloss write the gradient of the logits.
 Write = Callable[[slice, Array, Array | None, Array], None]
 
 
 class Student(NamedTuple):
-    """A head, and what becomes of its logits: by kernels or, in NumPy, some rows at a time."""
+    """The student's head, and the function that turns its logits into losses or gradients."""
 
     head: Head
     kernels: bool
@@ -49,20 +49,20 @@ def linear_divergence(
     teacher_softcap: float | None = None,
     max_bytes: int | None = None,
 ) -> Array:
-    """Return ``divergence`` of two heads' logits, without storing them.
+    """Return ``divergence`` of the logits of two heads, without storing the full logits.
 
     Parameters
     ----------
     x : (*rows, hidden) float
         The student's last hidden states.
     weight : (vocab, hidden) float
-        Its head; the gradient is accumulated in float32.
+        The student's head; its gradient is accumulated in float32.
     teacher_x, teacher_weight : (*rows, teacher_hidden), (vocab, teacher_hidden) float
-        The teacher's, constants.
+        The teacher's last hidden states and head; constants.
     bias, teacher_bias : (vocab,) float, optional
     mask : (*rows) bool, optional
-        Rows where it is False leave before the product: their loss is 0 and no gradient reaches
-        them, whatever their bytes hold.
+        Rows where it is False are left out of the product: their loss and gradient are 0, whatever
+        they hold.
     kind, beta, temperature
         As in ``divergence``.
     scale, softcap, teacher_scale, teacher_softcap : float
@@ -152,7 +152,7 @@ def linear_divergence_forward(
 
 @linear_divergence_forward.kernel
 def _launch(x: Array, mask: Array | None, max_bytes: int | None, **others: Any) -> Array:
-    """Return the loss: cuBLAS computes a chunk of both heads' logits, a kernel its loss."""
+    """Return the loss: cuBLAS computes each chunk of both heads' logits, a kernel its loss."""
     return loss_of(x, mask, max_bytes, _student(True, mask=mask, **others))
 
 
@@ -171,7 +171,7 @@ def linear_divergence_backward(
     wanted: Set[str] | None = None,
     **options: Any,
 ) -> tuple[Array | None, Array | None, None, None, Array | None, None]:
-    """Return the gradients of x, weight and bias; None for one that is not ``wanted``."""
+    """Return the gradients of x, weight and bias; None for a gradient that is not ``wanted``."""
     arrays = weight, teacher_x, teacher_weight, bias, teacher_bias, mask
     student = _student(False, *arrays, **options)
     dx, dweight, dbias = gradients_of(dloss, x, mask, max_bytes, wanted, student)
@@ -187,7 +187,7 @@ def _launch_backward(
     wanted: Set[str] | None,
     **others: Any,
 ) -> tuple[Array | None, Array | None, None, None, Array | None, None]:
-    """Return the gradients, with that of each chunk of logits from the kernel."""
+    """Return the gradients; the kernel writes the gradient of each chunk of logits."""
     student = _student(True, mask=mask, **others)
     dx, dweight, dbias = gradients_of(dloss, x, mask, max_bytes, wanted, student)
     return dx, dweight, None, None, dbias, None
@@ -209,7 +209,7 @@ def _student(
     teacher_scale: float,
     teacher_softcap: float | None,
 ) -> Student:
-    """Return the student: its head, and how a chunk of its logits becomes loss or gradient."""
+    """Return the student's head, with the function for a chunk of its logits."""
     head = Head(temperature, scale, softcap, bias, weight)
     teacher = Head(temperature, teacher_scale, teacher_softcap, teacher_bias, teacher_weight)
     logits, options = _logits(teacher, teacher_x, mask, kernels), Options(kind, beta, temperature)
@@ -217,7 +217,7 @@ def _student(
         return Student(head, True, partial(_by_kernel, (head, teacher), logits, options))
 
     def measure(z: Array, part: slice) -> tuple[Array, Array]:
-        return measured(z, teacher.z(logits(part).astype(z.dtype, copy=False))[0], options)
+        return loss_and_slopes(z, teacher.z(logits(part).astype(z.dtype, copy=False))[0], options)
 
     return Student(head, False, partial(by_parts, head, measure))
 
@@ -244,9 +244,9 @@ for each in (linear_divergence_forward, linear_divergence_backward):
 
 # ---- chunks -------------------------------------------------------------------------------------
 def _logits(head: Head, x: Array, mask: Array | None, kernels: bool) -> Callable[[slice], Array]:
-    """Return the function that computes the logits of some rows of x."""
+    """Return a function that computes the logits of some rows of x."""
     rows, weight = Rows(mask, kernels=kernels).of(x), head.weight
-    if rows.dtype != weight.dtype:  # products are of one dtype
+    if rows.dtype != weight.dtype:  # both operands of a product have one dtype
         rows, weight = (array.astype(FLOAT32, copy=False) for array in (rows, weight))
     return lambda part: gemm(rows[part], weight.T)
 
@@ -260,7 +260,7 @@ def _by_kernel(
     dloss: Array | None,
     out: Array,
 ) -> None:
-    """Write the loss, or the gradient of logits, by a kernel."""
+    """Write the loss, or the gradient of a chunk of logits, by a kernel."""
     if dloss is None:
         launch("divergence_forward", logits, teacher(part), heads, options, out)
     else:
@@ -270,7 +270,7 @@ def _by_kernel(
 def by_parts(
     head: Head, measure: Measure, part: slice, logits: Array, dloss: Array | None, out: Array
 ) -> None:
-    """Write the loss, or the gradient of logits, some rows at a time."""
+    """Write the loss, or the gradient of a chunk of logits, some rows at a time."""
     for few in parts(logits):
         here = slice(part.start + few.start, min(part.start + few.stop, part.stop))
         z, by_logits = head.z(logits[few])

@@ -23,28 +23,28 @@ from ._head import Rows, check_head, check_max_bytes, chunks, head_gradients
 from ._launch import Access, access_of, row_threads
 from ._rows import check_labels, parts
 
-IGNORE = -100
-LEAST = -1e30  # in place of -inf, whose product with 0 would be NaN
+IGNORE = -100  # the default label of rows that do not count, as in torch
+LEAST = -1e30  # stands for -inf, whose product with a probability of 0 would be NaN
 REPORTER = faults.reporter(
     "linear_log_probs", "labels", "vocab", ", or equal to ignore, for a row without a label"
 )
 
 
 class LogProbs(NamedTuple):
-    """What ``linear_log_probs`` returns, each ``(*rows)``.
+    """The results of ``linear_log_probs``, each ``(*rows)``.
 
     Attributes
     ----------
     log_probs : float
-        Log-probability of the label; has a gradient.
+        Log-probability of the label; it has a gradient.
     entropy : float
-        ``-sum(p log(p))``, in nats; has a gradient.
+        ``-sum(p log(p))``, in nats; it has a gradient.
     log_sum_squares : float
         ``log(sum(p**2))``.
     mean_logit : float
         The mean of z over the vocabulary.
     top1 : bool
-        Whether the label has the largest logit; of equal ones, the lowest index has it.
+        Whether the label has the largest logit; of equal logits, the lowest index counts.
     """
 
     log_probs: Any
@@ -55,13 +55,13 @@ class LogProbs(NamedTuple):
 
 
 class Options(NamedTuple):
-    """How logits become z."""
+    """The options that turn logits into z."""
 
     temperature: float
     scale: float
     softcap: float | None
     ignore: int
-    keep_all: bool = False  # rows without a label are computed too
+    keep_all: bool = False  # whether rows without a label are computed, too
 
 
 def linear_log_probs(
@@ -76,11 +76,11 @@ def linear_log_probs(
     softcap: float | None = None,
     max_bytes: int | None = None,
 ) -> LogProbs:
-    """Return log-probability, entropy and relatives of each row, without storing the full logits.
+    """Return log-probability, entropy and more for each row, without storing the full logits.
 
     ``z = cap(scale * (x weight^T + bias)) / temperature`` with ``cap(t) = softcap * tanh(t /
-    softcap)``, and ``p = softmax(z)``.  Rows whose label is ignore leave before the product: each
-    result is 0 (False) and no gradient reaches them, whatever their bytes hold.
+    softcap)``, and ``p = softmax(z)``.  Rows whose label is ignore are left out of the product:
+    their results are 0 (False) and their gradient is 0, whatever they hold.
 
     Parameters
     ----------
@@ -93,13 +93,13 @@ def linear_log_probs(
     bias : (vocab,) float, optional
     ignore : int
     temperature : float
-        Of sampling, above 0; it divides logits, not log-probabilities.
+        Temperature of sampling, above 0; it divides logits, not log-probabilities.
     scale : float
-        Factor of the logits, as some models have.
+        Factor of the logits, which some models have.
     softcap : float, optional
         Bound of the logits before the temperature; None for no bound.
     max_bytes : int, optional
-        Limit of the memory for a chunk of logits and their gradient, 512 MiB by default.
+        Limit of the memory for a chunk of logits and its gradient, 512 MiB by default.
 
     Returns
     -------
@@ -109,8 +109,8 @@ def linear_log_probs(
     Raises
     ------
     RangeError
-        A label is neither in the vocabulary nor equal to ignore.  On a GPU its row is NaN, and the
-        next ``check_errors()`` raises.
+        A label is neither in the vocabulary nor equal to ignore.  On a GPU the host does not read
+        the labels: the row is NaN, and the next ``check_errors()`` raises.
     ConfigError
         An option is out of its range.
     ShapeError, DTypeError
@@ -169,7 +169,7 @@ def linear_log_probs_forward(
     softcap: float | None = None,
     max_bytes: int | None = None,
 ) -> tuple[Array, ...]:
-    """Return the fields of ``linear_log_probs``; lse, for the backward op; the largest z."""
+    """Return the fields of ``LogProbs``, then lse for the backward op, then the largest z."""
     check_labels("linear_log_probs", labels, ignore, len(weight))
     options = Options(temperature, scale, softcap, ignore)
 
@@ -179,9 +179,9 @@ def linear_log_probs_forward(
 def of_logits(
     logits: Array, labels: Array, temperature: float, softcap: float | None = None
 ) -> Array:
-    """Return the log-probabilities of labels by logits (rows, vocab), in float32 or wider.
+    """Return the log-probabilities of labels from logits (rows, vocab), in float32 or float64.
 
-    They have the bits that ``linear_log_probs`` computes from the same logits.
+    They have the same bits as from ``linear_log_probs`` with the same logits.
     """
     options = Options(temperature, 1.0, softcap, IGNORE, keep_all=True)
     results = _results(logits, labels)
@@ -197,10 +197,10 @@ def _by_parts(
     labels: Array,
     results: tuple[Array, ...],
 ) -> None:
-    """Write all results of logits, some rows at a time."""
+    """Write all results of a chunk of logits, some rows at a time."""
     for part in parts(logits):
         row = tuple(result[part] for result in results)
-        _measure(logits[part], labels[part], bias, options, row)
+        _write_results(logits[part], labels[part], bias, options, row)
 
 
 @linear_log_probs_forward.kernel
@@ -215,7 +215,7 @@ def _launch(
     softcap: float | None,
     max_bytes: int | None,
 ) -> tuple[Array, ...]:
-    """Return all results: cuBLAS computes a chunk of logits, a kernel its results."""
+    """Return all results: cuBLAS computes each chunk of logits, a kernel its results."""
     options = Options(temperature, scale, softcap, ignore, keep_all=True)
     bias = None if bias is None else contiguous(bias)
 
@@ -229,7 +229,7 @@ def _by_kernel(
     labels: Array,
     results: tuple[Array, ...],
 ) -> None:
-    """Write all results of logits by the kernel."""
+    """Write all results of a chunk of logits by the kernel."""
     softcap = options.softcap is not None
     chosen = _constants(*_forms(logits, logits, labels, bias), softcap, True)
     threads = chosen["THREADS"]
@@ -249,7 +249,7 @@ def _forward(
     max_bytes: int | None,
     write: Callable[[Array, Array, tuple[Array, ...]], None],
 ) -> tuple[Array, ...]:
-    """Return all results; ``write(logits, labels, results)`` computes those of a chunk."""
+    """Return all results; ``write(logits, labels, results)`` writes the results of a chunk."""
     rows = _rows(x, labels, options, forward=True)
     own, labelled = rows.of(x), rows.beside(labels)
     results = _results(x, labelled)
@@ -259,17 +259,17 @@ def _forward(
 
 
 def _results(x: Array, labels: Array) -> tuple[Array, ...]:
-    """Return the arrays of all results, one element for each label."""
+    """Allocate the arrays of all results, with one element for each label."""
     wide = np.promote_types(x.dtype, FLOAT32)
     kinds = wide, wide, wide, wide, bool, wide, wide
     return tuple(empty(labels.shape, np.dtype(kind), like=x) for kind in kinds)
 
 
 def _rows(x: Array, labels: Array, options: Options, *, forward: bool = False) -> Rows:
-    """Return the rows that have a label; forward, kernels and GPUs compute the others too."""
+    """Return the rows with a label; in forward, kernels and GPUs compute the other rows, too."""
     every = options.keep_all or not isinstance(x, np.ndarray)
     mask = None if every and forward else labels != options.ignore
-    return Rows(mask, kernels=every, known=True)
+    return Rows(mask, kernels=every, writes_zeros=True)
 
 
 @linear_log_probs_forward.gradient(widen=False)
@@ -291,9 +291,9 @@ def linear_log_probs_backward(
     max_bytes: int | None = None,
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, Array | None, None, Array | None]:
-    """Return the gradients of x, weight and bias; None for one that is not ``wanted``.
+    """Return the gradients of x, weight and bias; None for a gradient that is not ``wanted``.
 
-    A rank that has a part of the vocabulary passes the entropy and the lse of all words.
+    A process that has a part of the vocabulary passes the entropy and lse of the whole vocabulary.
     """
     check_labels("linear_log_probs_backward", labels, ignore, len(weight))
     options = Options(temperature, scale, softcap, ignore)
@@ -301,7 +301,7 @@ def linear_log_probs_backward(
     def write(_: slice, logits: Array, rows: Any, out: Array) -> None:
         for part in parts(logits):
             each = tuple(None if a is None else a[part] for a in rows)
-            _gradient(logits[part], each, bias, options, out[part])
+            _write_gradient(logits[part], each, bias, options, out[part])
 
     arrays = labels, dlog_probs, dentropy, dlse, entropy, lse
     dx, dweight, dbias = head_gradients(
@@ -329,7 +329,7 @@ def _launch_backward(
     max_bytes: int | None,
     wanted: Set[str] | None,
 ) -> tuple[Array | None, Array | None, None, Array | None]:
-    """Return all gradients, with that of each chunk of logits from the kernel."""
+    """Return all gradients; the kernel writes the gradient of each chunk of logits."""
     options = Options(temperature, scale, softcap, ignore, keep_all=True)
     bias = None if bias is None else contiguous(bias)
 
@@ -352,7 +352,7 @@ def _launch_backward(
 
 
 def _check(call: str, labels: Any) -> None:
-    """Raise DTypeError for a number as labels."""
+    """Raise DTypeError if labels is a number."""
     refuse_number(call, "labels", labels)
 
 
@@ -382,17 +382,17 @@ def logits_to_z(
     return tanh * kind(softcap / temperature), (1 - tanh * tanh) * kind(scale / temperature)
 
 
-def _measure(
+def _write_results(
     logits: Array, labels: Array, bias: Array | None, options: Options, results: tuple[Array, ...]
 ) -> None:
-    """Write all results of some rows."""
+    """Write all results of some rows to the arrays of results."""
     if not logits.size:
         for result in results:
             result[...] = 0
         return
     z, _ = logits_to_z(logits, bias, *options[:3])
     has_label = labels != options.ignore
-    labels = np.where(has_label, labels, 0)
+    labels = np.where(has_label, labels, 0)  # rows without a label read class 0
     target = np.take_along_axis(z, labels[:, None], axis=-1)[:, 0]
     top = finite(z.max(axis=-1))
     below = z - top[:, None]
@@ -415,7 +415,7 @@ def _measure(
         result[...] = np.where(has_label, value, 0)
 
 
-def _gradient(
+def _write_gradient(
     logits: Array, arrays: tuple[Any, ...], bias: Array | None, options: Options, out: Array
 ) -> None:
     """Write the gradient of the logits of some rows to out, which may be the logits."""
@@ -442,7 +442,7 @@ def _gradient(
 
 # ---- launches -----------------------------------------------------------------------------------
 def _forms(logits: Array, dlogits: Array, labels: Array, bias: Array | None) -> tuple[Any, ...]:
-    """Return what the constants depend on."""
+    """Return the dtypes, size and access on which the constants depend."""
     access = access_of(logits.shape[-1], logits, dlogits)
     return (
         *(logits.dtype, dlogits.dtype, labels.dtype, None if bias is None else bias.dtype),
@@ -455,7 +455,11 @@ def _constants(
     logits: Any, dlogits: Any, labels: Any, bias: Any, vocab: int, access: Access, cap: bool,
     forward: bool,
 ) -> Constants:  # fmt: skip
-    """Return the constants of log_probs.cu: threads share rows forward, blocks backward."""
+    """Return the constants of log_probs.cu.
+
+    Forward, the threads of a block share a row, or several rows.  Backward, several blocks share a
+    row, with one access for each thread.
+    """
     vectors = -(-(vocab + access.ragged * (access.lanes - 1)) // access.lanes)
     shared = row_threads(vectors) if forward else max(64, min(256, -(-vectors // 32) * 32))
     return Constants(
@@ -474,7 +478,7 @@ def _constants(
 
 
 def _numbers(options: Options) -> dict[str, float]:
-    """Return the struct of the kernels."""
+    """Return the struct Options of log_probs.cu."""
     return {
         "ignore": options.ignore,
         "scale": options.scale,

@@ -1,7 +1,7 @@
-"""Divergence of a linear head from the few tokens that were kept of a teacher.
+"""Divergence of a linear head from a teacher of which only the top k tokens are stored.
 
-loss = sum(t (log(t) - log(s))) of the tokens that were kept + left log(left / rest)
-left = 1 - sum(t), rest = sum(s) of all others        the full logits are never stored
+loss = sum(t (log(t) - log(s))) over the stored tokens + left log(left / rest)
+left = 1 - sum(t), rest = sum(s) over all other tokens        the full logits are never stored
 """
 
 from collections.abc import Set
@@ -25,8 +25,8 @@ from .divergence import Head, log_softmax, numbers_of, of_kernels
 from .linear_divergence import Student, by_parts, gradients_of, loss_of
 from .linear_log_probs import LEAST
 
-# Of probabilities of a row.  bfloat16 rounds each log_t by 2**-9 of it, and their sum by 2**-9 of
-# the entropy, which is below 16 nats.
+# The largest sum of a row's probabilities, 1 but for rounding: bfloat16 rounds each log_t by 2**-9
+# of it, so their sum by 2**-9 of the entropy, which is below 16 nats.
 MOST = 1 + 2**-5
 REPORTER = faults.reporter(
     "linear_top_k_divergence", "tokens", "vocab", ", and stand once in its row"
@@ -47,25 +47,25 @@ def linear_top_k_divergence(
     softcap: float | None = None,
     max_bytes: int | None = None,
 ) -> Array:
-    """Return KL(p_t, p_s) where only k tokens of the teacher and their log-probabilities were kept.
+    """Return KL(p_t, p_s) from k tokens of the teacher and their log-probabilities.
 
     Parameters
     ----------
     x : (*rows, hidden) float
         The student's last hidden states.
     weight : (vocab, hidden) float
-        Its head; the gradient is accumulated in float32.
+        The student's head; its gradient is accumulated in float32.
     tokens : (*rows, k) int32 or int64
-        The tokens that were kept, each once in a row.
+        The stored tokens of the teacher, each once in a row.
     log_probs : (*rows, k) float
-        Their log-probabilities by the teacher, at the same temperature: probabilities of a row sum
-        to 1 at most, but for rounding.
+        The teacher's log-probabilities of these tokens, at the same temperature; the probabilities
+        of a row sum to 1 at most, up to rounding.
     bias : (vocab,) float, optional
     mask : (*rows) bool, optional
         As in ``linear_divergence``.
     tail : bool
-        Whether all other tokens are one, with the rest of both probabilities: a lower bound of the
-        whole divergence.  Without it they are left out.
+        True: all other tokens count as one, with the remaining probability of teacher and student,
+        so that the loss is a lower bound of the full divergence.  False: they are left out.
     temperature, scale, softcap, max_bytes
         As in ``linear_log_probs``.
 
@@ -77,8 +77,8 @@ def linear_top_k_divergence(
     Raises
     ------
     RangeError
-        A token of a row that is not hidden is outside the vocabulary, or stands twice in its row.
-        On a GPU that row is NaN, and the next ``check_errors()`` raises.
+        In a row that is not hidden, a token is outside the vocabulary or occurs twice.  On a GPU
+        that row is NaN, and the next ``check_errors()`` raises.
     ConfigError
         An option is out of its range; the probabilities of a row that is not hidden sum to more
         than 1 (on a GPU that row is NaN).
@@ -143,7 +143,7 @@ def linear_top_k_divergence_forward(
 
 @linear_top_k_divergence_forward.kernel
 def _launch(x: Array, mask: Array | None, max_bytes: int | None, **others: Any) -> Array:
-    """Return the loss: cuBLAS computes a chunk of logits, a kernel its loss."""
+    """Return the loss: cuBLAS computes each chunk of logits, a kernel its loss."""
     return loss_of(x, mask, max_bytes, _student(True, mask=mask, **others))
 
 
@@ -161,7 +161,7 @@ def linear_top_k_divergence_backward(
     wanted: Set[str] | None = None,
     **options: Any,
 ) -> tuple[Array | None, Array | None, None, None, Array | None]:
-    """Return the gradients of x, weight and bias; None for one that is not ``wanted``."""
+    """Return the gradients of x, weight and bias; None for a gradient that is not ``wanted``."""
     _check_teacher("linear_top_k_divergence_backward", tokens, log_probs, mask, len(weight))
     student = _student(False, weight, tokens, log_probs, bias, mask, **options)
     dx, dweight, dbias = gradients_of(dloss, x, mask, max_bytes, wanted, student)
@@ -177,7 +177,7 @@ def _launch_backward(
     wanted: Set[str] | None,
     **others: Any,
 ) -> tuple[Array | None, Array | None, None, None, Array | None]:
-    """Return the gradients, with that of each chunk of logits from the kernel."""
+    """Return the gradients; the kernel writes the gradient of each chunk of logits."""
     student = _student(True, mask=mask, **others)
     dx, dweight, dbias = gradients_of(dloss, x, mask, max_bytes, wanted, student)
     return dx, dweight, None, None, dbias
@@ -200,25 +200,27 @@ def _student(
     scale: float,
     softcap: float | None,
 ) -> Student:
-    """Return the student: its head, and how a chunk of its logits becomes loss or gradient."""
+    """Return the student's head, with the function for a chunk of its logits."""
     head = Head(temperature, scale, softcap, bias, weight)
     if kernels:
         kept = None if mask is None else contiguous(mask).reshape(-1)
         rows = *(contiguous(flat(array)) for array in (tokens, of_kernels(log_probs))), kept
         return Student(head, True, partial(_by_kernel, head, rows, tail))
     chosen, logs = map(Rows(mask, kernels=False).of, (tokens, log_probs))
-    return Student(head, False, partial(by_parts, head, partial(_measured, chosen, logs, tail)))
+    return Student(
+        head, False, partial(by_parts, head, partial(_loss_and_slopes, chosen, logs, tail))
+    )
 
 
 def _check_teacher(call: str, tokens: Any, log_probs: Any, mask: Array | None, vocab: int) -> None:
-    """Raise for what no teacher gives, in NumPy arrays alone.
+    """Raise for tokens and log-probabilities that no teacher can have, in NumPy arrays only.
 
-    Reading arrays of a GPU would make it wait; its kernels return NaN, and report such tokens.
+    The host does not wait for arrays of a GPU: kernels write NaN, and report such tokens.
 
     Raises
     ------
     RangeError
-        A token is outside of the vocabulary, or twice in a row.
+        A token is outside the vocabulary, or occurs twice in a row.
     ConfigError
         The probabilities of a row sum to more than 1.
     """
@@ -243,10 +245,10 @@ def _check_teacher(call: str, tokens: Any, log_probs: Any, mask: Array | None, v
             )
 
 
-def _measured(
+def _loss_and_slopes(
     tokens: Array, log_probs: Array, tail: bool, z: Array, part: slice
 ) -> tuple[Array, Array]:
-    """Return the loss of some rows of z, and its derivatives by z."""
+    """Return the loss of some rows of z, and its derivatives with respect to z."""
     if not z.size:
         return np.zeros_like(z, shape=z.shape[:1]), z
     chosen, log_t = tokens[part], log_probs[part].astype(z.dtype)
@@ -262,7 +264,7 @@ def _measured(
         top = finite(others.max(axis=-1, keepdims=True))
         e = np.exp(others - top)
         total = e.sum(axis=-1, keepdims=True)
-        left = np.where(total > 0, left, 0)  # there may be no other tokens
+        left = np.where(total > 0, left, 0)  # k may be the whole vocabulary
         some = np.where(left > 0, total, 1)
         logs = np.log(np.where(left > 0, left, 1)) - np.where(left > 0, top + np.log(some), 0)
         loss = loss + (left * logs)[:, 0]
@@ -281,7 +283,7 @@ def _by_kernel(
     dloss: Array | None,
     out: Array,
 ) -> None:
-    """Write the loss, or the gradient of logits, by a kernel, which marks the logits."""
+    """Write the loss, or the gradient of a chunk of logits, by a kernel that changes the logits."""
     bias, vocab = of_kernels(head.bias), logits.shape[-1]
     tokens, log_probs, mask = teacher
     tokens, log_probs, mask = tokens[part], log_probs[part], None if mask is None else mask[part]

@@ -1,1 +1,1 @@
-"""Ops along the tokens of texts: what hybrid models have in place of attention."""
+"""Ops along the tokens of texts, which hybrid models have in place of attention."""

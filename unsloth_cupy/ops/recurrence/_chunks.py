@@ -1,14 +1,14 @@
 """The gated delta rule by chunks of tokens, in NumPy; a chunk of one token is the recurrence.
 
-In a chunk that begins with state S, with g the sums of its decays so far and F[i, j] =
-exp(g[i] - g[j]) for j <= i, else 0, all of which channels may have each their own, and W the
-errors that tokens correct, of which beta is the share:
+A chunk begins with the state S and ends with S'.  g are the running sums of its decays, and F[i, j]
+= exp(g[i] - g[j]) for j <= i, else 0; each channel may have its own g and F.  W are the errors of
+tokens, of which they correct the share beta:
 
     C = F K K^T below its diagonal      A = C beta      (I + A) W = V - exp(g) K S      U = beta W
     out = exp(g) Q S + (F Q K^T) U              S' = exp(g[-1]) S + (exp(g[-1] - g) K)^T U
 
-The inverse of I + A is made of those of halves of its diagonal (UT transform): with T11 and T22,
-the other block is -T22 A21 T11.  No sum of terms that cancel, as powers of A would be.
+The inverse of I + A is computed from the inverses T11 and T22 of the two halves of its diagonal (UT
+transform): its other block is -T22 A21 T11.  Powers of A would be sums whose terms cancel.
 """
 
 import itertools
@@ -18,18 +18,18 @@ import numpy as np
 
 from ...core.dtypes import Array
 from ._decays import (
-    OfChannels,
-    OfTokens,
-    beside,
-    from_here,
-    turned,
-    up_to_here,
+    ChannelDecays,
+    TokenDecays,
+    joined,
+    sums_before,
+    sums_from_here,
+    transposed,
     without_diagonal,
 )
 
 
 class Layout:
-    """The chunks of texts, each of which begins a new one; the last of a text may be shorter."""
+    """The chunks of all texts: each text begins a new chunk, and its last one may be shorter."""
 
     def __init__(self, batch: int, tokens: int, offsets: Array | None, chunk: int) -> None:
         self.on_device = offsets is not None and type(offsets) is not np.ndarray
@@ -37,9 +37,9 @@ class Layout:
             self._pad(tokens, offsets, chunk)
             return
         self.spans: list[tuple[int, int]] = []
-        self.first: Any = []  # whether a chunk begins a text; whether it ends one
-        self.last: Any = []
-        self.text: Any = []  # the texts of a chunk: every row of a batch, or one
+        self.first: Any = []  # whether a chunk begins a text
+        self.last: Any = []  # whether a chunk ends a text
+        self.text: Any = []  # the texts of a chunk: every row of a batch, or one packed text
         edges = [0, tokens] if offsets is None else offsets.tolist()
         for text, (start, stop) in enumerate(itertools.pairwise(edges)):
             for at in range(start, stop, chunk):
@@ -49,14 +49,15 @@ class Layout:
                 self.text.append(slice(None) if offsets is None else slice(text, text + 1))
 
     def _pad(self, tokens: int, offsets: Any, chunk: int) -> None:
-        """Lay out texts that are not read: chunks of one length, the rest of which is 0.
+        """Lay out texts whose offsets the host does not read: all chunks have the same length.
 
-        So are whole chunks, as many as there could be more.
+        The rest of a short chunk is 0, and so are whole chunks at the end: there are as many chunks
+        as texts of any lengths could need.
         """
         lengths = offsets[1:] - offsets[:-1]
         counts = np.maximum(-(-lengths // chunk), 1)
         stops = np.cumsum(counts)
-        count = tokens // chunk + len(lengths)
+        count = tokens // chunk + len(lengths)  # the most chunks that any lengths could need
         number = np.arange(count, like=offsets)
         text = np.minimum(np.searchsorted(stops, number, side="right"), len(lengths) - 1)
         place = number - (stops - counts)[text]
@@ -68,10 +69,11 @@ class Layout:
         self.token = np.minimum((offsets[text][:, None] + inside).reshape(-1), tokens - 1)
         token = np.arange(tokens, like=offsets)
         text = np.searchsorted(offsets[1:], token, side="right")
+        # of each token, its place in chunks
         self.home = token - offsets[text] + (stops - counts)[text] * chunk
 
     def lay(self, array: Array) -> Array:
-        """Return an array of tokens in the order of chunks."""
+        """Return an array of tokens, laid out in chunks."""
         if not self.on_device:
             return array
         if not array.shape[1]:
@@ -80,67 +82,68 @@ class Layout:
         return np.where(real, array[0, self.token], 0)[None]
 
     def back(self, array: Array) -> Array:
-        """Return an array of chunks as one of tokens."""
+        """Return an array that is laid out in chunks as an array of tokens."""
         return array[:, self.home] if self.on_device else array
 
 
 class Chunk(NamedTuple):
-    """What a chunk needs of its own tokens, whatever its state is."""
+    """What a chunk computes from its own tokens, without the state."""
 
-    rows: Array  # Q, scaled, and K: (batch, heads, 1, 2, chunk, dim)
+    rows: Array  # scaled Q, and K: (batch, heads, 1, 2, chunk, dim)
     v: Array  # (batch, heads, groups, chunk, value_dim)
     beta: Array  # (batch, heads, groups, chunk, 1)
-    decays: OfTokens | OfChannels
+    decays: TokenDecays | ChannelDecays
     pairs: Array  # F Q K^T, and C: (batch, heads, groups, 2, chunk, chunk)
-    inverse: Array  # of I + A
+    inverse: Array  # of I + A: (batch, heads, groups, chunk, chunk)
 
     @property
     def k(self) -> Array:
-        """Return keys."""
+        """Return K: (batch, heads, 1, chunk, dim)."""
         return self.rows[..., 1, :, :]
 
     def errors(self, state: Array) -> Array:
-        """Return W."""
+        """Return W, the errors that tokens correct."""
         read = (self.decays.into * self.k) @ state
         return self.inverse @ np.subtract(self.v, read, out=read)
 
     def out(self, state: Array, u: Array) -> Array:
-        """Return what queries read of the state before the chunk and of what it writes."""
+        """Return what queries read from the state before the chunk and from its own tokens."""
         result: Array = self.pairs[..., 0, :, :] @ u
         result += (self.decays.into * self.rows[..., 0, :, :]) @ state
         return result
 
     def end(self, state: Array, u: Array) -> Array:
         """Return the state after the chunk."""
-        after: Array = turned(self.decays.onward * self.k) @ u
+        after: Array = transposed(self.decays.onward * self.k) @ u
         after += self.decays.whole * state
         return after
 
     def gradients(self, state: Array, w: Array, do: Array, dend: Array) -> tuple[Array, ...]:
-        """Return those of q, scaled, k, v, decay, beta and of the state before the chunk."""
+        """Return the gradients of scaled q, k, v, decay, beta and the state before the chunk."""
         decays, u = self.decays, self.beta * w
-        grads = np.stack([do, do], axis=3)  # to what queries and keys read of the state and of U
+        # gradients of what queries and keys read: (batch, heads, groups, 2, chunk, value_dim)
+        grads = np.stack([do, do], axis=3)
         do = grads[..., 0, :, :]
-        du = turned(self.pairs[..., 0, :, :]) @ do
+        du = transposed(self.pairs[..., 0, :, :]) @ do
         du += (decays.onward * self.k) @ dend
-        dv = turned(self.inverse) @ (self.beta * du)
+        dv = transposed(self.inverse) @ (self.beta * du)
         np.negative(dv, out=grads[..., 1, :, :])  # what keys read is subtracted
-        dpairs = (beside(grads) @ turned(w)).reshape(self.pairs.shape)
+        dpairs = (joined(grads) @ transposed(w)).reshape(self.pairs.shape)
         dbeta = np.einsum("bhgiv,bhgiv->bhgi", du, w)
         dbeta += np.einsum("bhgij,bhgij->bhgj", dpairs[..., 1, :, :], self.pairs[..., 1, :, :])
-        dpairs *= turned(self.beta)[..., None, :, :]
+        dpairs *= transposed(self.beta)[..., None, :, :]
         drows, dk, ddecay = decays.gradients(self.rows, dpairs, self.pairs)
         into = decays.into[..., None, :, :]
-        from_state = (beside(grads) @ turned(state)).reshape(*grads.shape[:-1], state.shape[-2])
+        from_state = (joined(grads) @ transposed(state)).reshape(*grads.shape[:-1], state.shape[-2])
         from_state *= into
-        from_end = u @ turned(dend)
+        from_end = u @ transposed(dend)
         from_end *= decays.onward
         dstate = decays.whole * dend
-        # exp(decay[t]) is a factor of all that passes from before t to t or later: no terms cancel
-        ddecay += from_here(decays.total(self.rows, from_state).sum(axis=3))
-        ddecay += up_to_here(decays.total(self.k, from_end))
-        ddecay += decays.total(turned(state), turned(dstate)).sum(axis=-2, keepdims=True)
-        dstate += turned(beside(into * self.rows)) @ beside(grads)
+        # exp(decay[t]) is a factor of all that tokens before t pass to t or later: nothing cancels
+        ddecay += sums_from_here(decays.total(self.rows, from_state).sum(axis=3))
+        ddecay += sums_before(decays.total(self.k, from_end))
+        ddecay += decays.total(transposed(state), transposed(dstate)).sum(axis=-2, keepdims=True)
+        dstate += transposed(joined(into * self.rows)) @ joined(grads)
         drows += from_state.sum(axis=2, keepdims=True)
         dk += from_end.sum(axis=2, keepdims=True)
         dk += drows[..., 1, :, :]
@@ -148,7 +151,7 @@ class Chunk(NamedTuple):
 
 
 class Chunks:
-    """The chunks of a call."""
+    """The arrays of a call, laid out in chunks."""
 
     def __init__(
         self,
@@ -166,47 +169,47 @@ class Chunks:
         self.heads, self.scale = q.shape[2], scale
         self.arrays = [self.layout.lay(a) for a in (q, k, v, decay, beta)]
         self.views = [self.by_head(array) for array in self.arrays]
-        self.kind: Any = OfTokens if decay.ndim == 3 else OfChannels
+        self.kind: Any = TokenDecays if decay.ndim == 3 else ChannelDecays
 
     def by_head(self, array: Array) -> Array:
-        """Return a view of an array of tokens, (batch, heads, groups, tokens, columns)."""
+        """Return an array of tokens as a view (batch, heads, groups, tokens, columns)."""
         batch, tokens, heads, *columns = array.shape
         shape = batch, tokens, self.heads, heads // max(self.heads, 1), *(columns or [1])
         return np.moveaxis(array.reshape(shape), 1, 3)
 
     def take(self, number: int, view: Array, heads: slice) -> Array:
-        """Return a view of some heads of one chunk, (batch, heads, groups, chunk, ...)."""
+        """Return some heads of one chunk as a view (batch, heads, groups, chunk, ...)."""
         return view[:, heads, :, slice(*self.layout.spans[number])]
 
     def at(self, number: int, heads: slice) -> Chunk:
         """Return some heads of one chunk."""
         q, k, v, decay, beta = (self.take(number, view, heads) for view in self.views)
-        decay, beta = decay.copy(), beta.copy()  # in order, as is all that is made of them
+        decay, beta = decay.copy(), beta.copy()  # contiguous, and so is all that follows from them
         rows = np.stack([q, k], axis=3)
         rows[..., 0, :, :] *= self.scale
         decays = self.kind.of(decay, rows.dtype)
         pairs = decays.pairs(rows)
         without_diagonal(pairs[..., 1, :, :])
-        below = pairs[..., 1, :, :] * turned(beta)
+        below = pairs[..., 1, :, :] * transposed(beta)
         return Chunk(rows, v, beta, decays, pairs, inverse(below))
 
     def begin(self, number: int, initial: Array, state: Array | None) -> Array:
-        """Return the state before a chunk, from that after the one before it."""
+        """Return the state before a chunk: initial at the start of a text, else ``state``."""
         own: Array = initial[self.layout.text[number]]
-        return own if state is None else chosen(self.layout.first[number], own, state)
+        return own if state is None else select(self.layout.first[number], own, state)
 
 
-def chosen(condition: Any, one: Array, other: Array) -> Array:
-    """Return one array or the other; the condition may be on a device."""
+def select(condition: Any, one: Array, other: Array) -> Array:
+    """Return ``one`` where the condition, which may be on a device, is True, else ``other``."""
     if isinstance(condition, bool):
         return one if condition else other
     return np.where(condition, one, other)
 
 
 def inverse(below: Array) -> Array:
-    """Return the inverse of I + A, where A has values below its diagonal alone."""
+    """Return the inverse of I + A, where A is 0 on and above its diagonal."""
     size = below.shape[-1]
-    whole = 1 << (size - 1).bit_length()
+    whole = 1 << (size - 1).bit_length()  # a power of two, which can be halved down to 1
     a = below
     if whole != size:
         a = np.zeros((*below.shape[:-2], whole, whole), below.dtype, like=below)
@@ -215,7 +218,7 @@ def inverse(below: Array) -> Array:
     each = np.arange(whole)
     result[..., each, each] = 1
     odd = each[1::2]
-    result[..., odd, odd - 1] = -a[..., odd, odd - 1]  # blocks of 2
+    result[..., odd, odd - 1] = -a[..., odd, odd - 1]  # the inverses of blocks of 2 x 2
     half = 2
     while half < whole:
         pairs = whole // (2 * half)

@@ -1,4 +1,4 @@
-"""Texts of a call: packed end to end in one row, or the rows of a batch."""
+"""The texts of a call: packed end to end in one row, or the rows of a batch."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from ..attention.sequences import check_offsets
 
 
 def ends(sizes: dict[str, Any]) -> dict[str, Any]:
-    """Return the number of final states, the axis ``ends``: one for each text."""
+    """Return the size of the axis ``ends``, the number of final states: one for each text."""
     return {"ends": sizes.get("texts", sizes["batch"])}
 
 
@@ -21,7 +21,7 @@ def count_of(batch: int, offsets: Array | None) -> int:
 
 
 def check_texts(call: str, lead: Any, initial: Any, offsets: Any) -> None:
-    """Raise ShapeError unless offsets are of one row, and initial has a state for each text."""
+    """Raise ShapeError unless offsets have batch 1, and initial has a state for each text."""
     batch = lead.shape[0]
     if offsets is not None and batch != 1:
         cure = "with offsets it must be 1: pass reshape(1, -1, ...) of all arrays"
@@ -29,17 +29,17 @@ def check_texts(call: str, lead: Any, initial: Any, offsets: Any) -> None:
     texts = count_of(batch, offsets)
     if offsets is not None and texts < 1 and lead.size:
         problem = "offsets has no element" if texts < 0 else "offsets has no text"
-        problem = f"{call}: {problem}; pass the first token of each, then their number"
+        problem = f"{call}: {problem}; pass the first token of each text, then the number of tokens"
         raise ShapeError(problem, expected="2 elements or more", actual=tuple(offsets.shape))
     if initial is not None and initial.shape[0] != max(texts, 0):
-        problem = f"initial has {initial.shape[0]} states, one for each text must be {texts}"
+        problem = f"initial has {initial.shape[0]} states; pass {texts}, one for each text"
         raise ShapeError(f"{call}: {problem}", expected=texts, actual=initial.shape[0])
 
 
 def offsets_of(call: str, lead: Array, offsets: Array | None) -> Any:
-    """Return the index of the first of all tokens in each text, then their number.
+    """Return the index of the first token of each text, then the number of tokens.
 
-    Offsets of the host are checked; those of a device are not read.
+    Offsets on the host are checked; the host does not read offsets of a device.
     """
     batch, tokens = lead.shape[:2]
     if offsets is None:
@@ -50,6 +50,6 @@ def offsets_of(call: str, lead: Array, offsets: Array | None) -> Any:
 
 
 def tile_of(tokens: int, blocks: int, like: Any) -> int:
-    """Return how many tokens a block takes: up to 64, fewer if the device would be half empty."""
+    """Return the tokens of a block: 64, or fewer so that each SM has 8 blocks (half of it)."""
     target = 8 * limits(like).processors  # blocks
     return max(1, min(64, tokens * blocks // target))

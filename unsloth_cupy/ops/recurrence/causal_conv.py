@@ -1,8 +1,8 @@
-"""Causal convolution of each channel along the tokens of a text.
+"""Causal convolution of each channel along the tokens of each text.
 
 y[t, c] = act(bias[c] + sum over i of weight[c, i] x[t - width + 1 + i, c])
 
-Inputs before the first token of a text are those of ``initial``, or 0.
+The inputs before the first token of a text are ``initial``, or 0.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,9 +24,9 @@ from ..common.no_kernel import no_kernel
 from ..linear.linear import flat
 from ._texts import check_texts, count_of, ends, offsets_of, tile_of
 
-WIDEST = 8  # taps of the kernels
-PART = 2**18  # bytes of inputs that NumPy computes together
-THREADS = 128
+WIDEST = 8  # the most taps of the kernels: a thread keeps as many inputs in registers
+PART = 2**18  # bytes of inputs that NumPy processes at a time: 256 KiB, which caches hold
+THREADS = 128  # of a block
 
 
 @op(
@@ -44,10 +44,10 @@ def causal_conv(
     offsets: Array | None = None,
     activation: str | None = "silu",
 ) -> tuple[Array, Array]:
-    """Convolve each channel with its own taps, along the tokens of a text and backwards in time.
+    """Convolve each channel with its own taps, over each token and the tokens before it.
 
-    ``y[t, c] = act(bias[c] + sum_i weight[c, i] * x[t - width + 1 + i, c])``; the last tap is that
-    of the token itself.  Before the first token of a text come the inputs of ``initial``, or 0.
+    ``y[t, c] = act(bias[c] + sum_i weight[c, i] * x[t - width + 1 + i, c])``; the last tap belongs
+    to the token itself.  The inputs before the first token of a text are ``initial``, or 0.
 
     Parameters
     ----------
@@ -56,10 +56,10 @@ def causal_conv(
         The taps; in a checkpoint (channels, 1, width).
     bias : (channels,) dtype of x or float32, optional
     initial : (batch or texts, channels, width - 1) float, optional
-        The inputs before each text: ``final`` of what came before.
+        The inputs before each text: ``final`` of the call on its earlier tokens.
     offsets : (texts + 1,) int, optional
-        Texts are packed in one row, batch 1: the index of the first token of each, then the number
-        of tokens.  Results have the bits of each text alone.
+        For texts that are packed in one row (batch 1): the index of the first token of each text,
+        then the number of tokens.  Results have the same bits as for each text alone.
     activation : str, optional
         "silu" or None.
 
@@ -67,7 +67,7 @@ def causal_conv(
     -------
     y : (batch, tokens, channels) float
     final : (batch or texts, channels, width - 1) float
-        The last inputs of each text, those of ``initial`` among them where it is short.
+        The last inputs of each text; if it is short, they include inputs of ``initial``.
 
     Raises
     ------
@@ -112,10 +112,11 @@ def _launch(
 ) -> Any:
     width, channels = weight.shape[1], x.shape[2]
     if width > WIDEST:
-        return no_kernel(f"{width} taps: the kernel has up to {WIDEST}")
+        return no_kernel(f"{width} taps: the kernel supports up to {WIDEST}")
     texts = count_of(x.shape[0], offsets)
     y = empty(x.shape, x.dtype, like=x)
     final = empty((texts, channels, width - 1), x.dtype, like=x)
+    # a thread keeps the last inputs of its channels in registers: fewer channels, if there are many
     vector = min(8 if width <= 4 else 4, lanes(channels, x, y))
     flags = initial is not None, activation is not None
     chosen = _constants(x.dtype, *_dtypes(weight, bias, offsets), width, vector, *flags)
@@ -137,7 +138,7 @@ def causal_conv_backward(
     *,
     activation: str | None = "silu",
 ) -> tuple[Array, Array, Array | None, Array | None]:
-    """Return the gradients of x, weight, bias and initial; dfinal is that of final, None for 0."""
+    """Return the gradients of x, weight, bias and initial; a dfinal of None counts as 0."""
     texts = Texts("causal_conv_backward", x, weight, initial, offsets)
     d, dweight = flat(dy), np.zeros_like(weight)
     d = d if activation is None else np.empty_like(d)
@@ -169,9 +170,10 @@ def _launch_backward(
 ) -> Any:
     (channels, width), texts = weight.shape, count_of(x.shape[0], offsets)
     if width > WIDEST:
-        return no_kernel(f"{width} taps: the kernel has up to {WIDEST}")
+        return no_kernel(f"{width} taps: the kernel supports up to {WIDEST}")
     dx = empty(x.shape, x.dtype, like=x)
     dinitial = None if initial is None else empty(initial.shape, x.dtype, like=x)
+    # half as many channels as in forward: sums of dweight take registers, too
     vector = min(4 if width <= 4 else 2, lanes(channels, x, dy, dx))
     flags = initial is not None, activation is not None
     chosen = _constants(x.dtype, *_dtypes(weight, bias, offsets), width, vector, *flags)
@@ -191,7 +193,7 @@ def _launch_backward(
 
 # ---- checks and constants -----------------------------------------------------------------------
 def _check(call: str, x: Any, initial: Any, offsets: Any, activation: Any) -> None:
-    """Raise unless texts have a state each and the activation is known."""
+    """Raise unless each text has a state, and the activation is known."""
     if activation is not None and not (isinstance(activation, str) and activation == "silu"):
         raise ConfigError(f"{call}: activation={activation!r}; choose from 'silu', None")
     check_texts(call, x, initial, offsets)
@@ -202,7 +204,7 @@ causal_conv_backward.require(_check)
 
 
 def _dtypes(weight: Array, bias: Array | None, offsets: Array | None) -> tuple[Any, Any, Any]:
-    """Return the dtypes of weight, of bias and of offsets, None where they are absent."""
+    """Return the dtypes of weight, bias and offsets; None for an absent array."""
     return weight.dtype, getattr(bias, "dtype", None), getattr(offsets, "dtype", None)
 
 
@@ -210,7 +212,7 @@ def _dtypes(weight: Array, bias: Array | None, offsets: Array | None) -> tuple[A
 def _constants(
     x: Any, weight: Any, bias: Any, offsets: Any, width: int, vector: int, initial: bool, silu: bool
 ) -> Constants:
-    """Return the constants of causal_conv.cu, from dtypes, taps, lanes and what is there."""
+    """Return the constants of causal_conv.cu; ``vector`` is the channels of a thread."""
     return Constants(
         T=x,
         W=weight,
@@ -237,22 +239,23 @@ def _sizes(x: Array, texts: int, vector: int) -> tuple[dict[str, int], int]:
 
 
 class Texts:
-    """The tokens of all texts end to end, and how to read what came some tokens earlier."""
+    """The tokens of all texts end to end, for the NumPy definition: (all tokens, channels)."""
 
     def __init__(
         self, call: str, x: Array, weight: Array, initial: Array | None, offsets: Array | None
     ) -> None:
-        self.x, self.taps, self.initial = flat(x), weight.T.copy(), initial  # each tap in order
+        # taps: (width, channels), each one contiguous
+        self.x, self.taps, self.initial = flat(x), weight.T.copy(), initial
         self.previous = weight.shape[1] - 1
         offsets = offsets_of(call, x, offsets)
         self.start, self.length = offsets[:-1], offsets[1:] - offsets[:-1]
         token = np.arange(len(self.x), like=offsets)
         self.text = np.searchsorted(offsets[1:], token, side="right")
-        self.place = token - offsets[self.text] if len(self.x) else token  # in its text
+        self.place = token - offsets[self.text] if len(self.x) else token  # index in the text
 
     @property
     def parts(self) -> Iterator[slice]:
-        """Yield the tokens that are computed together, which caches of a CPU hold."""
+        """Yield the tokens that are processed together: on a CPU, as many as caches hold."""
         tokens, channels = self.x.shape
         host = type(self.x) is np.ndarray or is_planned(self.x)
         step = max(1, PART // max(1, channels * self.x.itemsize)) if host else max(1, tokens)
@@ -260,7 +263,7 @@ class Texts:
             yield slice(at, min(at + step, tokens))
 
     def inputs(self, lag: int, part: slice) -> Array:
-        """Return the inputs of each channel, ``lag`` tokens before the tokens of a part."""
+        """Return the inputs of all channels, ``lag`` tokens before the tokens of a part."""
         first = part.start - lag
         if not lag or (first >= 0 and not self.has_early(lag, part)):
             return self.x[first : part.stop - lag]
@@ -273,22 +276,22 @@ class Texts:
         )
 
     def has_early(self, lag: int, part: slice) -> bool:
-        """Return whether ``lag`` tokens before one of a part are none of its text."""
+        """Return whether some token of a part has no token of its text ``lag`` tokens earlier."""
         return type(self.x) is not np.ndarray or bool((self.place[part] < lag).any())
 
     def with_early(
         self, array: Array, lag: int, part: slice, values: Callable[[Any], Any]
     ) -> Array:
-        """Return an array with other values for the first ``lag`` tokens of each text."""
+        """Return an array with other ``values`` for the first ``lag`` tokens of each text."""
         early = self.place[part] < lag
-        if type(array) is not np.ndarray:  # the number of such tokens is not read from a device
+        if type(array) is not np.ndarray:  # the host does not wait for the number of such tokens
             return np.where(early[:, None], values(slice(None)), array)
         at = np.flatnonzero(early)
         array[at] = values(at)
         return array
 
     def convolved(self, part: slice, bias: Array | None) -> Array:
-        """Return the weighted sums of a part, plus bias."""
+        """Return the weighted sums for the tokens of a part, plus bias."""
         total = self.x[part] * self.taps[self.previous]
         for lag in range(1, self.previous + 1):
             total += self.inputs(lag, part) * self.taps[self.previous - lag]
@@ -299,21 +302,23 @@ class Texts:
     def final(self) -> Array:
         """Return the last ``previous`` inputs of each text."""
         slot = np.arange(self.previous, like=self.start)
-        place = self.length[:, None] - self.previous + slot  # in the text; before it, if below 0
+        # (texts, previous): index in the text of each of its last inputs; negative: before the text
+        place = self.length[:, None] - self.previous + slot
         shape = (len(self.length), self.x.shape[1], self.previous)
         before = np.zeros(shape, self.x.dtype, like=self.x)
         if self.initial is not None:
-            # length + slot, the slot of such an input, is below ``previous`` where it is used
+            # an input before the text is in slot length + slot of initial, which is below previous
             kept = np.minimum(self.length[:, None] + slot, self.previous - 1)
             before = np.take_along_axis(self.initial, kept[:, None], axis=2)
         if not len(self.x):
             return before
         token = np.maximum(self.start[:, None] + place, 0)
+        # (texts, channels, previous)
         own = self.x[np.minimum(token, len(self.x) - 1)].swapaxes(1, 2)
         return np.where((place >= 0)[:, None], own, before)
 
     def moved_back(self, d: Array, dfinal: Array | None) -> tuple[Array, Array]:
-        """Return the gradients of x and of initial; d is that of the sums."""
+        """Return the gradients of x and initial, from the gradient d of the weighted sums."""
         taps, last = self.taps, self.previous
         dx = np.empty_like(d)
         shape = (len(self.length), d.shape[1], last)
@@ -329,7 +334,7 @@ class Texts:
                 total[: len(moved)] += moved
             dx[part] = total
         for lag in range(1, last + 1 if tokens else 0):
-            for slot in range(last - lag, last):  # an input before the text, of one of its tokens
+            for slot in range(last - lag, last):  # inputs before the text that its tokens read
                 place = slot - last + lag
                 token = np.minimum(self.start + place, tokens - 1)
                 there = (place < self.length)[:, None]

@@ -1,11 +1,11 @@
-"""The gated delta rule, a linear attention whose state forgets and corrects itself.
+"""The gated delta rule: linear attention with a state that decays and corrects its errors.
 
 S_t = (I - beta_t k_t k_t^T) exp(decay_t) S_(t-1) + beta_t k_t v_t^T        out_t = scale S_t^T q_t
 
-decay_t is a number of a head, or a diagonal: a number for each row of S (Kimi Delta Attention).
+decay_t is one number for a head, or a diagonal: a number for each row of S (Kimi Delta Attention).
 
-Tokens are computed by chunks (UT transform), and only states pass from one to the next.  Backward
-computes the states of all chunks again: forward keeps nothing.
+Tokens are computed in chunks (UT transform), and only states pass from chunk to chunk.  Forward
+stores no states: backward recomputes the states of all chunks.
 
 Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2025; Yang et al., Parallelizing Linear
 Transformers with the Delta Rule over Sequence Length, 2024; Kimi Team, Kimi Linear, 2025.
@@ -25,13 +25,13 @@ from ...core.op import op
 from ...core.source import Constants
 from ...errors import ConfigError, ShapeError
 from ..common.no_kernel import no_kernel
-from ._chunks import Chunks, chosen
+from ._chunks import Chunks, select
 from ._texts import check_texts, count_of, ends, offsets_of
 
 CHUNK, THREADS, COLUMNS, SLAB = 64, 256, 32, 32  # as in common/delta.cuh
-PIECES = 26368, 46848  # bytes of a chunk and value head in common/delta_mma.cuh; for backward
-KEPT = 2**25  # bytes of chunks that backward in NumPy keeps
-WIDEST = 128  # columns of q and k: a chunk of them, and of a state, is in shared memory
+PIECES = 26368, 46848  # bytes of struct Pieces in common/delta_mma.cuh, forward and backward
+KEPT = 2**25  # bytes of chunks that backward in NumPy stores at a time: 32 MiB
+WIDEST = 128  # the most columns of q and k: a chunk of them, and a state, are in shared memory
 
 
 @op(
@@ -57,10 +57,10 @@ def gated_delta_rule(
 ) -> tuple[Array, Array]:
     """Run the gated delta rule along the tokens of each text.
 
-    For each value head, with a state S of (dim, value_dim), ``S = exp(decay) * S``, then ``S = S +
-    beta * k (v - S^T k)^T``, then ``out = scale * S^T q``.  q and k are used as they are: models
-    normalise them before.  Value head h reads key head ``h // (value_heads // heads)``.  With a
-    decay for each column of k, each row of S shrinks by its own: Kimi Delta Attention.
+    For each value head, with a state S of (dim, value_dim), each token computes ``S = exp(decay) *
+    S``, then ``S = S + beta * k (v - S^T k)^T``, then ``out = scale * S^T q``.  q and k are used as
+    they are: models normalise them before.  Value head h reads key head ``h // (value_heads //
+    heads)``.  With a decay for each column of k (Kimi Delta Attention), each row of S has its own.
 
     Parameters
     ----------
@@ -70,15 +70,15 @@ def gated_delta_rule(
         The logarithm of the factor by which the state, or each of its rows, shrinks before a token;
         -inf empties it.
     beta : (batch, tokens, value_heads) dtype of q or float32
-        The share of the error that a token corrects, from 0 to 1, or to 2.
+        The share of its error that a token corrects: 0 to 1 or, in some models, to 2.
     initial : (batch or texts, value_heads, dim, value_dim) dtype of final, optional
-        The state before each text: ``final`` of what came before.  0 by default.
+        The state before each text: ``final`` of the call on its earlier tokens; 0 by default.
     offsets : (texts + 1,) int, optional
-        Texts are packed in one row, batch 1: the index of the first token of each, then the number
-        of tokens.  Results have the bits of each text alone.
+        For texts that are packed in one row (batch 1): the index of the first token of each text,
+        then the number of tokens.  Results have the same bits as for each text alone.
     chunk : int
-        Tokens that are computed together; the results differ by rounding.  1 is the recurrence.
-        The kernels have 64.
+        Tokens that are computed together; 1 is the recurrence.  Results for other chunks differ by
+        rounding.  The kernels support only 64.
     scale : float, optional
         ``1 / sqrt(dim)`` by default.
 
@@ -120,7 +120,7 @@ def gated_delta_rule(
     out = np.empty_like(chunks.arrays[2])
     to = chunks.by_head(out)
     for number in range(len(layout.spans)):
-        state = chunks.begin(number, begin, state)
+        state = chunks.begin(number, begin, state)  # (batch or 1, heads, groups, dim, value_dim)
         own = chunks.at(number, every)
         u = own.beta * own.errors(state)
         chunks.take(number, to, every)[...] = own.out(state, u)
@@ -150,7 +150,7 @@ def _launch(
     chosen, sizes = _constants_of(decay, beta, offsets, q, k, v), _sizes(q, v, offsets, scale)
     chosen = chosen(INITIAL=initial is not None, BACKWARD=False)
     blocks = texts * value_heads * sizes["tiles"]
-    if q.shape[1] == 1 and offsets is None:
+    if q.shape[1] == 1 and offsets is None:  # decoding: one token is no chunk
         kernel = load("gated_delta_rule.cu", "delta_step", q, chosen)
         kernel[blocks, THREADS](q, k, v, decay, beta, initial, out, final, sizes)
         return out, final
@@ -182,7 +182,7 @@ def gated_delta_rule_backward(
     chunk: int = 64,
     scale: float | None = None,
 ) -> tuple[Array, Array, Array, Array, Array, Array | None]:
-    """Return the gradients of q, k, v, decay, beta and initial; dfinal None stands for 0."""
+    """Return the gradients of q, k, v, decay, beta and initial; a dfinal of None counts as 0."""
     call = "gated_delta_rule_backward"
     chunks = _chunks(call, q, k, v, decay, beta, offsets, chunk, scale)
     begin, layout = _begin(q, k, v, initial, offsets), chunks.layout
@@ -201,8 +201,8 @@ def gated_delta_rule_backward(
             state = own.end(state, own.beta * w)
         dstate = np.zeros_like(begin[:1, heads])
         for number in reversed(range(count)):
-            text = layout.text[number]
-            dstate = chosen(layout.last[number], ends_of[text, heads], dstate)
+            text = layout.text[number]  # at the end of a text, its gradient comes from dfinal
+            dstate = select(layout.last[number], ends_of[text, heads], dstate)
             (own, *before), do = kept.pop(), chunks.take(number, douts, heads)
             *gradients, dstate = own.gradients(*before, do, dstate)
             gradients[0] *= chunks.scale
@@ -240,7 +240,7 @@ def _launch_backward(
     dinitial = None if initial is None else empty(initial.shape, FLOAT32, like=q)
     gradients = dq, dk, dv, ddecay, dbeta = [empty(a.shape, a.dtype, like=q) for a in inputs]
     if _has_products(q, k, v, decay, dout):
-        columns = CHUNK, CHUNK, dim, dim  # of U, dB, S and dS', in two parts of 16 bits
+        columns = CHUNK, CHUNK, dim, dim  # of U, dB, S and dS', each number as two parts of 16 bits
         u, db, states, dstates = (
             empty((slots, value_heads, n, value_dim), np.dtype("uint32"), like=q) for n in columns
         )
@@ -279,7 +279,8 @@ def _launch_backward(
             *(dout, *inputs, offsets, scores, alike, u, db, states, dstates, *gradients, sizes)
         )
         return *gradients, dinitial
-    pairs, file = (scores, solve), "gated_delta_rule_channels.cu"  # both have been read
+    # gradients of pairs are written over scores and solve, which are not read any more
+    pairs, file = (scores, solve), "gated_delta_rule_channels.cu"
     kernel = load(file, "delta_pair_gradients", q, own := _of_channels(forward))
     kernel[slots * value_heads, THREADS](
         *(dout, beta, offsets, alike, u, db, rest, *pairs, dv, dbeta, sizes)
@@ -293,14 +294,14 @@ def _launch_backward(
 
 # ---- checks and what both directions need --------------------------------------------------------
 def _check(call: str, q: Any, decay: Any, initial: Any, offsets: Any, chunk: Any) -> None:
-    """Raise unless texts have a state each, chunks have tokens and decays fit keys."""
+    """Raise unless each text has a state, a chunk has tokens, and decays fit keys."""
     channels, dim = decay.shape[3:], q.shape[3:]
     if channels and channels != dim:
-        cure = "pass one decay for each column of k, or one for all without that axis"
+        cure = "pass one decay for each column of k, or leave out that axis for one decay of a head"
         problem = f"{call}: decay has {channels[0]} channels and k {dim[0]}; {cure}"
         raise ShapeError(problem, expected=dim[0], actual=channels[0])
     if type(chunk) is not int or chunk < 1:
-        raise ConfigError(f"{call}: chunk={chunk!r}; pass an integer of 1 or more, as 64")
+        raise ConfigError(f"{call}: chunk={chunk!r}; pass an integer of 1 or more, such as 64")
     check_texts(call, q, initial, offsets)
 
 
@@ -325,12 +326,12 @@ def _chunks(
 
 
 def scale_of(q: Array, scale: float | None) -> float:
-    """Return the factor of q."""
+    """Return the factor of q: 1 / sqrt(dim) by default."""
     return max(q.shape[3], 1) ** -0.5 if scale is None else scale
 
 
 def _begin(q: Array, k: Array, v: Array, initial: Array | None, offsets: Array | None) -> Array:
-    """Return the states before texts, (texts, heads, groups, dim, value_dim)."""
+    """Return the states before all texts: (texts, heads, groups, dim, value_dim)."""
     heads, (value_heads, value_dim) = q.shape[2], v.shape[2:]
     shape = count_of(len(q), offsets), heads, value_heads // max(heads, 1), q.shape[3], value_dim
     if initial is not None:
@@ -339,9 +340,10 @@ def _begin(q: Array, k: Array, v: Array, initial: Array | None, offsets: Array |
 
 
 def _some_heads(q: Array, v: Array, chunk: int) -> Iterator[slice]:
-    """Yield the heads of keys that backward computes together: it keeps about KEPT bytes."""
+    """Yield the key heads that backward computes together, so that it stores about KEPT bytes."""
     (batch, tokens, heads, dim), (value_heads, value_dim) = q.shape, v.shape[2:]
-    of_value = value_dim * (1 + dim // chunk) + 4 * chunk  # errors, states and squares, by token
+    # numbers for each token and value head: errors, its part of states, rows of square matrices
+    of_value = value_dim * (1 + dim // chunk) + 4 * chunk
     kept = q.itemsize * batch * tokens * (2 * dim + value_heads // max(heads, 1) * of_value)
     step = max(1, KEPT // max(1, kept))
     for first in range(0, heads, step):
@@ -350,15 +352,15 @@ def _some_heads(q: Array, v: Array, chunk: int) -> Iterator[slice]:
 
 # ---- launches ------------------------------------------------------------------------------------
 def _without_kernel(q: Array, chunk: int) -> str | None:
-    """Return why the kernels do not compute a call; None if they do."""
+    """Return why the kernels do not support a call; None if they do."""
     if chunk != CHUNK:
-        return f"chunk={chunk}: the kernels have chunks of {CHUNK}"
-    return f"dim={q.shape[3]}: the kernels have up to {WIDEST}" if q.shape[3] > WIDEST else None
+        return f"chunk={chunk}: the kernels support only {CHUNK}"
+    return f"dim={q.shape[3]}: the kernels support up to {WIDEST}" if q.shape[3] > WIDEST else None
 
 
 @functools.cache
 def _constants(dtypes: tuple[Any, ...], dim: int, vector: int, **flags: bool) -> Constants:
-    """Return the constants of common/delta.cuh; dtypes of q, decay, beta and offsets, or None."""
+    """Return the constants of common/delta.cuh, from the dtypes of q, decay, beta and offsets."""
     own, decay, beta, offsets = dtypes
     names = {"T": own, "D": decay, "E": beta, "I": offsets or np.dtype("int32")}
     return Constants(**names, DIM=dim, LANES=vector, PACKED=offsets is not None, **flags)
@@ -366,23 +368,26 @@ def _constants(dtypes: tuple[Any, ...], dim: int, vector: int, **flags: bool) ->
 
 @functools.cache
 def _without(chosen: Constants, *names: str) -> Constants:
-    """Return the constants that a file reads: all but these."""
+    """Return the constants except ``names``, which a file does not have."""
     return Constants(**{n: x for n, x in chosen.items() if n not in names})
 
 
 def _of_channels(chosen: Constants) -> Constants:
-    """Return those constants that gated_delta_rule_channels.cu reads."""
+    """Return the constants of gated_delta_rule_channels.cu."""
     return _without(chosen, "LANES", "INITIAL")
 
 
 def _has_products(q: Array, k: Array, v: Array, decay: Array, *dout: Array) -> bool:
-    """Return whether tensor cores compute a call: 16 bits, whole tiles, aligned rows."""
+    """Return whether tensor cores compute a call.
+
+    They need rows of 16 bits, aligned and in whole tiles, and one decay for each head.
+    """
     whole = q.shape[3] in (64, 128) and v.shape[3] % 64 == 0 < v.shape[3]
     return whole and q.dtype.itemsize == 2 and decay.ndim == 3 and lanes(64, q, k, v, *dout) == 8
 
 
 def _constants_of(decay: Array, beta: Array, offsets: Array | None, *rows: Array) -> Any:
-    """Return the constants of a call, but for those of one kernel; rows are q, k, v and dout."""
+    """Return the common constants of a call, to be completed; ``rows`` are q, k, v and dout."""
     q, _, v, *_ = rows
     dtypes = q.dtype, decay.dtype, beta.dtype, getattr(offsets, "dtype", None)
     vector = min(4, lanes(math.gcd(q.shape[3], v.shape[3]), *rows))
@@ -406,7 +411,7 @@ def _sizes(q: Array, v: Array, offsets: Array | None, scale: float | None) -> di
 
 
 def _slots(q: Array, offsets: Array | None) -> int:
-    """Return the number of places for chunks: at most one for each text stays empty."""
+    """Return the number of slots for chunks; at most one slot for each text stays empty."""
     batch, tokens = q.shape[:2]
     return batch * tokens // CHUNK + count_of(batch, offsets)
 
@@ -423,9 +428,9 @@ def _states_of_products(
     sizes: dict[str, Any],
     results: tuple[Array | None, ...],
 ) -> Array:
-    """Run texts on tensor cores and return what does not depend on states.
+    """Launch the forward kernels on tensor cores; return the Pieces, which do not depend on states.
 
-    Results are out and final or, for backward, U and the states before chunks.
+    ``results`` are (out, final, None, None) or, for backward, (None, None, U, states of chunks).
     """
     (value_heads, value_dim), dim, slots = v.shape[2:], q.shape[3], _slots(q, offsets)
     file, own, backward = "gated_delta_rule_mma.cu", _without(chosen, "LANES"), chosen["BACKWARD"]
@@ -452,7 +457,7 @@ def _of_chunks(
 ) -> list[Array | None]:
     """Return the matrices of all chunks that do not depend on states: see delta_chunks.
 
-    They are scores, solve, alike, into and onward.
+    They are scores, solve, alike (for backward), into and onward (for decays of channels).
     """
     slots, heads = _slots(q, offsets), sizes["heads"] * sizes["groups"]
     square, rows = (slots, heads, CHUNK, CHUNK), (slots, heads, CHUNK, q.shape[3])
@@ -476,26 +481,26 @@ def _of_chunks(
 
 
 def _depth(dim: int) -> int:
-    """Return the columns of q and k in shared memory, zeros among them."""
+    """Return the columns of q and k in shared memory: a power of two, padded with zeros."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def _shared(dim: int, values: int) -> int:
-    """Return the bytes of shared memory of a block along a text, with so many tiles of values."""
+    """Return the bytes of shared memory of a block along a text, with ``values`` tiles of v."""
     depth = _depth(dim)
-    keys, square = CHUNK * (depth + 4), CHUNK * (CHUNK + 4)
+    keys, square = CHUNK * (depth + 4), CHUNK * (CHUNK + 4)  # 4: no bank conflicts between rows
     return 4 * (keys + square + depth * COLUMNS + values * CHUNK * COLUMNS)
 
 
 def _shared_of_products(dim: int, kernel: str) -> int:
-    """Return the bytes of shared memory of a kernel of tensor cores: of its struct."""
+    """Return the bytes of shared memory of a kernel on tensor cores: the size of its struct."""
     of_values, exchanged = (5120, 16384) if dim == 128 else (8192, 16)
     rows, solve, factors, stage = 2 * CHUNK * dim, 15360, 768, 14336 + 128 * dim
     return {
         "states": 3 * rows + of_values + exchanged + PIECES[0],
         "backward": 2 * rows + 16 + of_values + exchanged + solve + factors,
         "gradients": 3 * rows + of_values + PIECES[1] - solve,
-        "chunks": 2 * rows + max(2 * stage, 51200),  # then what pairs of tokens have
+        "chunks": 2 * rows + max(2 * stage, 51200),  # the ring, and later pairs of tokens
     }[kernel]
 
 

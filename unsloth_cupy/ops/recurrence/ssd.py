@@ -3,8 +3,8 @@
 S_t = exp(-exp(a_log) r_t) S_(t-1) + r_t b_t x_t^T        y_t = S_t^T c_t + d x_t
 r_t = clip(softplus(dt_t + dt_bias), least, most)
 
-Tokens are computed by chunks, and only states pass from one to the next.  Backward computes the
-states of all chunks again: forward keeps nothing.
+Tokens are computed in chunks, and only states pass from chunk to chunk.  Forward stores no states:
+backward recomputes the states of all chunks.
 
 Dao and Gu, Transformers are SSMs: Generalized Models and Efficient Algorithms Through Structured
 State Space Duality, 2024.
@@ -26,15 +26,15 @@ from ..activations.swiglu import sigmoid
 from ..common.columns import column_sums
 from ..common.no_kernel import no_kernel
 from ..common.strides import with_head_strides
-from ._chunks import Layout, chosen
-from ._decays import LEAST, crossing, fading, turned
+from ._chunks import Layout, select
+from ._decays import LEAST, decay_matrix, sums_across, transposed
 from ._texts import check_texts, count_of, ends, offsets_of
 
 CHUNK, THREADS, COLUMNS = 64, 256, 32  # as in common/delta.cuh
-WIDEST = 256  # rows of a state: 32 columns of it are in shared memory
-SCORES = 12832  # bytes of a block for them and for factors of tokens in ssd_mma.cu
-MORE = 15360  # in ssd_backward_mma.cu: a part of scores, x and sums of tokens
-HEADS = 16  # whose gradients of b and c one block adds
+WIDEST = 256  # the most rows of a state: 32 columns of it are in shared memory
+SCORES = 12832  # bytes of shared memory in ssd_mma.cu for scores and for factors of tokens
+MORE = 15360  # bytes that ssd_backward_mma.cu needs besides: a part of scores, x, sums of tokens
+HEADS = 16  # heads for which one block adds the gradients of b and c
 
 
 @op(
@@ -69,24 +69,24 @@ def ssd(
     ----------
     x : (batch, tokens, heads, dim) float
     dt : (batch, tokens, heads) dtype of x or float32
-        How far each token moves the state, before its softplus.
+        The step size of each token, before the softplus.
     a_log : (heads,) dtype of x or float32
-        The logarithm of the speed at which a state is forgotten.
+        The logarithm of the rate of decay of the state.
     b, c : (batch, tokens, groups, state) float
-        What the state is written and read with.
+        The vectors with which a token writes to the state (b) and reads it (c).
     d : (heads,) dtype of x or float32, optional
-        The share of x that passes by the state.
+        Factor of x that is added to y without the state (skip connection).
     dt_bias : (heads,) dtype of x or float32, optional
     initial : (batch or texts, heads, state, dim) dtype of final, optional
-        The state before each text: ``final`` of what came before.  0 by default.
+        The state before each text: ``final`` of the call on its earlier tokens; 0 by default.
     offsets : (texts + 1,) int, optional
-        Texts are packed in one row, batch 1: the index of the first token of each, then the number
-        of tokens.  Results have the bits of each text alone.
+        For texts that are packed in one row (batch 1): the index of the first token of each text,
+        then the number of tokens.  Results have the same bits as for each text alone.
     dt_min, dt_max : float
-        Bounds of the rate (``time_step_limit``); dt_max None: there is none above.
+        Bounds of the rate (``time_step_limit``); dt_max None is no upper bound.
     chunk : int
-        Tokens that are computed together; the results differ by rounding.  1 is the recurrence.
-        The kernels have 64.
+        Tokens that are computed together; 1 is the recurrence.  Results for other chunks differ by
+        rounding.  The kernels support only 64.
 
     Returns
     -------
@@ -127,7 +127,7 @@ def ssd(
     final, y = begin.copy(), np.zeros_like(chunks.arrays[0])
     for number in range(len(layout.spans)):
         own, state = chunks.at(number), chunks.before(number, begin, state)
-        part = own.fade * (own.c @ turned(own.b)) @ own.u
+        part = own.fade * (own.c @ transposed(own.b)) @ own.u
         part += own.into * (own.c @ state)
         chunks.give(number, y, part)
         state = own.end(state)
@@ -158,7 +158,7 @@ def _launch(
     call = _Launches(x, dt, a_log, b, c, d, dt_bias, initial, offsets, dt_min, dt_max)
     y = empty(x.shape, x.dtype, like=x)
     final = empty((call.sizes["texts"], x.shape[2], b.shape[3], x.shape[3]), FLOAT32, like=x)
-    if x.shape[1] == 1 and offsets is None:
+    if x.shape[1] == 1 and offsets is None:  # decoding: one token is no chunk
         rows = call.x, dt, a_log, call.b, call.c, d, dt_bias, initial, y, final
         call.run("ssd_step", call.walks, *rows, call.sizes, call.strides, *call.bounds)
     elif call.has_products:
@@ -188,7 +188,7 @@ def ssd_backward(
     dt_max: float | None = None,
     chunk: int = 64,
 ) -> tuple[Array, Array, Array, Array, Array, Array | None, Array | None, Array | None]:
-    """Return the gradients of x, dt, a_log, b, c, d, dt_bias and initial; dfinal None is 0."""
+    """Return the gradients of x, dt, a_log, b, c, d, dt_bias, initial; dfinal None counts as 0."""
     rate, decay, slope = _rates(x.dtype, dt, a_log, dt_bias, dt_min, dt_max)
     chunks = _Chunks("ssd_backward", x, rate, decay, b, c, offsets, chunk)
     begin, layout = chunks.begin(initial), chunks.layout
@@ -201,7 +201,7 @@ def ssd_backward(
     dinitial, dstate = ends_of.copy(), np.zeros_like(begin[:1])
     results, dys = [np.zeros_like(array) for array in chunks.arrays], layout.lay(dy)
     for number in reversed(range(count)):
-        dstate = chosen(layout.last[number], ends_of[layout.text[number]], dstate)
+        dstate = select(layout.last[number], ends_of[layout.text[number]], dstate)
         own = chunks.at(number)
         *gradients, dstate = own.gradients(states.pop(), chunks.take(number, dys), dstate)
         for array, part in zip(results, gradients, strict=True):
@@ -245,13 +245,13 @@ def _launch_backward(
     states, dstates = (empty((slots, heads, state, dim), FLOAT32, like=x) for _ in range(2))
     dx = empty(x.shape, x.dtype, like=x)
     dinitial = None if initial is None else empty(initial.shape, FLOAT32, like=x)
-    tiles = call.sizes["tiles"] // (2 if call.has_products else 1)
+    tiles = call.sizes["tiles"] // (2 if call.has_products else 1)  # of 64 columns, not 32
     drates, skips = (empty((tiles, batch * tokens, heads), FLOAT32, like=x) for _ in range(2))
     parts, teams = call.parts, -(-(heads // groups) // HEADS)
     ddecays = empty((parts, batch * tokens, heads), FLOAT32, like=x)
     db, dc = (empty(b.shape, x.dtype, like=x) for _ in range(2))
     sums = [db, dc]
-    if teams > 1:
+    if teams > 1:  # blocks with HEADS heads each: column_sums adds their gradients
         both = empty((2, teams, *b.shape), FLOAT32, like=x)
         sums = [both[0], both[1]]
     more = {"FINAL": dfinal is not None, "HEADS": HEADS, "G": sums[0].dtype}
@@ -305,7 +305,7 @@ def _rates(
     least: float,
     most: float | None,
 ) -> tuple[Array, Array, Array]:
-    """Return the rates of tokens, the decays of states, and the slopes of rates."""
+    """Return the rates of tokens, the decays of states, and the derivatives of rates by dt."""
     dt, a_log = (each.astype(np.promote_types(each.dtype, dtype)) for each in (dt, a_log))
     raw = dt if dt_bias is None else dt + dt_bias
     free = np.logaddexp(raw, raw.dtype.type(0))
@@ -314,7 +314,7 @@ def _rates(
 
 
 class _Chunk(NamedTuple):
-    """What a chunk needs of its tokens; arrays are (batch, groups, heads of one, chunk, ...)."""
+    """The tokens of a chunk; arrays are (batch, groups, heads of a group, chunk, ...)."""
 
     x: Array
     rate: Array  # (..., chunk, 1)
@@ -327,30 +327,30 @@ class _Chunk(NamedTuple):
 
     @property
     def u(self) -> Array:
-        """What is written to the state, each with its b."""
+        """What each token writes to the state, along its b."""
         return self.rate * self.x
 
     def end(self, state: Array) -> Array:
         """Return the state after the chunk."""
-        return self.whole * state + turned(self.onward * self.b) @ self.u
+        return self.whole * state + transposed(self.onward * self.b) @ self.u
 
     def gradients(self, state: Array, dy: Array, dend: Array) -> tuple[Array, ...]:
-        """Return those of x without d, rate, decay, b, c and of the state before the chunk."""
-        p = self.fade * (self.c @ turned(self.b))
-        du = turned(p) @ dy + (self.onward * self.b) @ dend
-        dp = dy @ turned(self.u)
-        from_c = self.into * (dy @ turned(state))
-        from_end = self.onward * (self.u @ turned(dend))
+        """Return the gradients of x (without d), rate, decay, b, c and the state before."""
+        p = self.fade * (self.c @ transposed(self.b))
+        du = transposed(p) @ dy + (self.onward * self.b) @ dend
+        dp = dy @ transposed(self.u)
+        from_c = self.into * (dy @ transposed(state))
+        from_end = self.onward * (self.u @ transposed(dend))
         dstate = self.whole * dend
-        # exp(decay[t]) is a factor of all that passes from before t to t or later: no terms cancel
+        # exp(decay[t]) is a factor of all that tokens before t pass to t or later: nothing cancels
         ddecay = np.cumsum((self.c * from_c).sum(axis=-1)[..., ::-1], axis=-1)[..., ::-1]
         ddecay = ddecay + (state * dstate).sum(axis=(-1, -2))[..., None]
         before = np.cumsum((self.b * from_end).sum(axis=-1), axis=-1)
         ddecay[..., 1:] += before[..., :-1]
-        ddecay += crossing(dp * p)[..., 0]
-        dstate += turned(self.into * self.c) @ dy
+        ddecay += sums_across(dp * p)[..., 0]
+        dstate += transposed(self.into * self.c) @ dy
         pairs = dp * self.fade
-        dc, db = from_c + pairs @ self.b, from_end + turned(pairs) @ self.c
+        dc, db = from_c + pairs @ self.b, from_end + transposed(pairs) @ self.c
         return (
             *(self.rate * du, (du * self.x).sum(axis=-1), ddecay),
             *(db.sum(axis=2, keepdims=True), dc.sum(axis=2, keepdims=True), dstate),
@@ -358,7 +358,7 @@ class _Chunk(NamedTuple):
 
 
 class _Chunks:
-    """The chunks of a call."""
+    """The arrays of a call, laid out in chunks."""
 
     def __init__(
         self,
@@ -378,7 +378,7 @@ class _Chunks:
         self.arrays = [self.layout.lay(array) for array in (x, rate, decay, b, c)]
 
     def begin(self, initial: Array | None) -> Array:
-        """Return the states before texts, (texts, groups, heads of one, state, dim)."""
+        """Return the states before all texts: (texts, groups, heads of a group, state, dim)."""
         x = self.arrays[0]
         shape = self.texts, self.groups, x.shape[2] // max(self.groups, 1), *self.sizes
         if initial is not None:
@@ -386,27 +386,28 @@ class _Chunks:
         return np.zeros(shape, np.promote_types(x.dtype, FLOAT32), like=x)
 
     def before(self, number: int, begin: Array, state: Array | None) -> Array:
-        """Return the state before a chunk, from that after the one before it."""
+        """Return the state before a chunk: begin at the start of a text, else ``state``."""
         own: Array = begin[self.layout.text[number]]
-        return own if state is None else chosen(self.layout.first[number], own, state)
+        return own if state is None else select(self.layout.first[number], own, state)
 
     def take(self, number: int, array: Array) -> Array:
-        """Return one chunk of an array, (batch, groups, heads of one, chunk, ...)."""
+        """Return one chunk of an array: (batch, groups, heads of a group, chunk, ...)."""
         part = array[:, slice(*self.layout.spans[number])]
         each = part.shape[2] // max(self.groups, 1)
         part = part.reshape(*part.shape[:2], self.groups, each, *part.shape[3:])
         return np.moveaxis(part, 1, 3).copy()
 
     def give(self, number: int, array: Array, part: Array) -> None:
-        """Write such a chunk."""
+        """Write a chunk as ``take`` returns it to an array."""
         to = array[:, slice(*self.layout.spans[number])]
         to[...] = np.moveaxis(part, 3, 1).reshape(to.shape)
 
     def at(self, number: int) -> _Chunk:
-        """Return one chunk."""
+        """Return the tokens of one chunk, with their decays."""
         x, rate, decay, b, c = (self.take(number, array) for array in self.arrays)
-        g = np.cumsum(np.maximum(decay, LEAST), axis=-1, dtype=np.float64)  # differences cancel
-        fade = fading(g[..., None], x.dtype)
+        # in float64: differences of the sums cancel digits
+        g = np.cumsum(np.maximum(decay, LEAST), axis=-1, dtype=np.float64)
+        fade = decay_matrix(g[..., None], x.dtype)
         onward = np.exp((g[..., -1:] - g).astype(x.dtype))[..., None]
         into = np.exp(g.astype(x.dtype))[..., None]
         return _Chunk(x, rate[..., None], b, c, into, onward, into[..., -1:, :], fade)
@@ -416,12 +417,12 @@ class _Chunks:
 def _check(
     call: str, x: Any, initial: Any, offsets: Any, dt_min: float, dt_max: float | None, chunk: Any
 ) -> None:
-    """Raise unless texts have a state each, chunks have tokens and bounds are in order."""
+    """Raise unless each text has a state, a chunk has tokens, and the bounds are in order."""
     if type(chunk) is not int or chunk < 1:
-        raise ConfigError(f"{call}: chunk={chunk!r}; pass an integer of 1 or more, as 64")
+        raise ConfigError(f"{call}: chunk={chunk!r}; pass an integer of 1 or more, such as 64")
     if not 0 <= dt_min <= (math.inf if dt_max is None else dt_max):
         problem = f"{call}: dt_min={dt_min!r}, dt_max={dt_max!r}"
-        raise ConfigError(f"{problem}; pass 0 <= dt_min <= dt_max, or None for no bound above")
+        raise ConfigError(f"{problem}; pass 0 <= dt_min <= dt_max, or None for no upper bound")
     check_texts(call, x, initial, offsets)
 
 
@@ -430,10 +431,12 @@ ssd_backward.require(_check)
 
 
 def _without_kernel(b: Array, chunk: int) -> str | None:
-    """Return why the kernels do not compute a call; None if they do."""
+    """Return why the kernels do not support a call; None if they do."""
     if chunk != CHUNK:
-        return f"chunk={chunk}: the kernels have chunks of {CHUNK}"
-    return f"state={b.shape[3]}: the kernels have up to {WIDEST}" if b.shape[3] > WIDEST else None
+        return f"chunk={chunk}: the kernels support only {CHUNK}"
+    return (
+        f"state={b.shape[3]}: the kernels support up to {WIDEST}" if b.shape[3] > WIDEST else None
+    )
 
 
 @functools.cache
@@ -443,7 +446,7 @@ def _constants(names: tuple[str, ...], dtypes: tuple[Any, ...], **more: Any) -> 
 
 
 class _Launches:
-    """The launches of a call: what their kernels share."""
+    """The launches of a call, and the numbers that its kernels share."""
 
     def __init__(
         self,
@@ -469,15 +472,16 @@ class _Launches:
             self.dy, of_dy = _by_token(dy)
         self.strides = {"x": of_x, "b": of_b, "c": of_c, "dy": of_dy}
         self.offsets, texts = offsets, count_of(batch, offsets)
-        self.slots = batch * tokens // CHUNK + texts  # at most one for each text stays empty
+        self.slots = batch * tokens // CHUNK + texts  # at most one slot for each text stays empty
         self.bounds = float(least), math.inf if most is None else float(most)
         self.sizes = {
             **{"tokens": batch * tokens, "each": tokens, "texts": texts, "heads": groups},
             **{"groups": heads // groups, "values": dim, "tiles": -(-dim // COLUMNS), "scale": 1.0},
         }
-        self.walks = texts * heads * self.sizes["tiles"]
+        self.walks = texts * heads * self.sizes["tiles"]  # blocks, each of which walks along a text
         depth = max(16, min(128, 1 << (state - 1).bit_length()))
         self.parts = -(-state // depth)
+        # a row of 4 more floats has no bank conflicts with the next
         self.shared = 4 * (
             CHUNK * (depth + 4) + CHUNK * (CHUNK + 4) + (self.parts * depth + CHUNK) * COLUMNS
         )
@@ -486,7 +490,7 @@ class _Launches:
         vector = math.gcd(dim, state, *(each for each in self.strides.values() if each))
         self.vector = lanes(vector, *rows)
         arrays = {"R": dt, "A": a_log, "O": d, "Q": dt_bias, "I": offsets}
-        absent = {"I": np.dtype("int32")}  # else the dtype of x
+        absent = {"I": np.dtype("int32")}  # of absent arrays; others stand for the dtype of x
         dtypes = [absent.get(n, x.dtype) if a is None else a.dtype for n, a in arrays.items()]
         self.constants = functools.partial(
             _constants,
@@ -501,16 +505,16 @@ class _Launches:
 
     @property
     def has_products(self) -> bool:
-        """Return whether tensor cores compute the walks: 16 bits, whole tiles, aligned rows.
+        """Return whether tensor cores compute the states: 16 bits, whole tiles, aligned rows.
 
-        float16 with states of 128 rows would spill registers.
+        float16 with states of 128 rows would spill registers: 8 to 56 bytes.
         """
         rows = 64 if self.x.dtype == np.float16 else 128
         whole = self.state in (64, rows) and self.sizes["values"] % 64 == 0
         return whole and self.x.dtype.itemsize == 2 and self.vector == 8
 
     def products(self, name: str, *arguments: Any, **flags: bool) -> None:
-        """Run a kernel on tensor cores, whose blocks have tiles of 64 columns."""
+        """Launch a kernel on tensor cores, whose blocks have tiles of 64 columns."""
         backward = name == "ssd_state_gradients_mma"
         file, more = ("ssd_backward_mma.cu", MORE) if backward else ("ssd_mma.cu", 0)
         kernel = load(file, name, self.x, self.constants(**flags))
@@ -519,7 +523,7 @@ class _Launches:
         )
 
     def run(self, name: str, blocks: Any, *arguments: Any, shared: int = 0, **more: Any) -> None:
-        """Run a kernel, with further constants."""
+        """Launch a kernel, with ``more`` constants."""
         file = "ssd_backward.cu" if name.endswith("_gradients") else "ssd.cu"
         if file == "ssd.cu":
             more = {"INITIAL": self.initial, "BACKWARD": False} | more
@@ -527,7 +531,7 @@ class _Launches:
         kernel[blocks, THREADS, shared](*arguments)
 
     def rates(self, dt: Array, a_log: Array, dt_bias: Array | None) -> tuple[Array, Array]:
-        """Return decays and rates of all tokens."""
+        """Return the decays and rates of all tokens."""
         decay, rate = (empty(dt.shape, FLOAT32, like=dt) for _ in range(2))
         arrays = dt, a_log, dt_bias, decay, rate
         blocks, heads = -(-dt.size // 256), dt.shape[2]
@@ -535,7 +539,7 @@ class _Launches:
         return decay, rate
 
     def scores(self) -> Array:
-        """Return the products of c and b of all chunks."""
+        """Return c b^T of all chunks: (slots, groups, CHUNK, CHUNK)."""
         groups = self.sizes["heads"]
         scores = empty((self.slots, groups, CHUNK, CHUNK), FLOAT32, like=self.x)
         arrays = self.b, self.c, self.offsets, scores
@@ -550,7 +554,7 @@ class _Launches:
         scores: Array,
         *results: Array | None,
     ) -> None:
-        """Write y and the last states, or the states before all chunks."""
+        """Write y and the last states or, for backward, the states before all chunks."""
         arrays = self.x, *rates, self.b, self.c, d, initial, self.offsets, scores, *results
         self.run(
             *("ssd_states", self.walks, *arrays, self.sizes, self.strides),
@@ -560,9 +564,9 @@ class _Launches:
 
 
 def _by_token(array: Array) -> tuple[Array, int]:
-    """Return an array whose heads are side by side, and how many values its tokens are apart.
+    """Return an array whose heads are contiguous, and the stride of its tokens in elements.
 
-    A part of the last axis of a wider array, by heads, is read without a copy.
+    An array that is some columns of a wider array, split into heads, is not copied.
     """
     heads, dim = array.shape[2:]
     values, (of_token, of_head) = with_head_strides(array)

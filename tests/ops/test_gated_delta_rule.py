@@ -506,7 +506,7 @@ def test_a_state_goes_on_with_a_text(channels: tuple[int, ...]) -> None:
 def test_wrong_calls() -> None:
     q = np.ones((2, 6, 2, 4), np.float32)
     decay = np.zeros((2, 6, 2), np.float32)
-    with pytest.raises(ConfigError, match=r"chunk=0; pass an integer of 1 or more, as 64"):
+    with pytest.raises(ConfigError, match=r"chunk=0; pass an integer of 1 or more, such as 64"):
         uc.gated_delta_rule(q, q, q, decay, decay, chunk=0)
     with pytest.raises(ShapeError, match=r"batch=2; with offsets it must be 1: pass reshape\(1,"):
         uc.gated_delta_rule(q, q, q, decay, decay, offsets=np.array([0, 6]))

@@ -321,7 +321,7 @@ def test_a_state_goes_on_with_a_text() -> None:
 def test_wrong_calls() -> None:
     x, dt, a_log = np.ones((2, 6, 2, 4), np.float32), np.zeros((2, 6, 2), np.float32), np.zeros(2)
     one = x, dt, a_log.astype(np.float32), x, x
-    with pytest.raises(ConfigError, match=r"chunk=0; pass an integer of 1 or more, as 64"):
+    with pytest.raises(ConfigError, match=r"chunk=0; pass an integer of 1 or more, such as 64"):
         uc.ssd(*one, chunk=0)
     with pytest.raises(ConfigError, match=r"dt_min=2.0, dt_max=1.0; pass 0 <= dt_min <= dt_max"):
         uc.ssd(*one, dt_min=2.0, dt_max=1.0)

@@ -1,1 +1,1 @@
-"""Mixtures of experts: routers and their losses, sorted rows, grouped products, whole layers."""
+"""Mixtures of experts: routers, their losses, sorting by expert, grouped products, MLP layers."""

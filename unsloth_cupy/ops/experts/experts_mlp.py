@@ -2,8 +2,9 @@
 
 y[row] = sum over k of weights[row, k] * (act(x[row] gate_up[e]^T) down[e]^T), e = experts[row, k]
 
-Assignments are sorted by expert, so that each expert multiplies its rows at once; each row's
-results are added in the order of k.  Backward recomputes what lies between the products.
+An assignment is a pair (row, k).  Assignments are sorted by expert, so that each expert multiplies
+all of its rows at once; the results of a row are added in the order of k.  Backward recomputes the
+first product and the activation.
 
 Shazeer et al., Outrageously Large Neural Networks, 2017.  Guo et al., SonicMoE, 2025: the gradient
 of a weight is the dot of act with down^T dy.
@@ -39,11 +40,11 @@ GATED = "swiglu", "swiglu_clamped", "geglu", "geglu_tanh"
 ACTIVATIONS = *GATED, "relu2"  # numbered as in experts_mlp.cu
 REPORTER = faults.reporter("experts_mlp", "routes.experts", "experts")
 LIMIT, ALPHA = 7.0, 1.702  # of "swiglu_clamped", as in gpt-oss
-THREADS = 128
+THREADS = 128  # of a block
 
 
 class Activation(NamedTuple):
-    """What lies between the products: its name, and the numbers of "swiglu_clamped"."""
+    """The function between the two products: its name, and the numbers of "swiglu_clamped"."""
 
     name: str
     limit: float
@@ -62,7 +63,7 @@ def experts_mlp(
     limit: float | None = None,
     alpha: float | None = None,
 ) -> Array:
-    """Return the weighted sum of what the chosen experts make of each row.
+    """Return, for each row, the weighted sum of the results of its chosen experts.
 
     ``y[row] = sum_k w * (act(gate, up) @ down[e].T + down_bias[e])`` with ``[gate, up] = x[row] @
     gate_up[e].T + gate_up_bias[e]``, where e and w are the k-th expert of the row and its weight.
@@ -70,41 +71,41 @@ def experts_mlp(
 
     - "swiglu": ``gate * sigmoid(gate) * up``
     - "geglu": ``gelu(gate) * up``; "geglu_tanh": with gelu's approximation by tanh
-    - "swiglu_clamped": ``(up + 1) * gate * sigmoid(alpha * gate)``, after gate was limited to
-      ``limit`` from above and up from both sides, as in gpt-oss
-    - "relu2": ``max(up, 0)**2``, without a gate, as in Nemotron-H: gate_up is up alone
+    - "swiglu_clamped": ``(up + 1) * gate * sigmoid(alpha * gate)``, with gate clipped to at most
+      ``limit``, and up to -limit .. limit, as in gpt-oss
+    - "relu2": ``max(up, 0)**2``, without a gate, as in Nemotron-H: gate_up contains only up
 
-    Products read the rows of x where they are, and forward keeps none of its arrays: backward
+    Rows of x are read in place, and forward stores none of its intermediate arrays: backward
     recomputes the first product.
 
     Parameters
     ----------
     x : (*rows, hidden) float
     gate_up : (experts, 2 * inner, hidden) float, or a quantized stack
-        Of each expert the rows of the gate, then those of up; without a gate (experts, inner,
+        For each expert, the rows of the gate, then the rows of up; without a gate (experts, inner,
         hidden).
     down : (experts, hidden, inner) float, or a quantized stack
-        One that is quantized is frozen; it is dense for one product at a time.
+        Quantized stacks are frozen, and are dequantized for one product at a time.
     routes : Routes
-        What ``route`` returned: experts, integers, and weights, ``(*rows, k)`` each, of the dtype
-        of x or float32.
+        The result of ``route``: experts, integers, and weights in the dtype of x or float32, both
+        ``(*rows, k)``.
     gate_up_bias : (experts, 2 * inner) or (experts, inner) dtype of x or float32, optional
     down_bias : (experts, hidden) dtype of x or float32, optional
     activation : str
         "swiglu", "swiglu_clamped", "geglu", "geglu_tanh" or "relu2".
     limit, alpha : float, optional
-        Of "swiglu_clamped"; 7.0 and 1.702 by default.
+        The numbers of "swiglu_clamped"; 7.0 and 1.702 by default.
 
     Returns
     -------
     y : (*rows, hidden) float
-        Results of a row are added in float32, in the order of k, and rounded once.
+        The results of a row are added in float32, in the order of k, and rounded once.
 
     Raises
     ------
     RangeError
-        An expert does not exist.  On a GPU the host does not read them: the row is NaN, and the
-        next ``check_errors()`` raises.
+        An expert does not exist.  On a GPU the host does not read the experts: the row is NaN, and
+        the next ``check_errors()`` raises.
     ConfigError
         activation is unknown, or does not use limit or alpha.
     ShapeError, DTypeError
@@ -132,7 +133,7 @@ def experts_mlp(
     """
     pair: Any = routes
     if not isinstance(pair, tuple | list) or len(pair) != 2:
-        problem = f"routes is {type(routes).__name__}; pass what route returned"
+        problem = f"routes is {type(routes).__name__}; pass the result of route"
         raise DTypeError(f"experts_mlp: {problem}, a pair of experts and weights")
     experts, weights = pair
     results: Any = experts_mlp_forward(
@@ -174,7 +175,7 @@ def experts_mlp_forward(
     limit: float | None = None,
     alpha: float | None = None,
 ) -> tuple[Array, Array, Array, Array]:
-    """Return y of ``experts_mlp``; order and offsets of ``sort_by_expert``, and order's inverse."""
+    """Return y of ``experts_mlp``; then order, offsets and places (see ``Sorted``) for backward."""
     how = _activation(activation, limit, alpha)
     gate_up, down = stack_like(gate_up, x), stack_like(down, x)
     order, offsets, places = by_expert(experts, len(gate_up))
@@ -218,7 +219,7 @@ def _launch(
     both = empty((rows * k, gate_up.shape[1]), x.dtype, like=x)
     stack = dense_stack(gate_up, offsets, x.dtype)
     multiply(FORWARD, x, stack, both, groups, bias=_dense(gate_up_bias), a_in_order=False)
-    del stack  # frees it before the next one is allocated
+    del stack  # a quantized stack is dense in it: free it before the next one is allocated
     act = empty((rows * k, inner), x.dtype, like=x)
     _launch_activation(both, act, how)
     del both
@@ -248,7 +249,7 @@ def experts_mlp_backward(
     alpha: float | None = None,
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, ...]:
-    """Return all gradients, 0 for experts without rows; None for those not ``wanted``."""
+    """Return all gradients; None for a gradient that is not ``wanted``; 0 for unused experts."""
     how, wide = _activation(activation, limit, alpha), np.promote_types(x.dtype, FLOAT32)
     needed = _needed(wanted, x, gate_up, down, weights, gate_up_bias, down_bias)
     gate_up, down = stack_like(gate_up, x), stack_like(down, x)
@@ -376,7 +377,7 @@ def _check(
     limit: float | None,
     alpha: float | None,
 ) -> None:
-    """Raise unless gate_up has its halves, and the options are those of the activation."""
+    """Raise unless gate_up has the rows of gate and up, and the activation uses the options."""
     check_choice(call, "activation", activation, ACTIVATIONS)
     both, inner = gate_up.shape[1], down.shape[2]
     needed = 2 * inner if activation in GATED else inner
@@ -407,7 +408,7 @@ experts_mlp_backward.facts["operations"] = lambda a: _operations(
 
 
 def _operations(a: Any, gate_up: int, down: int) -> int:
-    """Return the operations of so many products with each stack."""
+    """Return the operations of ``gate_up`` and ``down`` products with these stacks."""
     (_, both, hidden), inner = a["gate_up"].shape, a["down"].shape[2]
     per_assignment = gate_up * both * hidden + down * hidden * inner
     operations: int = 2 * a["experts"].size * per_assignment
@@ -422,7 +423,7 @@ def _needed(wanted: Set[str] | None, *arrays: Any) -> set[str]:
 
 
 def _stacks(*arrays: Any) -> dict[str, Any]:
-    """Return what each expert has, by name."""
+    """Return the arrays of which each expert has a part, by name."""
     return dict(zip(("gate_up", "down", "gate_up_bias", "down_bias"), arrays, strict=True))
 
 
@@ -432,19 +433,19 @@ def _activation(name: str, limit: float | None, alpha: float | None) -> Activati
 
 # ---- by NumPy -----------------------------------------------------------------------------------
 def _experts(call: str, offsets: Array, order: Any, k: int) -> Iterator[tuple[int, slice]]:
-    """Yield each expert, and where its assignments are in order: of each row at most one."""
+    """Yield each expert and the slice of order with its assignments, at most one for each row."""
     if (
         isinstance(order, np.ndarray)
         and order.size
         and (order.min() < 0 or order.max() >= order.size)
     ):
-        problem = "order is not that of the forward call; pass what experts_mlp_forward returned"
+        problem = "order is not from the forward call; pass the results of experts_mlp_forward"
         raise RangeError(f"{call}: {problem}", expected=range(order.size), actual=int(order.max()))
     return parts(call, offsets, len(order), -(-len(order) // max(k, 1)))
 
 
 def _first(rows: Array, gate_up: Array, bias: Array | None, expert: int, dtype: Any) -> Array:
-    """Return the first product of an expert."""
+    """Return the first product of an expert, gate and up: (rows, 2 * inner)."""
     both = gemm(rows, gate_up[expert].T, dtype=dtype)
     if bias is not None:
         both += bias[expert].astype(dtype)
@@ -458,13 +459,13 @@ def _halves(both: Array) -> tuple[Array, Array]:
 
 
 def _clamped(gate: Array, up: Array, how: Activation) -> tuple[Array, Array, Array]:
-    """Return the limited gate, the limited up, plus 1, and the sigmoid."""
+    """Return the clipped gate, the clipped up plus 1, and sigmoid(alpha * gate)."""
     gate, up = np.minimum(gate, how.limit), np.clip(up, -how.limit, how.limit)
     return gate, up + 1, sigmoid(gate * gate.dtype.type(how.alpha))
 
 
 def _activated(both: Array, how: Activation) -> Array:
-    """Return the activations in a new array."""
+    """Return the activations of gate and up, in a new array (rows, inner)."""
     if how.name == "relu2":
         return relu2.definition(both)
     gate, up = _halves(both)
@@ -477,7 +478,7 @@ def _activated(both: Array, how: Activation) -> Array:
 
 
 def _activated_backward(d: Array, both: Array, how: Activation) -> Array:
-    """Return the gradient of the first product."""
+    """Return the gradient of the first product, from the gradient d of the activations."""
     if how.name == "relu2":
         return relu2_backward.definition(d, both)
     return np.concatenate(_gated_backward(d, *_halves(both), how), axis=1)
@@ -502,7 +503,7 @@ def _dense(bias: Array | None) -> Array | None:
 
 
 def _launch_activation(both: Array, act: Array, how: Activation) -> None:
-    """Write the activations of both halves, or of up alone, to act."""
+    """Write the activations of gate and up, or of up alone, to act."""
     assignments, inner = act.shape
     width = lanes(inner, both, act)
     chosen = _constants(
@@ -539,8 +540,9 @@ def _constants_of(
     count: int,
     name: str,
 ) -> Constants:
-    """Return the constants of experts_backward, whose arrays of inner values are new."""
+    """Return the constants of experts_backward, whose arrays of inner columns are new."""
     dtype = x.dtype if bias is None else bias.dtype
+    # new arrays are aligned: the access has 16 bytes, or a power of two that divides inner
     wide = 16 // x.dtype.itemsize | inner
     return _constants(
         *(x.dtype, weights.dtype, dtype, experts.dtype, inner, hidden, k, count),
@@ -565,7 +567,7 @@ def _constants(
 ) -> Constants:
     """Return the constants of experts_mlp.cu; each kernel reads some of them.
 
-    A row of backward has a thread for each access, up to 32, or from 64 accesses on the block.
+    In backward, a row has a thread for each access, at most a warp; from 64 accesses on, a block.
     """
     accesses = -(-inner // lanes)
     of_row = min(32, 1 << (accesses - 1).bit_length()) if accesses < 64 else THREADS

@@ -1,4 +1,4 @@
-"""A linear layer for each group of rows.
+"""A linear layer with a weight for each group of rows.
 
 y[p] = x[p] weight[e]^T + bias[e]        e is the group of p: offsets[e] <= p < offsets[e + 1]
 """
@@ -32,10 +32,10 @@ def grouped_linear(x: Array, weight: Array, offsets: Array, bias: Array | None =
     Parameters
     ----------
     x : (assignments, inputs) float
-        Rows, sorted by group: those of group e are ``x[offsets[e]:offsets[e + 1]]``.
+        Rows, sorted by group: group e has the rows ``x[offsets[e]:offsets[e + 1]]``.
     weight : (experts, outputs, inputs) float, or a quantized stack
-        A matrix for each group.  One that is quantized is frozen; on a CPU one matrix
-        is dense at a time, on a GPU those of all groups with rows, of an ``Int8`` all.
+        A matrix for each group.  A quantized stack is frozen.  On a CPU one matrix at a time is
+        dequantized; on a GPU the matrices of all groups with rows, and all matrices of an ``Int8``.
     offsets : (experts + 1,) int32 or int64
         From 0 to the number of rows, as ``sort_by_expert`` returns them; groups may be empty.
     bias : (experts, outputs) dtype of x or float32, optional
@@ -48,8 +48,8 @@ def grouped_linear(x: Array, weight: Array, offsets: Array, bias: Array | None =
     Raises
     ------
     RangeError
-        offsets do not rise from 0 to the number of rows.  On a GPU the host does not read them:
-        rows of no group give 0.
+        offsets do not rise from 0 to the number of rows.  On a GPU the host does not read them, and
+        rows that belong to no group give 0.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
 
@@ -77,7 +77,7 @@ def grouped_linear(x: Array, weight: Array, offsets: Array, bias: Array | None =
 
 @grouped_linear.kernel
 def _launch(x: Array, weight: Array, offsets: Array, bias: Array | None) -> Any:
-    """Return y from two kernels: one lists the tiles of the groups, one multiplies."""
+    """Return y by two launches: the first lists the tiles of the groups, the second multiplies."""
     if (reason := without_kernel(weight)) is not None:
         return no_kernel(reason)
     x, offsets = contiguous(x), contiguous(offsets)
@@ -98,7 +98,10 @@ def grouped_linear_backward(
     *,
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, Array | None, None, Array | None]:
-    """Return the gradients of x, weight and bias, 0 for groups without rows; None if not wanted."""
+    """Return the gradients of x, weight and bias; None for a gradient that is not ``wanted``.
+
+    The gradients of weight and bias are 0 for groups without rows.
+    """
     call = "grouped_linear_backward"
     needed = requested_gradients(call, wanted, x=x, weight=weight, bias=bias)
     dx = empty(x.shape, dy.dtype, like=x) if "x" in needed else None
@@ -144,7 +147,7 @@ def _launch_backward(
 
 
 def traffic(arrays: dict[str, Any], assignments: int) -> int:
-    """Return the bytes of all arrays, of stacks those of as many experts as can have rows."""
+    """Return the bytes of all arrays; stacks count only as many experts as can have rows."""
     stacks, total = ("weight", "gate_up", "down"), 0
     for name, array in arrays.items():
         if array is not None:
@@ -154,19 +157,19 @@ def traffic(arrays: dict[str, Any], assignments: int) -> int:
 
 
 def without_kernel(*weights: Any) -> str | None:
-    """Return why no kernel multiplies by these stacks; None if one does."""
+    """Return why no kernel multiplies by these stacks; None if a kernel does."""
     if weights[0].shape[0] > MOST:
         return f"{weights[0].shape[0]} experts: the kernel lists the tiles of up to {MOST}"
     return None
 
 
 def stack_like(weight: Any, x: Array) -> Any:
-    """Return a stack whose matrices have the dtype of x; dense ones have it anyway."""
+    """Return a stack whose matrices are computed in the dtype of x; dense ones have it already."""
     return weight.computed_in(x.dtype) if isinstance(weight, Stored) else weight
 
 
 def dense_stack(weight: Any, offsets: Array, dtype: np.dtype[Any]) -> Array:
-    """Return a stack as the kernels read it; of a quantized one, matrices of groups with rows."""
+    """Return a dense stack; of a quantized one, only the matrices of groups with rows are valid."""
     dense: Array = weight.dense_where(offsets, dtype) if isinstance(weight, Stored) else weight
     return contiguous(dense)
 
@@ -174,9 +177,9 @@ def dense_stack(weight: Any, offsets: Array, dtype: np.dtype[Any]) -> Array:
 def parts(
     call: str, offsets: Array, rows: int, most: int | None = None
 ) -> Iterator[tuple[int, slice]]:
-    """Yield the number and the rows of each group; raise RangeError if they are not all rows.
+    """Yield the number and the rows of each group; raise RangeError if they do not cover all rows.
 
-    A plan, which knows no offsets, takes the first groups as large as they can be: ``most`` rows.
+    A plan of memory, which has no values of offsets, gives ``most`` rows to the first groups.
     """
     if is_planned(offsets):
         most = rows if most is None else most

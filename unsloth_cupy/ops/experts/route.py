@@ -1,4 +1,4 @@
-"""The router of a mixture of experts: which experts each row goes to, and their weights.
+"""The router of a mixture of experts: it chooses the experts of each row, and their weights.
 
 experts = the k largest of s(logits) + bias        weights = scale * s(logits)[experts] / their sum
 
@@ -24,20 +24,20 @@ from ..common.columns import row_sum
 from ..common.no_kernel import no_kernel
 
 SCORES = ("softmax", "softmax_of_k", "sigmoid", "sqrt_softplus")  # numbered as in route.cu
-LEAST = 1e-20  # added to the sum of weights, as DeepSeek's router does
-MOST_EXPERTS, MOST_CHOSEN = 1024, 32  # of the kernel: a thread holds 32 of either
-THREADS = 128
+LEAST = 1e-20  # added to the sum of weights, as in DeepSeek's router
+MOST_EXPERTS, MOST_CHOSEN = 1024, 32  # of the kernel: each of 32 threads holds 32 scores
+THREADS = 128  # of a block
 
 
 class Routes(NamedTuple):
-    """Where the rows of a mixture of experts go, as ``route`` returns it.
+    """The choice of a router, as ``route`` returns it.
 
     Attributes
     ----------
     experts : (*rows, k) int32
-        The experts of each row, the one with the largest score first.
+        The experts of each row, in the order of their scores, the largest first.
     weights : (*rows, k) float
-        The factors of their results; has a gradient.
+        The factors of the experts' results; they have a gradient.
     """
 
     experts: Any
@@ -57,48 +57,49 @@ def route(
 ) -> Routes:
     """Return the k experts of each row with the largest scores, and their weights.
 
-    ``experts`` are the k largest of ``s + bias``, of equal ones those with the lowest index, and
-    ``weights = scale * s[experts]``, divided by their sum if ``normalize``.  s is
+    ``experts`` are the k largest of ``s + bias``; of equal ones, the lowest index comes first.
+    ``weights = scale * s[experts]``, divided by ``sum(s[experts])`` if ``normalize``.  s is
 
-    - "softmax": that of all logits
-    - "softmax_of_k": ``logits + bias``, of whose k largest the weights are the softmax
+    - "softmax": the softmax of all logits
+    - "softmax_of_k": ``logits + bias``; the weights are the softmax of the k largest
     - "sigmoid": ``1 / (1 + exp(-logits))``
     - "sqrt_softplus": ``sqrt(log(1 + exp(logits)))``
 
-    All is computed in float32 (float64 for float64 arrays).  A gradient reaches the logits through
-    the weights, their normalization included; the choice has none.  An expert whose ``s + bias`` is
-    NaN is the last choice, and all weights of its row are NaN, whether it is chosen or not.
+    Scores and weights are computed in float32 (float64 for float64 arrays).  The logits have a
+    gradient through the weights and their normalization, but not through the choice.  An expert
+    whose ``s + bias`` is NaN is chosen last, and all weights of its row are NaN, whether it is
+    chosen or not.
 
     Parameters
     ----------
     logits : (*rows, experts) float
     k : int
-        Experts of a row.
+        Number of experts for each row.
     scores : str
         "softmax", "softmax_of_k", "sigmoid" or "sqrt_softplus".
     bias : (experts,) dtype of logits or float32, optional
-        Added for the choice alone; with "softmax_of_k" it is a part of the weights and has a
-        gradient, which is 0 with others.
+        Added to the scores for the choice only.  With "softmax_of_k" it is a part of the weights,
+        too, and has a gradient; with other scores its gradient is 0.
     normalize : bool
-        Whether the weights of a row sum to ``scale``; those of "softmax_of_k" always do.
+        Whether the weights of a row sum to ``scale``; with "softmax_of_k" they always do.
     groups, top_groups : int, optional
-        Divide the experts into groups of neighbours; only experts of the ``top_groups`` best groups
-        are chosen: those whose two largest ``s + bias`` have the largest sum (DeepSeek-V3), with
-        "softmax" those with the largest of all (DeepSeek-V2).
+        The experts are divided into ``groups`` of neighbours, and only experts of the
+        ``top_groups`` best groups are chosen.  The score of a group is the sum of its two largest
+        ``s + bias`` (DeepSeek-V3) or, with "softmax", its largest one (DeepSeek-V2).
     scale : float
         Factor of all weights.
 
     Returns
     -------
     routes : Routes
-        experts (*rows, k) int32, the largest score first, and weights (*rows, k) in the dtype of
-        logits.
+        experts (*rows, k) int32, in the order of their scores, and weights (*rows, k) in the dtype
+        of logits.
 
     Raises
     ------
     ConfigError
-        There are fewer than k experts to choose from, the groups do not divide the experts, or an
-        option is unknown.
+        There are fewer than k experts to choose from, the groups do not divide the experts evenly,
+        or an option is unknown.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
 
@@ -145,8 +146,9 @@ def route_forward(
     top_groups: int | None = None,
     scale: float = 1.0,
 ) -> tuple[Array, Array]:
-    """Return the fields of ``route``, in the order of gradients: weights, then experts."""
-    choice = logits  # scores of one logit have the order of the logits, without their roundings
+    """Return the weights and experts of ``route``: results with a gradient come first."""
+    # without bias and groups: scores have the order of the logits, but rounding may make some equal
+    choice = logits
     grouped = groups is not None and groups > 1
     if scores != "softmax_of_k" and (bias is not None or grouped):
         choice = _softmax(logits) if scores == "softmax" else _score(logits, scores)
@@ -173,17 +175,17 @@ def _launch(
     scale: float,
 ) -> Any:
     """Return weights and experts from the kernel."""
-    known = logits.shape[-1]
-    if known > MOST_EXPERTS or k > MOST_CHOSEN:
-        return no_kernel(f"{k} of {known} experts: a kernel chooses up to 32 of 1024")
+    count = logits.shape[-1]
+    if count > MOST_EXPERTS or k > MOST_CHOSEN:
+        return no_kernel(f"{k} of {count} experts: the kernel supports up to 32 of 1024")
     chosen = _constants(
         logits.dtype,
         None if bias is None else bias.dtype,
-        *(known, k, scores, normalize, groups or 1, (top_groups or 1) if groups else 1),
+        *(count, k, scores, normalize, groups or 1, (top_groups or 1) if groups else 1),
     )
     shape = *logits.shape[:-1], k
     experts, weights = (empty(shape, dtype, like=logits) for dtype in (np.int32, logits.dtype))
-    rows = logits.size // known
+    rows = logits.size // count
     kernel = load("route.cu", "route_forward", logits, chosen)
     blocks = -(-rows * chosen["ROW_THREADS"] // THREADS)
     kernel[blocks, THREADS](logits, bias, experts, weights, rows, scale)
@@ -205,7 +207,7 @@ def route_backward(
     scale: float = 1.0,
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, Array | None]:
-    """Return the gradients of logits and of bias, which is 0 except with "softmax_of_k"."""
+    """Return the gradients of logits and bias, which is 0 except with "softmax_of_k"."""
     weights, total = _weights(logits, bias, experts, scores, normalize)
     weights = weights / total
     d = dweights * dweights.dtype.type(scale)
@@ -237,18 +239,18 @@ def _launch_backward(
     scale: float,
     wanted: Set[str] | None,
 ) -> Any:
-    known = logits.shape[-1]
-    if known > MOST_EXPERTS or k > MOST_CHOSEN:
-        return no_kernel(f"{k} of {known} experts: a kernel takes up to 32 of 1024")
+    count = logits.shape[-1]
+    if count > MOST_EXPERTS or k > MOST_CHOSEN:
+        return no_kernel(f"{k} of {count} experts: the kernel supports up to 32 of 1024")
     added = bias if scores == "softmax_of_k" else None
     chosen = _constants(
-        logits.dtype, None if added is None else added.dtype, known, k, scores, normalize, 1, 1
+        logits.dtype, None if added is None else added.dtype, count, k, scores, normalize, 1, 1
     )
     summed = added is not None and (wanted is None or "bias" in wanted)
     dlogits = whole = empty(logits.shape, logits.dtype, like=logits)
-    if summed and logits.dtype != FLOAT32:
+    if summed and logits.dtype != FLOAT32:  # the gradient of bias adds unrounded numbers
         whole = empty(logits.shape, FLOAT32, like=logits)
-    rows = logits.size // known
+    rows = logits.size // count
     experts = experts if experts.dtype == np.int32 else experts.astype(np.int32)
     kernel = load("route.cu", "route_backward", logits, chosen)
     blocks = -(-rows * chosen["ROW_THREADS"] // THREADS)
@@ -270,7 +272,7 @@ def _constants(
     groups: int,
     top_groups: int,
 ) -> Constants:
-    """Return the constants of route.cu: a row of up to 32 experts has a thread for each."""
+    """Return the constants of route.cu: a row has a thread for each expert, up to a warp."""
     return Constants(
         T=dtype,
         B=bias or dtype,
@@ -317,7 +319,7 @@ route_backward.require(_check)
 
 @route_backward.require
 def _check_chosen(call: str, experts: Any, k: int) -> None:
-    """Raise ShapeError unless the experts of a row are k: the kernel reads so many."""
+    """Raise ShapeError unless each row has k experts: the kernel reads k of them."""
     if experts.shape[-1] != k:
         problem = f"{call}: experts has {experts.shape[-1]} columns; there must be k={k}"
         raise ShapeError(problem, expected=k, actual=experts.shape[-1])
@@ -333,7 +335,7 @@ def weights_of(
     scale: float,
     **_: Any,
 ) -> Array:
-    """Return the weights that ``route`` gives to experts that were chosen before, (*rows, k)."""
+    """Return the weights of ``route`` for experts that were chosen before: (*rows, k)."""
     wide = logits.astype(np.promote_types(logits.dtype, FLOAT32), copy=False)
     weights, total = _weights(wide, bias, experts, scores, normalize)
     return rounded(_broken(np.isnan(wide), weights * (scale / total)), logits.dtype)
@@ -341,16 +343,16 @@ def weights_of(
 
 # ---- scores -------------------------------------------------------------------------------------
 def _softmax(x: Array) -> Array:
-    """Return the softmax of each row; 0 in a row of only -inf."""
+    """Return the softmax of each row; 0 if all logits of a row are -inf."""
     y = np.exp(x - finite(x.max(axis=-1, keepdims=True)))
     return y / np.maximum(y.sum(axis=-1, keepdims=True), np.finfo(y.dtype).tiny)
 
 
 def _score(x: Array, scores: str) -> Array:
-    """Return the scores, which are not a softmax, in a new array."""
+    """Return the scores "sigmoid" or "sqrt_softplus" in a new array."""
     if scores == "sigmoid":
         return sigmoid(x)
-    with np.errstate(invalid="ignore"):  # a NaN
+    with np.errstate(invalid="ignore"):  # logits may be NaN
         return np.sqrt(np.logaddexp(x.dtype.type(0), x))
 
 
@@ -364,13 +366,16 @@ def _slope(x: Array, scores: str) -> Array:
 
 
 def _is_local(scores: str, normalize: bool) -> bool:
-    """Return whether the weights are a softmax of the chosen logits alone."""
+    """Return whether the weights are a softmax of only the chosen logits."""
     return scores == "softmax_of_k" or (scores == "softmax" and normalize)
 
 
 def _of_best_groups(choice: Array, groups: Any, top_groups: Any, counted: int) -> Array:
-    """Return the choice with -inf outside of the groups whose ``counted`` largest are largest."""
-    parts = choice.reshape(*choice.shape[:-1], groups, -1)
+    """Return the choice with -inf outside of the best groups.
+
+    The score of a group is the sum of its ``counted`` largest elements.
+    """
+    parts = choice.reshape(*choice.shape[:-1], groups, -1)  # (*rows, groups, experts of a group)
     sums = np.sort(parts, axis=-1)[..., -counted:].sum(axis=-1)
     best = np.argsort(-sums, axis=-1, kind="stable")[..., :top_groups]
     kept = np.zeros_like(sums, bool)
@@ -379,14 +384,14 @@ def _of_best_groups(choice: Array, groups: Any, top_groups: Any, counted: int) -
 
 
 def _broken(unknown: Array, weights: Array) -> Array:
-    """Return weights, NaN in a row of which something is unknown, whether it was chosen or not."""
+    """Return the weights, with NaN in rows of which an element is ``unknown``, chosen or not."""
     return np.where(unknown.any(axis=-1, keepdims=True), weights.dtype.type(np.nan), weights)
 
 
 def _weights(
     logits: Array, bias: Array | None, experts: Array, scores: str, normalize: bool
 ) -> tuple[Array, Any]:
-    """Return the scores of the chosen experts, and what they are divided by."""
+    """Return the scores of the chosen experts, and their divisor."""
     chosen = np.take_along_axis(logits, experts, axis=-1)
     if _is_local(scores, normalize):
         if scores == "softmax_of_k" and bias is not None:
@@ -402,7 +407,7 @@ def _weights(
 def _bias_gradient(
     dlogits: Array, bias: Array | None, scores: str, wanted: Set[str] | None
 ) -> Array | None:
-    """Return the gradient of bias, if it is wanted."""
+    """Return the gradient of bias; None if it is not ``wanted``."""
     if bias is None or (wanted is not None and "bias" not in wanted):
         return None
     if scores != "softmax_of_k":

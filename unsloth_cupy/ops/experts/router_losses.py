@@ -1,4 +1,4 @@
-"""Losses of the router of a mixture of experts: balance of its experts, size of its logits.
+"""Losses of the router of a mixture of experts: for balanced experts, and for small logits.
 
 balance = experts * sum over e of (assignments of e / rows) * (mean probability of e)
 z = mean of logsumexp(logits)**2
@@ -21,13 +21,14 @@ from ...errors import ShapeError
 from ..activations.softmax import finite
 from ..common.no_kernel import no_kernel
 
-MOST_EXPERTS = 512  # of the kernel: sums of four rows fill 16 KiB
-THREADS = 128
+MOST_EXPERTS = 512  # of the kernel: the sums of its four warps have 16 KiB of shared memory
+THREADS = 128  # of a block
+# The number of blocks depends on the number of rows alone, so that sums have the same bits.
 ROWS_OF_BLOCK, MOST_BLOCKS = 64, 128
 
 
 def balance_loss(logits: Array, experts: Array, *, mask: Array | None = None) -> Array:
-    """Return how unevenly a router uses its experts: k if evenly, and more if not.
+    """Return the load-balancing loss of a router: k if it uses its experts evenly, else more.
 
     ``experts_count * sum_e (assignments of e / rows) * (mean over rows of softmax(logits)[e])``,
     in float32; gradients reach the logits through the probabilities.
@@ -35,12 +36,13 @@ def balance_loss(logits: Array, experts: Array, *, mask: Array | None = None) ->
     Parameters
     ----------
     logits : (*rows, experts) float
-        Of one layer, or of all layers, (layers, *rows, experts) or one after another: they are
-        balanced together.
+        The logits of one layer, or of all layers, which are balanced together: (layers, *rows,
+        experts), or the rows of one layer after another.
     experts : (*rows, k) int32 or int64
         The experts of each row, as ``route`` chose them.
     mask : (*rows) bool or 0/1, optional
-        Rows that count; others, padding, may hold anything.  That of one layer holds for each.
+        Rows that count; other rows, such as padding, may hold anything.  A mask of one layer
+        applies to each layer.
 
     Returns
     -------
@@ -50,7 +52,8 @@ def balance_loss(logits: Array, experts: Array, *, mask: Array | None = None) ->
     Raises
     ------
     RangeError
-        An expert does not exist; on a GPU, where the host does not read them, it is not counted.
+        An expert does not exist.  On a GPU the host does not read the experts, and such an expert
+        is not counted.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
 
@@ -79,9 +82,9 @@ def balance_loss(logits: Array, experts: Array, *, mask: Array | None = None) ->
 def balance_loss_forward(
     logits: Array, experts: Array, mask: Array | None = None
 ) -> tuple[Array, Array]:
-    """Return the loss, and its slopes by the sums of probabilities, which backward needs."""
+    """Return the loss, and its derivatives by the sums of probabilities, for the backward op."""
     count = logits.shape[-1]
-    p, weights, n = _measured(logits, mask)[1:]
+    p, weights, n = _row_statistics(logits, mask)[1:]
     counted = experts.reshape(len(p), experts.shape[-1])[weights > 0]
     assigned = np.bincount(counted.reshape(-1), minlength=count).astype(p.dtype)
     slopes = assigned / n * (count / n)
@@ -91,7 +94,7 @@ def balance_loss_forward(
 @balance_loss_forward.kernel
 def _launch(logits: Array, experts: Array, mask: Array | None) -> Any:
     if logits.shape[-1] > MOST_EXPERTS:
-        return no_kernel(f"{logits.shape[-1]} experts: the kernel takes up to {MOST_EXPERTS}")
+        return no_kernel(f"{logits.shape[-1]} experts: the kernel supports up to {MOST_EXPERTS}")
     slopes = empty(logits.shape[-1:], FLOAT32, like=logits)
     return _launch_loss(logits, experts, mask, slopes), slopes
 
@@ -101,7 +104,7 @@ def balance_loss_backward(
     dloss: Array, logits: Array, mask: Array | None, slopes: Array
 ) -> tuple[Array, None, None]:
     """Return the gradient of logits, 0 where mask is false."""
-    _, p, weights, _ = _measured(logits, mask)
+    _, p, weights, _ = _row_statistics(logits, mask)
     gradient = p * (slopes - (p @ slopes)[:, None])
     return (dloss * weights[:, None] * gradient).reshape(logits.shape), None, None
 
@@ -109,7 +112,7 @@ def balance_loss_backward(
 @balance_loss_backward.kernel
 def _launch_backward(dloss: Array, logits: Array, mask: Array | None, slopes: Array) -> Any:
     if logits.shape[-1] > MOST_EXPERTS:
-        return no_kernel(f"{logits.shape[-1]} experts: the kernel takes up to {MOST_EXPERTS}")
+        return no_kernel(f"{logits.shape[-1]} experts: the kernel supports up to {MOST_EXPERTS}")
     return _launch_gradient(dloss, logits, mask, slopes, balance=True), None, None
 
 
@@ -119,9 +122,10 @@ def router_z_loss(logits: Array, *, mask: Array | None = None) -> Array:
     Parameters
     ----------
     logits : (*rows, experts) float
-        Of one layer or of all.
+        The logits of one layer, or of all layers.
     mask : (*rows) bool or 0/1, optional
-        Rows that count; others, padding, may hold anything.  That of one layer holds for each.
+        Rows that count; other rows, such as padding, may hold anything.  A mask of one layer
+        applies to each layer.
 
     Returns
     -------
@@ -153,15 +157,15 @@ def router_z_loss(logits: Array, *, mask: Array | None = None) -> Array:
     autocast="float32",
 )
 def router_z_loss_forward(logits: Array, mask: Array | None = None) -> tuple[Array, Array]:
-    """Return the loss, and how many rows count, which backward needs."""
-    lse, _, weights, n = _measured(logits, mask)
+    """Return the loss, and the number of rows that count, for the backward op."""
+    lse, _, weights, n = _row_statistics(logits, mask)
     return (weights * lse * lse).sum() / n, n
 
 
 @router_z_loss_forward.kernel
 def _launch_z(logits: Array, mask: Array | None) -> Any:
     if logits.shape[-1] > MOST_EXPERTS:
-        return no_kernel(f"{logits.shape[-1]} experts: the kernel takes up to {MOST_EXPERTS}")
+        return no_kernel(f"{logits.shape[-1]} experts: the kernel supports up to {MOST_EXPERTS}")
     count = empty((), FLOAT32, like=logits)
     return _launch_loss(logits, None, mask, count), count
 
@@ -171,24 +175,24 @@ def router_z_loss_backward(
     dloss: Array, logits: Array, mask: Array | None, count: Array
 ) -> tuple[Array, None]:
     """Return the gradient of logits, 0 where mask is false."""
-    lse, p, weights, _ = _measured(logits, mask)
+    lse, p, weights, _ = _row_statistics(logits, mask)
     return (dloss * (2 / count * weights * lse)[:, None] * p).reshape(logits.shape), None
 
 
 @router_z_loss_backward.kernel
 def _launch_z_backward(dloss: Array, logits: Array, mask: Array | None, count: Array) -> Any:
     if logits.shape[-1] > MOST_EXPERTS:
-        return no_kernel(f"{logits.shape[-1]} experts: the kernel takes up to {MOST_EXPERTS}")
+        return no_kernel(f"{logits.shape[-1]} experts: the kernel supports up to {MOST_EXPERTS}")
     return _launch_gradient(dloss, logits, mask, count, balance=False), None
 
 
 def as_bool(mask: Any) -> Any:
-    """Return a mask of 0 and 1 as one of bool, of any library; what holds no numbers as it is."""
+    """Return a mask of 0 and 1, of any library, as bool; return other objects as they are."""
     return mask != 0 if holds_numbers(mask) else mask
 
 
 def _check(call: str, logits: Any, mask: Any) -> None:
-    """Raise ShapeError unless mask covers the rows, or those of each layer."""
+    """Raise ShapeError unless the mask covers all rows, or the rows of each layer."""
     rows = math.prod(logits.shape[:-1])
     if not logits.shape[-1]:
         raise ShapeError(f"{call}: logits has no experts", expected="1 or more", actual=0)
@@ -196,7 +200,7 @@ def _check(call: str, logits: Any, mask: Any) -> None:
         return
     masked = math.prod(mask.shape)
     if rows % masked if masked else rows:
-        problem = f"{call}: mask has {masked} rows and logits {rows}, which is not a multiple"
+        problem = f"{call}: mask has {masked} rows; logits has {rows}, which is not a multiple"
         raise ShapeError(problem, expected=rows, actual=masked)
 
 
@@ -206,9 +210,12 @@ router_z_loss_forward.require(_check)
 router_z_loss_backward.require(_check)
 
 
-def _measured(logits: Array, mask: Array | None) -> tuple[Array, Array, Array, Any]:
-    """Return of each row lse, probabilities and weight: 1 if it counts, else 0; and how many do."""
-    x = logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])
+def _row_statistics(logits: Array, mask: Array | None) -> tuple[Array, Array, Array, Any]:
+    """Return lse, probabilities and weight of each row, and the number of rows that count.
+
+    The weight is 1 for rows that count, else 0.
+    """
+    x = logits.reshape(math.prod(logits.shape[:-1]), logits.shape[-1])  # (rows, experts)
     weights = np.ones_like(x, shape=(len(x),))
     if mask is not None and mask.size:
         counted = np.tile(mask.reshape(-1), len(x) // mask.size)
@@ -222,7 +229,7 @@ def _measured(logits: Array, mask: Array | None) -> tuple[Array, Array, Array, A
 
 
 def _launch_loss(logits: Array, experts: Array | None, mask: Array | None, needed: Array) -> Array:
-    """Return the loss; write to ``needed`` what backward needs."""
+    """Return the loss; write to ``needed`` what the backward op needs: slopes, or the count."""
     count = logits.shape[-1]
     rows = logits.size // count
     numbers = None if experts is None else experts.dtype
@@ -258,7 +265,7 @@ def _launch_gradient(
 
 @cache
 def _constants(dtype: Any, numbers: Any, experts: int, top: int, masked: bool) -> Constants:
-    """Return the constants of router_losses.cu; without numbers of experts, of the z-loss."""
+    """Return the constants of router_losses.cu; without a dtype of experts, for the z-loss."""
     return Constants(
         T=dtype,
         I=numbers or np.dtype(np.int32),

@@ -1,6 +1,6 @@
-"""The order of the rows of a mixture of experts by expert.
+"""Sort the rows of a mixture of experts by expert.
 
-order is stable: experts[order] does not decrease, and equal ones keep their order
+order is stable: experts[order] does not decrease, and equal experts stay in their order
 """
 
 import math
@@ -20,17 +20,17 @@ from ..common.checks import refuse_number
 from ..common.no_kernel import no_kernel
 
 REPORTER = faults.reporter("sort_by_expert", "experts", "count")
-MOST_GROUPS = 2**24  # a count of each is allocated, 128 MiB for these
-MOST = 1023  # experts of the kernel: its counters fill 48 KiB
-WARPS, STEPS = 8, 16  # a warp takes 512 assignments, a block 4096
+MOST_GROUPS = 2**24  # a count of 8 bytes is allocated for each: 128 MiB
+MOST = 1023  # experts of the kernel: counters of 8 warps and totals are 36 of 48 KiB shared memory
+WARPS, STEPS = 8, 16  # a warp processes 32 * 16 = 512 assignments, a block 4096
 
 
 class Sorted(NamedTuple):
     """Assignments of rows to experts, sorted by expert."""
 
-    order: Any  # (assignments,) int32: the p-th is number order[p] of the flattened ones
-    offsets: Any  # (count + 1,) int32: those of expert e are from offsets[e] on
-    places: Any  # (assignments,) int32: number i is the places[i]-th
+    order: Any  # (assignments,) int32: sorted assignment p is the flattened assignment order[p]
+    offsets: Any  # (count + 1,) int32: expert e has order[offsets[e]:offsets[e + 1]]
+    places: Any  # (assignments,) int32, the inverse of order: order[places[i]] = i
 
 
 def sort_by_expert(experts: Array, count: int) -> tuple[Array, Array]:
@@ -46,16 +46,17 @@ def sort_by_expert(experts: Array, count: int) -> tuple[Array, Array]:
     Returns
     -------
     order : (assignments,) int32
-        Assignment ``order[p]`` of the flattened ``experts`` comes p-th; with (rows, k) it is one of
-        row ``order[p] // k``.
+        The sorted assignment p is element ``order[p]`` of the flattened ``experts``; with (rows,
+        k), it belongs to row ``order[p] // k``.
     offsets : (count + 1,) int32
-        Those of expert e are ``order[offsets[e]:offsets[e + 1]]``.
+        The assignments of expert e are ``order[offsets[e]:offsets[e + 1]]``.
 
     Raises
     ------
     RangeError
-        An expert is not in 0 .. count - 1.  On a GPU the host does not read them: such assignments
-        come last, in no expert's part, and the next ``check_errors()`` raises.
+        An expert is not in 0 .. count - 1.  On a GPU the host does not read the experts: such
+        assignments come last, after the parts of all experts, and the next ``check_errors()``
+        raises.
     ConfigError
         count is not positive.
     DTypeError
@@ -75,7 +76,7 @@ def sort_by_expert(experts: Array, count: int) -> tuple[Array, Array]:
 
 @op(
     "experts(*assigned): int -> order(assignments): int, offsets(count+1): int",
-    no_gradient="an order is a choice",
+    no_gradient="its results are integers",
     widen=False,
     sizes=lambda shape, count: {"assignments": math.prod(shape), "count": count},
     traffic=lambda a: 2 * a["experts"].nbytes + a["order"].nbytes + a["offsets"].nbytes,
@@ -87,7 +88,7 @@ def sort_by_expert_forward(experts: Array, *, count: int) -> tuple[Array, Array]
 
 
 def check_range(call: str, experts: Array, count: int) -> None:
-    """Raise RangeError if an expert on the host does not exist."""
+    """Raise RangeError if an expert does not exist, in NumPy arrays only."""
     if isinstance(experts, np.ndarray):
         wrong = experts[(experts < 0) | (experts >= count)]
         if wrong.size:
@@ -98,7 +99,7 @@ def check_range(call: str, experts: Array, count: int) -> None:
 def by_expert(experts: Array, count: int) -> Sorted:
     """Return the sorted assignments by functions of NumPy or CuPy."""
     flat = experts.reshape(-1)
-    narrow = np.uint16 if count <= 2**16 else np.int64  # of 16 bits NumPy sorts faster
+    narrow = np.uint16 if count <= 2**16 else np.int64  # NumPy sorts 16-bit integers faster
     order = np.argsort(flat.astype(narrow), kind="stable").astype(np.int32)
     counts = np.bincount(flat, minlength=count)
     offsets = np.zeros_like(order, shape=(count + 1,))
@@ -118,14 +119,14 @@ def _check(call: str, experts: Any, count: int) -> None:
 @sort_by_expert_forward.kernel
 def _launch(experts: Array, count: int) -> Any:
     if count > MOST:
-        return no_kernel(f"{count} experts: the kernel counts up to {MOST}")
+        return no_kernel(f"{count} experts: the kernel supports up to {MOST}")
     return launch_sort(experts, count, places=False, who=REPORTER)[:2]
 
 
 def launch_sort(experts: Array, count: int, *, places: bool, who: int) -> Sorted:
-    """Return the sorted assignments from kernels: one, or two for more than 4,096.
+    """Return the sorted assignments by one launch, or by two for more than 4,096 assignments.
 
-    With ``places``, order and places have the shape of experts.
+    With ``places``, order and places have the shape of experts; else places is None.
     """
     experts = contiguous(experts)
     size, shape = experts.size, experts.shape if places else (experts.size,)

@@ -478,7 +478,7 @@ BROKEN[1, 2] = -np.inf
         (lambda: losses.advantages(A[:, 0], 4, kind="rloo", scale="group"), "choose from none, b"),
         (lambda: losses.advantages(-BROKEN[:, 2], 2), "holds an infinity in row 1; pass NaN"),
         (lambda: losses.advantages(A[:, 0], 1), r"group=1\): it must be 2 or more"),
-        (lambda: losses.advantages(A[:, 0], 1, kind="rloo"), "the advantage of a text alone is 0"),
+        (lambda: losses.advantages(A[:, 0], 1, kind="rloo"), "the advantage of a single comp"),
         (lambda: losses.high_entropy(A, M, 1.5), r"share must be in \[0, 1\]"),
         (lambda: losses.sampler_ratio(A, A, M, limits=3.0), r"limits=3.0 must be \(least, most\)"),
         (lambda: losses.sampler_ratio(A, A, M, limits=(3.0, 1.0)), "leave no ratio between them"),

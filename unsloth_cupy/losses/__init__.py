@@ -1,8 +1,8 @@
-"""Losses of texts, and the constants that they take: preferences, policies, rewards, contrast.
+"""Losses for likelihood, preferences, policies, rewards and contrast, and their constants.
 
-Each is a scalar: a sum over pairs, rows or tokens, divided by ``count``, by default how many there
-are.  For a part of a batch, pass the number in the whole batch: losses and gradients of the parts
-then add up.  The log-probabilities come from ``model.log_probs``.
+Each loss is a scalar: a sum over pairs, rows or tokens, divided by ``count``, by default by their
+number.  For a part of a batch, pass the count of the whole batch: the losses and gradients of the
+parts then add up.  The log-probabilities come from ``model.log_probs``.
 """
 
 from ..core import names as _names

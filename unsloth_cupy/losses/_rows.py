@@ -1,4 +1,4 @@
-"""Sums over the tokens of texts, and the functions of them that losses are made of."""
+"""Checks, masks and functions that the losses share; rows are completions, columns their tokens."""
 
 from typing import Any
 
@@ -7,21 +7,21 @@ import numpy as np
 from ..core.dtypes import Array, holds_numbers
 from ..errors import ConfigError, DTypeError, NotFiniteError, ShapeError
 
-LARGEST = 80.0  # of an exponent: exp of it is finite in float32
-# Of a log-probability above 0: float32 rounds a logit of up to 2**12 and its lse, whose difference
-# it is, by less, and a sum of them to a mean too.
+LARGEST = 80.0  # the largest exponent: exp(80) is finite in float32
+# A log-probability may exceed 0 by this much.  It is the difference of a logit and its lse, which
+# float32 rounds by less for logits of up to 2**12, as it does the mean of such differences.
 ROUNDED = 1e-3
 
 
 def as_mask(call: str, mask: Any) -> Any:
-    """Return a mask of 0 and 1 as one of bool, of any library.
+    """Return a mask of 0 and 1, of any library, as bool.
 
     Raises
     ------
     ConfigError
-        It holds something else, as labels do; arrays of a GPU are not read.
+        The mask holds other numbers, as labels do; the host does not read arrays of a GPU.
     DTypeError
-        It is no array of booleans or numbers.
+        The mask is not an array of booleans or numbers.
     """
     kind = str(getattr(mask, "dtype", type(mask).__name__))
     if kind.endswith("bool"):
@@ -37,33 +37,33 @@ def as_mask(call: str, mask: Any) -> Any:
 
 
 def as_weights(weights: Any) -> Any:
-    """Return weights as floats, of any library; True is 1."""
+    """Return weights, of any library, as floats; True becomes 1."""
     if str(getattr(weights, "dtype", "")).endswith("bool"):
         return weights * np.float32(1)
     return weights
 
 
 def refuse_unused(call: str, choice: str, **unused: bool) -> None:
-    """Raise ConfigError for an option that was given though a choice does not use it."""
+    """Raise ConfigError if an option is passed that the choice does not use."""
     if names := [name for name, is_unused in unused.items() if is_unused]:
-        raise ConfigError(f"{call}: {choice} does not use {' and '.join(names)}; leave that out")
+        raise ConfigError(f"{call}: {choice} does not use {' and '.join(names)}; leave it out")
 
 
 def check_pairs(call: str, rows: int) -> None:
-    """Raise ShapeError unless rows are chosen texts, then as many rejected ones."""
+    """Raise ShapeError unless rows can be chosen completions and as many rejected completions."""
     if rows % 2:
         raise ShapeError(
-            f"{call}: {rows} rows are not pairs; the first half are the chosen texts, the second"
-            " half their rejected ones, in the same order",
+            f"{call}: {rows} rows are not pairs; the first half are the chosen completions, the"
+            " second half the rejected completions, in the same order",
             expected="an even number of rows",
             actual=rows,
         )
 
 
 def check_some(call: str, rows: int, count: float | None) -> None:
-    """Raise ShapeError for a mean over no rows; with a count, no rows are a part of a batch."""
+    """Raise ShapeError for a mean over no rows; with a count, a part of a batch may be empty."""
     if not rows and count is None:
-        cure = "leave that batch out, or pass count for a part of one"
+        cure = "leave the batch out, or pass count if it is a part of a batch"
         raise ShapeError(f"{call}: no rows have no mean; {cure}", expected="a row", actual=0)
 
 
@@ -75,19 +75,19 @@ def check_positive(call: str, **options: float) -> None:
 
 
 def check_share(call: str, below: float, **options: float) -> None:
-    """Raise ConfigError for an option outside of 0 (included) to ``below`` (excluded)."""
+    """Raise ConfigError for an option outside of [0, below)."""
     for name, value in options.items():
         if not 0 <= value < below:
             raise ConfigError(f"{call}({name}={value}): {name} must be in [0, {below:g})")
 
 
 def masked(call: str, array: Array, mask: Array, name: str) -> Array:
-    """Return numbers of tokens, with 0 where the mask hides what they are.
+    """Return numbers of tokens, with 0 for the tokens that the mask hides.
 
     Raises
     ------
     NotFiniteError
-        One that counts is not finite; arrays of a GPU are not read.
+        The number of a token that counts is not finite; the host does not read arrays of a GPU.
     """
     counted: Any = np.where(mask, array, 0)
     if type(counted) is np.ndarray and not np.isfinite(counted).all():
@@ -100,15 +100,15 @@ def masked(call: str, array: Array, mask: Array, name: str) -> Array:
 
 
 def log_probabilities(call: str, array: Array, mask: Array, name: str = "log_probs") -> Array:
-    """Return log-probabilities of tokens, with 0 where the mask hides what they are.
+    """Return log-probabilities of tokens, with 0 for the tokens that the mask hides.
 
     Raises
     ------
     NotFiniteError
-        As ``masked``.
+        As in ``masked``.
     ConfigError
-        One that counts is above 0, by more than rounding; arrays of a GPU are not read, and hold
-        NaN there.
+        A log-probability that counts is above 0 by more than rounding.  The host does not read
+        arrays of a GPU: there it becomes NaN.
     """
     counted: Any = masked(call, array, mask, name)
     above = counted > ROUNDED
@@ -118,28 +118,28 @@ def log_probabilities(call: str, array: Array, mask: Array, name: str = "log_pro
         row, token = np.argwhere(above)[0]
         raise ConfigError(
             f"{call}: {name} holds {counted[row, token]:.3g} at row {row}, token {token}, above 0:"
-            " it is no log-probability; pass those of model.log_probs"
+            " it is not a log-probability; pass the log-probabilities of model.log_probs"
         )
     return counted
 
 
 def check_finite(call: str, **arrays: Any) -> None:
-    """Raise NotFiniteError for a number that is not finite; arrays of a GPU are not read."""
+    """Raise NotFiniteError for a number that is not finite, in NumPy arrays only."""
     for name, array in arrays.items():
         if type(array) is np.ndarray and not np.isfinite(array).all():
             place = tuple(map(int, np.argwhere(~np.isfinite(array))[0]))
             where = f" at {', '.join(map(str, place))}" if place else ""
-            cure = "leave that text out, and look for what gave it"
+            cure = "leave out the completion, and look for the cause"
             raise NotFiniteError(f"{call}: {name} holds {array[place]}{where}; {cure}")
 
 
 def lengths(mask: Array, dtype: Any) -> Array:
-    """Return the number of tokens of each row, at least 1."""
+    """Return the number of tokens of each row, at least 1: (rows,)."""
     return np.maximum(mask.sum(axis=1), 1).astype(dtype)
 
 
 def sigmoid(x: Array) -> Array:
-    """Return 1 / (1 + exp(-x)), which no x overflows."""
+    """Return 1 / (1 + exp(-x)), without overflow for any x."""
     return np.exp(log_sigmoid(x))
 
 
@@ -149,5 +149,5 @@ def log_sigmoid(x: Array) -> Array:
 
 
 def exp(x: Array) -> Array:
-    """Return exp(x), of exponents of at most LARGEST."""
+    """Return exp(min(x, LARGEST))."""
     return np.exp(np.minimum(x, LARGEST))

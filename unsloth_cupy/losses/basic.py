@@ -1,4 +1,4 @@
-"""Losses of texts of one line: likelihood, reward pairs, in-batch contrast.
+"""Losses with formulas of one line: likelihood, reward pairs, in-batch contrast.
 
 nll = -sum(log_probs) / tokens
 reward = mean of -log s(r_w - r_l - margin) + center (r_w + r_l)**2
@@ -23,16 +23,16 @@ from ._rows import (
 
 
 def nll(log_probs: Array, mask: Array, *, count: float | None = None) -> Array:
-    """Return the negative log-likelihood of a token: ``-sum(log_probs) / tokens``.
+    """Return the mean negative log-likelihood of the tokens: ``-sum(log_probs) / tokens``.
 
     Parameters
     ----------
     log_probs : (rows, tokens) float
         Log-probabilities of the tokens.
     mask : (rows, tokens) bool, or 0 and 1
-        The tokens that count; what it hides may hold anything.
+        The tokens that count; other tokens may hold anything.
     count : float, optional
-        Divides the sum, instead of the number of tokens that count.
+        Divisor of the sum, in place of the number of tokens that count.
 
     Returns
     -------
@@ -83,21 +83,22 @@ def _check_count(call: str, rows: int, count: float | None) -> None:
 def reward(
     rewards: Array, *, margin: Array | None = None, center: float = 0.0, count: float | None = None
 ) -> Array:
-    """Return the loss of a reward model on pairs of texts, averaged over the pairs.
+    """Return the loss of a reward model on preference pairs, averaged over the pairs.
 
-    ``-log s(r_w - r_l - margin) + center (r_w + r_l)**2``, w the chosen and l the rejected text
-    (Bradley and Terry, 1952; the center keeps rewards near 0).
+    ``-log s(r_w - r_l - margin) + center (r_w + r_l)**2``, where s is the logistic function, w the
+    chosen and l the rejected completion (Bradley and Terry, 1952; center keeps rewards near 0).
 
     Parameters
     ----------
     rewards : (rows,) float
-        The first half of the rows are the chosen texts, the second half their rejected ones.
+        The first half of the rows are the chosen completions, the second half the rejected
+        completions, in the same order.
     margin : (pairs,) float, optional
-        By how much a chosen text should be better.
+        The difference by which the reward of a chosen completion should be larger.
     center : float
-        0 or more.
+        Weight of the term that centres rewards; 0 or more.
     count : float, optional
-        Divides the sum, instead of the number of pairs.
+        Divisor of the sum, in place of the number of pairs.
 
     Returns
     -------
@@ -153,7 +154,7 @@ reward_backward.require(_check_reward)
 def _reward(
     rewards: Array, margin: Array | None, center: float, count: float | None
 ) -> tuple[Array, Array]:
-    """Return the loss, and its derivatives by rewards."""
+    """Return the loss, and its derivatives with respect to rewards."""
     check_finite("reward", rewards=rewards, margin=margin)
     half = len(rewards) // 2
     won, lost = rewards[:half], rewards[half:]
@@ -167,7 +168,7 @@ def _reward(
 def contrastive(
     queries: Array, documents: Array, *, scale: float = 20.0, count: float | None = None
 ) -> Array:
-    """Return the in-batch contrastive loss: document i is right for query i, all others wrong.
+    """Return the in-batch contrastive loss: document i is relevant to query i, all others are not.
 
     The mean over queries of ``-log softmax(scale queries documents^T)[i]`` (Henderson et al.,
     Efficient Natural Language Response Suggestion, 2017).
@@ -175,13 +176,13 @@ def contrastive(
     Parameters
     ----------
     queries : (rows, dim) float
-        Of length 1, for a cosine.
+        Vectors of length 1, if scores are to be cosines.
     documents : (rows or more, dim) float
-        The first ones belong to the queries; the others are wrong for all.
+        The first ones belong to the queries, in order; further ones are relevant to no query.
     scale : float
         Inverse temperature, above 0.
     count : float, optional
-        Divides the sum, instead of the number of queries.
+        Divisor of the sum, in place of the number of queries.
 
     Returns
     -------
@@ -246,7 +247,7 @@ def _log_softmax(
 ) -> tuple[Array, float]:
     """Return the log-probabilities of documents, and the divisor of the loss."""
     check_finite("contrastive", queries=queries, documents=documents)
-    z = queries @ documents.T
+    z = queries @ documents.T  # (rows, candidates)
     z *= z.dtype.type(scale)
     if z.size:
         z -= z.max(axis=1, keepdims=True)

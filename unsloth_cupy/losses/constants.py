@@ -1,6 +1,6 @@
-"""Constants of losses of texts: advantages, ratios of samplers, implicit rewards, weights.
+"""Constants of losses: advantages, sampler ratios, implicit rewards, weights.
 
-Their formulas are those of TRL, which names the papers.
+The formulas are as in TRL, whose documentation names the papers.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ from ._rows import (
 
 KINDS = ("grpo", "gdpo", "rloo")
 SCALES = {"grpo": ("group", "batch", "none"), "gdpo": (), "rloo": ("none", "batch")}
-LEAST = 1e-4  # added to standard deviations
+LEAST = 1e-4  # added to standard deviations, as in TRL, so that equal rewards do not divide by 0
 RATIOS = ("sequence_mask", "sequence_truncate", "token_mask", "token_truncate")
 
 
@@ -39,33 +39,34 @@ def advantages(
     scale: str | None = None,
     weights: Array | Sequence[float] | None = None,
 ) -> Array:
-    """Return how much better each text is than the others that answer its prompt.
+    """Return the advantage of each completion over the other completions of its prompt.
 
-    With r the weighted sum of a text's rewards, m and std the mean and the standard deviation
-    (divided by n - 1) of its group:
+    r is the weighted sum of the rewards of a completion; m and std are the mean and the standard
+    deviation (with divisor n - 1) in its group:
 
     ==== =========================================================================================
-    grpo (r - m) / (std + 1e-4); with scale="batch" the std of all texts, with "none" r - m
-    gdpo each function so normalised in its group; their weighted sum normalised over the batch
-    rloo r - mean of the others of the group; with scale="batch" centred and divided over the batch
+    grpo (r - m) / (std + 1e-4); with scale="batch" the std of the whole batch, with "none" r - m
+    gdpo rewards of each function are normalised in groups, their weighted sum over the batch
+    rloo r - mean of the others in the group; with scale="batch" normalised over the batch
     ==== =========================================================================================
 
     Parameters
     ----------
     rewards : (rows,) or (rows, functions) float
-        NaN where a function gave none; such entries count in no mean.
+        NaN if a function gave no reward; such entries do not count in any mean.
     group : int
-        Consecutive rows that answer one prompt, 2 or more.
+        Number of completions of a prompt, in consecutive rows; 2 or more.
     kind : str
+        "grpo", "gdpo" or "rloo".
     scale : str, optional
-        Of grpo: group (default), batch or none; of rloo: none (default) or batch.
+        For grpo: group (default), batch or none; for rloo: none (default) or batch.
     weights : (functions,) float, or a list of numbers, optional
-        Of the functions, 1 each by default.
+        Weights of the functions, 1 each by default.
 
     Returns
     -------
     advantages : (rows,) float32, or float64 for float64 rewards
-        A constant; 0 for a row that no function scored.
+        Constants; 0 for a row without any reward.
 
     Raises
     ------
@@ -82,7 +83,7 @@ def advantages(
     chosen = scale if scale is not None or not known else known[0]
     if isinstance(weights, list | tuple):
         if not all(map(is_number, weights)):
-            raise ConfigError(f"advantages(weights={weights!s:.80}): pass a number per function")
+            raise ConfigError(f"advantages(weights={weights!s:.80}): pass one number per function")
         weights = array_like(weights, rewards)
     return advantages_forward(
         rewards, weights=as_weights(weights), group=group, kind=kind, scale=chosen or "none"
@@ -102,11 +103,12 @@ def advantages_forward(
     kind: str = "grpo",
     scale: str = "group",
 ) -> Array:
-    """Return the advantages, with all options given."""
+    """Return the advantages, with a value for every option."""
     table: Any = rewards[:, None] if rewards.ndim == 1 else rewards
     if type(table) is np.ndarray and np.isinf(table).any():
         row = int(np.argwhere(np.isinf(table))[0, 0])
-        raise ConfigError(f"advantages: rewards holds an infinity in row {row}; pass NaN for none")
+        problem = f"advantages: rewards holds an infinity in row {row}"
+        raise ConfigError(f"{problem}; pass NaN for a missing reward")
     check_finite("advantages", weights=weights)
     if not table.size:
         return np.zeros_like(table, shape=(len(table),))
@@ -143,7 +145,7 @@ def _check(
 ) -> None:
     check_choice(call, "kind", kind, KINDS)
     if group < 2:
-        cure = "it must be 2 or more: the advantage of a text alone is 0, whatever its reward"
+        cure = "it must be 2 or more: the advantage of a single completion is 0 for any reward"
         raise ConfigError(f"{call}(group={group}): {cure}")
     rows = rewards.shape[0]
     if rows % group:
@@ -161,7 +163,7 @@ def _of_groups(values: Array, group: int) -> Array:
 
 
 def _statistics(values: Array, scored: Array, group: int) -> tuple[Array, Array]:
-    """Return mean and standard deviation of the scored rows of each group, for its rows."""
+    """Return the mean and standard deviation of scored rows in the group of each row."""
     values = np.where(scored, values, 0)
     counts = _of_groups(scored.astype(values.dtype), group)
     mean = _of_groups(values, group) / np.maximum(counts, 1)
@@ -170,7 +172,7 @@ def _statistics(values: Array, scored: Array, group: int) -> tuple[Array, Array]
 
 
 def _normalised(values: Array, scored: Array, group: int) -> Array:
-    """Return values of mean 0 and standard deviation 1 in each group; 0 where not scored."""
+    """Return values with mean 0 and standard deviation 1 in each group; 0 for unscored rows."""
     mean, deviation = _statistics(values, scored, group)
     return np.where(scored, (np.where(scored, values, 0) - mean) / (deviation + LEAST), 0)
 
@@ -183,25 +185,26 @@ def sampler_ratio(
     kind: str = "sequence_mask",
     limits: Any = (None, 3.0),
 ) -> Array:
-    """Return ``exp(old - sampler)``: how much likelier training finds what a sampler drew.
+    """Return ``exp(old - sampler)``, the importance ratio of the trained model to the sampler.
 
     Parameters
     ----------
     old, sampler : (rows, tokens) float
-        Log-probabilities by the trained model and by the engine that sampled; where that gave NaN,
-        the ratio is 1.
+        Log-probabilities of the trained model, and of the engine that sampled; the ratio of a token
+        is 1 if its sampler log-probability is NaN.
     mask : (rows, tokens) bool, or 0 and 1
         The tokens of the completions.
     kind : str
-        sequence_mask, sequence_truncate: exp(sum of a row); token_mask, token_truncate: of each
-        token.  A mask gives 0 outside of the limits, truncation the nearest limit.
+        sequence_mask and sequence_truncate have a ratio for each row, exp(sum over the row);
+        token_mask and token_truncate one for each token.  Outside of the limits, a mask gives 0,
+        truncation the nearest limit.
     limits : (float or None, float or None)
-        The least and the largest ratio.
+        The smallest and the largest ratio; None for no limit.
 
     Returns
     -------
     ratio : (rows, 1) or (rows, tokens)
-        A constant, for the ``weights`` of ``policy``.
+        Constants, for the ``weights`` of ``policy``.
 
     Raises
     ------
@@ -209,7 +212,7 @@ def sampler_ratio(
         An option is out of its range; a log-probability that counts is above 0 by more than
         rounding (on a GPU the ratio is then NaN).
     NotFiniteError
-        A log-probability that counts is infinite, or one of ``old`` is NaN.
+        A log-probability that counts is infinite, or NaN in ``old``.
     ShapeError, DTypeError
         The arrays do not fit each other.
     """
@@ -246,7 +249,7 @@ def sampler_ratio_forward(
     least: float | None = None,
     most: float | None = 3.0,
 ) -> Array:
-    """Return the ratio, with limits as two options."""
+    """Return the ratio of ``sampler_ratio``, with the limits as two options."""
     known = log_probabilities("sampler_ratio", old, mask, "old")
     log_probs = np.where(np.isnan(sampler), known, sampler.astype(old.dtype))
     difference = known - log_probabilities("sampler_ratio", log_probs, mask, "sampler")
@@ -262,10 +265,10 @@ def sampler_ratio_forward(
 
 
 def high_entropy(entropy: Array, mask: Array, share: float) -> Array:
-    """Return the tokens of highest entropy: a ``share`` of those that count.
+    """Return the tokens of highest entropy: a ``share`` of the tokens that count.
 
-    Those whose entropy reaches the quantile ``1 - share`` of all tokens that count (Wang et al.,
-    Beyond the 80/20 Rule, 2025).
+    Their entropy reaches the quantile ``1 - share`` of all tokens that count (Wang et al., Beyond
+    the 80/20 Rule, 2025).
 
     Parameters
     ----------
@@ -278,7 +281,7 @@ def high_entropy(entropy: Array, mask: Array, share: float) -> Array:
     Returns
     -------
     chosen : (rows, tokens) bool
-        A constant: pass it as a policy's ``weights``, or multiply them by it.
+        A constant: pass it as ``weights`` of ``policy``, or multiply other weights by it.
 
     Raises
     ------
@@ -293,7 +296,7 @@ def high_entropy(entropy: Array, mask: Array, share: float) -> Array:
 @op(
     "entropy(rows, tokens), mask(rows, tokens): bool -> chosen(rows, tokens): bool",
     constant=True,
-    no_gradient="a choice has none",
+    no_gradient="its result is a choice of tokens",
 )
 def high_entropy_forward(entropy: Array, mask: Array, *, share: float = 0.2) -> Array:
     """Return the tokens that ``high_entropy`` chooses."""
@@ -312,16 +315,17 @@ def _check_share(call: str, share: float) -> None:
 def implicit_rewards(
     log_probs: Array, mask: Array, reference: Array | None = None, *, beta: float = 0.1
 ) -> Array:
-    """Return the reward that a policy implies: ``beta * sum(log_probs - reference)`` of each row.
+    """Return the implicit reward of each row: ``beta * sum(log_probs - reference)``.
 
     Parameters
     ----------
     log_probs : (rows, tokens) float
     mask : (rows, tokens) bool, or 0 and 1
-        The tokens of the completions; what it hides may hold anything.
+        The tokens of the completions; other tokens may hold anything.
     reference : (rows, tokens) float, optional
-        Log-probabilities by the reference model.
+        Log-probabilities of the reference model.
     beta : float
+        Factor of the rewards.
 
     Returns
     -------
@@ -347,7 +351,7 @@ def implicit_rewards(
 def implicit_rewards_forward(
     log_probs: Array, mask: Array, reference: Array | None = None, *, beta: float = 0.1
 ) -> Array:
-    """Return the rewards."""
+    """Return the rewards of ``implicit_rewards``."""
     counted = log_probabilities("implicit_rewards", log_probs, mask)
     if reference is not None:
         counted = counted - log_probabilities("implicit_rewards", reference, mask, "reference")
@@ -363,28 +367,28 @@ def implicit_rewards_backward(
 
 
 def wpo_weights(log_probs: Array, log_sum_squares: Array, mask: Array) -> Array:
-    """Return the weights of pairs by WPO: how likely the policy would draw both texts.
+    """Return the weights of pairs in WPO: how likely the policy is to sample both completions.
 
-    ``exp(mean of log_probs - log_sum_squares)`` of the chosen text, times that of the rejected one
-    (Zhou et al., WPO: Weighted Preference Optimization, 2024).
+    The weight is the product of ``exp(mean of log_probs - log_sum_squares)`` of both completions of
+    a pair (Zhou et al., WPO: Weighted Preference Optimization, 2024).
 
     Parameters
     ----------
     log_probs, log_sum_squares : (rows, tokens) float
-        As ``linear_log_probs`` returns them; the first half of the rows are the chosen texts.
+        As ``linear_log_probs`` returns them; the first half of the rows are the chosen completions.
     mask : (rows, tokens) bool, or 0 and 1
         The tokens of the completions.
 
     Returns
     -------
     weights : (pairs,)
-        A constant, for ``preference``.
+        Constants, for the ``weights`` of ``preference``.
 
     Raises
     ------
     ConfigError
-        A logarithm that counts is not finite, or above 0 by more than rounding (on a GPU the
-        weight is then NaN).
+        A log-probability or logarithm that counts is not finite, or above 0 by more than rounding
+        (on a GPU the weight is then NaN).
     ShapeError, DTypeError
         The arrays do not fit each other; the number of rows is odd.
     """
@@ -403,7 +407,7 @@ def _pairs(own: Any) -> dict[str, Any]:
     sizes=_pairs,
 )
 def wpo_weights_forward(log_probs: Array, log_sum_squares: Array, mask: Array) -> Array:
-    """Return the weights."""
+    """Return the weights of ``wpo_weights``."""
     squares = log_probabilities("wpo_weights", log_sum_squares, mask, "log_sum_squares")
     sums = (log_probabilities("wpo_weights", log_probs, mask) - squares).sum(axis=1)
     means = sums / lengths(mask, sums.dtype)

@@ -1,8 +1,8 @@
-"""Policy losses: GRPO and its relatives, from the log-probabilities of sampled texts.
+"""Policy losses: GRPO and its relatives, from the log-probabilities of sampled completions.
 
 d = log_probs - old        ratio = exp(d)        loss = sum of the tokens' terms / count
 
-Shao et al., DeepSeekMath, 2024 (grpo); the papers of the other kinds are named by TRL.
+Shao et al., DeepSeekMath, 2024 (grpo).  TRL's documentation names the papers of the other kinds.
 """
 
 import reprlib
@@ -31,9 +31,9 @@ from ._rows import (
 )
 
 CLIPPED = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
-ROWS = ("gmpo", "rloo")  # kinds with one term for each row
+ROWS = ("gmpo", "rloo")  # kinds with one term for each row, not for each token
 KINDS = (*CLIPPED, "cispo", "sapo", "vespo", *ROWS)
-MEANS = ("grpo", "sapo")  # kinds that average the tokens of a row
+MEANS = ("grpo", "sapo")  # kinds that average the terms of a row
 LEVELS = ("token", "sequence")
 
 
@@ -55,60 +55,64 @@ def policy(
     weights: Array | None = None,
     count: float | None = None,
 ) -> Array:
-    """Return the loss of a policy that sampled these texts.
+    """Return the policy loss of sampled completions.
 
     With d = log_probs - old, the ratio p = exp(d), A the advantage and s the logistic function, the
-    terms of a token, what they are summed to, and the count that divides the sum are
+    columns have the term of a token, how the terms of a row are reduced, and the divisor (count):
 
     ============== =================================================== ================ ============
     grpo           -min(min(p, cap) A, clip(p, 1 - low, 1 + high) A)   mean of the row  rows
     bnpo, dapo     the same                                            sum              tokens
-    dr_grpo        the same                                            sum              rows x width
+    dr_grpo        the same                                            sum              mask.size
     luspo          the same                                            sum              rows
     cispo          -min(p, cap) A log_probs, the ratio a constant      sum              tokens
     sapo           -4 / tau s(tau (p - 1)) A                           mean of the row  rows
     vespo          -phi A log_probs, phi a constant                    sum              tokens
-    gmpo           of a row: -exp(mean of d clipped to (-low, high)
-                   on the side that A favours) A                                        rows
-    rloo           of a row: grpo's with p = exp(sum of d)                              rows
+    gmpo           one term a row: -exp(mean of c) A, where c is
+                   min(d, high) if A > 0, else max(d, -low)                             rows
+    rloo           one term a row: as grpo, with p = exp(sum of d)                      rows
     ============== =================================================== ================ ============
 
-    tau is tau[0] for A > 0, else tau[1]; phi = exp(t) w**k exp(-t w) with w = exp(sum of d of the
-    row) and (k, t) = vespo[0] for A >= 0, else vespo[1].  Each term is multiplied by ``weights``;
-    then beta (exp(q) - q - 1), q = reference - log_probs, is added, times p if ``weighted_kl``.
+    tau is tau[0] for A > 0, else tau[1].  phi = exp(t) w**k exp(-t w), where w = exp(sum of d of
+    the row) and (k, t) = vespo[0] for A >= 0, else vespo[1].  Each term is multiplied by
+    ``weights``; then beta (exp(q) - q - 1), q = reference - log_probs, is added, multiplied by p if
+    ``weighted_kl``.
 
     Parameters
     ----------
     log_probs : (rows, tokens) float
         Log-probabilities of the tokens.
     mask : (rows, tokens) bool, or 0 and 1
-        The tokens of the completions; what it hides may hold anything.
+        The tokens of the completions; other tokens may hold anything.
     advantages : (rows,) or (rows, tokens) float
         Constants; (rows,) for gmpo and rloo.
     old : (rows, tokens) float, optional
-        Log-probabilities when the texts were sampled; None: log_probs, as a constant.
+        Log-probabilities when the completions were sampled.  By default log_probs, as a constant.
     reference : (rows, tokens) float, optional
-        Log-probabilities by the reference model; needed where beta is not 0.
+        Log-probabilities of the reference model; required if beta is not 0.
     kind : str
+        A name in the first column of the table.
     level : str, optional
-        token (default), or sequence: the ratio of all tokens of a row is exp(mean of d), as in
-        GSPO.  vespo, gmpo and rloo have none.
+        token (default), or sequence: all tokens of a row have the ratio exp(mean of d), as in GSPO.
+        vespo, gmpo and rloo do not use it.
     clip : (low, high), optional
-        (0.2, 0.2) by default; of the first five kinds, gmpo and rloo.
+        (0.2, 0.2) by default; for the first five kinds, gmpo and rloo.
     cap : float, optional
-        Upper limit of the ratio, absolute; of the first five kinds, and needed for cispo.
+        Upper limit of the ratio itself, for the first five kinds; required for cispo.
     tau : (float, float), optional
-        Of sapo, (1.0, 1.05) by default.
+        The temperatures of sapo, (1.0, 1.05) by default.
     vespo : ((k, t), (k, t)), optional
-        Of vespo, ((2, 3), (3, 2)) by default.
+        The shapes of vespo, ((2, 3), (3, 2)) by default.
     beta : float
-        Weight of the divergence from the reference; rloo has none.
+        Weight of the divergence from the reference; rloo does not use it.
     weighted_kl : bool, optional
-        Whether that is multiplied by the ratio, True by default; gmpo's is the mean of the row.
+        Whether the divergence is multiplied by the ratio, True by default.  gmpo adds its mean over
+        the row.
     weights : (rows, tokens) or (rows, 1) float or bool, optional
-        Multiply the terms, as ``sampler_ratio`` and ``high_entropy``; (rows, 1) for gmpo and rloo.
+        Factors of the terms, such as ``sampler_ratio`` or ``high_entropy``; (rows, 1) for gmpo and
+        rloo.
     count : float, optional
-        Divides the sum: for a part of a batch, the count of all of it.
+        Divisor of the sum; for a part of a batch, the count of the whole batch.
 
     Returns
     -------
@@ -144,7 +148,7 @@ def policy(
         raise ConfigError(f"{call}: kind='cispo' needs cap, the largest ratio, for example 5.0")
     if reference is None and beta != 0:
         raise ConfigError(
-            f"{call}(beta={beta}): pass reference, the log-probabilities of its model"
+            f"{call}(beta={beta}): pass reference, the log-probabilities of the reference model"
         )
     low, high = _pair(call, "clip", (0.2, 0.2) if clip is None else clip)
     above, below = _pair(call, "tau", (1.0, 1.05) if tau is None else tau)
@@ -177,7 +181,7 @@ def policy(
 
 
 def _pair(call: str, name: str, value: Any, what: str = "two numbers") -> Any:
-    """Return a value that must be a tuple of two."""
+    """Return a value if it is a tuple of two; raise ConfigError if not."""
     if not isinstance(value, tuple | list) or len(value) != 2:
         raise ConfigError(f"{call}: {name}={value!r} must be {what}")
     return value
@@ -185,7 +189,7 @@ def _pair(call: str, name: str, value: Any, what: str = "two numbers") -> Any:
 
 @dataclass(frozen=True)
 class Options:
-    """The options of ``policy``, as numbers."""
+    """The options of ``policy``, all of them numbers or names."""
 
     kind: str
     level: str
@@ -231,7 +235,7 @@ def policy_forward(
     weighted_kl: bool = False,
     count: float | None = None,
 ) -> Array:
-    """Return the loss of ``policy``, all of whose options are given."""
+    """Return the loss of ``policy``, with a value for every option."""
     options = Options(
         kind, level, low, high, cap, tau_above, tau_below, power_above, decay_above, power_below,
         decay_below, beta, weighted_kl, count,
@@ -292,7 +296,7 @@ def _loss_and_slopes(
     weights: Array | None,
     options: Options,
 ) -> tuple[Array, Array]:
-    """Return the loss, and its derivatives by log_probs."""
+    """Return the loss, and its derivatives with respect to log_probs."""
     counted = log_probabilities("policy", log_probs, mask)
     gain = advantages.astype(counted.dtype)
     if gain.ndim == 1:
@@ -328,8 +332,8 @@ def _of_tokens(
 ) -> tuple[Array, Array, Any]:
     """Return the sum of the terms of tokens, its derivatives by log_probs, and its count."""
     kind, by_row = options.kind, options.level == "sequence"
-    n = lengths(mask, d.dtype)[:, None]
-    # the mean of d belongs to a row: a token then moves the terms of all others
+    n = lengths(mask, d.dtype)[:, None]  # (rows, 1)
+    # by row, all tokens share the mean of d: each token has a derivative in the terms of all others
     ratio = exp(d.sum(axis=1, keepdims=True) / n if by_row else d)
     terms, by_ratio, slopes = (
         factors * part for part in _terms(ratio, d, log_probs, gain, options)
@@ -351,7 +355,7 @@ def _terms(
     ratio: Array, d: Array, log_probs: Array, gain: Array, options: Options
 ) -> tuple[Array, Array, Array]:
     """Return the terms of tokens, and their derivatives by the ratio and by log_probs."""
-    none = np.zeros_like(log_probs)
+    none = np.zeros_like(log_probs)  # also gives results the shape (rows, tokens)
     match options.kind:
         case "cispo":
             factor = -np.minimum(ratio, options.cap or np.inf) * gain
@@ -383,7 +387,7 @@ def _of_rows(
     options: Options,
 ) -> tuple[Array, Array, Any]:
     """Return the sum of the terms of rows, its derivatives by log_probs, and its count."""
-    n = lengths(mask, d.dtype)[:, None]
+    n = lengths(mask, d.dtype)[:, None]  # (rows, 1)
     if options.kind == "gmpo":
         clipped = np.where(gain > 0, np.minimum(d, options.high), np.maximum(d, -options.low))
         terms = -exp(clipped.sum(axis=1, keepdims=True) / n) * gain
@@ -397,7 +401,7 @@ def _of_rows(
 
 
 def _clipped(ratio: Array, gain: Array, options: Options) -> tuple[Array, Array]:
-    """Return grpo's terms, and their derivatives by the ratio."""
+    """Return the terms of grpo, and their derivatives with respect to the ratio."""
     least, most = 1 - options.low, 1 + options.high
     capped = ratio if options.cap is None else np.minimum(ratio, options.cap)
     inside = (ratio >= least) & (ratio <= most)

@@ -1,8 +1,8 @@
-"""Preference losses: functions of the log-probabilities of chosen and rejected texts.
+"""Preference losses: functions of the log-probabilities of chosen and rejected completions.
 
 r = sum(log_probs - reference) of a row        R = f(r)        loss = mean over pairs of L(R_w, R_l)
 
-DPO: Rafailov et al., 2023.  The other kinds are those of TRL, which names their papers.
+DPO: Rafailov et al., 2023.  The other kinds are as in TRL, whose documentation names the papers.
 """
 
 import math
@@ -32,10 +32,12 @@ from ._rows import (
 )
 
 DIVERGENCES = ("reverse_kl", "forward_kl", "js", "alpha")
+# kinds of loss: functions of R_w - R_l; of r_w and r_l; of sorted sums
 MARGINS = ("sigmoid", "hinge", "ipo", "sigmoid_norm", "simpo", "exo_pair", "robust", "discopop")
 RAW = ("nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down")
 SORTED = ("aot", "aot_unpaired")
 KINDS = (*MARGINS, *RAW, *SORTED, "orpo")
+# kinds with label smoothing, and its default
 SMOOTHED = {"sigmoid": 0.0, "simpo": 0.0, "exo_pair": 1e-3, "robust": 0.0} | dict.fromkeys(
     SORTED, 0.0
 )
@@ -57,11 +59,12 @@ def preference(
     weights: Array | None = None,
     count: float | None = None,
 ) -> Array:
-    """Return a preference loss of pairs of texts, averaged over the pairs.
+    """Return a preference loss of pairs of completions, averaged over the pairs.
 
-    With r the sum of log_probs - reference over the tokens of a text (of log_probs alone without a
-    reference), n their number, at least 1, R = f(r), w the chosen and l the rejected text,
-    D = R_w - R_l, s the logistic function and e the smoothing, the loss of a pair is
+    r is the sum of log_probs - reference over the tokens of a completion (of log_probs without a
+    reference), n the number of its tokens, at least 1, and R = f(r); w is the chosen and l the
+    rejected completion; D = R_w - R_l; s is the logistic function, and e the smoothing.  The loss
+    of a pair is
 
     =================== ==========================================================================
     sigmoid (DPO, CPO)  -(1 - e) log s(beta D) - e log s(-beta D)
@@ -77,41 +80,43 @@ def preference(
     sppo_hard           (r_w - 1 / (2 beta))**2 + (r_l + 1 / (2 beta))**2
     apo_zero            1 - s(beta r_w) + s(beta r_l)
     apo_down            s(beta r_w) + 1 - s(beta (r_w - r_l))
-    aot                 sigmoid of the difference of the sorted sums of log_probs, w - l, and those
-                        of the reference: over the whole batch
-    aot_unpaired        sigmoid of sorted(r_w) - sorted(r_l): over the whole batch
+    aot                 as sigmoid, with D = sorted(a) - sorted(b) over the batch; a and b are the
+                        sums of w minus the sums of l, of log_probs and of reference
+    aot_unpaired        as sigmoid, with D = sorted(r_w) - sorted(r_l) over the batch
     orpo                -beta log s(o_w - o_l), o = m - log(1 - exp(m)), m = r / n; no reference
     =================== ==========================================================================
 
     Parameters
     ----------
     log_probs : (rows, tokens) float
-        Log-probabilities of the tokens.  The first half of the rows are the chosen texts, the
-        second half their rejected ones, in the same order.
+        Log-probabilities of the tokens.  The first half of the rows are the chosen completions, the
+        second half the rejected completions, in the same order.
     mask : (rows, tokens) bool, or 0 and 1
-        The tokens of the completions; what it hides may hold anything.
+        The tokens of the completions; other tokens may hold anything.
     reference : (rows, tokens) float, optional
-        Log-probabilities by the reference model, a constant.
+        Log-probabilities of the reference model, a constant.
     kind : str
+        A name in the first column of the table.
     beta : float
-        Above 0.
+        Inverse temperature; above 0.
     smoothing : float, optional
-        Label smoothing of sigmoid, simpo, aot and aot_unpaired (0 by default), of robust (0, below
-        0.5) and of exo_pair (0.001, above 0).
+        Label smoothing of sigmoid, simpo, aot and aot_unpaired (default 0), of robust (default 0,
+        below 0.5) and of exo_pair (default 0.001, above 0).
     divergence : str, optional
-        f of the kinds with D or R: reverse_kl (default) r; forward_kl 1 - exp(-r);
+        The function f of kinds with D or R: reverse_kl (default) r; forward_kl 1 - exp(-r);
         js log(2) + log s(r); alpha (exp((alpha - 1) r) - 1) / (alpha - 1).
     alpha : float, optional
-        Of that divergence, 0.5 by default; 1 - alpha is AlphaPO's.
+        The number of divergence alpha, 0.5 by default; AlphaPO's alpha is 1 - alpha.
     gamma, tau : float, optional
-        The margin of simpo, 0.5 by default; the temperature of discopop, 0.05.
+        The margin of simpo, 0.5 by default; the temperature of discopop, 0.05 by default.
     ld_alpha : float, optional
-        In [0, 1]: weight in r of the tokens of a text beyond the length of the pair's shorter one.
+        Weight in r, in [0, 1], of the tokens of a completion beyond the length of the shorter
+        completion of its pair.
     weights : (pairs,) float, optional
-        Multiply the losses of pairs; not of aot and aot_unpaired.
+        Factors of the losses of pairs; aot and aot_unpaired have none.
     count : float, optional
-        Divides the sum, instead of the number of pairs: for a part of a batch, the number of pairs
-        in all of it.
+        Divisor of the sum, in place of the number of pairs: for a part of a batch, the number of
+        pairs in the whole batch.
 
     Returns
     -------
@@ -191,7 +196,7 @@ def preference_forward(
     ld_alpha: float = 1.0,
     count: float | None = None,
 ) -> Array:
-    """Return the loss of ``preference``, all of whose options are given."""
+    """Return the loss of ``preference``, with a number for every option."""
     options = Options(kind, beta, smoothing, divergence, alpha, gamma, tau, ld_alpha, count)
     loss, _ = _loss_and_slopes(log_probs, mask, reference, weights, options)
     return loss
@@ -221,9 +226,12 @@ def _check(
     check_positive(call, beta=beta, tau=tau, **({} if count is None else {"count": count}))
     check_share(call, 0.5 if kind == "robust" else 1, smoothing=smoothing)
     if kind == "exo_pair" and not smoothing > 0:
-        raise ConfigError(f"{call}(smoothing={smoothing}): exo_pair needs one above 0, as 1e-3")
+        raise ConfigError(
+            f"{call}(smoothing={smoothing}): exo_pair needs one above 0, such as 1e-3"
+        )
     if divergence == "alpha" and alpha == 1:
-        raise ConfigError(f"{call}(alpha=1): divide by 0; divergence='reverse_kl' is its limit")
+        problem = f"{call}(alpha=1): the divergence would divide by 0"
+        raise ConfigError(f"{problem}; divergence='reverse_kl' is its limit")
     if not 0 <= ld_alpha <= 1:
         raise ConfigError(f"{call}(ld_alpha={ld_alpha}): ld_alpha must be in [0, 1]")
     rows = log_probs.shape[0]
@@ -240,33 +248,33 @@ preference_backward.require(_check)
 def _loss_and_slopes(
     log_probs: Array, mask: Array, reference: Array | None, weights: Array | None, options: Options
 ) -> tuple[Array, Array]:
-    """Return the loss, and its derivatives by log_probs."""
+    """Return the loss, and its derivatives with respect to log_probs."""
     kind, ld_alpha = options.kind, options.ld_alpha
     counted = log_probabilities("preference", log_probs, mask)
     pairs = len(counted) // 2
     n = lengths(mask, counted.dtype)
-    share = mask.astype(counted.dtype)  # of each token in r
+    share = mask.astype(counted.dtype)  # weight of each token in r
     if ld_alpha != 1:
         length = mask.sum(axis=1)
         shorter = np.minimum(length[:pairs], length[pairs:])
         beyond = mask.cumsum(axis=1) > np.concatenate([shorter, shorter])[:, None]
         share = np.where(beyond, ld_alpha * share, share)
-    texts = (share * counted).sum(axis=1)
-    known = 0 * texts
+    ours = (share * counted).sum(axis=1)  # (rows,)
+    theirs = 0 * ours
     if reference is not None:
-        known = (share * log_probabilities("preference", reference, mask, "reference")).sum(axis=1)
+        theirs = (share * log_probabilities("preference", reference, mask, "reference")).sum(axis=1)
     if kind == "aot":
         losses, slopes = _sorted(
-            texts[:pairs] - texts[pairs:], known[:pairs] - known[pairs:], options
+            ours[:pairs] - ours[pairs:], theirs[:pairs] - theirs[pairs:], options
         )
         slopes = np.concatenate([slopes, -slopes])
     elif kind == "aot_unpaired":
-        r = texts - known
+        r = ours - theirs
         losses, won = _sorted(r[:pairs], r[pairs:], options)
         _, lost = _sorted(-r[pairs:], -r[:pairs], options)
         slopes = np.concatenate([won, -lost])
     else:
-        losses, slopes = _of_pairs(texts - known, n, options)
+        losses, slopes = _of_pairs(ours - theirs, n, options)
     count = pairs if options.count is None else options.count
     factors = np.ones_like(n, shape=(pairs,)) / count
     if weights is not None:
@@ -278,14 +286,14 @@ def _loss_and_slopes(
 
 
 def _of_pairs(r: Array, n: Array, options: Options) -> tuple[Array, Array]:
-    """Return the loss of each pair, and its derivative by r of each row."""
+    """Return the loss of each pair, and its derivative with respect to r of each row."""
     kind, beta = options.kind, options.beta
     half = len(r) // 2
     if kind == "orpo":
         m, largest = r / n, -np.finfo(FLOAT32).eps
-        certain = m > largest  # the odds of a probability of 1 are infinite: take float32's largest
+        certain = m > largest  # a probability of 1 has infinite odds: use the largest of float32
         m = np.where(certain, largest, m)
-        # log(1 - exp(m)), by the branch that keeps digits
+        # log(1 - exp(m)), by the formula that loses no digits for this m
         log_rest = np.where(m > -math.log(2), np.log(-np.expm1(m)), np.log1p(-np.exp(m)))
         o = m - log_rest
         z = o[:half] - o[half:]
@@ -313,7 +321,7 @@ def _of_pairs(r: Array, n: Array, options: Options) -> tuple[Array, Array]:
 
 
 def _f(r: Array, options: Options) -> tuple[Array, Array]:
-    """Return f(r) of the divergence, and its derivative."""
+    """Return f(r) of the divergence, and its derivative; both are constant beyond LARGEST."""
     match options.divergence:
         case "reverse_kl":
             return r, np.ones_like(r)
@@ -329,7 +337,7 @@ def _f(r: Array, options: Options) -> tuple[Array, Array]:
 
 
 def _of_margin(z: Array, options: Options) -> tuple[Array, Array]:
-    """Return the loss of z = beta (R_w - R_l), and its derivative."""
+    """Return the loss as a function of z = beta (R_w - R_l), and its derivative."""
     smoothing = options.smoothing
     log_right, log_wrong = log_sigmoid(z), log_sigmoid(-z)
     right, wrong = np.exp(log_right), np.exp(log_wrong)
@@ -357,7 +365,7 @@ def _of_margin(z: Array, options: Options) -> tuple[Array, Array]:
 
 
 def _raw(won: Array, lost: Array, kind: str, beta: float) -> tuple[Array, Array, Array]:
-    """Return the loss of r_w and r_l, and its derivatives by both."""
+    """Return the loss as a function of r_w and r_l, and its derivatives with respect to both."""
     a, b = beta * won, beta * lost
     match kind:
         case "nca_pair":
@@ -377,7 +385,7 @@ def _raw(won: Array, lost: Array, kind: str, beta: float) -> tuple[Array, Array,
 
 
 def _sorted(ours: Array, theirs: Array, options: Options) -> tuple[Array, Array]:
-    """Return the losses of sorted(ours) - sorted(theirs), and their derivatives by ours."""
+    """Return the losses of sorted(ours) - sorted(theirs), and their derivatives by ``ours``."""
     order = np.argsort(ours, kind="stable")
     z = options.beta * (ours[order] - np.sort(theirs))
     losses, slope = _of_margin(z, options)

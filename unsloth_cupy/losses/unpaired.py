@@ -1,7 +1,7 @@
-"""The loss of KTO: texts that are desirable or not, without pairs.
+"""The loss of KTO: completions that are desirable or undesirable, without pairs.
 
-r = sum(log_probs - reference) of a row        loss = mean over rows of 1 - s(beta (r - k)), or of
-1 - s(beta (k - r)) where the text is not desirable
+r = sum(log_probs - reference) of a row        s(x) = 1 / (1 + exp(-x))
+loss = mean over rows of 1 - s(beta (r - k)) if desirable, else 1 - s(beta (k - r))
 
 Ethayarajh et al., KTO: Model Alignment as Prospect Theoretic Optimization, 2024.
 """
@@ -44,13 +44,13 @@ def kto(
     weights: Array | None = None,
     count: float | None = None,
 ) -> Array:
-    """Return the loss of KTO, averaged over the texts.
+    """Return the loss of KTO, averaged over the completions.
 
-    With r the sum of log_probs - reference over the tokens of a text and s the logistic function:
+    r is the sum of log_probs - reference over the tokens of a completion, s the logistic function:
 
     ================= ===================================================================
-    kto               1 - s(beta (r - k)) of desirable texts, else 1 - s(beta (k - r))
-    apo_zero_unpaired 1 - s(beta r) of desirable texts, else s(beta r)
+    kto               1 - s(beta (r - k)) if desirable, else 1 - s(beta (k - r))
+    apo_zero_unpaired 1 - s(beta r) if desirable, else s(beta r)
     ================= ===================================================================
 
     Parameters
@@ -58,20 +58,22 @@ def kto(
     log_probs : (rows, tokens) float
         Log-probabilities of the tokens.
     mask : (rows, tokens) bool, or 0 and 1
-        The tokens of the completions; what it hides may hold anything.
+        The tokens of the completions; other tokens may hold anything.
     reference : (rows, tokens) float
-        Log-probabilities by the reference model, a constant.
+        Log-probabilities of the reference model, a constant.
     desirable : (rows,) bool
+        Whether each completion is desirable.
     kind : str
+        "kto" or "apo_zero_unpaired".
     beta : float
-        Above 0.
+        Inverse temperature; above 0.
     k : float or () float, optional
-        The mean of ``implicit_rewards(..., beta=1)`` of completions paired with other prompts: an
-        estimate of the divergence from the reference.  Negative ones count as 0, the default.
+        An estimate of the divergence from the reference: the mean of ``implicit_rewards(...,
+        beta=1)`` of completions with prompts of other rows.  A negative k counts as 0, the default.
     weights : (rows,) float, optional
-        Multiply the losses of texts.
+        Factors of the losses of completions.
     count : float, optional
-        Divides the sum, instead of the number of rows.
+        Divisor of the sum, in place of the number of rows.
 
     Returns
     -------
@@ -89,7 +91,7 @@ def kto(
     refuse_unused("kto", f"kind={kind!r}", k=k is not None and kind != "kto")
     if isinstance(k, Real) and not (is_number(k) and isfinite(k)):
         shown = reprlib.repr(k)
-        raise ConfigError(f"kto(k={shown}): k must be a finite number; negative ones count as 0")
+        raise ConfigError(f"kto(k={shown}): k must be a finite number; a negative k counts as 0")
     shift, array = (float(k), None) if isinstance(k, Real) else (0.0, k)
     return kto_forward(
         log_probs,
@@ -122,7 +124,7 @@ def kto_forward(
     shift: float = 0.0,
     count: float | None = None,
 ) -> Array:
-    """Return the loss of ``kto``, with ``shift`` for k if that is a number."""
+    """Return the loss of ``kto``; ``shift`` is k if k is a number, not an array."""
     arrays = log_probs, mask, reference, desirable, k, weights
     return _loss_and_slopes(*arrays, kind, beta, shift, count)[0]
 
@@ -169,7 +171,7 @@ def _loss_and_slopes(
     shift: float,
     count: float | None,
 ) -> tuple[Array, Array]:
-    """Return the loss, and its derivatives by log_probs."""
+    """Return the loss, and its derivatives with respect to log_probs."""
     counted = log_probabilities("kto", log_probs, mask)
     r = (counted - log_probabilities("kto", reference, mask, "reference")).sum(axis=1)
     check_finite("kto", k=k, weights=weights)

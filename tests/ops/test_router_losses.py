@@ -92,7 +92,7 @@ def test_bad_calls() -> None:
     logits, experts = np.ones((6, 3), np.float32), np.zeros((6, 1), int)
     with pytest.raises(RangeError, match=r"experts holds 3; it must be in 0 \.\. 2"):
         uc.balance_loss(logits, experts + 3)
-    with pytest.raises(ShapeError, match="mask has 4 rows and logits 6"):
+    with pytest.raises(ShapeError, match="mask has 4 rows; logits has 6"):
         uc.balance_loss(logits, experts, mask=np.ones(4, bool))
-    with pytest.raises(ShapeError, match="mask has 12 rows and logits 6"):
+    with pytest.raises(ShapeError, match="mask has 12 rows; logits has 6"):
         uc.router_z_loss(logits, mask=np.ones(12, bool))

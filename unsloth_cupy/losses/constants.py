@@ -83,7 +83,7 @@ def advantages(
     chosen = scale if scale is not None or not known else known[0]
     if isinstance(weights, list | tuple):
         if not all(map(is_number, weights)):
-            raise ConfigError(f"advantages(weights={weights!s:.80}): pass one number per function")
+            raise ConfigError(f"advantages(weights={weights!s:.80}): pass a number per function")
         weights = array_like(weights, rewards)
     return advantages_forward(
         rewards, weights=as_weights(weights), group=group, kind=kind, scale=chosen or "none"

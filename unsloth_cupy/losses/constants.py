@@ -159,7 +159,7 @@ def _check(
 
 def _of_groups(values: Array, group: int) -> Array:
     """Return the sum of each group, repeated for its rows."""
-    return np.repeat(values.reshape(-1, group).sum(axis=1), group)
+    return np.repeat(values.reshape(-1, group).sum(axis=1), group)  # (groups, group) to (rows,)
 
 
 def _statistics(values: Array, scored: Array, group: int) -> tuple[Array, Array]:

@@ -18,6 +18,7 @@ def by_keys(a: Array, b: Array) -> Array:
     check_form(a.shape[3], COLUMNS, "F", a.dtype)
     # both (batch, kv_heads, tile, TILE or COLUMNS, d)
     left, right = in_tiles(a, TILE), in_tiles(b.transpose(0, 2, 1, 3), COLUMNS)
+    # (batch, kv_heads, tile, block, TILE, COLUMNS)
     products = np.matmul(left[:, :, :, None], right.swapaxes(-1, -2)[:, :, None])
     batch, kv_heads, tiles, blocks = products.shape[:4]
     # (batch, kv_heads, padded rows, padded keys)
@@ -34,6 +35,7 @@ def over_keys(p: Array, b: Array) -> Array:
     total: Any = 0
     for block in range(right.shape[2]):
         total = total + np.matmul(left[:, :, block], right[:, :, block, None])
+    # (batch, kv_heads, rows, d)
     return np.ascontiguousarray(total.reshape(*p.shape[:2], -1, b.shape[3])[:, :, :rows])
 
 

@@ -47,6 +47,7 @@ def attend_pages(
         if scales is not None:
             with np.errstate(over="ignore", invalid="ignore"):  # slots past lengths are undefined
                 values *= scales[which][table][..., None].astype(wide)
+        # (batch, keys, kv_heads, dim)
         return values.reshape(len(table), table.shape[1] * page, *pages.shape[2:])
 
     def part(batch: slice, table: Array, exist: Array | None) -> tuple[Array, Array]:

@@ -18,7 +18,7 @@ PARTIAL = 2**20  # elements of the partial sums in memory at a time: 4 MiB in fl
 def by_keys(a: Array, b: Array, width: int | None) -> Array:
     """Return (batch, kv_heads, rows, d) @ (batch, keys, kv_heads, d).T, a column for each key."""
     if width is None:
-        return a @ b.transpose(0, 2, 3, 1)
+        return a @ b.transpose(0, 2, 3, 1)  # (batch, kv_heads, rows, keys)
     batch, keys, kv_heads, _ = b.shape
     result = np.empty_like(a, shape=(batch, kv_heads, a.shape[2], keys), order="C")
     even = keys - keys % width
@@ -33,7 +33,7 @@ def by_keys(a: Array, b: Array, width: int | None) -> Array:
 def over_keys(p: Array, b: Array, width: int | None) -> Array:
     """Return (batch, kv_heads, rows, keys) @ (batch, keys, kv_heads, d)."""
     if width is None:
-        return p @ b.transpose(0, 2, 1, 3)
+        return p @ b.transpose(0, 2, 1, 3)  # (batch, kv_heads, rows, d)
     batch, kv_heads, rows, keys = p.shape
     even = keys - keys % width
     result = p[..., even:] @ b[:, even:].transpose(0, 2, 1, 3)
@@ -49,7 +49,7 @@ def over_keys(p: Array, b: Array, width: int | None) -> Array:
 def for_keys(p: Array, a: Array, width: int | None) -> Array:
     """Return (batch, kv_heads, rows, keys).T @ (batch, kv_heads, rows, d), a row for each key."""
     if width is None:
-        return (p.swapaxes(2, 3) @ a).transpose(0, 2, 1, 3)
+        return (p.swapaxes(2, 3) @ a).transpose(0, 2, 1, 3)  # (batch, keys, kv_heads, d)
     batch, kv_heads, rows, keys = p.shape
     result = np.empty_like(p, shape=(batch, kv_heads, keys, a.shape[3]), order="C")
     even = keys - keys % width
@@ -67,12 +67,14 @@ def stacked(array: Array, block: Any, group: int) -> Array:
     # (batch, heads, queries, d)
     part = array[block.batch, block.rows, block.heads].transpose(0, 2, 1, 3)
     batch, heads, rows, d = part.shape
+    # (batch, kv_heads, group * queries, d)
     return part.reshape(batch, heads // group, group * rows, d)
 
 
 def unstacked(array: Array, group: int) -> Array:
     """Return (batch, kv_heads, rows, d) as (batch, queries, heads, d)."""
     batch, kv_heads, rows, d = array.shape
+    # (batch, heads, queries, d), then (batch, queries, heads, d)
     return array.reshape(batch, kv_heads * group, rows // group, d).transpose(0, 2, 1, 3)
 
 
@@ -81,7 +83,7 @@ def _tiled(b: Array, width: int) -> Array:
     batch, keys, kv_heads, d = b.shape
     count = keys // width
     tiles = b[:, : count * width].reshape(batch, count, width, kv_heads, d)
-    return tiles.transpose(0, 3, 1, 2, 4)
+    return tiles.transpose(0, 3, 1, 2, 4)  # (batch, kv_heads, tile, width, d)
 
 
 def operations(a: dict[str, Any]) -> int:

@@ -82,6 +82,7 @@ class Scores(Blocks):
         """Return the sums of the rows of a block: (batch, kv_heads, group, queries, 1)."""
         by_head = self.by_head(p, block)
         if self.fixed:
+            # (batch, kv_heads, group, queries, 1)
             return _fixed_products.row_sums(p).reshape(*by_head.shape[:-1], 1)
         # row sums, as a product with a column of ones
         total: Array = (by_head[..., None, :] @ np.full_like(p, 1, shape=(p.shape[3], 1)))[..., 0]
@@ -109,7 +110,7 @@ class Scores(Blocks):
     def add_sum(self, total: Array, gradient: Array, block: Block) -> None:
         """Add the gradient of the scores (axes of ``by_head``) to the gradient of an operand.
 
-        ``total`` has four axes, of which those of size 1 were broadcast and are summed.
+        ``total`` has four axes; the gradient is summed over its axes of size 1, which broadcast.
         """
         batch, _, _, rows, keys = gradient.shape
         gradient = gradient.reshape(batch, -1, rows, keys)  # (batch, heads, queries, keys)
@@ -123,9 +124,10 @@ class Scores(Blocks):
         """
         batch, heads, rows, keys = part.shape
         group = 1 if heads == 1 else self.group
+        # (batch, kv_heads, group, queries, keys)
         return part.reshape(batch, heads // group, group, rows, keys)
 
 
 def _part(array: Array, block: Block) -> Array:
-    """Return the block's part of an array with four axes, of which some may have size 1."""
+    """Return the block's part of an array with four axes, some of which may have size 1."""
     return array[index_of(array, block)]

@@ -83,8 +83,8 @@ class AttentionConfig:
     def for_rtx_3090_ti(cls) -> "AttentionConfig":
         """Return a config for an RTX 3090 Ti: two or more blocks share its 99 KB of shared memory.
 
-        They hide each other's loads, more of which go to memory than on an RTX 5080: its L2 cache
-        has 6 MB, that of an RTX 5080 has 64 MB.
+        They hide each other's loads, more of which go to memory than on an RTX 5080: the L2 cache
+        has 6 MB, and on an RTX 5080 64 MB.
         """
         return cls(tile=64, block=128)
 
@@ -181,7 +181,8 @@ class AttentionConfig:
 
         Gradients of attention use the config of the forward pass, wherever the backward pass runs:
         on a tape, in torch's own threads, and in functions that JAX has traced in the block.  (A
-        graph of ``torch.compile`` does not hold it: its backward pass uses that of its thread.)
+        graph of ``torch.compile`` does not store it: its backward pass uses the config of its
+        thread.)
         Of nested blocks, which may end in any order, the one that was entered last applies.
         """
         own = Start(self.tile, self.block, self.warpgroups, self.one_pass)

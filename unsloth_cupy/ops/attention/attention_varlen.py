@@ -147,7 +147,7 @@ def attention_varlen_forward(
     ):
         out_part, lse_part = attend(_scores(number, rows, keys, q, k, v, options))
         rows.give(out, out_part)
-        rows.give(lse.T, lse_part.transpose(0, 2, 1))
+        rows.give(lse.T, lse_part.transpose(0, 2, 1))  # (batch, queries, heads)
     return out, lse
 
 
@@ -185,7 +185,7 @@ def _launch_padded(
     out = empty((*q.shape[:2], v.shape[2]), q.dtype, like=q)
     lse = empty((q.shape[1], len(q)), lse_part.dtype, like=q)
     rows.give(out, out_part)
-    rows.give(lse.T, lse_part.transpose(0, 2, 1))
+    rows.give(lse.T, lse_part.transpose(0, 2, 1))  # (batch, queries, heads)
     return out, lse
 
 

@@ -61,7 +61,7 @@ def latent_attention(
     causal : bool
         A query sees no row after its own position.
     mask : bool, up to 4 axes that broadcast to (batch, heads, queries, keys), optional
-        True where a query may see a row; keys are those that a row of page_table has room for.
+        True where a query may see a row; with page_table, ``keys = max_pages * page``.
 
     Returns
     -------

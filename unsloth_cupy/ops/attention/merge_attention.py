@@ -89,4 +89,4 @@ def _weight(part: Array, lse: Array) -> Array:
 
 def _by_query(rows: Array) -> Array:
     """Return (batch, heads, queries) as (batch, queries, heads, 1)."""
-    return rows.transpose(0, 2, 1)[..., None]
+    return rows.transpose(0, 2, 1)[..., None]  # (batch, queries, heads, 1)

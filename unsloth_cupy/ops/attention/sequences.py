@@ -49,6 +49,7 @@ class Padded:
 
     def take(self, array: Array, fill: float) -> Array:
         """Return a packed array as (sequences, longest, ...), padded with fill."""
+        # (sequences, size, 1, ...)
         real = self.real.reshape(*self.real.shape, *[1] * (array.ndim - 1))
         padded = np.where(real, array[self.token], fill)
         return padded.astype(array.dtype, copy=False)  # CuPy's where widens bfloat16

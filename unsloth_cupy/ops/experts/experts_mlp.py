@@ -191,6 +191,7 @@ def experts_mlp_forward(
             out += down_bias[expert].astype(wide)
         out *= factors[order[part]][:, None]
         results[order[part]] = out
+    # (*rows, k, hidden) to (*rows, hidden)
     y = results.reshape(*experts.shape, x.shape[-1]).sum(axis=-2)
     return y, order.reshape(experts.shape), offsets, places.reshape(experts.shape)
 
@@ -288,6 +289,7 @@ def experts_mlp_backward(
             moved[pairs] = gemm(dboth, gate_up[expert], dtype=wide)
     dx = None
     if moved is not None:
+        # (*rows, k, hidden) to (*rows, hidden)
         dx = moved.reshape(*experts.shape, x.shape[-1]).sum(axis=-2)
     dweights = dweights.reshape(weights.shape)
     return (
@@ -423,7 +425,7 @@ def _needed(wanted: Set[str] | None, *arrays: Any) -> set[str]:
 
 
 def _stacks(*arrays: Any) -> dict[str, Any]:
-    """Return the arrays of which each expert has a part, by name."""
+    """Return the stacks and biases, which have a part for each expert, by name."""
     return dict(zip(("gate_up", "down", "gate_up_bias", "down_bias"), arrays, strict=True))
 
 

@@ -384,7 +384,7 @@ def _of_best_groups(choice: Array, groups: Any, top_groups: Any, counted: int) -
 
 
 def _broken(unknown: Array, weights: Array) -> Array:
-    """Return the weights, with NaN in rows of which an element is ``unknown``, chosen or not."""
+    """Return the weights, with NaN in rows that have an ``unknown`` element, chosen or not."""
     return np.where(unknown.any(axis=-1, keepdims=True), weights.dtype.type(np.nan), weights)
 
 

@@ -85,7 +85,7 @@ def balance_loss_forward(
     """Return the loss, and its derivatives by the sums of probabilities, for the backward op."""
     count = logits.shape[-1]
     p, weights, n = _row_statistics(logits, mask)[1:]
-    counted = experts.reshape(len(p), experts.shape[-1])[weights > 0]
+    counted = experts.reshape(len(p), experts.shape[-1])[weights > 0]  # (rows that count, k)
     assigned = np.bincount(counted.reshape(-1), minlength=count).astype(p.dtype)
     slopes = assigned / n * (count / n)
     return (slopes * (weights @ p)).sum(), slopes

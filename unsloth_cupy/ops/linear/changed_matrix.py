@@ -188,15 +188,15 @@ class AddedLowRank(ChangedMatrix):
     def embedded(self, tokens: Array) -> Array:
         """Return the rows of tokens."""
         x = embedding(tokens, self.matrix)
-        low = embedding(tokens, self.b).reshape(-1, self.b.shape[1])
-        added = self._low(low, self.a).reshape(*x.shape)
+        low = embedding(tokens, self.b).reshape(-1, self.b.shape[1])  # (all tokens, rank)
+        added = self._low(low, self.a).reshape(*x.shape)  # (*rows, inputs)
         return x + added
 
     def embedded_gradient(self, dx: Array, tokens: Array) -> Array:
         """Return the gradient of ``embedded``."""
         rows, back = dx.reshape(-1, dx.shape[-1]), _embedding_backward
-        low = embedding(tokens, self.b).reshape(-1, self.b.shape[1])
-        dlow = self._low(rows, self.a.T).reshape(*tokens.shape, -1)
+        low = embedding(tokens, self.b).reshape(-1, self.b.shape[1])  # (all tokens, rank)
+        dlow = self._low(rows, self.a.T).reshape(*tokens.shape, -1)  # (*rows, rank)
         da, db = self._low(low.T, rows), back(dlow, tokens, self.b)[1]
         gradient: Array = np.concatenate([da, db.T], axis=1)
         return gradient

@@ -70,7 +70,7 @@ def noise(x: Any, size: float, key: Any, sizes: Any = None, numbers: Any = None)
     """
     _, tokens, columns = x.shape
     result = empty(x.shape, x.dtype, like=x)
-    rows = result.reshape(-1, columns)
+    rows = result.reshape(-1, columns)  # (batch * tokens, columns), a view
     if x.size and x.dtype in KERNEL_DTYPES and target_of(x) is not None:
         width = lanes(columns, result)
         tiles = -(-columns // (THREADS * width))

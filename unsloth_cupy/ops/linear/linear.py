@@ -84,6 +84,7 @@ def linear_backward(
 
 def flat(x: Array) -> Array:
     """Return x as a matrix (rows, columns), so that one product computes all leading axes."""
+    # (rows, columns); -1 would not do, if there are no columns
     return x if x.ndim == 2 else x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
 
 

@@ -50,7 +50,7 @@ def matmul(a: Array, b: Array) -> Array:
 def matmul_backward(
     dc: Array, a: Array, b: Array, *, wanted: Set[str] | None = None
 ) -> tuple[Array | None, Array | None]:
-    """Return the gradients of a and b; None for those that are not ``wanted``."""
+    """Return the gradients of a and b; None for a gradient that is not ``wanted``."""
     da = _batched(dc, b.swapaxes(-1, -2)) if wanted is None or "a" in wanted else None
     db = _batched(a.swapaxes(-1, -2), dc) if wanted is None or "b" in wanted else None
     return da, db
@@ -64,7 +64,7 @@ def _batched(a: Array, b: Array) -> Array:
     # both (matrices, rows, columns)
     a, b = (x.reshape(math.prod(batch), *x.shape[-2:]) for x in (a, b))
     c = gemm(a, b)
-    return c.reshape(*batch, *c.shape[-2:])
+    return c.reshape(*batch, *c.shape[-2:])  # (*matrices, height, width)
 
 
 matmul_backward.facts["operations"] = lambda a: (

@@ -93,7 +93,7 @@ def logit_gradients(
 ) -> Array:
     """Write the gradient of the logits to out, which may be the logits, and return it."""
     shape = labels.size, logits.shape[-1]
-    rows, results = logits.reshape(shape), out.reshape(shape)
+    rows, results = logits.reshape(shape), out.reshape(shape)  # (all rows, vocab)
     labels, lse, dloss = (array.reshape(-1) for array in (labels, lse, dloss))
     dlse = None if dlse is None else dlse.reshape(-1)
     for part in parts(rows):

@@ -69,7 +69,7 @@ def divergence(
     Parameters
     ----------
     logits, teacher_logits : (*rows, vocab) float
-        The logits of student and teacher; those of the teacher are a constant.
+        The logits of student and teacher; the teacher's logits are a constant.
     kind : str
         "jsd", "tvd" or "cosine".
     beta : float, optional

@@ -1,4 +1,4 @@
-"""Divergence of a linear head from a teacher of which only the top k tokens are stored.
+"""Divergence of a linear head from a teacher whose top k tokens alone are stored.
 
 loss = sum(t (log(t) - log(s))) over the stored tokens + left log(left / rest)
 left = 1 - sum(t), rest = sum(s) over all other tokens        the full logits are never stored

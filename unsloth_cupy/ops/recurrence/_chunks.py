@@ -78,7 +78,7 @@ class Layout:
             return array
         if not array.shape[1]:
             return np.zeros_like(array, shape=(1, self.real.size, *array.shape[2:]))
-        real = self.real.reshape(-1, *[1] * (array.ndim - 2))
+        real = self.real.reshape(-1, *[1] * (array.ndim - 2))  # (all places, 1, ...)
         return np.where(real, array[0, self.token], 0)[None]
 
     def back(self, array: Array) -> Array:
@@ -128,12 +128,14 @@ class Chunk(NamedTuple):
         du += (decays.onward * self.k) @ dend
         dv = transposed(self.inverse) @ (self.beta * du)
         np.negative(dv, out=grads[..., 1, :, :])  # what keys read is subtracted
+        # (batch, heads, groups, 2, chunk, chunk)
         dpairs = (joined(grads) @ transposed(w)).reshape(self.pairs.shape)
         dbeta = np.einsum("bhgiv,bhgiv->bhgi", du, w)
         dbeta += np.einsum("bhgij,bhgij->bhgj", dpairs[..., 1, :, :], self.pairs[..., 1, :, :])
         dpairs *= transposed(self.beta)[..., None, :, :]
         drows, dk, ddecay = decays.gradients(self.rows, dpairs, self.pairs)
         into = decays.into[..., None, :, :]
+        # (batch, heads, groups, 2, chunk, dim)
         from_state = (joined(grads) @ transposed(state)).reshape(*grads.shape[:-1], state.shape[-2])
         from_state *= into
         from_end = u @ transposed(dend)
@@ -175,7 +177,7 @@ class Chunks:
         """Return an array of tokens as a view (batch, heads, groups, tokens, columns)."""
         batch, tokens, heads, *columns = array.shape
         shape = batch, tokens, self.heads, heads // max(self.heads, 1), *(columns or [1])
-        return np.moveaxis(array.reshape(shape), 1, 3)
+        return np.moveaxis(array.reshape(shape), 1, 3)  # (batch, heads, groups, tokens, columns)
 
     def take(self, number: int, view: Array, heads: slice) -> Array:
         """Return some heads of one chunk as a view (batch, heads, groups, chunk, ...)."""
@@ -224,7 +226,7 @@ def inverse(below: Array) -> Array:
         pairs = whole // (2 * half)
         each = np.arange(pairs)
         shape = *a.shape[:-2], pairs, 2 * half, pairs, 2 * half
-        blocks = result.reshape(shape)
+        blocks = result.reshape(shape)  # (..., pairs, 2 * half, pairs, 2 * half)
         first, second = blocks[..., each, :half, each, :half], blocks[..., each, half:, each, half:]
         left = a.reshape(shape)[..., each, half:, each, :half]
         blocks[..., each, half:, each, :half] = -(second @ left @ first)

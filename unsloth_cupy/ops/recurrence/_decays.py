@@ -28,7 +28,7 @@ def sums(decay: Array) -> Array:
 
 def transposed(array: Array) -> Array:
     """Return matrices with their last two axes swapped."""
-    return array.swapaxes(-1, -2)
+    return array.swapaxes(-1, -2)  # (..., columns, rows)
 
 
 def decay_matrix(g: Array, dtype: Any) -> Array:
@@ -198,6 +198,7 @@ def _padded(array: Array, rows: int) -> Array:
 def _halves(array: Array, half: int) -> tuple[Array, Array]:
     """Return views of the lower and the upper halves of all parts: (..., parts, half, columns)."""
     rows, columns = array.shape[-2:]
+    # (..., parts, 2, half, columns)
     parts = array.reshape(*array.shape[:-2], rows // (2 * half), 2, half, columns)
     return parts[..., 0, :, :], parts[..., 1, :, :]
 
@@ -209,6 +210,7 @@ def _blocks(square: Array, half: int) -> tuple[Array, Any]:
     """
     parts = square.shape[-1] // (2 * half)
     each = np.arange(parts, like=square)
+    # parts and halves of rows, of columns
     view = square.reshape(*square.shape[:-2], parts, 2, half, parts, 2, half)
     return view, np.s_[..., each, 1, :, each, 0, :]
 

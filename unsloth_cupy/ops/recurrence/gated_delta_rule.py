@@ -335,7 +335,7 @@ def _begin(q: Array, k: Array, v: Array, initial: Array | None, offsets: Array |
     heads, (value_heads, value_dim) = q.shape[2], v.shape[2:]
     shape = count_of(len(q), offsets), heads, value_heads // max(heads, 1), q.shape[3], value_dim
     if initial is not None:
-        return initial.reshape(shape)
+        return initial.reshape(shape)  # (texts, heads, groups, dim, value_dim)
     return np.zeros(shape, np.promote_types(q.dtype, FLOAT32), like=q)
 
 

@@ -382,7 +382,7 @@ class _Chunks:
         x = self.arrays[0]
         shape = self.texts, self.groups, x.shape[2] // max(self.groups, 1), *self.sizes
         if initial is not None:
-            return initial.reshape(shape)
+            return initial.reshape(shape)  # (texts, groups, heads of a group, state, dim)
         return np.zeros(shape, np.promote_types(x.dtype, FLOAT32), like=x)
 
     def before(self, number: int, begin: Array, state: Array | None) -> Array:
@@ -394,13 +394,14 @@ class _Chunks:
         """Return one chunk of an array: (batch, groups, heads of a group, chunk, ...)."""
         part = array[:, slice(*self.layout.spans[number])]
         each = part.shape[2] // max(self.groups, 1)
+        # (batch, chunk, groups, each, ...)
         part = part.reshape(*part.shape[:2], self.groups, each, *part.shape[3:])
-        return np.moveaxis(part, 1, 3).copy()
+        return np.moveaxis(part, 1, 3).copy()  # (batch, groups, each, chunk, ...)
 
     def give(self, number: int, array: Array, part: Array) -> None:
         """Write a chunk as ``take`` returns it to an array."""
         to = array[:, slice(*self.layout.spans[number])]
-        to[...] = np.moveaxis(part, 3, 1).reshape(to.shape)
+        to[...] = np.moveaxis(part, 3, 1).reshape(to.shape)  # (batch, chunk, heads, ...)
 
     def at(self, number: int) -> _Chunk:
         """Return the tokens of one chunk, with their decays."""

@@ -26,6 +26,7 @@ from ._rows import (
 )
 
 KINDS = ("grpo", "gdpo", "rloo")
+# the scales of each kind, the default first
 SCALES = {"grpo": ("group", "batch", "none"), "gdpo": (), "rloo": ("none", "batch")}
 LEAST = 1e-4  # added to standard deviations, as in TRL, so that equal rewards do not divide by 0
 RATIOS = ("sequence_mask", "sequence_truncate", "token_mask", "token_truncate")

@@ -30,7 +30,7 @@ from ._rows import (
     sigmoid,
 )
 
-CLIPPED = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")
+CLIPPED = ("grpo", "bnpo", "dapo", "dr_grpo", "luspo")  # kinds that clip the ratio of a token
 ROWS = ("gmpo", "rloo")  # kinds with one term for each row, not for each token
 KINDS = (*CLIPPED, "cispo", "sapo", "vespo", *ROWS)
 MEANS = ("grpo", "sapo")  # kinds that average the terms of a row

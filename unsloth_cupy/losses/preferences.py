@@ -321,7 +321,10 @@ def _of_pairs(r: Array, n: Array, options: Options) -> tuple[Array, Array]:
 
 
 def _f(r: Array, options: Options) -> tuple[Array, Array]:
-    """Return f(r) of the divergence, and its derivative; both are constant beyond LARGEST."""
+    """Return f(r) of the divergence, and its derivative.
+
+    Where the exponent is above LARGEST, f is constant and its derivative 0.
+    """
     match options.divergence:
         case "reverse_kl":
             return r, np.ones_like(r)

@@ -237,7 +237,7 @@ def _pairs(block: Block) -> int:
 
 def four_axes(array: Any) -> Any:
     """Return the array with leading axes of size 1 up to four axes; None stays None."""
-    # (1 or more, ...)
+    # ones before its own axes
     return None if array is None else array.reshape((1,) * (4 - array.ndim) + array.shape)
 
 

@@ -65,7 +65,7 @@ CHANGED = {
     256: Forward(2, 64),  # 192 KB; only for calls that `only_option` accepts
 }
 CHANGING = "MASK", "BIAS", "ALIBI", "SOFTCAP"  # constants of the options that change a score
-BESIDE = "LEFT", "BLOCK_MASK", "LENGTHS", "STARTS", "VARLEN"  # of other options, which take some
+BESIDE = "LEFT", "BLOCK_MASK", "LENGTHS", "STARTS", "VARLEN"  # other options that take registers
 
 
 def only_option(flags: dict[str, Any], *names: str, others: tuple[str, ...] = ()) -> bool:

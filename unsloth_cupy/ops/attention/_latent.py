@@ -126,7 +126,7 @@ def launch_latent(
     distance, rest = divmod(latents.strides[0], dim * size)
     dense = latents.strides[1:] == (dim * size, size) and distance >= page and not rest
     of_cache = latents.flags.c_contiguous or (page_table is None and dense)
-    if not of_cache or lanes(16, latents) * size != 16:
+    if not of_cache or lanes(16, latents) * size != 16:  # the kernel reads 16 bytes at a time
         return no_kernel("latents are not rows of a cache; to make them so would copy the cache")
     tiles = resolve(size, dim, rank, rows, device)
     if tiles is None or max(rows, keys) >= FARTHEST:

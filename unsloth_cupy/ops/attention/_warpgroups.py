@@ -32,7 +32,7 @@ class Warpgroups(NamedTuple):
         return self.consumers * 128 + 128
 
     def boxes(self, own: int, streamed: int) -> tuple[tuple[int, ...], ...]:
-        """Return the boxes of ``own`` tensor maps of own rows, then of ``streamed`` other ones."""
+        """Return the boxes of ``own`` maps of own rows, then of ``streamed`` maps of other rows."""
         counts = [self.rows] * own + [self.tile] * streamed
         return tuple((PANEL, 1, rows, 1) for rows in counts)  # (columns, heads, rows, batches)
 

@@ -68,11 +68,12 @@ def attention_varlen(
         The length of the longest sequence, or more.  By default the size of the axis in mask, bias
         or block_mask or, on a GPU, where the host does not read offsets, the number of all tokens.
     causal, window, scale, softcap, alibi, sinks, dropout, seed
-        As in attention, with positions that begin at 0 in each sequence; alibi may be (sequences,
-        heads).  Dropout drops the same pairs as in a padded batch of the sequences.
+        As in attention, with positions that are counted within each sequence; alibi may be
+        (sequences, heads).  Dropout drops the same pairs as in a padded batch of the sequences.
     mask, bias : up to 4 axes that broadcast to (sequences, heads, max_queries, max_keys), optional
-        As in attention of a batch of the sequences, padded at the end: query i of a sequence reads
-        row i.  Elements past the tokens of a sequence are not read; their gradient is 0.
+        As in attention with key_lengths, of the sequences in a batch that is padded at the end:
+        query i of a sequence reads row i.  Elements past the tokens of a sequence are not read;
+        their gradient is 0.
     block_mask : bool (sequences or 1, heads or 1, max_queries / 128, max_keys / 128), optional
         As in attention, rounded up: tiles of 128 queries by 128 keys of a sequence.
 

@@ -323,6 +323,7 @@ def _launch_backward(
     needed = _needed(wanted, x, gate_up, down, weights, gate_up_bias, down_bias)
     dy, x, experts, weights = map(contiguous, (dy, x, experts, weights))
     order, offsets, places = map(contiguous, (order, offsets, places))
+    # the kernels read int32, which the forward call returns
     order, places = (a if a.dtype == np.int32 else a.astype(np.int32) for a in (order, places))
     count, hidden, inner = down.shape
     rows, k = x.size // hidden, experts.shape[-1]
@@ -393,7 +394,7 @@ def _check(
         raise ConfigError(f"{call}(limit={limit}, alpha={alpha}): {problem}")
     if limit is not None and not limit > 0:
         raise ConfigError(f"{call}(limit={limit}): limit must be above 0")
-    if (assignments := math.prod(experts.shape)) >= 2**31:
+    if (assignments := math.prod(experts.shape)) >= 2**31:  # order and places are int32
         raise ShapeError(
             f"{call}: {assignments} assignments; the most is 2**31 - 1: pass fewer rows",
             expected="fewer rows",

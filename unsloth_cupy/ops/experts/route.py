@@ -251,6 +251,7 @@ def _launch_backward(
     if summed and logits.dtype != FLOAT32:  # the gradient of bias adds unrounded numbers
         whole = empty(logits.shape, FLOAT32, like=logits)
     rows = logits.size // count
+    # the kernel reads int32, which route returns
     experts = experts if experts.dtype == np.int32 else experts.astype(np.int32)
     kernel = load("route.cu", "route_backward", logits, chosen)
     blocks = -(-rows * chosen["ROW_THREADS"] // THREADS)

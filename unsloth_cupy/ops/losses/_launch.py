@@ -77,7 +77,7 @@ def constants(
     of_row, blocks, held, stored = row_threads(vectors), 1, 1, 0
     if use == "gradients":
         of_row = max(64, min(256, -(-vectors // 32) * 32))
-    threads = of_row if of_row > 32 or use == "gradients" else 128
+    threads = of_row if of_row > 32 or use == "gradients" else 128  # short rows share a block
     if use == "both":
         depth, slot = -(-vectors // of_row), threads * access.lanes * logits.itemsize
         slots = (shared // 2 - STATIC) // slot

@@ -20,7 +20,7 @@ from ..common.checks import check_choice
 from ._launch import Access, access_of, row_threads
 from .linear_log_probs import logits_to_z
 
-KINDS = ("jsd", "tvd", "cosine")
+KINDS = ("jsd", "tvd", "cosine")  # in the order of KIND in divergence.cu
 LEAST = 1e-8  # the least length by which a row is divided, as in torch's cosine_similarity
 
 
@@ -309,7 +309,7 @@ def _constants(
         LANES=access.lanes,
         RAGGED=access.ragged,
         ROW_THREADS=shared,
-        THREADS=shared if shared > 32 else 128,
+        THREADS=shared if shared > 32 else 128,  # short rows share a block
         SOFTCAP=cap,
         TEACHER_SOFTCAP=teacher_cap,
         BIAS=bias is not None,

@@ -192,7 +192,7 @@ def _launch_backward(
         inputs = labels[part], lse[part], dloss[part], None if dlse is None else dlse[part]
         launch_gradients(logits, *inputs, chosen, out)
 
-    own_buffer = x.dtype != FLOAT32
+    own_buffer = x.dtype != FLOAT32  # float32 gradients are written over the logits
     return *gradients(x, weight, max_bytes, write, own_buffer=own_buffer, wanted=wanted), None
 
 

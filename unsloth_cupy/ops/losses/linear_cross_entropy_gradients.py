@@ -115,7 +115,7 @@ def _launch(
         weights = None if dloss is None else dloss[part]
         launch_both(logits, flat[part], weights, scale, chosen, loss_rows[part], out)
 
-    own_buffer = x.dtype != FLOAT32
+    own_buffer = x.dtype != FLOAT32  # float32 gradients are written over the logits
     dx, dweight = gradients(x, weight, max_bytes, write, own_buffer=own_buffer, wanted=wanted)
     return loss, dx, dweight
 

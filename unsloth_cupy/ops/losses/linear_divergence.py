@@ -302,5 +302,5 @@ def gradients_of(
     return head_gradients(
         *(x, head.weight, head.bias, Rows(mask, kernels=kernels), [dloss], max_bytes, wanted),
         lambda part, logits, arrays, out: write(part, logits, arrays[0][:, None], out),
-        own_buffer=kernels and x.dtype != FLOAT32,
+        own_buffer=kernels and x.dtype != FLOAT32,  # float32 gradients overwrite the logits
     )

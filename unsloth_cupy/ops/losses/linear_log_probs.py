@@ -346,7 +346,7 @@ def _launch_backward(
     arrays = labels, dlog_probs, dentropy, dlse, entropy, lse
     dx, dweight, dbias = head_gradients(
         *(x, weight, bias, _rows(x, labels, options), arrays, max_bytes, wanted, write),
-        own_buffer=x.dtype != FLOAT32,
+        own_buffer=x.dtype != FLOAT32,  # float32 gradients are written over the logits
     )
     return dx, dweight, None, dbias
 
@@ -471,7 +471,7 @@ def _constants(
         LANES=access.lanes,
         RAGGED=access.ragged,
         ROW_THREADS=shared,
-        THREADS=shared if shared > 32 or not forward else 128,
+        THREADS=shared if shared > 32 or not forward else 128,  # short rows share a block
         SOFTCAP=cap,
         BIAS=bias is not None,
     )

@@ -321,7 +321,7 @@ def _constants(
         LANES=access.lanes,
         RAGGED=access.ragged,
         ROW_THREADS=shared,
-        THREADS=shared if shared > 32 else 128,
+        THREADS=shared if shared > 32 else 128,  # short rows share a block
         SOFTCAP=cap,
         BIAS=bias is not None,
         TAIL=tail,

@@ -30,7 +30,7 @@ from ._chunks import Layout, select
 from ._decays import LEAST, decay_matrix, sums_across, transposed
 from ._texts import check_texts, count_of, ends, offsets_of
 
-CHUNK, THREADS, COLUMNS = 64, 256, 32  # as in common/delta.cuh
+CHUNK, THREADS, COLUMNS = 64, 256, 32  # as in common/delta.cuh; on tensor cores 128 threads
 WIDEST = 256  # the most rows of a state: 32 columns of it are in shared memory
 SCORES = 12832  # bytes of shared memory in ssd_mma.cu for scores and for factors of tokens
 MORE = 15360  # bytes that ssd_backward_mma.cu needs besides: a part of scores, x, sums of tokens
@@ -571,6 +571,6 @@ def _by_token(array: Array) -> tuple[Array, int]:
     """
     heads, dim = array.shape[2:]
     values, (of_token, of_head) = with_head_strides(array)
-    if of_head == dim and of_token < 2**31:
+    if of_head == dim and of_token < 2**31:  # strides are 32-bit integers in the kernels
         return values, of_token
     return contiguous(array), heads * dim

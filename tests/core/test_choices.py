@@ -10,7 +10,7 @@ import pytest
 from unsloth_cupy import AttentionConfig, Tape, checkpoint
 from unsloth_cupy.core.dtypes import Array
 from unsloth_cupy.core.op import OPS, Op, op
-from unsloth_cupy.ops.attention._tiles import asked_for
+from unsloth_cupy.ops.attention._tiles import requested_limits
 
 CONFIG = AttentionConfig(tile=48)
 
@@ -21,7 +21,7 @@ def seen() -> Iterator[tuple[Op[..., Any], list[int | None]]]:
     tiles: list[int | None] = []
 
     def note(x: Array) -> Array:
-        start = asked_for()
+        start = requested_limits()
         tiles.append(start and start.tile)
         return x + 0
 

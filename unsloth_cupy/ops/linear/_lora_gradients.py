@@ -176,7 +176,7 @@ def _constants(
     pitch = padded * size  # of a row of low, in the layout of Tile of common/tile.cuh
     pitch = pitch if pitch % 128 == 0 else (pitch // 16 | 1) * 16
     stage = ROWS * (SLAB + pitch)
-    # 8 warps: two divide the rows of a tile, RANK / 16 the rank, and so many the columns of a slab
+    # 8 warps = 2 (rows of a tile) x RANK / 16 (parts of the rank) x splits (columns of a slab)
     splits = 4 * 16 // padded
     sums = splits * ROWS * (padded + SHARED_PITCH) * 4
     shared = SLAB // size * pitch + 2 * stage + sums

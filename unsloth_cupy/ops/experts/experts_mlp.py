@@ -75,7 +75,7 @@ def experts_mlp(
       ``limit``, and up to -limit .. limit, as in gpt-oss
     - "relu2": ``max(up, 0)**2``, without a gate, as in Nemotron-H: gate_up contains only up
 
-    Rows of x are read in place, and forward stores none of its intermediate arrays: backward
+    Rows of x are not copied, and forward stores none of its intermediate arrays: backward
     recomputes the first product.
 
     Parameters

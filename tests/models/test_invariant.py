@@ -352,7 +352,7 @@ def test_kernels_do_not_depend_on_the_batch(dtype):
 def test_what_no_kernel_keeps_is_refused():
     with gpu("90") as machine, fixed_order():
         heads = machine.array((1, 4, 2, 20), "float32")
-        with pytest.raises(ConfigError, match="no kernel takes heads of 20"):
+        with pytest.raises(ConfigError, match="no kernel supports heads of 20"):
             attention(heads, heads, heads)
         x = machine.array((2, 8), "float64")
         with pytest.raises(ConfigError, match="no kernel multiplies float64"):

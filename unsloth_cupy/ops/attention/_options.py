@@ -87,7 +87,7 @@ def _warn_of_heads_first(call: str, queries: int, keys: int, heads: int) -> None
 
 
 class KernelOptions(NamedTuple):
-    """The options of a call in the form that kernels take: see common/attention.cuh."""
+    """The options of a call in the form that kernels expect: see common/attention.cuh."""
 
     constants: dict[str, Any]
     operands: tuple[Array | None, ...]  # in the order of the kernels' parameters
@@ -99,7 +99,7 @@ class KernelOptions(NamedTuple):
 def refused(q: Array, v: Array) -> Any:
     """Return NotImplemented, and record why no attention kernel supports a call."""
     if is_fixed():
-        refuse(f"no kernel takes heads of {q.shape[-1]} and {v.shape[-1]} columns in {q.dtype}")
+        refuse(f"no kernel supports heads of {q.shape[-1]} and {v.shape[-1]} columns in {q.dtype}")
     for name, dim in (("head dim", q.shape[-1]), ("value dim", v.shape[-1])):
         if dim % 8:
             return no_kernel(f"{name} {dim} is not a multiple of 8")
@@ -110,7 +110,7 @@ def refused(q: Array, v: Array) -> Any:
 def kernel_options(
     q: Array, v: Array, options: Options, keys: int | None = None
 ) -> KernelOptions | None:
-    """Return the options in the form that kernels take; None if no kernel supports them.
+    """Return the options in the form that kernels expect; None if no kernel supports them.
 
     For a paged cache, keys is the number of keys that a row of page_table has room for.
     """

@@ -163,8 +163,8 @@ class AttentionConfig:
         except (TypeError, ValueError):  # not the name of a dtype
             kind = np.dtype(object)
         if kind not in KERNEL_DTYPES:
-            known = ", ".join(each.name for each in KERNEL_DTYPES)
-            raise DTypeError(f"AttentionConfig.resolve(dtype={dtype!r}): choose from {known}")
+            names = ", ".join(each.name for each in KERNEL_DTYPES)
+            raise DTypeError(f"AttentionConfig.resolve(dtype={dtype!r}): choose from {names}")
         device_limits, start = _limits(device), Start(self.tile, self.block)
         tiles = None
         if not (dim % 8 or value_dim % 8) and min(dim, value_dim) > 0:
@@ -199,8 +199,8 @@ def _limits(device: Any) -> Limits:
         architecture, shared = map(int, device)
         return Limits(architecture, shared)
     if not isinstance(device, int | np.ndarray) and not hasattr(device, "device"):
-        known = "a GPU's number, an array on it, or (architecture, bytes)"
-        raise ConfigError(f"AttentionConfig.resolve(device={device!r}): pass {known}")
+        cure = "pass a GPU's number, an array on it, or (architecture, bytes)"
+        raise ConfigError(f"AttentionConfig.resolve(device={device!r}): {cure}")
     if isinstance(device, np.ndarray) and target_of(device) is None:
         problem = "kernels do not run on NumPy arrays"
         raise KernelError(f"AttentionConfig.resolve: {problem}; pass a GPU's number or its limits")

@@ -56,9 +56,9 @@ class Part(NamedTuple):
         outputs, rank = b.shape
         if not self.needs_db or not 0 < rank <= RANKS[-1] or not dy.size or target_of(dy) is None:
             return False
-        known = {dy.dtype, b.dtype, low.dtype} <= {*KERNEL_DTYPES} and dy.dtype == low.dtype
+        supported = {dy.dtype, b.dtype, low.dtype} <= {*KERNEL_DTYPES} and dy.dtype == low.dtype
         few = max(dy.size // outputs, outputs) * rank < 2**30  # kernels count elements in 32 bits
-        return known and few and self.sums <= SUMS
+        return supported and few and self.sums <= SUMS
 
 
 def rank_gradients(

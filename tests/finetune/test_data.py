@@ -21,7 +21,7 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Settings, Trainer, inspect_data, read_data
 from unsloth_cupy.finetune.data import records
 from unsloth_cupy.finetune.data.data_files import content as found_content
-from unsloth_cupy.finetune.data.forms import content_of
+from unsloth_cupy.finetune.data.forms import content_of, is_header
 from unsloth_cupy.finetune.data.messages import LEARNED
 from unsloth_cupy.finetune.data.records import Record, Records, Stored
 from unsloth_cupy.finetune.data.text import Text
@@ -818,3 +818,50 @@ def test_a_trainer_takes_what_was_read(tmp_path: Path) -> None:
     assert losses[0] == losses[1] == losses[2]
     with pytest.raises(ConfigError, match="give it to read_data"):
         Trainer(None, read_data(path), ignore=["id"])
+
+
+def test_few_characters_are_held_out_of_many_long_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A tenth of 200 rows would be 20: one reaches the limit, and the next one is beyond it."""
+    rows = [{"prompt": f"{i}", "completion": "x" * 90} for i in range(200)]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    every = read_data(path)
+    assert len(every.held_out) == 20
+    assert every.size == path.stat().st_size
+    monkeypatch.setattr("unsloth_cupy.finetune.data.records.HELD_OUT_CHARACTERS", 150)
+    assert len(read_data(path).held_out) == 2
+
+
+def test_a_long_text_is_several_rows_of_whole_paragraphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unsloth_cupy.finetune.data.tables.LONGEST", 100)
+    paragraphs = [f"{i} " + "word " * 7 for i in range(12)]
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("\n\n".join(paragraphs))
+    data = read_data([tmp_path / "a.txt", tmp_path / "b.txt"])
+    texts = [each.answer for part in (data.train, data.held_out) for each in part]
+    assert max(map(len, texts)) <= 100
+    assert min(text.count("word") % 7 for text in texts) == 0
+    assert {text.split()[0] for text in "\n\n".join(texts).split("\n\n") if text.strip()} == {
+        str(i) for i in range(12)
+    }
+
+
+def test_an_unknown_method_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"read_data: method='dp'; choose from sft"):
+        read_data("rows.jsonl", method="dp")
+
+
+@pytest.mark.parametrize(
+    ("cells", "expected"),
+    [
+        (["prompt", "completion"], True), (["prompt", "label"], True), (["text", "label"], True),
+        (["text", "id"], True), (["text", "other"], False), (["other", "id"], False),
+        (["chosen", "rejected"], True), (["chosen", "other"], False), (["text"], False),
+    ],
+)  # fmt: skip
+def test_the_first_line_of_a_table_is_a_header(cells: list[str], expected: bool) -> None:
+    assert is_header(cells) is expected

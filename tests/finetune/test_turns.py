@@ -351,3 +351,12 @@ def test_a_broken_template_is_a_note(tmp_path: Path) -> None:
     assert "note: what ends an answer is not known: " in result.output
     assert values[KEY + "eos_token_id"] == 2
     assert len((tmp_path / "m.Modelfile").read_text().splitlines()) == 2
+
+
+def test_what_follows_the_last_answer_is_left_out() -> None:
+    ask, say = (
+        {"role": role, "content": text} for role, text in (("user", "a"), ("assistant", "b"))
+    )
+    (whole,) = Chat(None).spans([ask, say])
+    (actual,) = Chat(None).spans([ask, say, {"role": "user", "content": "and then?"}])
+    assert actual == whole

@@ -3,6 +3,7 @@
 import ast
 import json
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
 
@@ -97,3 +98,50 @@ def test_variables_are_nouns() -> None:
 def test_every_binding_is_a_name(text: str) -> None:
     assert "said" in bound_names(ast.parse(text))
     assert "said" not in bound_names(ast.parse("f(said, said=said.said)"))
+
+
+PRONOUNS = re.compile(r"\b(?:that|those|these|all|some|one) of\b|\bof (?:which|those|these|it)\b")
+UNCLEAR = 260  # first paragraphs of docstrings with such words; this number may only shrink
+
+
+def test_docstrings_begin_with_nouns() -> None:
+    """A first paragraph has no pronoun whose noun stands elsewhere, such as "those of the last"."""
+    unclear = []
+    for path in tracked("unsloth_cupy/**/*.py"):
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef | ast.Module):
+                first = (ast.get_docstring(node) or "").split("\n\n")[0]
+                unclear += [(path.name, first)] if PRONOUNS.search(" ".join(first.split())) else []
+    assert len(unclear) <= UNCLEAR, unclear[-5:]
+    assert len(unclear) == UNCLEAR, f"there are fewer: set UNCLEAR to {len(unclear)}"
+
+
+BARE = re.compile(r"(?:Of|That|Those|These|As|With|For|In|It|Whether|If|By|To) ")
+
+
+def options() -> Iterator[tuple[str, str]]:
+    """Yield each option of each command, and its help."""
+    commands = pytest.importorskip("unsloth_cupy.cli.commands", reason="needs the extra `cli`")
+    for command in commands.COMMANDS:
+        for option in command.params:
+            if getattr(option, "help", None):
+                yield f"{command.name} {option.opts[0]}", option.help
+
+
+def test_help_is_a_phrase_with_a_noun_or_a_verb() -> None:
+    bare = [f"{name}: {text}" for name, text in options() if BARE.match(text)]
+    assert not bare, "begin with a verb, or with the noun that the value is"
+    unended = [name for name, text in options() if not re.search(r"[.\]]$", text.strip())]
+    assert not unended
+
+
+LONG = 192  # subjects of commits of more than 72 characters, all of before the limit
+
+
+def test_subjects_of_commits_fit_a_line() -> None:
+    if not (ROOT / ".git").exists():
+        pytest.skip("a copy without its history")
+    command = ["git", "log", "--format=%s"]
+    log = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    longer = [subject for subject in log.stdout.splitlines() if len(subject) > 72]
+    assert len(longer) <= LONG, f"shorten {longer[0]!r}"

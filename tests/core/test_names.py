@@ -21,7 +21,7 @@ import pytest
 import unsloth_cupy
 from unsloth_cupy import finetune, models
 from unsloth_cupy.cli.commands import COMMANDS, group
-from unsloth_cupy.core.names import RENAMED, answered, publish, wrong_call
+from unsloth_cupy.core.names import RENAMED, checked, publish, wrong_call
 from unsloth_cupy.core.op import OPS, Op
 from unsloth_cupy.core.other_names import ABSENT, ATTRIBUTES, OTHER_COMMANDS, OTHER_NAMES
 from unsloth_cupy.errors import (
@@ -115,7 +115,7 @@ def test_a_type_error_from_inside_of_a_call_stays() -> None:
         return x + count
 
     with pytest.raises(TypeError, match="unsupported operand") as caught:
-        answered(function)(None)
+        checked(function)(None)
     assert not isinstance(caught.value, UnslothCupyError)
 
 
@@ -147,7 +147,7 @@ def test_every_answer_is_an_option_somewhere() -> None:
     assert not ABSENT.keys() & (OTHER_NAMES.keys() | RENAMED.keys())
 
 
-def test_words_of_the_page_for_users_of_others_are_answered() -> None:
+def test_words_of_the_page_for_users_of_others_are_checked() -> None:
     text = (ROOT / "docs" / "guide" / "from-others.md").read_text(encoding="utf-8")
     words = set()
     for cell in re.findall(r"^\| (.*?) \|", text.partition("## Layouts")[0], re.M):
@@ -219,7 +219,7 @@ def test_a_property_that_lacks_a_name_itself_says_so() -> None:
 
     Own.__module__ = "unsloth_cupy.own"
     with pytest.raises(AttributeError, match="'object' object has no attribute 'nonsense'"):
-        _ = answered(Own)().broken
+        _ = checked(Own)().broken
 
 
 def test_settings_are_answered_where_a_trainer_takes_them() -> None:

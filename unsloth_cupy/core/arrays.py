@@ -1,4 +1,4 @@
-"""Helpers that ops use on arrays, whichever library the arrays come from."""
+"""Helpers of ops for arrays of any library."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +13,7 @@ from .target import target_of
 
 
 def framework_of(array: Any, what: str) -> str:
-    """Return the name of the library an array comes from; raise DTypeError for other objects."""
+    """Return the name of the library of an array; raise DTypeError for other objects."""
     if isinstance(array, (np.ndarray, np.generic)) or is_planned(array):
         return "numpy"
     if isinstance(array, Stored):
@@ -27,11 +27,11 @@ def framework_of(array: Any, what: str) -> str:
 
 
 def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
-    """Return the library that all arrays of a call come from; raise FrameworkError if they mix."""
+    """Return the one library of all arrays of a call; raise FrameworkError if there are several."""
     places: dict[str, str] = {}
     for name, array in zip(names, arrays, strict=False):
         if isinstance(array, Stored) and not native(arrays):
-            continue  # checked again once the other arrays have been adopted
+            continue  # checked after the other arrays have been adopted
         if array is not None and type(array) is not int:
             library = framework_of(array, f"{op}: {name}")
             places[name] = f"{library} {getattr(array, 'device', '')}".strip()
@@ -50,13 +50,14 @@ def common(op: str, names: Sequence[str], arrays: Sequence[Any]) -> str:
 
 def native(arrays: Sequence[Any]) -> bool:
     """Return whether definitions and kernels accept these arrays without conversion."""
+    # ``type``, not isinstance: subclasses of ndarray are converted
     exact = (np.ndarray, int, type(None))
     own = (a for a in arrays if type(a) not in exact and not isinstance(a, Stored))
     return all(is_planned(a) or type(a).__module__.startswith("cupy") for a in own)
 
 
 def empty(shape: Any, dtype: Any, like: Any) -> Any:
-    """Return a new, uninitialised array of like's library on like's device."""
+    """Return a new, uninitialised array of the library and on the device of ``like``."""
     if isinstance(like, StandIn):
         return like.empty(shape, dtype)
     target = None if type(like) is np.ndarray else target_of(like)
@@ -66,11 +67,12 @@ def empty(shape: Any, dtype: Any, like: Any) -> Any:
 def contiguous(array: Any) -> Any:
     """Return the array itself if its elements are in C order, else a copy in C order."""
     plain = array is None or type(array) is int or array.flags.c_contiguous
-    return array if plain else array.copy()  # a method of CuPy too, unlike np.ascontiguousarray
+    # copy() is a method of CuPy's arrays, too; np.ascontiguousarray refuses them
+    return array if plain else array.copy()
 
 
 def rounded(array: Any, dtype: Any) -> Any:
-    """Return the array cast to a dtype, without a copy if it has it; overflow gives infinity."""
+    """Return the array cast to a dtype, or itself if it has that dtype; overflow gives infinity."""
     with np.errstate(over="ignore"):  # as on a GPU
         if isinstance(array, np.generic):
             return np.asarray(array, dtype)
@@ -78,22 +80,23 @@ def rounded(array: Any, dtype: Any) -> Any:
 
 
 def zeroed(array: Any, kept: Any) -> Any:
-    """Return array with zeros where the rows or values of ``kept`` are False.
+    """Return array with zeros where ``kept``, of its leading axes, is False.
 
-    Bits are chosen: CuPy's ``where`` has no bfloat16, and returns float32.
+    ``where`` selects bits, as unsigned integers: CuPy's has no bfloat16, and returns float32.
     """
     bits = array.view(f"u{array.itemsize}")
-    where = kept.reshape(*kept.shape, *[1] * (array.ndim - kept.ndim))
+    where = kept.reshape(*kept.shape, *[1] * (array.ndim - kept.ndim))  # (*kept.shape, 1, ...)
     return np.where(where, bits, bits.dtype.type(0)).view(array.dtype)
 
 
 def lanes(row: int, *arrays: Any) -> int:
-    """Return how many values of the first array's dtype one access of at most 16 bytes moves.
+    """Return how many values of the first array's dtype one memory access moves.
 
-    This is a power of two that divides the row length and suits the address of every array.
+    The number is a power of two, at most 16 bytes (the widest access of a GPU), that divides the
+    row length and to whose size the address of every array is aligned.
     """
     size = arrays[0].dtype.itemsize
-    lowest = 16 | row * size
+    lowest = 16 | row * size  # the lowest bit set is the largest power of two that divides all
     for array in arrays:
         if array is not None:
             address = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
@@ -103,7 +106,7 @@ def lanes(row: int, *arrays: Any) -> int:
 
 
 def between_elements(array: Any) -> bool:
-    """Return whether some address is not a multiple of the element size: a GPU cannot read it."""
+    """Return whether an element's address is no multiple of its size: a GPU cannot read it."""
     address = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
     steps = [step for n, step in zip(array.shape, array.strides, strict=True) if n > 1]
     return array.size > 0 and any(step % array.itemsize for step in (address, *steps))

@@ -13,15 +13,15 @@ For ``f(x, bias=None, *, eps: float = 1e-6)`` it is, in short,
             eps = fit("eps", eps)
         return run([x, bias], {"eps": eps})
 
-so that a call of a known form (classes, shapes, dtypes) creates no tuple except its key.  The
-annotation of an option says which values it accepts:
+A call of a known form (classes, shapes, dtypes) creates no tuple except its key.  The annotation
+of an option names the values that it accepts:
 
     eps: float                  a finite number
     softcap: float | None       a finite number or None
     chunk: int | None           an integer or None
     interleaved: bool           True or False
 
-The op itself checks bounds and other options.  ``check_options`` is for functions and classes.
+The op itself checks ranges and other options.  ``check_options`` is for functions and classes.
 """
 
 import dataclasses
@@ -63,7 +63,7 @@ KINDS: Mapping[type[Any], tuple[str, tuple[type[Any], ...]]] = {
     float: ("a finite number", (float, int, np.floating, np.integer)),
 }
 
-NO_NUMBERS = (bool, np.timedelta64)  # though they are integers in Python and NumPy
+NO_NUMBERS = (bool, np.timedelta64)  # subclasses of int and np.integer that are no numbers here
 
 SOURCE = """
 def key({arrays}):
@@ -95,7 +95,7 @@ def compile_call(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     header = ["self", *(f"{name}=None" for name in positional), "*more"]
     header += [f"{name}=None" for name in keywords]
     header += [f"{o.name}=default_{o.name}" for o in options]
-    # an option that is checked anyway is refused there if it is missing: no opcodes of its own
+    # without a default; True: no annotation whose check refuses a missing option without opcodes
     required = {o.name: option_of(o) is None for o in options if o.default is o.empty}
     text = SOURCE.format(
         name=op.__name__,
@@ -127,9 +127,9 @@ def compile_call(op: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
 def write(title: str, source: str, scope: dict[str, Any]) -> dict[str, Any]:
     """Define the functions of a source text in a scope, and return the scope.
 
-    The title names their file, which is in linecache: tracebacks and debuggers show the source.
+    The title is their file name in linecache, so tracebacks and debuggers show the source.
     """
-    for number in count():
+    for number in count():  # another text has this title: the next number makes it unique
         file = f"<{title}{number or ''}>"
         entry = (len(source), None, source.splitlines(keepends=True), file)
         if linecache.cache.setdefault(file, entry) == entry:
@@ -139,9 +139,10 @@ def write(title: str, source: str, scope: dict[str, Any]) -> dict[str, Any]:
 
 
 def bind(op: Any, function: Any, also: Iterable[str] = ()) -> Callable[[Any, Any], Any]:
-    """Return ``run(arrays, options)``, which passes a function the arguments its parameters name.
+    """Return ``run(arrays, options)``, which calls a function with arguments by parameter name.
 
-    A parameter ``call`` gets the name of the op for messages, ``**rest`` all that are not named.
+    A parameter ``call`` gets the name of the op for messages, ``**rest`` all arrays and options
+    that no other parameter names.  ``also`` are further names that the op must have.
     """
     places = {"call": repr(op.called)}
     places |= {name: f"arrays[{i}]" for i, name in enumerate(op.names)}
@@ -160,7 +161,10 @@ def bind(op: Any, function: Any, also: Iterable[str] = ()) -> Callable[[Any, Any
 
 
 def _form_of(operand: Any) -> str:
-    """Return the source of an operand's form; only optional ones and integers create a tuple."""
+    """Return the source of the part of a key that an operand adds.
+
+    Tuples cost time in each call: only optional operands and integers create one.
+    """
     name = operand.name
     form = f"{name}.__class__, {name}.shape, {name}.dtype"
     if operand.kind == "int":
@@ -169,7 +173,10 @@ def _form_of(operand: Any) -> str:
 
 
 def _check_of(name: str, option: Option | None) -> str:
-    """Return the source that checks an option; empty if the op checks it itself."""
+    """Return the source that checks an option; empty if the op checks it itself.
+
+    The class is compared first: that takes fewer opcodes than a call of ``coerce_option``.
+    """
     if option is None:
         return ""
     wrong = f"{name}.__class__ is not {option.kind.__name__}"
@@ -205,8 +212,8 @@ def check_options(wrapped: F) -> F:
     signature = inspect.signature(function)
     parameters = signature.parameters
     options_of = {name: option for name, p in parameters.items() if (option := option_of(p))}
-    shown = getattr(wrapped, "CALL", wrapped.__qualname__)  # CALL: the call that takes the options
-    own = "self" in parameters  # as the first one
+    shown = getattr(wrapped, "CALL", wrapped.__qualname__)  # CALL: how messages name the call
+    own = "self" in parameters  # the first parameter, which messages leave out
 
     @functools.wraps(function)
     def call(*args: Any, **options: Any) -> Any:
@@ -223,7 +230,7 @@ def check_options(wrapped: F) -> F:
                 bound.arguments[name] = coerce_option(shown, parameters, name, value)
         return function(*bound.args, **bound.kwargs)
 
-    vars(call)["answers"] = True
+    vars(call)["checks_calls"] = True
     if isinstance(wrapped, type):
         wrapped.__init__ = call  # type: ignore[misc]
         return wrapped
@@ -242,9 +249,9 @@ def check_fields(values: Any) -> None:
     """
     for field in dataclasses.fields(values):
         value, name = getattr(values, field.name), field.name
-        if words := mismatch(field.type, value):
+        if requirement := mismatch(field.type, value):
             call = getattr(values, "CALL", type(values).__name__)
-            raise ConfigError(f"{call}({name}={reprlib.repr(value)}): {name} must be {words}")
+            raise ConfigError(f"{call}({name}={reprlib.repr(value)}): {name} must be {requirement}")
         if isinstance(value, np.generic):
             object.__setattr__(values, name, value.item())
 
@@ -252,13 +259,13 @@ def check_fields(values: Any) -> None:
 def check_entries(where: object, values: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
     """Raise a ConfigError for an entry of a JSON object that does not match its annotation."""
     for name in values.keys() & kinds.keys():
-        if words := mismatch(kinds[name], values[name]):
-            shown = reprlib.repr(values[name])
-            raise ConfigError(f"{where}: {name} is {shown}; it must be {words}: correct the file")
+        if requirement := mismatch(kinds[name], values[name]):
+            problem = f"{where}: {name} is {reprlib.repr(values[name])}"
+            raise ConfigError(f"{problem}; it must be {requirement}: correct the file")
 
 
 def mismatch(annotation: Any, value: Any) -> str:
-    """Return in words what an annotation requires, if a value does not match it; else ""."""
+    """Return a phrase for what an annotation requires if a value does not match it; else ""."""
     union = isinstance(annotation, types.UnionType)
     kinds = typing.get_args(annotation) if union else (annotation,)
     matches = any(_matches(kind, value) for kind in kinds)
@@ -280,7 +287,7 @@ def _matches(kind: Any, value: Any) -> bool:
 
 
 def _words_of(kind: Any) -> str:
-    """Return in words what ``_matches`` requires."""
+    """Return a phrase for the values that ``_matches`` accepts, such as "an integer"."""
     if typing.get_origin(kind):
         return "a list, each " + _words_of(typing.get_args(kind)[0])
     others = {types.NoneType: "None", str: "a text", Path: "a path", Mapping: "an object"}
@@ -288,18 +295,18 @@ def _words_of(kind: Any) -> str:
 
 
 def in_any_case(value: Any, known: Collection[str]) -> Any:
-    """Return the known name that a text is, if case does not count; else the value itself."""
+    """Return the known name that equals a text in lower case; else the value itself."""
     return name if isinstance(value, str) and (name := value.lower()) in known else value
 
 
 def is_number(value: Any) -> bool:
-    """Return whether value is a real number, not a bool, and no integer beyond all floats."""
+    """Return whether value is a real number: no bool, and no integer too large for a float."""
     real = isinstance(value, numbers.Real) and not isinstance(value, NO_NUMBERS)
     return real and (type(value) is not int or abs(value) <= math.nextafter(math.inf, 0))
 
 
 def is_list(value: Any) -> bool:
-    """Return whether value holds others, as neither a text nor an array without axes does."""
+    """Return whether value is a collection of values: no text, and no array without axes."""
     listed = isinstance(value, Collection) and not isinstance(value, str | bytes)
     return listed and getattr(value, "ndim", 1) != 0
 
@@ -311,7 +318,7 @@ def is_integer(value: Any, least: float = 0) -> bool:
 
 
 def check_whole(call: str, options: Mapping[str, int | None]) -> None:
-    """Raise ConfigError for an integer beyond 64 bits, which neither NumPy nor a kernel takes."""
+    """Raise ConfigError for an integer beyond 64 bits, the widest of NumPy and of kernels."""
     for name, value in options.items():
         if value is not None and not -(2**63) <= value < 2**63:
             shown = reprlib.repr(value)
@@ -319,7 +326,7 @@ def check_whole(call: str, options: Mapping[str, int | None]) -> None:
 
 
 def coerce_option(op: str, parameters: Parameters, name: str, value: Any) -> Any:
-    """Return an option's value, a NumPy scalar as Python's; raise ConfigError if it is invalid."""
+    """Return the value of an option as a Python number; raise ConfigError if it is invalid."""
     kind, optional = typing.cast(Option, option_of(parameters[name]))
     if value is inspect.Parameter.empty:
         raise ArgumentError(f"{op}: {name} is missing; pass {name}=...")
@@ -330,7 +337,7 @@ def coerce_option(op: str, parameters: Parameters, name: str, value: Any) -> Any
     if fits and (kind is not float or (is_number(value) and -math.inf < value < math.inf)):
         value = value.item() if isinstance(value, np.generic) else value
         beyond = kind is float and isinstance(value, int) and not -(2**63) <= value < 2**63
-        return float(value) if beyond else value  # NumPy takes no such integer as a number
+        return float(value) if beyond else value  # NumPy makes an object array of such an integer
     words += " or None" * optional
     raise ConfigError(f"{op}({name}={reprlib.repr(value)}): {name} must be {words}")
 
@@ -338,7 +345,7 @@ def coerce_option(op: str, parameters: Parameters, name: str, value: Any) -> Any
 def _refuse(
     op: Any, parameters: Parameters, more: Any = (), unknown: Any = (), missing: str = ""
 ) -> None:
-    """Raise for arrays beyond those by position, for unknown options or for a missing one."""
+    """Raise for too many arrays by position, for unknown options or for a missing option."""
     if more:
         names = ", ".join(op.names[: op.positional])
         raise DTypeError(f"{op.called} takes ({names}); pass other arrays by keyword")

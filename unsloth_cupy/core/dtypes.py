@@ -12,7 +12,7 @@ from ..errors import ConfigError
 if TYPE_CHECKING:
     Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]  # or an array of another library
 else:
-    Array = np.ndarray  # so that help() prints a short name
+    Array = np.ndarray  # help() prints this short name
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOATS = (np.dtype("float16"), BFLOAT16, np.dtype("float32"), np.dtype("float64"))
@@ -20,15 +20,15 @@ FLOAT32 = FLOATS[2]
 
 
 class Stored:
-    """Matrices stored in fewer bits than their dtype, accepted by products without conversion."""
+    """A matrix stored in fewer bits than its dtype; matrix products accept it as it is."""
 
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]  # of its products, unless the other operand has another
-    home: Any  # one of the arrays that store it
+    dtype: np.dtype[Any]  # dtype of products, unless the other operand has another one
+    home: Any  # one of the arrays that store the matrix: its library and device
     computed_in: Callable[[Any], Any]  # (dtype): the same matrix with that dtype
     product: Callable[[Any, Any, bool], None]  # (a, out, add): out = a @ self, or out += a @ self
-    dense_where: Callable[[Any, Any], Any]  # (offsets, dtype) of a stack: matrices of groups
-    trained = False  # whether it has a gradient
+    dense_where: Callable[[Any, Any], Any]  # (offsets, dtype) of a stack: matrices of the groups
+    trained = False  # whether the matrix has a gradient
 
 
 NOT_ARRAYS = (int, Stored, type(None))  # accepted in place of an array
@@ -38,22 +38,22 @@ KINDS: Mapping[str, tuple[np.dtype[Any], ...]] = {
     "param": FLOATS,  # the dtype of the call, or float32
     "table": FLOATS,  # as param, but a constant: it has no gradient
     "constant": FLOATS,  # any float; it has no gradient
-    "scale": (FLOATS[2], FLOATS[0], FLOATS[3]),  # of a quantized weight, which is a constant
+    "scale": (FLOATS[2], FLOATS[0], FLOATS[3]),  # scales of a quantized weight; no gradient
     "stat": FLOATS[2:],  # float32; float64 where the dtype of the call is float64
     "int": (np.dtype("int32"), np.dtype("int64")),
     "bool": (np.dtype("bool"),),
     "byte": (np.dtype("uint8"),),
     "code": (np.dtype("int8"),),
-    # what a cast returns; its gradient may be float64, as gradients are judged
+    # results of casts; float64 too, in which tests compare gradients with finite differences
     **{dtype.name: (dtype, FLOATS[3]) for dtype in FLOATS[:3]},
     "none": (),  # an output that is always None: the gradient of an integer
 }
 LEADING = ("float", "weight")  # the first operand of these kinds sets the dtype of the call
 DIFFERENTIABLE = ("float", "weight", "param", "stat")
-KERNEL_DTYPES = FLOATS[:3]  # float64 runs the definition
+KERNEL_DTYPES = FLOATS[:3]  # float64 runs the definition, in checks of gradients
 
 
-NUMBERS = re.compile(r"(torch\.)?(u?int|b?float)\d+")  # a dtype as text, of any library
+NUMBERS = re.compile(r"(torch\.)?(u?int|b?float)\d+")  # str() of such a dtype in any library
 
 
 def holds_numbers(array: Any) -> bool:
@@ -72,13 +72,13 @@ def allowed(kind: str, dtype: np.dtype[Any]) -> tuple[np.dtype[Any], ...]:
     return KINDS[kind]
 
 
-def float_dtype(call: str, wanted: Any, known: Sequence[np.dtype[Any]] = FLOATS) -> np.dtype[Any]:
-    """Return the requested dtype; raise ConfigError if it is not one of ``known``."""
+def float_dtype(call: str, value: Any, known: Sequence[np.dtype[Any]] = FLOATS) -> np.dtype[Any]:
+    """Return an option ``dtype`` as a NumPy dtype; raise ConfigError if it is not in ``known``."""
     try:
-        dtype = np.dtype(wanted if isinstance(wanted, str | np.dtype | type) else object)
+        dtype = np.dtype(value if isinstance(value, str | np.dtype | type) else object)
     except (TypeError, ValueError):
         dtype = np.dtype(object)
     if dtype not in known:
         names = ", ".join(each.name for each in known)
-        raise ConfigError(f"{call}: dtype={wanted!r}; choose from {names}")
+        raise ConfigError(f"{call}: dtype={value!r}; choose from {names}")
     return dtype

@@ -1,8 +1,8 @@
 """NVIDIA GPUs through CuPy: allocation, compilation, launches and limits.
 
-CuPy allocates and launches on the GPU that is current for the thread, wherever the arrays of a call
-are.  So ``on_current_gpu`` starts a kernel on the GPU where it was loaded, and code that creates
-arrays or computes with them does so inside ``device_of(array)``.  With one GPU both do nothing.
+CuPy allocates and launches on the current GPU of the thread, even if the arrays are on another one.
+So ``on_current_gpu`` starts a kernel on the GPU where it was loaded, and code that creates or uses
+arrays runs inside ``device_of(array)``.  With one GPU both do nothing.
 """
 
 import functools
@@ -22,11 +22,12 @@ from .source import source_root
 from .target import Limits
 
 NO_SWITCH: AbstractContextManager[Any] = nullcontext()
-capturing: ContextVar[bool] = ContextVar("capturing", default=False)  # launches into a graph
+# True while launches are captured into a CUDA graph
+capturing: ContextVar[bool] = ContextVar("capturing", default=False)
 
 
 def cupy() -> Any:
-    """Import CuPy, which is imported nowhere else; raise ImportError if it is missing."""
+    """Import CuPy, here alone, after its environment is set; raise ImportError if it is missing."""
     prepare()
     import cupy
 
@@ -34,7 +35,7 @@ def cupy() -> Any:
 
 
 def imported() -> Any:
-    """Return CuPy where it has been imported; an import, with nothing to do, takes 0.2 us."""
+    """Return CuPy, which has been imported; a repeated import statement would take 0.2 us."""
     return sys.modules["cupy"]
 
 
@@ -52,8 +53,9 @@ class CupyTarget:
             kernel = cp.RawModule(**unit(cp, source, compiler_options(source))).get_function(name)
         except cp.cuda.compiler.CompileException as error:
             raise KernelError(f"{name} does not compile\n{error}\n{source}") from error
-        most = 48 * 1024 - kernel.shared_size_bytes  # static + dynamic; more needs opt-in
-        lock = threading.Lock()  # else a thread that needs less could lower the limit of another
+        # CUDA allows 48 KB of static and dynamic shared memory together; more needs opt-in
+        most = 48 * 1024 - kernel.shared_size_bytes
+        lock = threading.Lock()  # or a thread that needs less could lower another thread's limit
 
         def launch(grid: Any, block: Any, args: tuple[Any, ...], shared: int) -> None:
             nonlocal most
@@ -75,19 +77,20 @@ class CupyTarget:
             return cupy().empty(shape, dtype)
 
     def ready(self, scalar: Any) -> Any:
-        """Return a NumPy scalar as CuPy passes it on: creating that takes longer than a launch."""
-        if isinstance(scalar, np.void):  # a 0-d array: before CuPy 14.1 a CScalar is too small
+        """Return CuPy's object for a NumPy scalar: to create it takes longer than a launch."""
+        if isinstance(scalar, np.void):  # a struct: scalars of CuPy 14.0 hold less than 64 bytes
             return sys.modules["cupy.cuda.function"].CNumpyArray(np.array(scalar))
         return sys.modules["cupy._core._scalar"].CScalar(scalar)
 
 
 @functools.cache
 def limits_of(device: int) -> Limits:
-    """Return the limits of a GPU by its number."""
+    """Return the limits of the GPU with this number."""
     runtime, gpu = cupy().cuda.runtime, cupy().cuda.Device(device)
     shared = runtime.deviceGetAttribute(runtime.cudaDevAttrMaxSharedMemoryPerBlockOptin, device)
     processors = runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, device)
-    clusters = bool(runtime.deviceGetAttribute(120, device))  # cudaDevAttrClusterLaunch
+    # cudaDevAttrClusterLaunch, for which CuPy has no name
+    clusters = bool(runtime.deviceGetAttribute(120, device))
     return Limits(int(gpu.compute_capability), shared, processors, clusters)
 
 
@@ -98,15 +101,20 @@ def is_cupys(kind: type[Any]) -> bool:
 
 
 def compiler_options(source: str = "") -> tuple[str, ...]:
-    """Return NVRTC's options besides those that CuPy adds: header paths, -arch and -ftz=true.
+    """Return options of NVRTC; CuPy itself adds paths of its headers, -arch and -ftz=true.
 
-    Float32 denormals are zero in kernels.  wgmma needs a second -arch, an error before NVRTC 12.9.
+    With -ftz=true float32 denormals are zero in kernels.  Sources named ``_sm90.cu`` use wgmma,
+    which needs sm_90a.  NVRTC before 12.9 refuses the second -arch.
     """
     return ("-std=c++17", f"-I{source_root()}", *["-arch=sm_90a"] * ('_sm90.cu"' in source))
 
 
 def on_one_device(op: Any, make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
-    """Return make(); with several GPUs, a function that runs one make() per GPU of the arrays."""
+    """Return make(); with several GPUs a function that runs one make() for each GPU.
+
+    It runs on the GPU of the arrays.  A run is not shared between GPUs, as it may be a replay with
+    kernels of one GPU.
+    """
     runtime = cupy().cuda.runtime
     if runtime.getDeviceCount() == 1:
         return make()
@@ -134,9 +142,9 @@ _several: dict[int, bool] = {}
 
 
 def several_gpus() -> bool:
-    """Return whether CuPy sees more than one GPU; the driver is asked once, after its import."""
+    """Return whether CuPy sees more than one GPU; calls the driver once, after CuPy's import."""
     known = id(sys.modules.get("cupy"))
-    if known not in _several:  # no functools.cache, of which dynamo warns
+    if known not in _several:  # not functools.cache: torch's dynamo warns of it
         _several[known] = count() > 1
     return _several[known]
 
@@ -154,7 +162,7 @@ def device_of(array: Any) -> AbstractContextManager[Any]:
 
 
 def on_current_gpu(launch: Callable[..., None]) -> Callable[..., None]:
-    """Return a launch that starts on the GPU that is current now, whichever is current later."""
+    """Return a launch that always starts on the GPU that is current now."""
     if not several_gpus():
         return launch
     cuda = cupy().cuda

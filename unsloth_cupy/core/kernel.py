@@ -1,4 +1,4 @@
-"""Compiles a kernel for the device of its arrays, checks its arguments and launches it."""
+"""Compiles a kernel for the device of the arrays, checks its arguments and launches it."""
 
 import functools
 import operator
@@ -20,11 +20,11 @@ _is_contiguous = operator.attrgetter("flags.c_contiguous")
 class Kernel:
     """A compiled kernel that knows its parameters: ``kernel[grid, block](*args)``.
 
-    Neither CUDA nor CuPy checks arguments.  This class checks those of the first launch, as later
-    launches come from the same line of code, and in each launch that arrays are contiguous, as a
-    kernel gets only their addresses.  A replay, whose key has all strides, does not come here.  It
-    converts Python scalars, and dicts with the fields of a struct, to the types that the source
-    declares.
+    Neither CUDA nor CuPy checks arguments.  This class checks all arguments of the first launch;
+    later launches come from the same line of code.  In each launch it checks that arrays are
+    contiguous, as a kernel gets only their addresses.  A replay skips this class, as its key has
+    all strides.  Python scalars, and dicts with the fields of a struct, are converted to the types
+    that the source declares.
     """
 
     def __init__(
@@ -32,9 +32,11 @@ class Kernel:
     ) -> None:
         self.name = f"{name} of {file} with {constants}"
         self.parameters = parameters(file, name, constants)
-        self.ready = getattr(target, "ready", lambda scalar: scalar)  # for structs and replays
+        # converts a scalar to the target's own type once, for structs and replays
+        self.ready = getattr(target, "ready", lambda scalar: scalar)
         pointers = [i for i, (_, pointer) in enumerate(self.parameters) if pointer]
-        self.arrays = operator.itemgetter(*pointers, pointers[0])  # of one index, no tuple
+        # the first one twice: itemgetter of a single index returns no tuple
+        self.arrays = operator.itemgetter(*pointers, pointers[0])
         values = [(i, dtype) for i, (dtype, pointer) in enumerate(self.parameters) if not pointer]
         self.casts = [(i, self._struct(d) if d.names else d.type) for i, d in values]
         self.checked = False
@@ -45,12 +47,15 @@ class Kernel:
         return functools.partial(self._run, *(shape if len(shape) == 3 else (*shape, 0)))
 
     def _struct(self, dtype: np.dtype[Any]) -> Callable[[Any], Any]:
+        """Return the function that converts a dict to a struct argument."""
         return lambda struct: self.ready(np.array(fields(struct, dtype), dtype)[()])
 
     def _run(self, grid: Any, block: Any, shared: int, *args: Any) -> None:
+        """Check the arguments, convert them and launch."""
         values = [NULL if arg is None else arg for arg in args]
         start = self.launch
-        if Recorded in map(type, values):  # of a layout that has been checked, and spans gaps
+        # the first call with this layout was checked; a strided array stands here with its gaps
+        if Recorded in map(type, values):
             recorded: Any = next(value for value in values if type(value) is Recorded)
             start = recorded.recording.starting(self)
         elif not (self.checked and all(map(_is_contiguous, self.arrays(values)))):
@@ -59,16 +64,17 @@ class Kernel:
         for index, cast in self.casts:
             values[index] = cast(values[index])
         grid = grid if grid.__class__ is tuple else (grid,)
-        if 0 in grid:  # an empty axis: nothing to compute
+        if 0 in grid:  # an empty axis: nothing to compute, and CUDA refuses such a grid
             return
         start(grid, block if block.__class__ is tuple else (block,), tuple(values), shared)
 
 
+# by target, device, file, name and constants; beyond 4096 the least recently used one is dropped
 _kernel: Any = functools.lru_cache(maxsize=4096)(Kernel)
 
 
 def load(file: str, name: str, like: Any, constants: Constants) -> Kernel:
-    """Return kernel ``name`` of kernels_cu/``file`` for these constants, on the device of like."""
+    """Return kernel ``name`` of kernels_cu/``file`` for these constants and the device of like."""
     target = target_of(like)
     if target is None:
         raise KernelError(f"{name}: no target runs kernels on {type(like).__name__}")

@@ -1,4 +1,4 @@
-"""An op: its NumPy definition, its kernel launch and its backward, joined by name.
+"""An op: a NumPy definition, a kernel launch and a backward op, connected by names.
 
     @op("x(*rows), y(*rows) -> z(*rows)")
     def add(x, y): return x + y                      the definition, in NumPy
@@ -6,14 +6,14 @@
     @add.require
     def _check(call, y): ...                         raises before anything runs
     @add.kernel(strided=("x",))
-    def _launch(x, y): ...                           how its CUDA kernel is launched; where it
-                                                     returns NotImplemented, the definition runs
+    def _launch(x, y): ...                           launches the CUDA kernel; if it returns
+                                                     NotImplemented, the definition runs
 
     @add.gradient
-    def add_backward(dz): return dz, dz              itself an op, with a kernel of its own
+    def add_backward(dz): return dz, dz              an op, with a kernel of its own
 
-A definition computes in float32 or float64: 16-bit arguments are widened before it runs and
-results are rounded once, to the dtypes that the signature names, after it returns.
+A definition computes in float32 or float64: 16-bit arguments are widened before it runs, and its
+results are rounded once, to the dtypes of the signature, after it returns.
 """
 
 import functools
@@ -37,13 +37,13 @@ from .target import target_of
 P = ParamSpec("P")
 R = TypeVar("R")
 
-INTEGER = np.int64()  # stands for a Python int: it has its shape and dtype
-KEPT_ROUTES = 4096  # per op; decoding meets a new shape with every token
+INTEGER = np.int64()  # has the shape and dtype of a Python int
+KEPT_ROUTES = 4096  # routes per op, then all are dropped: in decoding each token has a new shape
 OPS: dict[str, "Op[..., Any]"] = {}
 
 
 class Traced:
-    """An argument that wraps an array, its ``value``, and runs ops itself: see ``Op.plan``."""
+    """An argument that wraps an array, ``value``, and runs ops itself: see ``Op.plan``."""
 
     __slots__ = ()
     value: Any
@@ -51,7 +51,7 @@ class Traced:
 
 
 class Op(Generic[P, R]):
-    """A function with a NumPy definition and, once one is registered, a kernel launch."""
+    """A function with a NumPy definition and, if one is registered, a kernel launch."""
 
     __name__: str
     called: str
@@ -61,14 +61,16 @@ class Op(Generic[P, R]):
         self, signature: str, definition: Callable[P, R], widen: bool = True, **facts: Any
     ) -> None:
         functools.update_wrapper(self, definition)
-        self.facts = facts  # for benchmarks, plans and frameworks: see ``op``
-        self.called = self.__name__.removesuffix("_forward").replace("_over_", "_")  # in messages
+        self.facts = facts  # what benchmarks, plans and frameworks need: see ``op``
+        # the name in messages
+        self.called = self.__name__.removesuffix("_forward").replace("_over_", "_")
         self.signature, self.definition, self.widen = signature, definition, widen
         self.contract = parse(signature, facts.get("bound"))
         self.names = tuple(operand.name for operand in self.contract.inputs)
         parameters = inspect.signature(definition).parameters
         self.positional = sum(p.kind is not p.KEYWORD_ONLY for p in parameters.values())
         self.options = frozenset(parameters) - frozenset(self.names)
+        # integer options, which must fit in 64 bits; a seed may be any integer
         kinds = {name: option_of(parameters[name]) for name in sorted(self.options - {"seed"})}
         self.whole = [name for name, option in kinds.items() if option and option.kind is int]
         if tuple(parameters)[: len(self.names)] != self.names:
@@ -78,9 +80,10 @@ class Op(Generic[P, R]):
         self.strided: Sequence[str] = ()  # arrays that the launch gets with their own strides
         self.checks: list[Run] = []
         self.backward: Op[..., Any] | None = None
-        self.routes: dict[Any, Run] = {}  # how to run a call, by the forms of its arrays
+        self.routes: dict[Any, Run] = {}  # functions that run calls, by the forms of the arrays
         call, self.key = compile_call(self)
-        self.__class__ = type("Op", (Op,), {"__call__": call})  # Python calls that of the class
+        # a class of its own, as Python calls ``__call__`` of the class, not of the object
+        self.__class__ = type("Op", (Op,), {"__call__": call})
         OPS[self.__name__] = self
 
     def __reduce__(self) -> Any:
@@ -91,19 +94,22 @@ class Op(Generic[P, R]):
         return f"<op {self.__name__}: {self.signature}>"
 
     def call(self, arrays: Sequence[Any], options: dict[str, Any]) -> R:
-        """Call with one array for every name of the signature."""
+        """Call the op with one array for every name of the signature."""
         function: Any = self
         return function(**dict(zip(self.names, arrays, strict=True)), **options)
 
     def kernel(self, launch: Any = None, *, strided: Sequence[str] = ()) -> Callable[..., Any]:
-        """Register the launch (see bind): its arrays are contiguous, except ``strided``."""
+        """Register the launch (see ``bind``); it gets contiguous arrays, except ``strided``."""
         if launch is None:
             return functools.partial(self.kernel, strided=strided)
         self.launch, self.strided = bind(self, launch, strided), strided
         return launch
 
     def require(self, check: Callable[..., None]) -> Callable[..., None]:
-        """Register a check that runs first; it may depend only on the key of a replay."""
+        """Register a check that runs before a call; it may read only what the key of a replay has.
+
+        A replay skips it.
+        """
         self.checks.append(bind(self, check))
         return check
 
@@ -114,11 +120,11 @@ class Op(Generic[P, R]):
     def gradient(self, *, widen: bool) -> "Callable[[Callable[..., Any]], Op[..., Any]]": ...
 
     def gradient(self, definition: Any = None, *, widen: bool = True) -> Any:
-        """Register the backward op; the names of its parameters connect it: see ``backward_of``.
+        """Register the backward op, whose parameters are connected by name: see ``backward_of``.
 
-        Its options are options of the forward op, or ``wanted``: the names of the inputs whose
-        gradients are requested, None for all.  It may return None for the others.  ``**options``
-        stands for all keywords of the forward op.
+        Its options are options of the forward op, or ``wanted``: a set with the names of the inputs
+        whose gradients are requested, or None for all.  It may return None for other gradients.
+        ``**options`` stands for all keywords of the forward op.
         """
         if definition is None:
             return functools.partial(self.gradient, widen=widen)
@@ -142,11 +148,11 @@ class Op(Generic[P, R]):
         return self.backward
 
     def library_of(self, arrays: Sequence[Any]) -> str:
-        """Return the library of all arrays of a call; raise if libraries or devices differ."""
+        """Return the one library of all arrays; raise if libraries or devices differ."""
         return common(self.called, self.names, arrays)
 
     def plan(self, arrays: Sequence[Any]) -> Run:
-        """Return a function that runs calls of this form; keep it for arrays of NumPy or CuPy."""
+        """Return a function that runs calls of this form; store it for arrays of NumPy and CuPy."""
         for array in arrays:
             if isinstance(array, Traced):
                 return functools.partial(array.run_op, self)
@@ -160,7 +166,7 @@ class Op(Generic[P, R]):
         return run
 
     def _checking_homes(self, arrays: Sequence[Any], run: Run) -> Run:
-        """Return a run that compares the libraries of quantized weights, which a key has not."""
+        """Return ``run`` with a check of the libraries of quantized weights, which no key has."""
         homes = [(i, type(a.home)) for i, a in enumerate(arrays) if isinstance(a, Stored)]
 
         def checked(arrays: list[Any], options: dict[str, Any]) -> Any:
@@ -171,24 +177,27 @@ class Op(Generic[P, R]):
         return checked if homes else run
 
     def _prepare(self, library: str, arrays: Sequence[Any], launch: bool = True) -> Run:
-        """Check the forms of the arrays, then return the function to run: launch or definition."""
+        """Check the forms of the arrays; return the function to run, launch or definition."""
         forms = [INTEGER if type(array) is int else array for array in arrays]
         bound = check(self.called, self.contract, forms)
         present = {i: form for i, form in enumerate(forms) if form is not None}
         inputs, host = self.contract.inputs, library == "numpy"
+        # values of integers are checked on the host alone: to read them would synchronize a GPU
         read = [i for i, f in present.items() if host and inputs[i].below and not is_planned(f)]
-        limits = {i: bound.sizes[str(inputs[i].below)] for i in read}  # reading would stall a GPU
+        limits = {i: bound.sizes[str(inputs[i].below)] for i in read}
         ranges = [functools.partial(self._check_range, *pair) for pair in limits.items()]
         lead = next((form for form in present.values() if form is not INTEGER), None)
         owned = target_of(lead) is not None
         checks: list[Run] = [*ranges, *[self._check_whole] * bool(self.whole), *self.checks]
-        full = all(0 not in form.shape for form in present.values())  # kernels get no empty axis
+        # kernels get no empty axis: the definition returns empty results or zeros
+        full = all(0 not in form.shape for form in present.values())
         kernel = launch and self.launch and full and bound.dtype in KERNEL_DTYPES
         if not (kernel and owned):
             every = [self._check_places] * owned + checks
             computed = run = self._definition(bound, present, every, type(lead))
             if not host:
                 make: Any = lambda: computed  # noqa: E731
+                # such a definition only allocates and multiplies, so it is replayed as a launch is
                 if (
                     owned
                     and self.facts.get("products")
@@ -222,8 +231,8 @@ class Op(Generic[P, R]):
     ) -> Run:
         """Return a function that computes in float32 or wider and rounds the results once."""
         compute: Run = self.compute
-        moves = not self.widen and "sizes" in self.facts  # such as reshape: it computes nothing
-        if kind is np.ndarray and not moves:  # as on a GPU, where infinity and NaN do not warn
+        moves = not self.widen and "sizes" in self.facts  # an op such as reshape computes nothing
+        if kind is np.ndarray and not moves:  # infinity and NaN do not warn, as on a GPU
             compute = np.errstate(all="ignore")(compute)
         narrow = {i for i, form in present.items() if self.widen and form.dtype in FLOATS[:2]}
 
@@ -234,7 +243,8 @@ class Op(Generic[P, R]):
                 arrays = [a.astype(FLOAT32) if i in narrow else a for i, a in enumerate(arrays)]
             result = compute(arrays, options)
             results = result if result.__class__ is tuple else (result,)
-            for array, dtype in zip(results, bound.outputs):  # noqa: B905 -- 0.1 us a call
+            # the usual results need no rounding; zip without strict= saves 0.1 us a call
+            for array, dtype in zip(results, bound.outputs):  # noqa: B905
                 if array is not None and (array.__class__ is not kind or array.dtype is not dtype):
                     break
             else:
@@ -245,15 +255,18 @@ class Op(Generic[P, R]):
         return run
 
     def _check_places(self, arrays: Sequence[Any], _: Any) -> None:
+        """Raise DTypeError for an array that is not aligned to its element size."""
         for name, array in zip(self.names, arrays, strict=True):
             if not isinstance(array, NOT_ARRAYS) and between_elements(array):
                 problem = f"{name} is not aligned to its element size; pass {name}.copy()"
                 raise DTypeError(explain(self.called, problem, self.contract.inputs, arrays))
 
     def _check_whole(self, _: Sequence[Any], options: dict[str, Any]) -> None:
+        """Raise ConfigError for an integer option beyond 64 bits."""
         check_whole(self.called, {name: options[name] for name in self.whole})
 
     def _check_range(self, index: int, limit: int, arrays: Sequence[Any], _: Any) -> None:
+        """Raise RangeError if a value of the array with this index is not in 0 .. limit - 1."""
         values = np.asarray(arrays[index])
         if values.size and (values.min() < 0 or values.max() >= limit):
             bad = values[(values < 0) | (values >= limit)].flat[0]
@@ -264,7 +277,7 @@ class Op(Generic[P, R]):
 
 
 def _check_of_wanted(names: Sequence[str]) -> Callable[..., None]:
-    """Return the check of an option ``wanted``: None, or a set of names of inputs."""
+    """Return the check that an option ``wanted`` is None or a set of names of inputs."""
     known = frozenset(names)
 
     def check_wanted(call: str, wanted: Any) -> None:
@@ -276,7 +289,7 @@ def _check_of_wanted(names: Sequence[str]) -> Callable[..., None]:
 
 
 def op_named(name: str) -> Op[..., Any]:
-    """Return the op of a name; unpickling an op calls this."""
+    """Return the op with this name; unpickling an op calls this function."""
     return OPS[name]
 
 
@@ -284,13 +297,30 @@ def op(signature: str, *, widen: bool = True, **facts: Any) -> Callable[[Callabl
     """Turn a NumPy definition into an op.
 
     ``widen=False`` is for an op that only moves values or changes its arrays: definition and launch
-    get them neither widened nor contiguous.  Facts are ``no_gradient``, the reason why it has none;
-    ``constant``, if gradients do not flow through results; ``sizes`` of axes that no operand has,
-    from the shape of the first and the options; ``bound``, the same from the sizes of other axes;
-    ``autocast``, the dtype that it casts to if that is float32; bytes of ``traffic`` from the
-    arrays, unless each moves once; ``operations`` of matrix products; ``products``, if on a GPU its
-    definition only allocates and calls ``gemm``, which is then recorded and replayed; ``lying``,
-    what that depends on besides the layouts of its arrays; and ``torch``, the function that
-    computes the same in torch.
+    get the arrays as they are, neither widened nor made contiguous.
+
+    The facts of an op:
+
+    ``no_gradient``
+        The reason why the op has no gradient.
+    ``constant``
+        True if gradients do not flow through the results.
+    ``sizes``
+        Sizes of axes that no operand has, from the shape of the first operand and the options.
+    ``bound``
+        Sizes of axes that no operand has, from the sizes of other axes.
+    ``autocast``
+        float32 if autocast casts the arguments of the op to float32.
+    ``traffic``
+        Bytes moved, from the arrays; without it each array moves once.
+    ``operations``
+        Operations of the matrix products.
+    ``products``
+        True if the definition on a GPU only allocates and calls ``gemm``: it is then recorded and
+        replayed, as a launch is.
+    ``lying``
+        What ``products`` depends on besides the layouts of the arrays.
+    ``torch``
+        The function that computes the same in torch.
     """
     return lambda definition: Op(signature, definition, widen, **facts)

@@ -1,13 +1,14 @@
-"""What other libraries name otherwise: the words of their users, and the names for them here.
+"""Names of other libraries, and the names here that mean the same.
 
-Torch, transformers, TRL, peft, Unsloth, flash-attn, llama.cpp and vLLM have them.  Options, names
-of packages and objects, and commands are answered by these tables, in Python and on the command
-line: see ``names``.
+The names are those of torch, transformers, TRL, peft, Unsloth, flash-attn, llama.cpp and vLLM:
+options, attributes of packages and objects, and commands.  Error messages in Python and on the
+command line suggest the names here: see ``names``.
 """
 
 from collections.abc import Mapping, Sequence
 
-OTHER_NAMES: Mapping[str, Sequence[str]] = {  # of options; the first that a call has is its own
+# An option of another library: options here, of which a message names the first that the call has.
+OTHER_NAMES: Mapping[str, Sequence[str]] = {
     # arrays
     "query": ["q"], "key": ["k"], "value": ["v"], "input": ["x", "tokens", "logits"],
     "hidden_states": ["x"], "input_ids": ["tokens"], "attn_mask": ["mask"],
@@ -90,19 +91,19 @@ OTHER_NAMES: Mapping[str, Sequence[str]] = {  # of options; the first that a cal
     "prompts": ["tokens"],
 }  # fmt: skip
 
-# Options of others for which nothing is passed here, and why.
+# Options of other libraries that have no counterpart here, with the reason.
 ABSENT: Mapping[str, str] = {
     "split": "pass the file or the rows of that split",
     "streaming": "files are read in parts where they are large; pass the file",
     "tokenizer": "the tokenizer of the model's folder is used",
     "processing_class": "the tokenizer of the model's folder is used",
-    "data_collator": "rows are put together by the library; pass rows with messages or texts",
+    "data_collator": "the library builds the batches; pass rows with messages or texts",
     "formatting_func": "pass rows with messages, texts, or prompts and answers",
-    "dataset_text_field": "the column is found by its name; ignore= leaves others out",
-    "trust_remote_code": "code of a folder never runs",
-    "enable_gqa": "grouped heads are known from the shapes",
+    "dataset_text_field": "the column is recognized by its name; ignore= leaves others out",
+    "trust_remote_code": "code in a model's folder never runs",
+    "enable_gqa": "the shapes of q and k determine the groups of heads",
     "use_cache": "generation always has a cache",
-    "num_beams": "each token is drawn, or the likeliest; leave it out",
+    "num_beams": "each token is sampled, or the most likely one; leave it out",
     "resume_from_checkpoint": "the same call again resumes the run in its folder",
     "push_to_hub": "nothing is uploaded; pass the saved folder to huggingface_hub",
     "trainable_token_indices": "pass tokens= to add_adapter, or trained_tokens= to Settings",
@@ -113,7 +114,7 @@ _MODEL = "call models.load(folder)"
 _RUN = "call Trainer(model, data, Settings(...)).train()"
 _SETTINGS = "pass Settings(...) to Trainer"
 
-# Names in packages and of objects; behind the name of a class if its answer is another one.
+# Attributes of packages and objects; with the class before the name where its cure differs.
 ATTRIBUTES: Mapping[str, str] = {
     **dict.fromkeys((
         "FastLanguageModel", "FastModel", "FastVisionModel", "AutoModelForCausalLM", "AutoModel",
@@ -158,7 +159,7 @@ ATTRIBUTES: Mapping[str, str] = {
     "LigerFusedLinearDPOLoss": "call losses.preference(log_probs, mask, reference)",
     "MultipleNegativesRankingLoss": "call losses.contrastive(...)",
     "prepare_model_for_kbit_training": "call models.quantize(model, kind)",
-    "train_on_responses_only": "questions are read, not learned: leave it out",
+    "train_on_responses_only": "loss is computed on assistant tokens only: leave it out",
     "for_inference": "models have no modes: call Transformer.generate(tokens)",
     "add_weighted_adapter": "call Transformer.mix_adapters(weights, name)",
     "GradScaler": "call LossScaler()",
@@ -171,7 +172,7 @@ ATTRIBUTES: Mapping[str, str] = {
     "push_to_hub": "nothing is uploaded; pass the saved folder to huggingface_hub",
     "push_to_hub_gguf": "nothing is uploaded; pass the saved file to huggingface_hub",
     "push_to_hub_merged": "nothing is uploaded; pass the saved folder to huggingface_hub",
-    # of a model
+    # attributes of a model
     "Transformer.forward": "call Transformer.logits(tokens)",
     "Transformer.eval": "a model has no modes; only Trainer(model, data).train() trains it",
     "Transformer.save_pretrained": "call Transformer.save(folder)",
@@ -188,7 +189,7 @@ ATTRIBUTES: Mapping[str, str] = {
         "Transformer.to", "Transformer.cuda", "Transformer.cpu", "Transformer.half",
         "Transformer.bfloat16", "Transformer.float",
     ), "call models.load(folder, device=, dtype=)"),
-    # of other objects
+    # attributes of other objects
     "Trainer.evaluate_model": "call finetune.evaluate(model, data)",
     "Trainer.save_model": "read finetune.Run.folder: Trainer.train() saves the model there",
     "Trainer.add_callback": "pass Trainer(callbacks=[...])",
@@ -197,10 +198,10 @@ ATTRIBUTES: Mapping[str, str] = {
     "Tape.gradient": "call Tape.gradients(of, wrt)",
     "Var.detach": "read Var.value",
     "Var.numpy": "read Var.value",
-    "zero_grad": "gradients are returned, and not added to earlier ones: leave it out",
+    "zero_grad": "gradients are returned, not accumulated: leave it out",
 }  # fmt: skip
 
-# Commands; the words behind a name are options of that command.
+# A command of another library: the command here, with its options.
 OTHER_COMMANDS: Mapping[str, str] = {
     **dict.fromkeys(("train", "fine-tune", "sft", "tune", "fit", "lora"), "finetune"),
     **{name: f"finetune --method {name}" for name in ("dpo", "kto", "orpo", "grpo", "rloo")},

@@ -1,10 +1,10 @@
-"""Records what a launch allocates and starts; later calls with the same key repeat only that.
+"""Records what a launch allocates and starts; later calls with an equal key repeat only that.
 
-A launch may depend on shapes, dtypes, strides, addresses modulo 16, options and ``choices``; all of
-them are in a call's key, so that no op has to say on which it depends.  The
-second call with equal ones runs on ``Recorded`` arrays, which have these properties and no others,
-and its allocations and kernel starts are recorded; later calls replay them.  A launch that needs
-more of an array, such as a copy or a sum, is not recorded and runs at each call.
+A launch may depend on shapes, dtypes, strides, addresses modulo 16, options and ``choices``.  The
+key of a call contains all of them, so no op has to list what its launch depends on.  The second
+call with a key runs on ``Recorded`` arrays, which have these properties and no others; its
+allocations and kernel starts are recorded, and later calls replay them.  A launch that reads
+anything else of an array, for instance to copy or sum it, is not recorded and runs in each call.
 """
 
 import operator
@@ -20,17 +20,22 @@ from .stand_in import StandIn
 
 Run = Callable[[list[Any], dict[str, Any]], Any]  # (arrays, options)
 
-KEPT = 256  # recordings per form of call; a learning rate may change with every step
-# what launches choose by besides the arguments of a call, such as an AttentionConfig
+# Recordings per form of call; beyond it all are dropped, as each value of an option, such as the
+# learning rate of a step, is a key of its own.
+KEPT = 256
+# Settings besides the arguments of a call that launches read, such as an AttentionConfig.
 choices: ContextVar[tuple[Any, ...]] = ContextVar("choices", default=())
-FIXED = "fixed order"  # among them: the order of a row's sums depends on nothing but the row
-GRADIENTS = "of gradients too"  # with FIXED: also in backward passes
-persistent_arrays: list[Any] = []  # they outlive every call: kernels report to some of them
-ALLOWED = {"data", "ctypes", "device", "base"}  # for addresses and for limits of the device
+FIXED = "fixed order"  # in choices: the order in which a row is summed depends only on that row
+GRADIENTS = "of gradients too"  # in choices, with FIXED: in backward passes, too
+persistent_arrays: list[Any] = []  # they outlive every call, as flags in which kernels set errors
+ALLOWED = {"data", "ctypes", "device", "base"}  # attributes with the address and the device
 
 
 def choosing(marks: tuple[Any, ...], function: Any, *arguments: Any, **options: Any) -> Any:
-    """Call a function; its launches choose by ``marks``, if there are any: those of its forward."""
+    """Call a function with ``choices`` set to ``marks``; empty marks leave the current choices.
+
+    Launches of a backward pass choose the variants that its forward pass chose.
+    """
     token = choices.set(marks or choices.get())
     try:
         return function(*arguments, **options)
@@ -39,19 +44,19 @@ def choosing(marks: tuple[Any, ...], function: Any, *arguments: Any, **options: 
 
 
 def is_fixed() -> bool:
-    """Return whether the bits of a row may not depend on the rows that are computed beside it."""
+    """Return whether the result of a row must have equal bits whatever other rows a call has."""
     return FIXED in choices.get()
 
 
 @contextmanager
-def fixed_order(wanted: bool = True, *, gradients: bool = False) -> Iterator[None]:
-    """Fix the order of the sums of each row inside a ``with`` block; False: leave it free.
+def fixed_order(enabled: bool = True, *, gradients: bool = False) -> Iterator[None]:
+    """Fix the order in which each row is summed inside a ``with`` block; False: leave it free.
 
-    With ``gradients`` it is that of their backward passes, too.
+    ``gradients`` fixes the order in backward passes, too.
     """
     others = tuple(each for each in choices.get() if each not in (FIXED, GRADIENTS))
     marks = (FIXED, GRADIENTS) if gradients else (FIXED,)
-    token = choices.set((*marks, *others) if wanted else others)
+    token = choices.set((*marks, *others) if enabled else others)
     try:
         yield
     finally:
@@ -59,15 +64,16 @@ def fixed_order(wanted: bool = True, *, gradients: bool = False) -> Iterator[Non
 
 
 class UnknownError(Exception):
-    """A launch needs more than layouts; not an AttributeError, which getattr would hide."""
+    """A launch reads more than layouts.  No AttributeError: getattr and hasattr would hide it."""
 
 
 def _refuse(*_: Any, **__: Any) -> NoReturn:
+    """Raise: what a launch does cannot be recorded."""
     raise UnknownError
 
 
 class Recorded(StandIn):
-    """Stands for an array, and shows only its layout; isinstance finds the class of the array."""
+    """The stand-in for an array: only its layout can be read; isinstance sees the array's class."""
 
     __array__ = __array_ufunc__ = __array_function__ = __bool__ = __eq__ = steps = _refuse
     __setitem__ = _refuse
@@ -81,28 +87,28 @@ class Recorded(StandIn):
         return getattr(self.form, name) if name in ALLOWED else _refuse()
 
     def empty(self, shape: Any, dtype: Any, new: Any = None) -> Any:
-        """Return a new array that ``new`` allocates, as every replay does again."""
+        """Return the stand-in of a new array, which ``new`` allocates now and in each replay."""
         return self.recording.allocate(shape, dtype, new or _allocator(self))
 
     def __len__(self) -> int:
-        """Return the length of the first axis, which is a part of the layout."""
+        """Return the size of the first axis, which is part of the layout."""
         return len(self.form)
 
     T = property(lambda self: self.lying(self.form.T))
     first = property(lambda self: self if self.start is None else self.start)
 
     def reshape(self, *shape: int) -> Any:
-        """Return the same elements in another shape, for a product."""
+        """Return a view of the elements in another shape, for a product; refuse to copy them."""
         other = self.form.reshape(shape)
         copied = isinstance(other, np.ndarray) or other.data.ptr != self.form.data.ptr
         return _refuse() if copied else self.lying(other)
 
     def lying(self, form: Any) -> Any:
-        """Return another form of this array, from the same address on, for a product or kernel."""
+        """Return this array with another layout from the same address, for a product or kernel."""
         return Recorded(form, self.recording, self.first)
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a view of rows or columns, ``[..., start:stop]``; every replay makes it again."""
+        """Return a view of rows or columns, ``[..., start:stop]``; each replay creates it again."""
         last = key[1] if type(key) is tuple and len(key) == 2 and key[0] is Ellipsis else key
         part = type(last) is slice and last.step is None
         return self.recording.view(self, key) if part else _refuse()
@@ -116,18 +122,18 @@ class Recording:
     """The allocations and kernel starts of a launch."""
 
     def __init__(self) -> None:
-        self.arrays: list[Recorded] = []  # those of the call, then those that are allocated
-        # of the latter: allocator, shape, dtype; of a view: None, number of its array, key
+        self.arrays: list[Recorded] = []  # arrays of the call, then allocated arrays and views
+        # an allocated array: (allocator, shape, dtype); a view: (None, index of its array, key)
         self.forms: list[tuple[Any, Any, Any]] = []
         self.starts: list[tuple[Any, ...]] = []  # launch, grid, block, arguments, shared memory
 
     def enter(self, array: Any) -> Any:
-        """Return what the launch gets in place of an array: a stand-in, or None or an integer."""
+        """Return the argument of the launch for an array: a stand-in; None and integers as is."""
         self.arrays.append(Recorded(array, self))
         return array if array is None or type(array) is int else self.arrays[-1]
 
     def allocate(self, shape: Any, dtype: Any, new: Callable[..., Any]) -> Any:
-        """Record an allocation by ``new``; return the stand-in of the array."""
+        """Allocate with ``new`` and record that; return the stand-in of the array."""
         sizes = tuple(shape) if isinstance(shape, tuple | list) else (shape,)
         self.forms.append((new, sizes, np.dtype(dtype)))
         return self.enter(new(sizes, np.dtype(dtype)))
@@ -138,21 +144,22 @@ class Recording:
         return self.enter(of.form[key])
 
     def calling(self, start: Callable[..., None], *operands: Recorded) -> None:
-        """Record a call that is not a kernel, with the arrays as its third argument."""
+        """Record a call that is no kernel, such as cuBLAS; its third argument is the arrays."""
         self.starts.append((start, (), (), [operand.first for operand in operands], 0))
 
     def starting(self, kernel: Any) -> Callable[..., None]:
         """Return a function that records a launch of a kernel instead of starting it."""
 
         def start(grid: Any, block: Any, values: Any, shared: int) -> None:
-            firsts = (v.first if type(v) is Recorded else v for v in values)  # only addresses
+            # a kernel reads only addresses: the array at the same address stands for each layout
+            firsts = (v.first if type(v) is Recorded else v for v in values)
             ready = [kernel.ready(v) if isinstance(v, np.generic) else v for v in firsts]
             self.starts.append((kernel.launch, grid, block, ready, shared))
 
         return start
 
     def finished(self, result: Any) -> Run:
-        """Return a function that repeats the allocations and starts, and returns the results."""
+        """Return a function that repeats allocations and starts, then returns the results."""
         numbers = {id(array): number for number, array in enumerate(self.arrays)}
         fixed: list[Any] = []
 
@@ -171,7 +178,7 @@ class Recording:
         results = picker(result if type(result) is tuple else (result,))
         starts = [(*start[:3], picker(start[3]), start[4]) for start in self.starts]
         forms = self.forms
-        views = any(new is None for new, *_ in forms)
+        views = any(new is None for new, *_ in forms)  # few have views: the others need no loop
 
         def replay(arrays: list[Any], options: dict[str, Any]) -> Any:
             if views:
@@ -202,19 +209,19 @@ def replaying(
     host: bool,
     more: Callable[[Sequence[Any]], Any] | None = None,
 ) -> Run:
-    """Return ``run`` for calls of one form, on host or device, replayed once it is recorded.
+    """Return a function that runs calls of one form, and replays ``run`` once it is recorded.
 
-    ``check`` runs once for each key, of which ``more(arrays)`` is a part: what the launch depends
-    on besides.
-    Where ``run`` returns NotImplemented, as there is no kernel for these options, the function that
-    ``defined(arrays)`` returns runs instead.
+    ``check`` runs once for each key.  ``more(arrays)``, if passed, is part of the key: a further
+    property on which the launch depends.  Where ``run`` returns NotImplemented, because no kernel
+    has these options, the function that ``defined(arrays)`` returns runs instead.
     """
-    known: dict[Any, Run | None] = {}  # None: met once
+    known: dict[Any, Run | None] = {}  # None after the first call: the second one is recorded
     fallback: list[Run] = []
     chosen = choices.get
     plain = layouts_of = _layouts_on_host if host else _layouts_on_gpu
     if more is not None:
-        layouts_of = lambda arrays: [*plain(arrays), more(arrays)]  # noqa: E731 -- others pay nothing
+        # calls without ``more`` do not pay for it
+        layouts_of = lambda arrays: [*plain(arrays), more(arrays)]  # noqa: E731
 
     def replayed(arrays: list[Any], options: dict[str, Any]) -> Any:
         key = (chosen(), *layouts_of(arrays), *options.values())
@@ -224,7 +231,7 @@ def replaying(
             check(arrays, options)
             if len(known) >= KEPT:
                 known.clear()
-            key = key if type(error) is KeyError else ()  # some options cannot be looked up
+            key = key if type(error) is KeyError else ()  # TypeError: an option is not hashable
             known[key], again = None, run
         if again is None:
             again = known[key] = _recorded(run, arrays, options)
@@ -239,21 +246,25 @@ def replaying(
 
 
 def _layouts_on_gpu(arrays: Sequence[Any]) -> list[Any]:
-    """Return the layouts of CuPy's arrays, and integers as they are: a kernel gets their values."""
+    """Return the layouts of CuPy arrays; integers as they are, as kernels get their values.
+
+    Addresses count modulo 16 bytes, the widest access: see ``arrays.lanes``.
+    """
     return [a if a is None or a.__class__ is int else (a.strides, a.data.ptr % 16) for a in arrays]
 
 
 def _layouts_on_host(arrays: Sequence[Any]) -> list[Any]:
-    """Return the same for NumPy's arrays."""
+    """Return the layouts of NumPy arrays, as ``_layouts_on_gpu`` does."""
     return [a if a is None or type(a) is int else (a.strides, a.ctypes.data % 16) for a in arrays]
 
 
 def _recorded(run: Run, arrays: Sequence[Any], options: dict[str, Any]) -> Run:
+    """Return the replay of a launch, or ``run`` itself if the launch cannot be recorded."""
     recording = Recording()
     try:
         return recording.finished(run([*map(recording.enter, arrays)], options))
     except Exception:  # a refusal, or an error that run raises again
         return run
-    finally:  # break the cycle of arrays and recording, or the garbage collector would have to
+    finally:  # arrays and recording refer to each other: free them without the garbage collector
         recording.arrays.clear()
         recording.starts.clear()

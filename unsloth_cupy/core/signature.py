@@ -5,13 +5,13 @@
 An operand is ``name(axes): kind``; ``name?`` may be None.  An axis is
 
     hidden      a name, bound to one size in the whole call, or a number
-    hidden+1    one more than the size bound to the name;  keys/128  its quotient, rounded up, where
-                a size is bound to the name
+    hidden+1    the bound size plus 1
+    keys/128    the bound size divided by 128, rounded up; any size while the name is not bound
     *rows       any number of leading axes
-    batch?      may be absent
-    keys|1      may be 1, or absent together with all axes before it: NumPy's broadcasting
+    batch?      an optional axis
+    keys|1      the bound size or 1; optional together with all axes before it, as NumPy broadcasts
 
-An output may be a sum of inputs, ``h(*rows) = x + residual``; it is x itself without residual.
+An output may be a sum of inputs, ``h(*rows) = x + residual``; without a residual it is x itself.
 
 A kind names dtypes (``dtypes.KINDS``); operands of kind float share one dtype, *the* dtype of the
 call.  ``int < vocab`` bounds the values.  ``where heads % kv_heads`` requires a multiple.  Checks
@@ -42,9 +42,9 @@ class Operand(NamedTuple):
     name: str
     axes: tuple[str, ...] = ()
     kind: str = "float"
-    below: str | None = None
+    below: str | None = None  # an axis: the integers are 0 .. its size - 1
     optional: bool = False
-    terms: tuple[str, ...] = ()  # of an output that is a sum: if only one is passed, that array
+    terms: tuple[str, ...] = ()  # inputs that an output sums; with one of them, it is that array
 
     def __str__(self) -> str:
         """Return the operand as the signature writes it."""
@@ -60,7 +60,7 @@ class Contract(NamedTuple):
     inputs: tuple[Operand, ...]
     outputs: tuple[Operand, ...]
     multiples: tuple[tuple[str, str], ...]
-    derived: Callable[[Sizes], Sizes] | None = None  # sizes that those of other axes determine
+    derived: Callable[[Sizes], Sizes] | None = None  # computes sizes of axes from the bound sizes
 
     def __str__(self) -> str:
         """Return the contract as a signature writes it."""
@@ -70,7 +70,7 @@ class Contract(NamedTuple):
 
 
 class Bound(NamedTuple):
-    """What a valid call determines: the size of every axis and the dtype of every output."""
+    """The size of every axis and the dtype of every output of a valid call."""
 
     sizes: Sizes
     dtype: np.dtype[Any]
@@ -98,15 +98,17 @@ def parse(signature: str, derived: Callable[[Sizes], Sizes] | None = None) -> Co
 
 
 def backward_of(contract: Contract, names: Mapping[str, bool], positional: int) -> Contract:
-    """Return the contract of a backward op, from the names of its parameters.
+    """Return the contract of a backward op from the names of its parameters.
 
-    A parameter is an input or an output of the forward op, or d + an output, which is optional if
-    ``names`` says so.  The op returns d + an input for each positional input, of kind none for
-    integers and tables, and for each differentiable keyword input.
+    A parameter ``x`` is an input or an output of the forward op, ``dx`` the upstream gradient of
+    an output ``x``; ``names`` maps each parameter to whether it is optional.  The op returns
+    ``dx`` for each positional input ``x`` (of kind none for integers and tables) and for each
+    differentiable keyword input.
     """
     inputs, outputs, multiples, derived = contract
     gradients = {f"d{o.name}": o._replace(name=f"d{o.name}", terms=()) for o in outputs}
-    first = {term: f"d{o.terms[0]}" for o in outputs for term in o.terms[1:]}  # equal gradients
+    # all terms of a sum have the gradient of its first term
+    first = {term: f"d{o.terms[0]}" for o in outputs for term in o.terms[1:]}
     known = {o.name: o._replace(terms=()) for o in inputs + outputs} | {
         name: o._replace(optional=o.optional or names.get(name, False))
         for name, o in gradients.items()
@@ -134,16 +136,17 @@ def check(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
         if not _fits_with_heads_first(op, contract, arrays):
             raise
         cure = "swap axes 1 and 2, as in q.transpose(1, 2) of torch"
-        hint = f"  with heads before tokens, as torch's attention takes them, they fit: {cure}"
+        hint = f"  with heads before tokens, as in torch's attention, the arrays fit: {cure}"
         raise ShapeError(f"{error}\n{hint}", expected=error.expected, actual=error.actual) from None
 
 
 def _fits_with_heads_first(op: str, contract: Contract, arrays: Sequence[Any]) -> bool:
-    """Return whether a call that does not fit has its heads before its tokens."""
+    """Return whether the arrays fit once their axes 1 and 2, heads and tokens, are swapped."""
     swapped, has_heads = [*arrays], False
     for i, (operand, array) in enumerate(zip(contract.inputs, arrays, strict=True)):
         if operand.axes[2:3] in (("heads",), ("kv_heads",)) and getattr(array, "ndim", 0) == 4:
-            shape = *array.shape[:1], *array.shape[2:0:-1], *array.shape[3:]
+            batch, heads, tokens, dim = array.shape
+            shape = batch, tokens, heads, dim
             swapped[i], has_heads = SimpleNamespace(shape=shape, dtype=array.dtype), True
     try:
         return has_heads and bool(_bound(op, contract, swapped))
@@ -152,7 +155,7 @@ def _fits_with_heads_first(op: str, contract: Contract, arrays: Sequence[Any]) -
 
 
 def _bound(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
-    """Bind every axis name to one size, or raise an error that shows the whole call."""
+    """Do what ``check`` does, without its hint about heads."""
     shown: Any = lambda problem: explain(op, problem, contract.inputs, arrays)  # noqa: E731
     present = [(o, a) for o, a in zip(contract.inputs, arrays, strict=True) if a is not None]
     dtype = next((a.dtype for o, a in present if o.kind in LEADING), FLOAT32)
@@ -178,16 +181,17 @@ def _bound(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
             raise DTypeError(shown(problem), expected=expected, actual=array.dtype)
         fit(operand, array)
     for many, few in contract.multiples:
+        # max: of a size 0 only 0 is a multiple
         if sizes[many] != sizes[few] * (sizes[many] // max(sizes[few], 1)):
             multiple = f"a multiple of {sizes[few]}"
             problem = shown(f"{many}={sizes[many]} must be a multiple of {few}={sizes[few]}")
             raise ShapeError(problem, expected=multiple, actual=sizes[many])
-    if contract.derived is not None:  # a gradient, or an output, may be all that has such an axis
+    if contract.derived is not None:  # now bound axes that no input has: they are checked here
         sizes |= contract.derived(sizes)
         for operand, array in present:
             fit(operand, array)
     own = {operand.name: array.dtype for operand, array in present}
-    outputs = [
+    outputs = [  # a sum has the dtype of its first term, dx the dtype of x
         None if o.kind == "none" else own.get((*o.terms, o.name[1:])[0], allowed(o.kind, dtype)[0])
         for o in contract.outputs
     ]
@@ -195,7 +199,7 @@ def _bound(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
 
 
 def _wrong_dtype(operand: Operand, array: Any, dtypes: Sequence[np.dtype[Any]]) -> str:
-    """Return what is wrong with the dtype of an operand."""
+    """Return the message for an operand whose dtype is not allowed."""
     name, cure = array.dtype.name, " or ".join(d.name for d in dtypes)
     if not array.dtype.isnative:
         cure = f"{operand.name}.astype({name!r})"
@@ -204,7 +208,7 @@ def _wrong_dtype(operand: Operand, array: Any, dtypes: Sequence[np.dtype[Any]]) 
 
 
 def _swapped(operand: Operand, array: Any, present: Sequence[tuple[Operand, Any]]) -> str | None:
-    """Return the problem if an array and another have floats and integers the wrong way round."""
+    """Return the message if a float operand got integers and another one floats for integers."""
     integers = [(o, a.dtype) for o, a in present if (o.kind == "int") != (a.dtype.kind in "iu")]
     for other, dtype in integers:
         if (other.kind == "int") != (operand.kind == "int"):
@@ -214,12 +218,12 @@ def _swapped(operand: Operand, array: Any, present: Sequence[tuple[Operand, Any]
 
 
 def _bind(operand: Operand, shape: tuple[int, ...], sizes: dict[str, Any]) -> str | None:
-    """Add the operand's axes to sizes; return what is wrong with its shape, if anything."""
+    """Add the axes of an operand to ``sizes``; return what is wrong with its shape, or None."""
     axes: tuple[str, ...] = operand.axes
     actual: list[Any] = [*shape]
     if axes and axes[0].startswith("*") and len(shape) >= len(axes) - 1:
         lead = len(shape) - len(axes) + 1
-        actual = [shape[:lead], *shape[lead:]]
+        actual = [shape[:lead], *shape[lead:]]  # *rows is one entry: the tuple of leading axes
     while len(axes) > len(actual) and (skip := _droppable(axes)) is not None:
         axes = axes[:skip] + axes[skip + 1 :]
     if len(axes) != len(actual):
@@ -230,14 +234,15 @@ def _bind(operand: Operand, shape: tuple[int, ...], sizes: dict[str, Any]) -> st
         if (operator == "|" and size == 1) or (operator == "/" and name not in sizes):
             continue
         if not name.isdigit() and name not in sizes:
+            # no size is negative: offsets of 0 elements bind 0, and are refused below
             sizes[name] = max(size - int(number), 0) if operator == "+" else size
-        if size != (want := size_of(axis, sizes)):
-            return f"{operand.name} has {axis.strip('*?')}={size}; it must be {want}"
+        if size != (expected := size_of(axis, sizes)):
+            return f"{operand.name} has {axis.strip('*?')}={size}; it must be {expected}"
     return None
 
 
 def _expected(operand: Operand, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the shape that an operand must have: sizes of axes, or names if any size is valid."""
+    """Return the shape that an operand must have; an axis of any size is its name."""
     shape: list[Any] = []
     for axis in operand.axes:
         name = parts(axis)[0]
@@ -247,13 +252,13 @@ def _expected(operand: Operand, sizes: Mapping[str, Any]) -> tuple[Any, ...]:
 
 
 def shape_of(operand: Operand, sizes: Mapping[str, Any]) -> tuple[int, ...] | None:
-    """Return the shape of an operand whose axes are bound; None where one of them is not."""
+    """Return the shape of an operand, without unbound optional axes; None if others are unbound."""
     shape = tuple(size for size in _expected(operand, sizes) if not str(size).endswith("?"))
     return None if any(isinstance(size, str) for size in shape) else shape
 
 
 def size_of(axis: str, sizes: Mapping[str, Any]) -> Any:
-    """Return the size of an axis whose name is bound; a tuple for ``*rows``."""
+    """Return the size of an axis whose name is bound; the tuple of sizes for ``*rows``."""
     name, operator, number = parts(axis)
     size = int(name) if name.isdigit() else sizes[name]
     if operator == "/":

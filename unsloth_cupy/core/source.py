@@ -12,6 +12,7 @@ import numpy as np
 from ..errors import KernelError
 from .dtypes import BFLOAT16
 
+# dtype: its type in CUDA C
 CTYPES: Mapping[np.dtype[Any], str] = {
     np.dtype("float16"): "__half",
     BFLOAT16: "__nv_bfloat16",
@@ -24,13 +25,14 @@ CTYPES: Mapping[np.dtype[Any], str] = {
     np.dtype("int64"): "long long",
     np.dtype("bool"): "bool",
 }
-_search = functools.cache(re.search)  # in one file for each set of constants
+_search = functools.cache(re.search)  # each set of constants searches the same few files
 
 
 class Constants(dict[str, Any]):
-    """Compile-time constants of a launch by name: dtypes, ints and bools.  Hashed once.
+    """Compile-time constants of a launch by name: dtypes, ints and bools.
 
-    Create them in a cached function: a launch looks up its kernel by them on every call.
+    Their hash is computed once.  Create them in a cached function: every call of a launch looks up
+    its kernel by them.
     """
 
     def __init__(self, **constants: Any) -> None:
@@ -53,7 +55,10 @@ def source_root() -> Path:
 
 @functools.cache
 def digest() -> str:
-    """Return a hash of every kernel source: CuPy's cache key does not follow #include."""
+    """Return a hash of all kernel sources.
+
+    CuPy's cache key has the text of a source, but not the text of the files that it includes.
+    """
     files = sorted(source_root().rglob("*.cu*"))
     return hashlib.sha256(b"".join(path.read_bytes() for path in files)).hexdigest()[:16]
 
@@ -84,7 +89,7 @@ def parameters(
 ) -> tuple[tuple[np.dtype[Any], bool], ...]:
     """Return (dtype, is a pointer) of every parameter that the source declares."""
     known = {ctype: dtype for dtype, ctype in CTYPES.items()} | {"size_t": np.dtype("uint64")}
-    known["TensorMap"] = np.dtype("V128")  # the driver's CUtensorMap: 128 bytes
+    known["TensorMap"] = np.dtype("V128")  # the driver's CUtensorMap has 128 bytes
     known |= {k: np.dtype(v) for k, v in constants.items() if not isinstance(v, int)}
     text = with_headers(file)
     declared = _search(rf"KERNEL\([^)]*\)\s*{name}\(\s*([^)]*)\)", text)
@@ -102,13 +107,13 @@ def parameters(
 
 @functools.cache
 def with_headers(file: str) -> str:
-    """Return the text of a source after that of the headers it includes."""
+    """Return the texts of the headers that a source includes, then its own text."""
     text = (source_root() / file).read_text(encoding="utf-8")
     return "".join(map(with_headers, re.findall(r"^#include <(common/.+)>", text, re.M))) + text
 
 
 def dtype_of(ctype: str, known: Mapping[str, np.dtype[Any]], text: str) -> np.dtype[Any] | None:
-    """Return the dtype of a number or of a struct of numbers, laid out as in C; else None."""
+    """Return the dtype of a C number, or of a struct of numbers with C's layout; else None."""
     if ctype in known:
         return known[ctype]
     struct = _search(rf"^struct {ctype} {{(.*?)}};", text, re.M | re.S)
@@ -125,10 +130,10 @@ def dtype_of(ctype: str, known: Mapping[str, np.dtype[Any]], text: str) -> np.dt
 
 
 def fields(struct: Any, dtype: np.dtype[Any]) -> Any:
-    """Return a dict with the fields of a struct as a tuple in their order, nested ones as well."""
+    """Return a dict with the fields of a struct, also of nested ones, as a tuple in their order."""
     if type(struct) is dict and struct.keys() == {*(dtype.names or ())}:
         return tuple([fields(struct[name], dtype[name]) for name in dtype.names or ()])
-    return struct  # NumPy raises for a dict with other keys
+    return struct  # for a dict with other keys NumPy raises
 
 
 def check_arguments(

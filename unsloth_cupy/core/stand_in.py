@@ -1,7 +1,7 @@
-"""Stand-ins for arrays: code runs on them to find out what it would allocate and launch.
+"""Stand-ins for arrays: code runs on stand-ins to show what it allocates and launches.
 
-They have a layout and allocate further stand-ins.  ``Recorded`` stands for an array of a call that
-is recorded for replay; ``Planned`` for an array that was never allocated.
+A stand-in has the layout of an array, and allocates stand-ins.  ``Recorded`` stands for an array of
+a call that is recorded for replay, ``Planned`` for an array that was never allocated.
 """
 
 from collections.abc import Callable, Iterable
@@ -11,11 +11,11 @@ from typing import Any
 class StandIn:
     """The layout of an array: its shape, dtype, strides and address."""
 
-    form: Any  # an array that has the shape, the dtype and the strides
-    planned = False  # True: there are no elements to compute with
+    form: Any  # an array with this shape, dtype and strides
+    planned = False  # True: no array, so there are no elements to compute with
     empty: Callable[..., Any]  # (shape, dtype, new) -> a stand-in; ``new``, if passed, allocates
     spanned: Callable[[int], Any]  # (n): a view of the first n elements, as one axis
-    steps: Callable[[Iterable[Any]], Iterable[Any]]  # those of a loop that are run on it
+    steps: Callable[[Iterable[Any]], Iterable[Any]]  # the steps of a loop that run on the stand-in
 
     shape = property(lambda self: self.form.shape)
     dtype = property(lambda self: self.form.dtype)
@@ -28,14 +28,14 @@ class StandIn:
 
 
 def is_planned(array: Any) -> bool:
-    """Return whether an array is a stand-in without elements."""
+    """Return whether an array is a stand-in for an array that was never allocated."""
     return isinstance(array, StandIn) and array.planned
 
 
 def representative_steps(like: Any, steps: Iterable[Any]) -> Iterable[Any]:
-    """Return the steps of a loop that frees memory in each, as many as a stand-in needs.
+    """Return the steps of a loop to run on ``like``; each step frees the memory it allocates.
 
-    For a planned array that is the first, as all use equal memory; a recorded one refuses, as a
-    replay would hold the memory of all.
+    A planned array needs only the first step, as all use equal memory.  A recorded array refuses,
+    as a replay would hold the memory of all steps.  Other arrays need all.
     """
     return like.steps(steps) if isinstance(like, StandIn) else steps

@@ -1,4 +1,4 @@
-"""Targets run kernels: each owns some arrays, compiles and allocates for them and has limits."""
+"""Targets, which run kernels: a target owns arrays, compiles and allocates, and has limits."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +15,8 @@ class Limits(NamedTuple):
 
     architecture: int  # compute capability: 86 for 8.6
     shared: int  # bytes of shared memory that a block may request
-    processors: int = 1
-    clusters: bool = False  # blocks can form them, as on most GPUs from sm_90 on
+    processors: int = 1  # SMs
+    clusters: bool = False  # whether blocks can form clusters, as on most GPUs from sm_90 on
 
 
 class Target(Protocol):
@@ -26,43 +26,46 @@ class Target(Protocol):
         """Return whether this target runs kernels on this array."""
 
     def compile(self, name: str, source: str) -> Launch:
-        """Return kernel ``name`` of a translation unit as ``launch(grid, block, args, shared)``."""
+        """Compile a source; return kernel ``name`` as ``launch(grid, block, args, shared)``."""
 
     def limits(self, array: Any) -> Limits:
-        """Return the limits of the device that holds an array of this target."""
+        """Return the limits of the device on which an array of this target is."""
 
     def empty(self, shape: Any, dtype: Any, like: Any) -> Any:
         """Return a new, uninitialised array on the device of ``like``, an array of this target."""
 
 
 def unwatched(op: Any, arrays: Sequence[Any], run: Run, defined: bool) -> Run:
-    """Return the function that runs a new form of call, or the definition in it: unchanged."""
+    """Return ``run`` unchanged.
+
+    Profiling wraps ``run``, which runs calls of one form, or with ``defined`` their definition.
+    """
     return run
 
 
 watch: Callable[[Any, Sequence[Any], Run, bool], Run] = unwatched  # profiling replaces it
-targets: tuple[Target, ...] = ()  # gpu.py adds the first
+targets: tuple[Target, ...] = ()  # gpu.py adds the target of CuPy
 
 
 @contextmanager
 def using(target: Target) -> Iterator[None]:
     """Give this target precedence over the others inside a ``with`` block."""
-    global targets  # noqa: PLW0603 -- the one seam between the library and the machine
+    global targets  # noqa: PLW0603 -- all that the library knows of a machine is in its target
     targets = (target, *targets)
     try:
         yield
-    finally:  # blocks of several threads may end in any order
+    finally:  # not the first one: ``with`` blocks of several threads may end in any order
         place = next(i for i, each in enumerate(targets) if each is target)
         targets = (*targets[:place], *targets[place + 1 :])
 
 
 def target_of(array: Any) -> Target | None:
-    """Return the target that runs kernels on this array, if any does."""
+    """Return the target that runs kernels on this array; None if no target does."""
     return next((target for target in targets if target.owns(array)), None)
 
 
 def limits(like: Any) -> Limits:
-    """Return the limits of the device that holds an array."""
+    """Return the limits of the device on which an array is."""
     target = target_of(like)
     if target is None:
         raise KernelError(f"no target runs kernels on {type(like).__name__}")

@@ -8,7 +8,7 @@ from ...errors import ConfigError, DTypeError, GradientError, ShapeError
 
 
 def refuse_number(call: str, name: str, value: Any) -> None:
-    """Raise DTypeError for a Python int: a kernel needs an array, and a backward op its shape."""
+    """Raise DTypeError for a Python int: a kernel and a backward op need an array with a shape."""
     if isinstance(value, int):
         raise DTypeError(f"{call}: {name} is the number {value}; pass np.array({value})")
 
@@ -20,28 +20,28 @@ def check_choice(call: str, name: str, value: Any, known: Iterable[str]) -> None
 
 
 def check_shape(call: str, name: str, actual: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    """Raise ShapeError unless an array has the shape that the options of a call determine."""
+    """Raise ShapeError unless an array has the shape that the options of the call determine."""
     if actual != expected:
         problem = f"{call}: {name} is {actual}; it must be {expected}, the shape of the result"
         raise ShapeError(problem, expected=expected, actual=actual)
 
 
 def check_eps(call: str, eps: float) -> None:
-    """Raise ConfigError for a negative eps: the square root could be of a negative number."""
+    """Raise ConfigError for a negative eps, whose sum with a square may have no square root."""
     if eps < 0:
         raise ConfigError(f"{call}(eps={eps}): eps must be 0 or more")
 
 
 def requested_gradients(call: str, wanted: Set[str] | None, **operands: Any) -> set[str]:
-    """Return the names of the operands whose gradients a call is to compute.
+    """Return the names of the operands whose gradients a call must compute.
 
-    ``wanted`` names them; None stands for every operand that is present and not quantized: a
-    quantized weight is frozen.
+    ``wanted`` has these names; None stands for all operands that are present and not frozen, as
+    quantized weights are.
 
     Raises
     ------
     GradientError
-        The gradient of a quantized weight is wanted by name.
+        ``wanted`` names a frozen quantized weight.
     """
     stored = {name: o for name, o in operands.items() if isinstance(o, Stored)}
     frozen = {name for name, operand in stored.items() if not operand.trained}

@@ -1,8 +1,8 @@
-"""Counters with which the blocks of a kernel detect the last one to finish, reused by launches.
+"""Counters with which a block of a kernel detects that it finishes last; launches reuse them.
 
-Such a kernel expects zeros and leaves zeros.  Launches on one stream run one after another, so one
-array for each stream of a device is enough.  A graph may run at the same time as the stream that it
-was captured from, so each capture gets its own array, which every replay fills with zeros.
+Such a kernel needs zeros and leaves zeros.  Launches on one stream run one after another, so one
+array for each stream of a device is enough.  A graph may run at the same time as the stream from
+which it was captured, so each capture gets its own array, which every replay fills with zeros.
 """
 
 import threading
@@ -16,8 +16,8 @@ from ...core.stand_in import StandIn
 from ...placement import PER_THREAD
 
 UINT32 = np.dtype("uint32")
-KEPT = 32  # streams; the oldest is dropped, and gets new zeros if it launches again
-LEGACY = 1  # handle of the default stream, as is 0: never captured, and must not be queried
+KEPT = 32  # streams; beyond it the oldest entry goes, and its stream gets new zeros when it returns
+LEGACY = 1  # 0 and 1 are handles of the default stream, which is never captured or queried
 _kept: dict[tuple[int, int, int], Any] = {}  # by device, stream, and thread (per-thread streams)
 _lock = threading.Lock()
 
@@ -44,9 +44,9 @@ def _of_stream(shape: tuple[int], dtype: Any) -> Any:
     zeros = _kept.get(key)
     if zeros is None or zeros.size < shape[0]:
         try:
-            with cupy.cuda.using_allocator(None):  # in a pool it would pin a whole chunk
+            with cupy.cuda.using_allocator(None):  # from a pool it would keep a whole chunk in use
                 zeros = cupy.zeros(shape, dtype)
-        except RuntimeError:  # from CUDA: the pool holds all memory, but some of it may be unused
+        except RuntimeError:  # CUDA has no memory left, but the pool may have unused memory
             zeros = cupy.zeros(shape, dtype)
         with _lock:
             _kept[key] = zeros

@@ -1,4 +1,4 @@
-"""The launch of elementwise kernels."""
+"""Launches of elementwise kernels."""
 
 from collections.abc import Sequence
 from functools import cache
@@ -18,8 +18,8 @@ THREADS = 256
 def constants(dtype: Any, lanes: int, **more: Any) -> Constants:
     """Return the constants of an elementwise kernel.
 
-    256 threads with one access to every array: 32 KB of each array are in flight on an SM; 13 KB
-    in total are enough to keep an H200's memory busy.
+    256 threads with one 16-byte access to every array, 8 such blocks on an SM: 32 KB of each array
+    are in flight, and 13 KB in total keep an H200's memory busy.
     """
     return Constants(T=dtype, LANES=lanes, THREADS=THREADS, **more)
 
@@ -32,9 +32,9 @@ def launch_rows(
     *scalars: float,
     **more: Any,
 ) -> None:
-    """Run a kernel whose parameters are operands, results and scalars.
+    """Launch a kernel whose parameters are operands, results and scalars.
 
-    Results must be contiguous, or share a row layout with the operands; operands without such a
+    Results must be contiguous, or share a row layout with the operands; operands that share no row
     layout are copied into contiguous arrays.  ``more`` are further constants of the kernel.
     """
     lead = results[0]
@@ -45,19 +45,19 @@ def launch_rows(
 
 
 class Walk(NamedTuple):
-    """Arrays of one shape, and how threads traverse them; a block takes one tile."""
+    """Arrays of one shape, and how threads traverse them; a block computes one tile."""
 
     arrays: Sequence[Any]
     rows: dict[str, Any]  # the struct Rows of rows.cuh
-    lanes: int  # values of an access: 16 bytes of the widest dtype, fewer if alignment requires it
-    strided: bool  # some array is not contiguous
+    lanes: int  # values per access: 16 bytes of the widest dtype, fewer if alignment requires it
+    strided: bool  # True: an array is not contiguous
     tiles: int
 
 
 def walk(*arrays: Any) -> Walk:
     """Return how to traverse arrays; they are made contiguous if they share no row layout."""
     shape, size = arrays[-1].shape, arrays[-1].size
-    columns, layout = size, RowLayout(1, ())
+    columns, layout = size, RowLayout(1, ())  # contiguous arrays are one row
     if not has_row_layout(*arrays):
         arrays = tuple(contiguous(array) for array in arrays)
     strided = not all(array.flags.c_contiguous for array in arrays)
@@ -75,11 +75,15 @@ def walk(*arrays: Any) -> Walk:
 
 
 def _results(count: int, arrays: Sequence[Any]) -> list[Any]:
-    """Return new arrays; halves of one if the last operands are, as gate and up of one product."""
+    """Return new arrays for ``count`` results.
+
+    Two gradients of operands that are halves of one array, as gate and up of one product, are
+    halves of one array, too: the product's gradient needs no copy of them.
+    """
     lead, last = arrays[0], arrays[-1]
     columns = lead.shape[-1] if lead.ndim else 0
     if count == 2 and lead.ndim > 1 and last.strides[-2] == 2 * columns * last.itemsize:
-        both = empty((*lead.shape[:-1], 2 * columns), lead.dtype, like=lead)
+        both = empty((*lead.shape[:-1], 2 * columns), lead.dtype, like=lead)  # (*rows, 2 * columns)
         return [both[..., :columns], both[..., columns:]]
     return [empty(lead.shape, lead.dtype, like=lead) for _ in range(count)]
 
@@ -87,9 +91,9 @@ def _results(count: int, arrays: Sequence[Any]) -> list[Any]:
 def by_element(op: Op[..., Any], file: str, kernel: str = "", **constants: str) -> Op[..., Any]:
     """Give an op an elementwise kernel, and return the op.
 
-    The kernel has the op's name unless ``kernel`` names another.  Its parameters are operands, then
-    results, then options; ``constants`` maps a constant of the kernel to the option that it holds,
-    which is then not a parameter.  Results are new arrays, or are written over operands: see
+    The kernel has the name of the op, unless ``kernel`` is its name.  Its parameters are operands,
+    then results, then options.  ``constants`` maps a constant of the kernel to an option, which
+    then is no parameter.  Results are new arrays, or are written over operands: see
     ``in_place.written_over``.
     """
     over, kernel = op.facts.get("over", ()), kernel or op.__name__.removesuffix("_over_")
@@ -97,6 +101,7 @@ def by_element(op: Op[..., Any], file: str, kernel: str = "", **constants: str) 
     outputs, fixed = range(len(op.contract.outputs)), {*constants.values()}
 
     def launch(arrays: list[Any], options: dict[str, Any]) -> Any:
+        """Launch the kernel; return NotImplemented if it cannot write over its operands."""
         results = [arrays[place] for place in places]
         if not places:
             results = _results(len(outputs), arrays)

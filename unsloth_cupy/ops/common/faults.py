@@ -1,7 +1,7 @@
-"""Errors in the data of a GPU, such as a label outside the vocabulary, which kernels report.
+"""Errors that kernels report in the data of a GPU, such as a label outside the vocabulary.
 
-A launch does not wait for its kernel, so the call that passes a wrong number cannot raise.  The
-kernel writes NaN to that row of the result and records its position; ``check_errors`` reads the
+A launch does not wait for its kernel, so a call with a wrong value cannot raise.  The kernel writes
+NaN to the row of the result and records the position of the value; ``check_errors`` reads the
 record and raises.
 """
 
@@ -15,7 +15,7 @@ from ...core.replay import persistent_arrays
 from ...core.stand_in import StandIn
 from ...errors import RangeError
 
-WORDS = 4  # of a record: reporter, row, number and end of the valid range; see faults.cuh
+WORDS = 4  # a record: reporter, row, value and end of the valid range; see faults.cuh
 
 
 class Reporter(NamedTuple):
@@ -23,24 +23,24 @@ class Reporter(NamedTuple):
 
     op: str
     operand: str
-    axis: str  # the axis that the operand's numbers index
-    otherwise: str = ""  # other numbers that are valid, for the message
+    axis: str  # the axis that the operand's values index
+    otherwise: str = ""  # further values that are valid, for the message
 
 
 _reporters: list[Reporter] = []
-_records: dict[int | None, Any] = {}  # by number of the GPU; the host's by None
+_records: dict[int | None, Any] = {}  # by number of the GPU; None is the host
 
 
 def reporter(op: str, operand: str, axis: str, otherwise: str = "") -> int:
-    """Return the number that a kernel reports with; call it once, when a module is imported."""
+    """Return a number for the reports of a kernel; call it once, when a module is imported."""
     _reporters.append(Reporter(op, operand, axis, otherwise))
     return len(_reporters)
 
 
 def record(like: Any) -> Array:
-    """Return the words that kernels on the device of ``like`` report to.
+    """Return the record in which kernels on the device of ``like`` report.
 
-    They are allocated once for each device, and are zero before any stream can use them.
+    It is allocated once for each device, and is zero before any stream can use it.
     """
     like = like.form if isinstance(like, StandIn) else like
     device = None if isinstance(like, np.ndarray) else like.device.id
@@ -57,22 +57,22 @@ def _new(like: Any) -> Any:
         return np.zeros(WORDS, np.int64)
     with gpu.device_of(like), gpu.cupy().cuda.Stream(non_blocking=True) as side:
         words = gpu.cupy().zeros(WORDS, np.int64)
-        side.synchronize()  # this stream alone: the current stream may be under capture
+        side.synchronize()  # not the current stream, which may be under capture
     return words
 
 
 def check_errors() -> None:
-    """Wait for all kernels, and raise the first error that one reported since the last call.
+    """Wait for all kernels; raise the first error that a kernel reported since the last call.
 
     Call it where the program reads a result anyway, such as a loss: waiting costs nothing there.
-    The report is cleared, so the next call raises only for later errors.
+    It clears the report, so the next call raises only for later errors.
 
     Raises
     ------
     RangeError
         A label of ``cross_entropy`` or ``linear_cross_entropy``, or a token of ``embedding``, was
         outside the vocabulary, or a position of a rotary op (``rope`` and its variants) was outside
-        the tables.  The message names the op, the row and the number.
+        the tables.  The message names the op, the row and the value.
     """
     for device, words in [*_records.items()]:
         report = _take(words) if device is None else _take_from(device, words)
@@ -92,7 +92,7 @@ def _take(words: Any) -> list[int]:
 def _take_from(device: int, words: Any) -> list[int]:
     """Wait for all work on a GPU, then return its record and clear it."""
     with gpu.cupy().cuda.Device(device) as active:
-        active.synchronize()  # all streams: a kernel may have run on any of them
+        active.synchronize()  # all streams, as the kernel may have run on any of them
         return _take(words)
 
 

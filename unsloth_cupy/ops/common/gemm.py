@@ -1,13 +1,13 @@
 """Matrix products, accumulated in float32: by cuBLAS for arrays of CuPy, else by NumPy.
 
-In a fixed order (``core.replay``) ``fixed_order`` computes them instead.
+Inside ``core.replay.fixed_order`` the module ``fixed_order`` computes them instead.
 
     gemm(x, weight.T)                       a new array of their dtype, rounded once
     gemm(dy.T, x, out=dweight, add=True)    dweight += dy.T x, without a second array of its size
 
-A transposed view becomes a flag of the product, not a copy.  cuBLAS is called directly: CuPy's own
-call cannot be captured into a graph, cuBLAS can.  What describes a product is kept by shapes,
-strides and dtypes, so that a call only looks it up and passes addresses.
+A transposed view becomes a flag of the product, not a copy.  cuBLAS is called directly, as CuPy's
+own call cannot be captured into a graph.  The arguments of cuBLAS are cached by shapes, strides and
+dtypes, so that a call only looks them up and passes addresses.
 """
 
 import ctypes
@@ -29,17 +29,21 @@ from ...errors import DTypeError, KernelError, ShapeError
 from ...placement import PER_THREAD
 from .fixed_order import fixed_product
 
-BLOCK_BYTES = 8 * 2**20  # NumPy: size of the part of a 16-bit operand that is widened at a time
-SUM_BYTES = 2**20  # NumPy: size of the part of a product that is computed, then added to out
-BLOCK = 64  # least rows or columns of either part
+# NumPy: bytes of the part of a 16-bit operand that is widened at a time, so that no whole wide copy
+# exists; of the part of a product that is computed, then added to out; and the fewest rows or
+# columns of either part.
+BLOCK_BYTES = 8 * 2**20
+SUM_BYTES = 2**20
+BLOCK = 64
 
 # cuBLAS's numbers of dtypes, and of compute types (CUBLAS_COMPUTE_32F, _64F) with their scalars
 DTYPES = {FLOATS[0]: 2, FLOATS[1]: 14, FLOATS[2]: 0, FLOATS[3]: 1}
 COMPUTE = {True: (68, ctypes.c_float), False: (70, ctypes.c_double)}
 KEEP, TRANSPOSE, ANY_ALGORITHM = 0, 1, -1
-KEPT = 4096  # forms of products
+KEPT = 4096  # forms of products in the cache
 FULL_PRECISION = 16  # CUBLAS_MATH_DISALLOW_REDUCED_PRECISION_REDUCTION: partial sums in float32
-WORKSPACE = {False: 4 * 2**20, True: 32 * 2**20}  # bytes that NVIDIA recommends before, from sm_90
+# bytes of cuBLAS's workspace that NVIDIA recommends before sm_90 (False) and from sm_90 on (True)
+WORKSPACE = {False: 4 * 2**20, True: 32 * 2**20}
 
 
 def gemm(
@@ -56,16 +60,16 @@ def gemm(
     Parameters
     ----------
     a, b : (m, k) and (k, n), or (batch, m, k) and (batch, k, n); one may lack batch
-        Of one dtype on a GPU; on the host, one may be float32 and the other a 16-bit float.  b may
-        be a quantized weight or its transpose, of any dtype.
+        Both have one dtype on a GPU; on the host, one may be float32 and the other a 16-bit float.
+        b may be a quantized weight or its transpose, of any dtype.
     out : (m, n) or (batch, m, n), optional
-        Receives the product; of the operands' dtype, or of float32.
+        Receives the product; its dtype is that of the operands, or float32.
     dtype : optional
-        The dtype of a new array; None for the operands'.
+        The dtype of a new array; None for the dtype of the operands.
     add : bool
-        Add the product to what out holds, in float32, and round once.
+        Add the product to out, in float32, and round once.
     factor : float
-        Of the product; 1 for a quantized weight.
+        Multiplies the product; must be 1 for a quantized weight.
     """
     lead: Any = a
     m, n, k = a.shape[-2], b.shape[-1], a.shape[-1]
@@ -79,7 +83,7 @@ def gemm(
         raise ShapeError(problem, expected=expected, actual=tuple(out.shape))
     if 0 in out.shape:
         return out
-    if k == 0:
+    if k == 0:  # a BLAS may refuse such a product: the sum of no terms is 0
         if not add:
             out[...] = 0
     elif isinstance(b, Stored):
@@ -88,7 +92,7 @@ def gemm(
         fixed_product(a, b, out, add, factor)
     elif not isinstance(lead, np.ndarray):
         _by_cublas(a, b, out, add, factor)
-    elif factor != 1:
+    elif factor != 1:  # NumPy's product has no factor: the smaller operand is multiplied first
         wide = np.promote_types(np.promote_types(a.dtype, b.dtype), FLOAT32)
         scaled = min(a, b, key=lambda each: each.size).astype(wide) * wide.type(factor)
         return gemm(*((scaled, b) if a.size <= b.size else (a, scaled)), out=out, add=add)
@@ -102,7 +106,7 @@ def gemm(
 
 # ---- NumPy --------------------------------------------------------------------------------------
 def _by_numpy(a: Array, b: Array, out: Array, add: bool) -> None:
-    """Write or add a product of two matrices to out; 16-bit operands are widened in parts."""
+    """Write or add a product of two matrices to out; 16-bit operands are widened part by part."""
     wide = np.promote_types(np.promote_types(a.dtype, b.dtype), FLOAT32)
     if a.dtype == b.dtype == out.dtype == wide:
         _wide(a, b, out, add)
@@ -124,31 +128,32 @@ def _by_rows(a: Array, b: Array, out: Array, step: int, add: bool) -> None:
         product = _times(rows, b)
         if add:
             product += out[part]
-        with np.errstate(over="ignore"):  # values beyond float16 become inf, as on a GPU
+        with np.errstate(over="ignore"):  # values beyond float16 become infinity, as on a GPU
             out[part] = product
         del rows, product  # frees them before the next part is allocated
 
 
 def _wide(a: Array, b: Array, out: Array, add: bool) -> None:
-    """Write or add a product to out, all three of one dtype, float32 or float64."""
+    """Write or add a product to out; all three arrays are float32, or all float64."""
     if not add:
         _times(a, b, out)
         return
     step = max(BLOCK, SUM_BYTES // (out.shape[1] * out.itemsize))
     for top in representative_steps(a, range(0, len(a), step)):
         part = slice(top, top + step)
-        out[part] += _times(a[part], b)  # matmul cannot accumulate: few rows, a small temporary
+        out[part] += _times(a[part], b)  # matmul cannot add: few rows keep its temporary small
 
 
 def _times(a: Array, b: Array, out: Array | None = None) -> Array:
-    """Return ``a @ b``; a BLAS may set the flag of an invalid operation where no value is NaN."""
+    """Return ``a @ b``."""
+    # a BLAS may set the flag of an invalid operation in lanes that hold no value
     with np.errstate(invalid="ignore"):
         product: Array = np.matmul(a, b, out=out)
         return product
 
 
 def steps(m: int, n: int, k: int, itemsize: int = 4) -> tuple[int, int]:
-    """Return how many rows of a, and columns of b, are widened at a time."""
+    """Return the number of rows of a, and of columns of b, that are widened at a time."""
     most = max(BLOCK, BLOCK_BYTES // (k * itemsize))
     return min(m, most), min(n, most)
 
@@ -157,9 +162,9 @@ def steps(m: int, n: int, k: int, itemsize: int = 4) -> tuple[int, int]:
 def _strides(
     shape: tuple[int, ...], strides: tuple[int, ...], size: int
 ) -> tuple[int, int, int] | None:
-    """Return a flag and two strides in elements that describe x.T to cuBLAS, None without any.
+    """Return a flag and two strides in elements that describe x.T to cuBLAS; None if none does.
 
-    cuBLAS is column-major.  The strides are those between rows or columns, and between matrices.
+    cuBLAS is column-major.  The strides are between rows or columns, and between matrices.
     """
     (rows, columns), (down, right) = shape[-2:], (stride // size for stride in strides[-2:])
     batch = strides[0] // size if len(shape) == 3 and shape[0] > 1 else 0
@@ -177,7 +182,7 @@ Shaped = tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any]]  # shape, stride
 def _product(
     a: Shaped, b: Shaped, out: Shaped, add: bool, factor: float, library: Any
 ) -> Callable[..., None] | None:
-    """Return a function that starts a product, called as a kernel is; None if it needs a copy."""
+    """Return a function that starts a product, called as a kernel is; None if a copy is needed."""
     if a[2] != b[2]:
         raise DTypeError(f"gemm: a is {a[2]} and b is {b[2]}; cast one to the other")
     left, right, target = (_strides(*x[:2], x[2].itemsize) for x in (b, a, out))  # out.T = b.T a.T
@@ -191,12 +196,13 @@ def _product(
         for x, strides in ((b, left), (a, right), (out, target))
     )
     head = left[0], right[0], *sizes, ctypes.byref(scalar(factor))
-    before = ctypes.byref(scalar(add))  # the factor of what out holds
+    before = ctypes.byref(scalar(add))  # beta, the factor of out before the product is added
     tail = *of_out, *[out[0][0]] * strided, compute, ANY_ALGORITHM
     name = "cublasGemmStridedBatchedEx" if strided else "cublasGemmEx"
     function, handle_of, at = getattr(library, name, None), _handle, ctypes.c_void_p
 
     def start(_: Any, __: Any, arrays: Any, ___: int) -> None:
+        """Start the product; cuBLAS's result is out.T = b.T a.T, so b comes first."""
         b, a, out = arrays
         of_operands = at(b.data.ptr), *of_b, at(a.data.ptr), *of_a
         status = function(  # type: ignore[misc]
@@ -223,7 +229,7 @@ def _by_cublas(a: Any, b: Any, out: Any, add: bool, factor: float) -> None:
 
 
 def _by_copies(a: Any, b: Any, out: Any, add: bool, factor: float) -> None:
-    """Write or add a product to out, with copies of the arrays whose strides cuBLAS rejects."""
+    """Write or add a product to out, with copies of arrays whose strides cuBLAS does not accept."""
     target = _strides(out.shape, out.strides, out.itemsize)
     if target is None or target[0] == TRANSPOSE:
         product = gemm(a, b, dtype=out.dtype, factor=factor)
@@ -234,10 +240,10 @@ def _by_copies(a: Any, b: Any, out: Any, add: bool, factor: float) -> None:
 
 
 class Handle:
-    """A handle of cuBLAS with partial sums in float32, and the stream that it was last set to.
+    """A handle of cuBLAS with partial sums in float32, and its current stream.
 
-    cuBLAS's own workspace depends on what other streams do, and on capture into a graph, and with
-    it the order of sums.  So each stream has one of ours, whose size is always the same.
+    The size of cuBLAS's own workspace depends on other streams and on capture into a graph, and the
+    order of sums depends on that size.  So each stream has a workspace of this module, of one size.
     """
 
     def __init__(self, library: Any) -> None:
@@ -248,46 +254,47 @@ class Handle:
             raise KernelError("gemm: cuBLAS creates no handle; is the GPU's memory full?")
 
     def set_stream(self, stream: int, workspace: Any, size: int) -> None:
-        """Let later products run on a stream, with this memory of ``size`` bytes."""
+        """Run later products on a stream, with a workspace of ``size`` bytes."""
         library, value = self.library, self.value
         if library.cublasSetStream_v2(value, stream) or library.cublasSetWorkspace_v2(
             value, workspace.ptr, size
-        ):  # in this order: a new stream takes the workspace away
+        ):  # in this order: cublasSetStream resets the workspace
             raise KernelError("gemm: cuBLAS rejects the stream; is the GPU lost?")
         self.stream = stream
 
     def __del__(self, ending: Any = sys.is_finalizing) -> None:
-        if not ending():  # then the driver may be gone
+        if not ending():  # at the exit of Python the driver may be gone
             self.library.cublasDestroy_v2(self.value)
 
 
 class Handles(threading.local):
-    """The handles of a thread, by device; CuPy's own has another math mode, which it relies on."""
+    """The handles of a thread by device; CuPy's own handle needs another math mode."""
 
     def __init__(self) -> None:
         self.by_device: dict[int, Handle] = {}
 
 
 handles = Handles()
-workspaces: dict[tuple[int, int, int], Any] = {}  # by device, stream, thread; graphs use them too
+# by device, stream and thread; none is ever freed, as captured graphs use them, too
+workspaces: dict[tuple[int, int, int], Any] = {}
 
 
 def _workspace(cuda: Any, device: int, stream: int) -> tuple[Any, int]:
-    """Return memory that products on a stream of the current device share, and its bytes."""
+    """Return the workspace of a stream of the current device, and its bytes."""
     key = device, stream, threading.get_ident() if stream == PER_THREAD else 0
     size = WORKSPACE[int(cuda.Device().compute_capability) >= 90]
     if key not in workspaces:
         try:
-            with cuda.using_allocator(None):  # in a pool it would pin a whole chunk
+            with cuda.using_allocator(None):  # from a pool it would keep a whole chunk in use
                 memory = cuda.alloc(size)
-        except RuntimeError:  # from CUDA: the pool holds all memory, but some of it may be unused
+        except RuntimeError:  # CUDA has no memory left, but the pool may have unused memory
             memory = cuda.alloc(size)
         workspaces.setdefault(key, memory)
     return workspaces[key], size
 
 
 def _handle(library: Any) -> ctypes.c_void_p:
-    """Return this thread's handle for the current device, set to the current stream."""
+    """Return the handle of this thread and the current device, set to the current stream."""
     cuda = gpu.imported().cuda
     device = cuda.runtime.getDevice() if gpu.several_gpus() else 0
     handle = handles.by_device.get(device)
@@ -301,18 +308,18 @@ def _handle(library: Any) -> ctypes.c_void_p:
 
 @functools.cache
 def cublas() -> Any:
-    """Return the cuBLAS that CuPy loads."""
+    """Return the library cuBLAS that CuPy loads."""
     libraries = importlib.import_module("cupy_backends.cuda.libs")
-    loaded = libraries.cublas  # attribute access finds it in wheels too; an import would not
-    library: Any = ctypes.CDLL(loaded.__file__)  # symbols are looked up in its dependencies too
+    loaded = libraries.cublas  # as an attribute: in wheels an import does not find it
+    library: Any = ctypes.CDLL(loaded.__file__)  # finds symbols in the module's dependencies, too
     declare(library)
-    # products pass C's types: a conversion of 19 arguments, checked by type, takes twice the time
+    # start() passes C's types: to convert 19 arguments by argtypes takes twice the time
     library.cublasGemmEx.argtypes = library.cublasGemmStridedBatchedEx.argtypes = None
     return library
 
 
 def declare(library: Any) -> None:
-    """Declare the argument types of the seven functions: addresses and integers."""
+    """Declare the argument types of seven functions of cuBLAS: addresses and integers."""
     pointer, number, distance = ctypes.c_void_p, ctypes.c_int, ctypes.c_longlong
     matrix = [pointer, number, number]  # address, dtype, elements between columns
     head, tail = [pointer, *[number] * 5, pointer], [number, number]

@@ -1,9 +1,10 @@
-"""Grouped products on a GPU: the list of their tiles, their launches, and sums of groups.
+"""Grouped products on a GPU: lists of tiles, launches, and sums of the rows of groups.
 
     tiles = list_tiles(offsets, rows, height)
     multiply(FORWARD, x, weight, y, groups, ...)
 
-The host knows how many rows and groups there are, but not which rows are in which group.
+The host knows the numbers of rows and groups, but not which rows are in which group: the offsets
+are on the device.
 """
 
 from functools import cache
@@ -20,31 +21,32 @@ from ...core.target import limits
 from .tensor_map import warpgroups
 
 FORWARD, ROWS, WEIGHTS = 0, 1, 2  # FORM of groups.cuh: y, dx and dweight
-MOST = 1023  # groups of the kernel that lists tiles
-COLUMNS, DEPTH, STAGES = 128, 64, 3  # of a block in 16 bits: 96 KiB with 128 rows, sm_86 has 99
+MOST = 1023  # groups; the kernel that lists tiles has arrays of 1024, one for rows of no group
+# A block in 16 bits: with 128 rows its ring has 96 KiB, of 99 KiB that a block has on sm_86.
+COLUMNS, DEPTH, STAGES = 128, 64, 3
 SMALL, SMALL_DEPTH = 64, 16  # rows and columns, and depth, of a block in float32
-THREADS, HOPPER_THREADS = 256, 384
-LARGE = 128  # rows of a tile of groups that have 64 or more
+THREADS, HOPPER_THREADS = 256, 384  # eight warps; two warpgroups that multiply, and one that loads
+LARGE = 128  # rows of a tile where groups have 64 rows or more
 
 
 class Groups(NamedTuple):
     """Sorted rows and their groups."""
 
-    offsets: Any
+    offsets: Any  # (experts + 1,): the first row of each group
     experts: int
     rows: int
     height: int  # rows of a tile
-    tiles: Any
-    order: Any = None  # which assignment comes p-th
-    top: int = 0  # assignments of a row of x; 0: rows are sorted themselves
+    tiles: Any  # (tiles, 3): group, first row and end of each tile
+    order: Any = None  # (rows,): the assignments in sorted order; assignment / top is a row of x
+    top: int = 0  # assignments per row of x; 0: the rows themselves are sorted
 
 
 def tile_height(dtype: Any, rows: int, experts: int) -> int:
-    """Return the rows of a tile: about as many as a group has, so that few are padding.
+    """Return the rows of a tile: about as many as a group has, so that few rows are padding.
 
-    In 16 bits groups of 64 rows and more have tiles of 128, which read least from shared memory;
-    of fewer than 24, tiles of 16, as such a group reads its matrix once in any case.  In a fixed
-    order all have 64.
+    In 16 bits groups of 64 rows or more have tiles of 128, which read least from shared memory;
+    groups of fewer than 24 have tiles of 16, as a small group reads its matrix once in any case.
+    In a fixed order, and in float32, all tiles have 64 rows.
     """
     if dtype == FLOAT32 or is_fixed():
         return SMALL
@@ -55,9 +57,9 @@ def tile_height(dtype: Any, rows: int, experts: int) -> int:
 def groups_of(
     dtype: Any, offsets: Array, experts: int, rows: int, order: Any = None, top: int = 0
 ) -> Groups:
-    """Return the groups of a product, with a list of tiles that is made on the device."""
+    """Return the groups of a product, with a list of tiles that a kernel writes."""
     height = tile_height(dtype, rows, experts)
-    most = rows // height + experts + 1
+    most = rows // height + experts + 1  # each group, and the rows of no group, may end in a part
     tiles = empty((most, 3), np.int32, like=offsets)
     kernel = load("groups.cu", "group_tiles", offsets, _of_groups(offsets.dtype, height))
     kernel[1, 1024](offsets, tiles, experts, rows, most)
@@ -77,12 +79,13 @@ def multiply(
 ) -> None:
     """Write a grouped product to out: one of the forms of groups.cuh.
 
-    Rows of an operand that is not ``in_order`` are read where the assignments say they are.
+    Rows of an operand that is not ``in_order`` are read through the assignments.
     """
     a_top, b_top = (0 if in_order else groups.top for in_order in (a_in_order, b_in_order))
     narrow = a.dtype != FLOAT32
     n = out.shape[-1]
     m, k = (out.shape[1], 0) if form == WEIGHTS else (0, a.shape[-1])
+    # whether all rows allow accesses of 8 values, which are 16 bytes in 16 bits
     wide = n % 8 == m % 8 == k % 8 == 0 and lanes(8, a, b, out) == 8
     key = a.dtype, None if bias is None else bias.dtype, groups.offsets.dtype, form, a_top, b_top
     hopper = wide and narrow and groups.height == LARGE and warpgroups(a)
@@ -90,6 +93,7 @@ def multiply(
         file, chosen = "grouped_linear_sm90.cu", _on_warpgroups(*key, n > COLUMNS)
     else:
         file = "grouped_linear.cu" if narrow else "grouped_float32.cu"
+        # two blocks leave a thread 128 registers, from sm_100 on too few
         resident = 2 if wide and limits(a).architecture < 100 else 1
         chosen = _constants(*key, groups.height, wide if narrow else True, resident)
     rows, columns = chosen["ROWS"], chosen["COLUMNS"]
@@ -100,7 +104,7 @@ def multiply(
     arrays = a, b, contiguous(bias), groups.order if groups.top else None
     listed = None if form == WEIGHTS else groups.tiles
     kernel = load(file, file.removesuffix(".cu"), a, chosen)
-    if hopper:  # blocks are persistent
+    if hopper:  # persistent blocks: one for each SM
         shape = min(jobs, limits(a).processors), HOPPER_THREADS, _hopper_bytes(chosen)
         kernel[shape](*arrays, listed, groups.offsets, out, sizes, jobs)
     else:
@@ -124,12 +128,12 @@ def add_rows(
 
 
 def _shared_bytes(rows: int) -> int:
-    """Return the bytes of the ring, or of the result if that is larger."""
+    """Return the bytes of shared memory: of the ring, or of the result, which replaces it later."""
     return 2 * max(STAGES * DEPTH * (rows + COLUMNS), rows * COLUMNS)
 
 
 def _hopper_bytes(chosen: Constants) -> int:
-    """Return the bytes of the ring of grouped_linear_sm90.cu and of its barriers."""
+    """Return the bytes of the ring of grouped_linear_sm90.cu and of two barriers for each stage."""
     return int(chosen["STAGES"] * (2 * DEPTH * (chosen["ROWS"] + chosen["COLUMNS"]) + 16))
 
 
@@ -145,11 +149,11 @@ def _constants(
     wide: bool,
     resident: int,
 ) -> Constants:
-    """Return the constants of grouped_linear.cu, or in float32 those of grouped_float32.cu.
+    """Return the constants of grouped_linear.cu, or of grouped_float32.cu for float32.
 
-    In 16 bits eight warps take 64 x 32 results each of 128 rows, 32 x 32 of 64, 16 x 16 of 16;
-    dweight has as many rows as the weight has, whatever the groups are.  Up to sm_90 two blocks
-    share an SM, with 128 registers of a thread; from sm_100 on these do not suffice.
+    In 16 bits each of eight warps computes 64 x 32 results of a tile of 128 rows, 32 x 32 of 64, or
+    16 x 16 of 16.  dweight has as many rows as the weight, whatever the groups are.  Up to sm_90
+    two blocks share an SM, with 128 registers per thread, which are too few from sm_100 on.
     """
     narrow = dtype != FLOAT32
     rows = (128 if form == WEIGHTS else height) if narrow else SMALL
@@ -162,7 +166,7 @@ def _constants(
         COLUMNS=COLUMNS,
         DEPTH=DEPTH,
         STAGES=STAGES,
-        DOWN=1 if rows == 16 else 2,
+        DOWN=1 if rows == 16 else 2,  # warps along the rows: a product of tensor cores has 16
         RESIDENT=resident,
         WIDE=wide,
     )
@@ -174,16 +178,17 @@ def _on_warpgroups(
 ) -> Constants:
     """Return the constants of grouped_linear_sm90.cu.
 
-    Two warpgroups have 64 x 256 sums each, or 64 x 128 of a narrow c: 128 registers of a thread, or
-    64.  The ring fills 192 KiB.
+    Each of two warpgroups has 64 x 256 sums, or 64 x 128 of a narrow c: 128 or 64 registers per
+    thread.  The ring fills 192 KiB.
     """
     return Constants(
         **{"T": dtype, "B": bias or dtype, "I": offsets, "FORM": form},
         **{"A_TOP": a_top, "B_TOP": b_top, "BIAS": bias is not None},
         ROWS=LARGE,
         COLUMNS=2 * COLUMNS if wide else COLUMNS,
-        STAGES=4 if wide else 6,
+        STAGES=4 if wide else 6,  # of 48 or 32 KiB
         CONSUMERS=LARGE // 64,
+        # 2 * 128 * 208 + 128 * 88 registers are 168 for each of 384 threads: all of an SM
         REGISTERS=208,
         PRODUCER=88,
     )

@@ -1,7 +1,7 @@
-"""In-place ops, which write results over their arguments, and the checks of those arguments.
+"""In-place ops, which write results over their arguments, and checks of these arguments.
 
-f_over_ = written_over(f, "x")       the op, without these checks
-f_ = in_place(f_over_)               the public function, which checks
+f_over_ = written_over(f, "x")       the op, which checks no overlaps
+f_ = in_place(f_over_)               the public function, which checks its arguments
 """
 
 import inspect
@@ -27,23 +27,24 @@ def check_writable(call: str, otherwise: str, **arrays: Any) -> None:
             frozen = not array.flags.writeable
         if frozen or not hasattr(array, "__setitem__"):
             raise ConfigError(f"{call}: {name} is read-only; {otherwise}, or pass a copy")
-        own = _start(array) is not None  # of NumPy or CuPy
+        own = _start(array) is not None  # an array of NumPy or CuPy
         if own and not array.flags.c_contiguous and overlapping({name: array}):
             problem = f"elements of {name} share memory"
             raise ConfigError(f"{call}: {problem}; {otherwise}, or pass a copy")
 
 
 def check_apart(call: str, **arrays: Any) -> None:
-    """Raise if two arrays share memory: the second would be read after a write to the first."""
+    """Raise if two arrays share memory: a write to one would change values of the other."""
     for (one, a), (other, b) in itertools.combinations(arrays.items(), 2):
         if _same_memory(a, b):
             raise ConfigError(f"{call}: {one} and {other} share memory; copy one")
 
 
 def check_overlap(call: str, changed: dict[str, Any], read: dict[str, Any]) -> None:
-    """Raise if an array that is read overlaps one that is changed, unless they coincide exactly.
+    """Raise if an array that is read partly overlaps an array that is changed.
 
-    Threads would read elements that other threads have already overwritten.
+    A thread would read elements that another thread has already overwritten.  Arrays that coincide
+    exactly are fine: a thread reads an element before it writes it.
     """
     for (one, a), (other, b) in itertools.product(changed.items(), read.items()):
         if _same_memory(a, b) and _form(a) != _form(b):
@@ -51,12 +52,12 @@ def check_overlap(call: str, changed: dict[str, Any], read: dict[str, Any]) -> N
 
 
 def _form(array: Any) -> tuple[Any, ...]:
-    """Return a key that two arrays share only if they coincide element by element."""
+    """Return a key that is equal for two arrays only if they coincide element by element."""
     return _start(array), array.shape, array.strides, array.dtype
 
 
 def _start(array: Any) -> int | None:
-    """Return the address of an array of NumPy or CuPy; None for another."""
+    """Return the address of an array of NumPy or CuPy; None for other arrays."""
     if isinstance(array, np.ndarray):
         return array.ctypes.data
     return getattr(getattr(array, "data", None), "ptr", None)
@@ -67,13 +68,13 @@ def _same_memory(a: Any, b: Any) -> bool:
     one, other = _start(a), _start(b)
     if one is None or other is None or not a.size * b.size:
         return False
-    if is_planned(a) or is_planned(b):  # these have no elements
+    if is_planned(a) or is_planned(b):  # no elements: only an address
         return one == other
     return np.shares_memory(_shadow(a), _shadow(b))
 
 
 def _shadow(array: Any) -> Any:
-    """Return an array of NumPy with the address and layout of this one; it must never be read."""
+    """Return a NumPy array with the address and layout of this array; it must never be read."""
     if isinstance(array, np.ndarray):
         return array
     layout = {"shape": array.shape, "strides": array.strides, "data": (array.data.ptr, False)}
@@ -90,15 +91,15 @@ def _extent(array: Any) -> tuple[int, int]:
 
 
 def overlapping(arrays: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return the names of two arrays that share an element; one name twice if it overlaps itself.
+    """Return the names of two arrays that share an element, or None.
 
-    None if no element is shared.
+    For an array whose elements overlap each other, that is its name twice.
     """
     real = {name: a for name, a in arrays.items() if a.size and not is_planned(a)}
     extents = sorted((*_extent(array), name) for name, array in real.items())
     active: list[tuple[int, str]] = []  # arrays that end after the next one begins
     for first, last, name in extents:
-        if last - first < real[name].nbytes:
+        if last - first < real[name].nbytes:  # more elements than its memory has room for
             return name, name
         active = [(end, other) for end, other in active if end > first]
         for _, other in active:
@@ -110,7 +111,7 @@ def overlapping(arrays: Mapping[str, Any]) -> tuple[str, str] | None:
 
 
 def all_contiguous(*arrays: Any) -> bool:
-    """Return whether all arrays are contiguous, so that a kernel can treat each as one row."""
+    """Return whether all arrays are contiguous, so that a kernel can read each as one row."""
     return all(array.flags.c_contiguous for array in arrays)
 
 
@@ -129,7 +130,7 @@ def written_over(op: Op[..., Any], *names: str) -> Op[..., Any]:
     definition.__doc__ = f"Write ``{op.__name__}`` over {' and '.join(names)}, and return them."
     definition.__signature__ = inspect.signature(op.definition)  # type: ignore[attr-defined]
     reason = "it changes arrays that a tape would save"
-    # not widened: the results would go to the widened copy
+    # widen=False: a widened copy would receive the results, and the argument would stay as it is
     return Op(op.signature, definition, widen=False, no_gradient=reason, over=names)
 
 

@@ -1,4 +1,4 @@
-"""Row-wise int8 quantization, one scale per row: the definition that several ops share.
+"""Row-wise int8 quantization with one scale per row: the definition for several ops.
 
 absmax = max |x|        codes = round(x * (127 / absmax))        scales = absmax / 127
 """
@@ -16,9 +16,9 @@ def quantized(
 ) -> tuple[Array, Array, Array]:
     """Return codes, scales and absmax of the rows of x.
 
-    ``size`` holds the magnitudes that absmax is taken of; None stands for ``abs(x)``.  Columns
-    marked in ``outliers`` get code 0.  A row whose absmax is below TINY counts as all zeros; a row
-    that holds NaN or infinity gets codes of 0 and a scale of NaN.
+    absmax is the maximum of ``size``, by default ``abs(x)``.  Columns marked in ``outliers`` get
+    code 0.  A row whose absmax is below TINY counts as zeros; a row with NaN or infinity gets codes
+    of 0 and a scale of NaN, so that nothing hides it.
     """
     size = np.abs(x) if size is None else size
     kind = x.dtype.type

@@ -1,4 +1,4 @@
-"""One launch over many tensors: the tables that common/many.cuh reads."""
+"""Tables of launches over many tensors, as common/many.cuh reads them."""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -12,11 +12,11 @@ from ...core.source import Constants
 from ...core.target import target_of
 from ...placement import to_device_of
 
-CHUNK, THREADS = 8192, 256  # elements of a tensor that one block takes; threads of a block
+CHUNK, THREADS = 8192, 256  # elements of a tensor that a block processes; threads of a block
 
 
 class Addresses(np.ndarray[Any, Any]):
-    """Integers, some of which are addresses; ``places`` maps their positions to the arrays."""
+    """Integers, some of which are addresses; ``places`` maps positions of these to their arrays."""
 
     places: dict[int, Array]
 
@@ -25,11 +25,11 @@ class Table(NamedTuple):
     """The tables of a launch over many tensors, and the constants that go with them."""
 
     tensors: Any  # (tensors, fields) int64, a record for each tensor, on the tensors' device
-    owners: Any  # (chunks) int32, the number of each chunk's tensor
+    owners: Any  # (chunks,) int32, the index of the tensor that each chunk belongs to
     chunks: int
-    fields: tuple[str, ...]  # of a record
+    fields: tuple[str, ...]  # names of the numbers in a record
     kinds: int  # a bit for every kind that occurs
-    lanes: int  # values of one access
+    lanes: int  # values per access
 
     def constants(self, **more: int) -> Constants:
         """Return the constants of a kernel that reads the table."""
@@ -37,7 +37,7 @@ class Table(NamedTuple):
 
 
 def launchable(arrays: Sequence[Array]) -> bool:
-    """Return whether one launch can take all these arrays without copies."""
+    """Return whether one launch can process all these arrays without copies."""
     return any(a.size for a in arrays) and all(
         a.dtype in KERNEL_DTYPES and a.flags.c_contiguous and target_of(a) is not None
         for a in arrays
@@ -50,10 +50,11 @@ def address(array: Any) -> int:
 
 
 def table(columns: Mapping[str, Sequence[Array | None]], kinds: Sequence[int]) -> Table:
-    """Return the table of tensors, on their device; the upload happens here, once.
+    """Return the table of tensors, uploaded to their device.
 
-    ``columns`` maps a field to its array in each tensor, None where a tensor has none.  The first
-    column has an array for every tensor, of the tensor's size.  ``kinds`` are their kinds.
+    ``columns`` maps a field to the array of each tensor, or None for tensors without one; the first
+    column has an array for every tensor, of the tensor's size.  ``kinds`` has the kind of each
+    tensor.
     """
     lead: Any = next(iter(columns.values()))
     counts = [-(-array.size // CHUNK) for array in lead]
@@ -69,9 +70,10 @@ def table(columns: Mapping[str, Sequence[Array | None]], kinds: Sequence[int]) -
     rows[:, -2] = np.cumsum([0, *counts[:-1]])
     rows[:, -1] = kinds
     owners = np.repeat(np.arange(len(lead), dtype=np.int32), counts)
+    # 4 values: 16 bytes of float32
     width = min(lanes(4, *arrays) for arrays in zip(*columns.values(), strict=True))
     tensors: Any = rows
-    if isinstance(lead[0], np.ndarray):
+    if isinstance(lead[0], np.ndarray):  # the emulator needs the arrays behind the addresses
         tensors = rows.view(Addresses)
         tensors.places = places
         tensors.flags.writeable = False
@@ -84,10 +86,10 @@ def table(columns: Mapping[str, Sequence[Array | None]], kinds: Sequence[int]) -
 
 @cache
 def _constants(fields: tuple[str, ...], kinds: int, width: int, **more: int) -> Constants:
-    """Return the constants of a kernel; that of a field is its position in a record.
+    """Return the constants of a kernel, among them the position of each field in a record.
 
-    256 threads with eight values of every array: a block has 8 KB of each float32 array in flight;
-    13 KB in total on an SM are enough to keep an H200's memory busy.
+    256 threads with eight values of every array: a block has 8 KB of each float32 array in flight,
+    and 13 KB in total on an SM keep an H200's memory busy.
     """
     places = {field.upper(): place for place, field in enumerate(fields)}
     sizes = {"FIELDS": len(fields), "CHUNK": CHUNK, "THREADS": THREADS, "LANES": width}

@@ -1,7 +1,7 @@
-"""Random bits that depend on a seed and a position, and on nothing else: Philox4x32-10.
+"""Random bits that depend only on a seed and a position: Philox4x32-10.
 
-A counter of four 32-bit words and a key of two words give four random words.  Each position thus
-has its own bits, which do not depend on the tiles or the order in which a kernel visits the array.
+A counter of four 32-bit words and a key of two words give four random words.  So each position has
+its own bits, whatever the tiles of a kernel are and in whatever order it computes them.
 
 Salmon, Moraes, Dror and Shaw, Parallel Random Numbers: As Easy as 1, 2, 3, 2011.
 """
@@ -15,17 +15,17 @@ from ...core.call import is_integer
 from ...core.dtypes import Array
 from ...errors import ConfigError
 
-MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)  # this and the next two from the paper
 WEYL = (0x9E3779B9, 0xBB67AE85)  # added to the key in each round
 ROUNDS = 10
 WORD = 0xFFFFFFFF
 
 
 def words(seed: int, counter: tuple[Any, Any, Any, Any]) -> tuple[Array, Array, Array, Array]:
-    """Return four random words of 32 bits, held in uint64, for each counter.
+    """Return four random 32-bit words, as uint64, for each counter.
 
-    The words of the counter are uint64 arrays below 2**32 that broadcast against each other; the
-    key is the low and the high half of the seed.
+    The words of a counter are uint64 arrays below 2**32 that broadcast against each other; the key
+    is the low and the high half of the seed.
     """
     a, b, c, d = counter
     key = [seed & WORD, seed >> 32 & WORD]
@@ -42,7 +42,7 @@ def keep_mask(
 ) -> Array:
     """Return True where dropout keeps an element, for the columns start .. stop of each row.
 
-    ``rows`` are three integer arrays that broadcast against each other and number a row, for
+    ``rows`` are three integer arrays that broadcast against each other and identify a row, for
     instance (batch, head, query).  Column j uses word j % 4 of the counter (*rows, j // 4).  An
     element is kept with probability 1 - dropout.
     """
@@ -50,12 +50,12 @@ def keep_mask(
 
 
 def row_words(seed: int, rows: tuple[Any, Any, Any], start: int, stop: int) -> Array:
-    """Return the words of the columns start .. stop of each row: see ``keep_mask``."""
+    """Return the random words of the columns start .. stop of each row: see ``keep_mask``."""
     a, b, c = (index.astype(np.uint64)[..., None] for index in rows)
     fours = np.arange(start // 4, -(-stop // 4), dtype=np.uint64, like=a)
     drawn = np.stack(np.broadcast_arrays(*words(seed, (a, b, c, fours))), axis=-1)
-    drawn = drawn.reshape(*drawn.shape[:-2], 4 * len(fours))
-    return drawn[..., start % 4 :][..., : stop - start]
+    drawn = drawn.reshape(*drawn.shape[:-2], 4 * len(fours))  # (*rows, 4 * fours)
+    return drawn[..., start % 4 :][..., : stop - start]  # (*rows, stop - start)
 
 
 def check(call: str, dropout: float, seed: int | None) -> None:

@@ -1,4 +1,4 @@
-"""What watches ops needs: routes of its own, and spans around kernel work that is not an op."""
+"""Hooks for profilers: routes of their own, and spans around kernel work that is not an op."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -7,11 +7,11 @@ from typing import Any
 from ...core.op import OPS
 
 NOTHING: AbstractContextManager[Any] = nullcontext()
-watchers: tuple[Any, ...] = ()  # objects whose span(name, like, bytes) returns a context manager
+watchers: tuple[Any, ...] = ()  # profilers, whose span(name, like, bytes) is a context manager
 
 
 class Owner:
-    """A target that owns no array: it only gives calls routes of their own."""
+    """A target that owns no array: with it among the targets, calls have routes of their own."""
 
     def owns(self, array: Any) -> bool:
         """Return False."""
@@ -19,16 +19,16 @@ class Owner:
 
 
 def forget_routes(marker: Any) -> None:
-    """Drop the routes of calls for which this target was among the targets."""
+    """Drop the routes of calls that ran while ``marker`` was among the targets."""
     for op in OPS.values():
         for key in [key for key in list(op.routes) if marker in key[0]]:
             op.routes.pop(key, None)
 
 
 def span(name: str, like: Any, moved: Callable[[], int]) -> AbstractContextManager[Any]:
-    """Return a context for work on the device of ``like``, in the spans of all watchers.
+    """Return a context for work on the device of ``like``: one span of each watcher.
 
-    ``moved`` returns the bytes that the work moves; it is not called without watchers.
+    ``moved`` returns the bytes that the work moves; without watchers it is not called.
     """
     if not watchers:
         return NOTHING

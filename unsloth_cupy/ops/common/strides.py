@@ -1,4 +1,4 @@
-"""The layouts of strided arrays, in the forms in which kernels take them.
+"""Layouts of strided arrays, as kernels read them.
 
     row_layout       rows of slices, or of their heads, common to several arrays    see rows.cuh
     head_strides     heads of q, k or v in one wider array              strides of token and head
@@ -7,8 +7,8 @@
     key_strides      tokens of a cache or a wider array    tokens between batches, stride of token
     broadcast_strides    contiguous arrays, some axes broadcast         strides of all axes
 
-Strides count values.  An array of any other layout is copied into a contiguous one.  An array with
-gaps becomes a 1-D view of all memory that it spans, since a kernel takes only an address.
+Strides count values.  An array with any other layout is copied into a contiguous one.  An array
+with gaps becomes a 1-D view of all memory that it spans, since a kernel gets only an address.
 """
 
 import math
@@ -21,7 +21,7 @@ from ...core import gpu
 from ...core.arrays import contiguous, lanes
 from ...core.stand_in import StandIn
 
-MOST = 5  # arrays in one row layout
+MOST = 5  # arrays in one row layout: the struct Layouts of rows.cuh has so many
 
 
 class RowLayout(NamedTuple):
@@ -31,7 +31,7 @@ class RowLayout(NamedTuple):
     strides: tuple[int, ...]  # outer and step of each array
 
     def alignment(self, columns: int) -> int:
-        """Return a number; each power of two that divides it also divides all starts of rows."""
+        """Return a number whose power-of-two divisors also divide the starts of all rows."""
         for stride in self.strides:
             columns |= stride
         return columns
@@ -43,13 +43,14 @@ class RowLayout(NamedTuple):
 
 
 def row_layout(*arrays: Any) -> tuple[Sequence[Any], RowLayout]:
-    """Return arrays for a kernel, and their common row layout; an array may be None."""
+    """Return the arrays of a kernel, and their common row layout; an array may be None."""
     rows, columns = arrays[0].size // arrays[0].shape[-1], arrays[0].shape[-1]
     if all(a is None or a.flags.c_contiguous for a in arrays):
         return arrays, RowLayout(rows, (0, columns) * len(arrays))
     if not has_row_layout(*arrays):
         return row_layout(*map(contiguous, arrays))
     axes = _row_axes([a for a in arrays if a is not None], columns)
+    # with fewer than two axes, the missing ones have length 1
     (_, outer), (inner, step) = ([(1, (0,) * len(arrays))] * 2 + axes)[-2:]
     strides = zip(outer, step, strict=False)
     pairs = [(0, 0) if a is None else next(strides) for a in arrays]
@@ -70,13 +71,14 @@ def has_row_layout(*arrays: Any) -> bool:
 def _row_axes(arrays: Sequence[Any], columns: int) -> list[tuple[int, tuple[int, ...]]]:
     """Return length and strides of the fewest axes that enumerate the rows of all these arrays.
 
-    Three axes, more than a row layout has, if a kernel cannot read the rows at all.
+    If a kernel cannot read the rows at all, there are three axes, more than a row layout has.
     """
     axes: list[tuple[int, tuple[int, ...]]] = []
     for axis, length in enumerate(arrays[0].shape[:-1]):
         strides = tuple(a.strides[axis] // a.itemsize for a in arrays)
         if length == 1:
             continue
+        # the axis continues the one before: both are one axis
         if axes and axes[-1][1] == tuple(length * stride for stride in strides):
             axes[-1] = axes[-1][0] * length, strides
         else:
@@ -92,12 +94,12 @@ def head_strides(x: Any) -> tuple[int, int] | None:
     """Return the strides of token and head in an array (batch, tokens, heads, dim).
 
     None if the values of a head are not contiguous, the stride of tokens changes between
-    batches, or a stride is negative or not in whole values.
+    batches, or a stride is negative or no multiple of the value's size.
     """
     batch, tokens, _, dim = x.shape
     size = x.itemsize
     of_batch, of_token, of_head, of_value = x.strides
-    if tokens == 1:
+    if tokens == 1:  # the next token is in the next batch
         of_token = of_batch
     if (dim > 1 and of_value != size) or (batch > 1 and of_batch != tokens * of_token):
         return None
@@ -105,7 +107,7 @@ def head_strides(x: Any) -> tuple[int, int] | None:
 
 
 def with_head_strides(x: Any) -> tuple[Any, tuple[int, int]]:
-    """Return x and its head strides for a kernel; x is made contiguous if it has none."""
+    """Return x and its head strides for a kernel; without head strides x is made contiguous."""
     heads, dim = x.shape[2:]
     if not x.flags.c_contiguous and (strides := head_strides(x)) is not None:
         return spanned(x), strides
@@ -113,7 +115,7 @@ def with_head_strides(x: Any) -> tuple[Any, tuple[int, int]]:
 
 
 def token_strides(x: Any) -> tuple[Any, tuple[int, int]]:
-    """Return (batch, tokens, heads, dim) for a kernel, and its strides of batch and token."""
+    """Return x (batch, tokens, heads, dim) for a kernel, and its strides of batch and token."""
     size, (tokens, heads, dim) = x.itemsize, x.shape[1:]
     strides = x.strides[2:] == (dim * size, size) and _in_values(x.strides[:2], size)
     if x.flags.c_contiguous or not strides:  # NumPy's strides of axes of length 1 are arbitrary
@@ -124,10 +126,11 @@ def token_strides(x: Any) -> tuple[Any, tuple[int, int]]:
 def key_strides(
     k: Any, v: Any, *, dense: bool = False, packed: bool = False
 ) -> tuple[Any, Any, int, tuple[int, int]]:
-    """Return k and v for a kernel, their common distance of batches in tokens, and of their tokens.
+    """Return k and v for a kernel, and their strides: of a batch in tokens, of a token in values.
 
-    Both can be copied 16 bytes at a time.  ``dense``: nothing lies between the tokens of a batch;
-    ``packed``: nor between batches, but for what lies between their tokens.
+    Kernels can read both 16 bytes at a time; arrays with other layouts are copied first.  ``dense``
+    requires tokens without gaps, ``packed`` batches that follow each other without further tokens.
+    The stride of a batch is common to both.
     """
     layouts = [_token_layout(a, dense) for a in (k, v)]
     tokens = {each and each[0] for each in layouts}
@@ -139,7 +142,7 @@ def key_strides(
 
 
 def _token_layout(array: Any, dense: bool) -> tuple[int, int] | None:
-    """Return the distance of batches in tokens, and of tokens in values; None for other layouts."""
+    """Return the tokens between two batches and the values between two tokens, or None."""
     if not _in_chunks(array):
         return None
     *_, keys, heads, dim = array.shape
@@ -154,17 +157,17 @@ def _token_layout(array: Any, dense: bool) -> tuple[int, int] | None:
 
 
 def in_chunks(*arrays: Any) -> tuple[Any, ...]:
-    """Return arrays that can be copied 16 bytes at a time; those that cannot are copied first."""
+    """Return arrays that kernels can read 16 bytes at a time; others are replaced by copies."""
     return tuple(a if _in_chunks(a) else a.copy() for a in arrays)
 
 
 def _in_chunks(array: Any) -> bool:
-    """Return whether an array can be copied 16 bytes at a time."""
+    """Return whether kernels can read an array 16 bytes at a time."""
     return lanes(16, array) * array.itemsize == 16
 
 
 def pitch_of(array: Any) -> int:
-    """Return how many elements the rows of an array are apart; 0 if they have no one distance."""
+    """Return the elements between the starts of two rows; 0 if the distance is not uniform."""
     *lead, right = array.strides
     size, step = array.itemsize, lead[-1] if lead else array.shape[-1] * array.itemsize
     uniform = all(lead[i] == array.shape[i + 1] * lead[i + 1] for i in range(len(lead) - 1))
@@ -172,14 +175,14 @@ def pitch_of(array: Any) -> int:
 
 
 def broadcast_strides(array: Any, axes: int = 4) -> tuple[int, ...]:
-    """Return the last strides of a contiguous array; 0 for broadcast axes, and for None."""
+    """Return the strides of a contiguous array's last axes; 0 for broadcast axes, and for None."""
     shape = () if array is None else array.shape
     shape = (1,) * (axes - len(shape)) + shape
     return tuple(0 if size == 1 else math.prod(shape[i + 1 :]) for i, size in enumerate(shape))
 
 
 def _in_values(strides: tuple[int, ...], size: int) -> Any:
-    """Return strides in values; None if one is negative or not a multiple of the value's size."""
+    """Return strides in values; None if a stride is negative or no multiple of the value's size."""
     whole = all(stride >= 0 and stride % size == 0 for stride in strides)
     return tuple(stride // size for stride in strides) if whole else None
 

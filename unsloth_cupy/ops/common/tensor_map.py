@@ -1,11 +1,11 @@
-"""Tensor maps: the descriptors of arrays for TMA, the copy engine of sm_90.
+"""Tensor maps: descriptors of arrays for the tensor memory accelerator (TMA) of sm_90.
 
     kernel = with_maps(load("x_sm90.cu", "x", a, constants), a, ((64, 1, 128, 1),))
     kernel[blocks, threads](a, out)              the kernel's first parameter is a TensorMap
 
-A map holds the address and layout of an array, and the box of it that one copy transfers: 128 bytes
-of the innermost axis, with the 128-byte swizzle.  The driver encodes it, once for each address; a
-replayed launch looks the address up, and a captured graph holds the map, as it holds addresses.
+A map has the address and layout of an array, and the box that one copy transfers: 128 bytes of the
+innermost axis, with the 128-byte swizzle.  The driver encodes a map once for each address.  A
+replayed launch looks up the map of an address; a captured graph stores maps, as it does addresses.
 """
 
 import copy
@@ -35,12 +35,12 @@ SWIZZLE_128B, L2_256B, NOTHING = 3, 3, 0
 BYTES, ALIGNED = 128, 64  # size and alignment of a map
 NVRTC = (12, 9)  # the first version that accepts -arch=sm_90a before CuPy's own -arch
 LOGGER = logging.getLogger(__name__)
-KEPT = 4096  # entries of each cache; a process has far fewer such arrays alive
+KEPT = 4096  # entries of each cache; a process has far fewer such arrays at a time
 
 
 @functools.cache
 def driver() -> Any:
-    """Return the library of NVIDIA's driver; None without one."""
+    """Return the library of NVIDIA's driver; None if there is no driver."""
     try:
         return ctypes.CDLL("nvcuda.dll" if os.name == "nt" else "libcuda.so.1")
     except OSError:
@@ -49,29 +49,30 @@ def driver() -> Any:
 
 @functools.cache
 def encoder() -> Callable[..., int] | None:
-    """Return the driver's cuTensorMapEncodeTiled; None without a driver, or with one too old."""
-    return getattr(driver(), "cuTensorMapEncodeTiled", None)  # Form passes ctypes objects
+    """Return the driver's cuTensorMapEncodeTiled; None if there is no driver or it is too old."""
+    # no argtypes: Form passes objects of ctypes
+    return getattr(driver(), "cuTensorMapEncodeTiled", None)
 
 
 def available(like: Any) -> bool:
-    """Return whether kernels on the device of ``like`` can have tensor maps and sm_90a."""
+    """Return whether kernels on the device of ``like`` can use tensor maps and sm_90a."""
     target = target_of(like)
-    if target is None or hasattr(target, "tensor_map"):
+    if target is None or hasattr(target, "tensor_map"):  # the emulator has maps of its own
         return target is not None
     return encoder() is not None and gpu.cupy().cuda.nvrtc.getVersion() >= NVRTC
 
 
 def warpgroups(like: Any) -> bool:
-    """Return whether kernels on the device of ``like`` can multiply by warpgroups: on sm_90.
+    """Return whether kernels on the device of ``like`` can multiply by warpgroups, as on sm_90.
 
-    Where only the compiler or the driver is in the way, the log says so once.
+    If only the compiler or the driver does not support that, a message is logged once.
     """
-    if limits(like).architecture != 90:
+    if limits(like).architecture != 90:  # wgmma is in no other architecture
         return False
-    known = available(like)
-    if not known:
+    supported = available(like)
+    if not supported:
         _warn_once()
-    return known
+    return supported
 
 
 @functools.cache
@@ -85,9 +86,10 @@ def _warn_once() -> None:
 
 
 def mappable(array: Any) -> Any:
-    """Return the array if TMA can copy it, else a copy that it can.
+    """Return the array if TMA can read it, else a copy.
 
-    The innermost axis is contiguous; the address and all other strides are multiples of 16 bytes.
+    TMA needs a contiguous innermost axis, and an address and strides that are multiples of 16
+    bytes.
     """
     axes = zip(array.shape[:-1], array.strides[:-1], strict=True)
     aligned = all(size == 1 or (stride > 0 and stride % 16 == 0) for size, stride in axes)
@@ -103,9 +105,9 @@ class Form:
         self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: Any, box: Box
     ) -> None:
         rank, size = len(box), dtype.itemsize
-        lead = rank - len(shape)  # axes of length 1 that the box has beyond the array's
-        sizes = (*(1,) * lead, *shape)[::-1]
-        row = sizes[0] * size  # the stride, in bytes, that axes of length 1 get
+        lead = rank - len(shape)  # outermost axes of the box that the array lacks: length 1
+        sizes = (*(1,) * lead, *shape)[::-1]  # innermost first, as in all arguments of the driver
+        row = sizes[0] * size  # bytes; the stride of axes of length 1, whose own may be anything
         steps = [
             row if n == 1 else stride
             for n, stride in zip(sizes[1:], (*(0,) * lead, *strides)[-2::-1], strict=True)
@@ -115,7 +117,7 @@ class Form:
         first = -ctypes.addressof(room) % ALIGNED
         self.map = (ctypes.c_char * BYTES).from_buffer(room, first)
         self.address, number = ctypes.c_void_p(), ctypes.c_int
-        self.arguments = (  # created once: creating them takes longer than the call
+        self.arguments = (  # created once: that takes longer than the call
             *(ctypes.byref(self.map), number(TYPES[dtype]), ctypes.c_uint32(rank), self.address),
             (ctypes.c_uint64 * rank)(*sizes),
             (ctypes.c_uint64 * (rank - 1))(*steps),
@@ -123,7 +125,7 @@ class Form:
             (ctypes.c_uint32 * rank)(*[1] * rank),
             *map(number, (NOTHING, SWIZZLE_128B, L2_256B, NOTHING)),
         )
-        self.lock = threading.Lock()
+        self.lock = threading.Lock()  # for the address and the buffer, which all calls share
 
     def encode(self, address: int) -> Any:
         """Return the map of the array at an address, as a scalar."""
@@ -147,7 +149,7 @@ _maps: dict[tuple[Any, ...], Any] = {}
 
 
 def map_of(ready: Callable[[Any], Any], box: Box, array: Any) -> Any:
-    """Return the map of an array of CuPy as a kernel argument, from a cache by address and form."""
+    """Return the map of a CuPy array as a kernel argument, from a cache by address and form."""
     address = array.data.ptr
     key = address, box, array.shape, array.strides, array.dtype
     try:
@@ -162,7 +164,7 @@ def map_of(ready: Callable[[Any], Any], box: Box, array: Any) -> Any:
 
 @functools.lru_cache(maxsize=KEPT)
 def _with_maps(kernel: Kernel, target: Any, boxes: tuple[Box, ...]) -> Kernel:
-    """Return the kernel of ``with_maps``, from a cache."""
+    """Return the kernel of ``with_maps`` from a cache."""
     result, start, count = copy.copy(kernel), kernel.launch, len(boxes)
     custom = getattr(target, "tensor_map", None)
     encode = [
@@ -179,9 +181,9 @@ def _with_maps(kernel: Kernel, target: Any, boxes: tuple[Box, ...]) -> Kernel:
 
 
 def with_maps(kernel: Kernel, like: Any, boxes: tuple[Box, ...]) -> Kernel:
-    """Return a kernel whose first arguments, one for each box, are passed as tensor maps.
+    """Return a kernel whose first arguments, one for each box, become tensor maps.
 
-    If a box has more axes than its array, the missing outermost axes have length 1.
+    A box may have more axes than its array: the missing outermost axes have length 1.
     """
     target: Any = target_of(like)
     return _with_maps(kernel, target, boxes)

@@ -18,7 +18,7 @@ from .rms_norm import rms_norm_backward
 
 
 def gated_rms_norm(x: Array, gate: Array, weight: Array, *, eps: float = 1e-6) -> Array:
-    """Normalise each row of x to mean square 1, scale it by weight and by the swish of gate.
+    """Normalise each row of x to mean square 1; multiply it by weight and by the swish of gate.
 
     ``y = x / sqrt(mean(x**2) + eps) * weight * gate * sigmoid(gate)``, the mean over the last axis:
     the norm comes before the gate.  All is computed in float32 and rounded once.
@@ -26,9 +26,9 @@ def gated_rms_norm(x: Array, gate: Array, weight: Array, *, eps: float = 1e-6) -
     Parameters
     ----------
     x : (*rows, hidden) float
-        Rows to normalise; of a hybrid model, the heads of tokens.
+        Rows to normalise; in a hybrid model, the heads of each token.
     gate : (*rows, hidden) float
-        What the swish is taken of.
+        Argument of the swish, ``gate * sigmoid(gate)``.
     weight : (hidden,) dtype of x or float32
         Scale of each column.
     eps : float
@@ -71,6 +71,7 @@ def gated_rms_norm_forward(
     x: Array, gate: Array, weight: Array, *, eps: float = 1e-6
 ) -> tuple[Array, Array]:
     """Return y as gated_rms_norm does, and rstd for backward."""
+    # max: without columns rstd is 1 / sqrt(eps), not a division by 0
     rstd = 1 / np.sqrt(np.square(x).sum(axis=-1) / max(x.shape[-1], 1) + eps)
     return swiglu(gate, x * rstd[..., None] * weight), rstd
 
@@ -80,6 +81,7 @@ gated_rms_norm_forward.require(check_eps)
 
 @gated_rms_norm_forward.kernel(strided=("x", "gate"))
 def _launch_forward(x: Array, gate: Array, weight: Array, eps: float) -> tuple[Array, Array]:
+    """Launch norm_forward with a gate."""
     y, _, _, rstd = forward(x, weight, None, None, eps=eps, gate=gate)
     return y, rstd
 
@@ -94,7 +96,7 @@ def gated_rms_norm_backward(
     *,
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, Array | None, Array | None]:
-    """Return the gradients of x, gate and weight; None for those that are not ``wanted``."""
+    """Return the gradients of x, gate and weight; None for gradients that are not ``wanted``."""
     dgate, dy = swiglu_backward(dy, gate, x * rstd[..., None] * weight)
     own = None if needs_sums(wanted) else {"x"}
     dx, dweight, *_ = rms_norm_backward(dy, None, x, weight, None, None, rstd, wanted=own)
@@ -110,6 +112,7 @@ def _launch_backward(
     rstd: Array,
     wanted: Set[str] | None,
 ) -> tuple[Array | None, Array | None, Array | None]:
+    """Launch norm_backward with a gate."""
     arrays = dy, None, x, weight, None, None, rstd
     dx, dweight, _, dgate = backward(*arrays, gate=gate, wanted=wanted)
     return only(wanted, x=dx, gate=dgate, weight=dweight)

@@ -80,12 +80,12 @@ def layer_norm_forward(
     *,
     eps: float = 1e-5,
 ) -> tuple[Array, Array, Array, Array]:
-    """Return y as layer_norm does; h, the next layer's residual; mean and rstd for backward.
+    """Return y as layer_norm does, h for the next residual, and mean and rstd for backward.
 
     Without a residual, h may share the memory of x: copy it before writing to either.
     """
     h = x if residual is None else x + residual
-    hidden = max(1, x.shape[-1])
+    hidden = max(1, x.shape[-1])  # without columns all sums are 0
     mean = h.sum(axis=-1) / hidden
     y = h - mean[..., None]
     rstd = 1 / np.sqrt(np.square(y).sum(axis=-1) / hidden + eps)
@@ -103,6 +103,7 @@ layer_norm_forward.require(check_eps)
 def _launch_forward(
     x: Array, weight: Array, bias: Array | None, residual: Array | None, eps: float
 ) -> tuple[Array, Array, Array, Array]:
+    """Launch norm_forward with means."""
     return forward(x, weight, residual, bias, eps=eps, centred=True)
 
 
@@ -119,9 +120,10 @@ def layer_norm_backward(
     *,
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, Array | None, Array | None, Array | None]:
-    """Return the gradients of x, weight, bias and residual; those of x and residual are one array.
+    """Return the gradients of x, weight, bias and residual; x and residual share one array.
 
-    dh is the gradient of h, None for 0.  Gradients that are not ``wanted`` are None.
+    dy and dh are the upstream gradients of y and h; None stands for a dh of 0.  Gradients that are
+    not ``wanted`` are None.
     """
     weights = needs_sums(wanted)
     rows, hidden = tuple(range(dy.ndim - 1)), max(1, h.shape[-1])
@@ -154,6 +156,7 @@ def _launch_backward(
     rstd: Array,
     wanted: Set[str] | None,
 ) -> tuple[Array | None, Array | None, Array | None, Array | None]:
+    """Launch norm_backward with means."""
     dx, dweight, dbias, _ = backward(dy, dh, h, weight, bias, mean, rstd, wanted=wanted)
     own = {"bias": dbias, "residual": None if residual is None else dx}
     return only(wanted, x=dx, weight=dweight, **own)

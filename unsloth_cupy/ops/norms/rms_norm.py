@@ -84,13 +84,14 @@ def rms_norm_forward(
     eps: float = 1e-6,
     offset: float = 0.0,
 ) -> tuple[Array, Array, Array]:
-    """Return y as rms_norm does; h, the next layer's residual; rstd for backward.
+    """Return y as rms_norm does, h for the next residual, and rstd for backward.
 
     Without a residual, h may share the memory of x: copy it before writing to either.
     """
     h = x if residual is None else x + residual
     y = h * h
-    rstd = 1 / np.sqrt(y.sum(axis=-1) / max(h.shape[-1], 1) + eps)  # 1 if there are no columns
+    # max: without columns rstd is 1 / sqrt(eps), not a division by 0
+    rstd = 1 / np.sqrt(y.sum(axis=-1) / max(h.shape[-1], 1) + eps)
     np.multiply(h, rstd[..., None], out=y)
     y *= weight + offset
     if bias is not None:
@@ -105,6 +106,7 @@ rms_norm_forward.require(check_eps)
 def _launch_forward(
     x: Array, weight: Array, residual: Array | None, bias: Array | None, eps: float, offset: float
 ) -> tuple[Array, Array, Array]:
+    """Launch norm_forward without means."""
     y, h, _, rstd = forward(x, weight, residual, bias, eps=eps, offset=offset)
     return y, h, rstd
 
@@ -122,9 +124,10 @@ def rms_norm_backward(
     offset: float = 0.0,
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, Array | None, Array | None, Array | None]:
-    """Return the gradients of x, weight, residual and bias; those of x and residual are one array.
+    """Return the gradients of x, weight, residual and bias; x and residual share one array.
 
-    dh is the gradient of h, None for 0.  Gradients that are not ``wanted`` are None.
+    dy and dh are the upstream gradients of y and h; None stands for a dh of 0.  Gradients that are
+    not ``wanted`` are None.
     """
     weights = needs_sums(wanted)
     rows, scale = tuple(range(dy.ndim - 1)), weight + offset
@@ -155,6 +158,7 @@ def _launch_backward(
     offset: float,
     wanted: Set[str] | None,
 ) -> tuple[Array | None, Array | None, Array | None, Array | None]:
+    """Launch norm_backward without means."""
     arrays = dy, dh, h, weight, bias, None, rstd
     dx, dweight, dbias, _ = backward(*arrays, offset=offset, wanted=wanted)
     own = {"weight": dweight, "residual": None if residual is None else dx, "bias": dbias}

@@ -74,5 +74,5 @@ def test_a_nan_stays_one_and_bounds_are_positive():
     np.testing.assert_array_equal(uc.clip(x, bound=2.0), [np.nan, 2, -2])
     np.testing.assert_array_equal(uc.clip_backward(x, x, bound=2.0), 0)
     for bound in (0.0, -1.0):
-        with pytest.raises(ConfigError, match="pass a positive number, as 8"):
+        with pytest.raises(ConfigError, match="pass a positive number, such as 8"):
             uc.clip(x, bound=bound)

@@ -17,9 +17,9 @@ from ..common.elementwise import by_element
 from ..common.in_place import in_place, written_over
 from .swiglu import sigmoid
 
-CUBIC = 0.044715
+CUBIC = 0.044715  # this and STEEPNESS from the paper's approximation
 STEEPNESS = math.sqrt(2 / math.pi)
-FAR = 40.0  # from |x| = 40 on gelu(x) / x is 0 or 1 even in float64; clipping avoids x**3 = inf
+FAR = 40.0  # beyond |x| = 40 gelu(x) / x is 0 or 1 even in float64; clipping avoids x**3 = inf
 
 
 @op("gate(*axes), up(*axes) -> y(*axes)", torch=lambda nn, t, o: nn.gelu(t["gate"]) * t["up"])
@@ -65,7 +65,7 @@ def geglu_backward(
     """Return the gradients of gate and up."""
     factor = _factor(gate, approximate)
     slope = _slope_term(gate, factor, approximate)
-    slope += factor
+    slope += factor  # gelu'(gate): gelu is gate * factor
     slope *= up
     slope *= dy
     factor *= gate
@@ -82,7 +82,7 @@ by_element(geglu_backward_over_, "geglu.cu", APPROXIMATE="approximate")
 
 def _factor(x: Array, approximate: bool) -> Array:
     """Return ``gelu(x) / x``, between 0 and 1, in a new array."""
-    # sigmoid and erfc, because 1 + tanh and 1 + erf cancel where x is far below 0
+    # sigmoid and erfc, because 1 + tanh and 1 + erf lose all digits where x is far below 0
     if approximate:
         clipped = np.clip(x, -FAR, FAR)
         return sigmoid(_polynomial_(clipped, CUBIC))
@@ -96,10 +96,11 @@ def _slope_term(x: Array, factor: Array, approximate: bool) -> Array:
     """Return x times the derivative of ``_factor(x)``; 0 where x is far from 0."""
     clipped = np.clip(x, -FAR, FAR)
     if approximate:
-        slope = _polynomial_(clipped, 3 * CUBIC)  # 1 - tanh^2 = 4 s (1 - s)
+        slope = _polynomial_(clipped, 3 * CUBIC)  # x times the derivative of the polynomial
         slope *= factor
-        slope *= 1 - factor
+        slope *= 1 - factor  # sigmoid' = s (1 - s)
         return slope
+    # x exp(-x**2 / 2) / sqrt(2 pi)
     gaussian = np.multiply(clipped, clipped, out=np.empty_like(clipped))
     gaussian /= -2
     clipped *= np.exp(gaussian, out=gaussian)

@@ -18,7 +18,7 @@ from ...errors import ConfigError
 from ..common.rows import held_rows
 from ..common.strides import row_layout
 
-HELD = 32  # registers per thread for elements of a row: two blocks of 512 threads fit on an SM
+HELD = 32  # registers per thread for values of a row: two blocks of 512 threads fit on an SM
 
 
 @op(
@@ -36,7 +36,7 @@ def softmax(x: Array, *, scale: float = 1.0, axis: int = -1) -> Array:
     scale : float
         Inverse temperature.
     axis : int
-        The last axis; another is an error, which says how to move it there.
+        The last axis.  For another axis, the message of the error has the call that moves it.
 
     Returns
     -------
@@ -62,19 +62,22 @@ def softmax(x: Array, *, scale: float = 1.0, axis: int = -1) -> Array:
     if y.size:
         y -= finite(y.max(axis=-1, keepdims=True))
         np.exp(y, out=y)
+        # tiny: a row of only -inf has the sum 0, and stays 0
         y /= np.maximum(y.sum(axis=-1, keepdims=True), np.finfo(y.dtype).tiny)
     return y
 
 
 @softmax.require
 def _check_axis(x: Array, axis: int) -> None:
+    """Raise ConfigError unless axis is the last axis."""
     if axis not in (-1, x.ndim - 1):
         cure = f"softmax(np.moveaxis(x, {axis}, -1)), and move the axis of the result back"
-        raise ConfigError(f"softmax(axis={axis}): the softmax is of the last axis; call {cure}")
+        raise ConfigError(f"softmax(axis={axis}): softmax is over the last axis; call {cure}")
 
 
 @softmax.kernel(strided=("x",))
 def _launch(x: Array, scale: float) -> Array:
+    """Launch softmax."""
     y = empty(x.shape, x.dtype, like=x)
     _launch_rows("softmax", (x,), y, scale)
     return y
@@ -92,13 +95,14 @@ def softmax_backward(dy: Array, y: Array, *, scale: float = 1.0) -> Array:
 
 @softmax_backward.kernel(strided=("dy", "y"))
 def _launch_backward(dy: Array, y: Array, scale: float) -> Array:
+    """Launch softmax_backward."""
     dx = empty(y.shape, y.dtype, like=y)
     _launch_rows("softmax_backward", (dy, y), dx, scale)
     return dx
 
 
 def _launch_rows(name: str, operands: tuple[Any, ...], result: Any, scale: float) -> None:
-    """Launch a kernel of softmax.cu, in which threads, a block or a cluster compute each row."""
+    """Launch a kernel of softmax.cu; some threads, a block or a cluster compute each row."""
     columns = result.shape[-1]
     arrays, layout = row_layout(*operands)
     width = lanes(layout.alignment(columns), *arrays)
@@ -111,7 +115,7 @@ def _launch_rows(name: str, operands: tuple[Any, ...], result: Any, scale: float
 
 @cache
 def _constants(dtype: Any, columns: int, lanes: int, arrays: int, clusters: bool) -> Constants:
-    """Return the constants of softmax.cu, whose threads hold a value of each array in a register.
+    """Return the constants of softmax.cu, whose threads hold the values of all arrays in registers.
 
     Rows are read only once up to 262,144 columns in the forward and 131,072 in the backward pass;
     before sm_90 up to 32,768 and 16,384.
@@ -120,5 +124,5 @@ def _constants(dtype: Any, columns: int, lanes: int, arrays: int, clusters: bool
 
 
 def finite(top: Array) -> Array:
-    """Return the row maxima with 0 for -inf, so that a row of only -inf avoids -inf - -inf."""
+    """Return row maxima, with 0 for -inf: in a row of only -inf, -inf minus -inf would be NaN."""
     return np.where(top == -np.inf, top.dtype.type(0), top)

@@ -53,7 +53,7 @@ def swiglu_backward(dy: Array, gate: Array, up: Array) -> tuple[Array, Array]:
     """Return the gradients of gate and up."""
     sigma = sigmoid(gate)
     dup = sigma * gate
-    slope = 1 - sigma  # silu' = s + x s (1 - s) with s = sigmoid(x)
+    slope = 1 - sigma  # silu'(x) = s + x s (1 - s) with s = sigmoid(x)
     slope *= dup
     slope += sigma
     slope *= up
@@ -71,7 +71,7 @@ swiglu_backward_ = in_place(swiglu_backward_over_)
 def sigmoid(x: Array) -> Array:
     """Return ``1 / (1 + exp(-x))`` in a new array; exact at both limits, 0 and 1."""
     y = np.negative(x, out=np.empty_like(x))
-    with np.errstate(over="ignore"):  # an infinite exp gives the correct limit: 0
+    with np.errstate(over="ignore"):  # where exp is infinite, 1 / (1 + exp) is the limit, 0
         np.exp(y, out=y)
     y += 1
     return np.reciprocal(y, out=y)

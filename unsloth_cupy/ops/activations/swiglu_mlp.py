@@ -2,8 +2,9 @@
 
 y = (silu(x gate_weight^T) * (x up_weight^T)) down_weight^T
 
-Rows are independent, so each chunk goes through all three products, and the inner activations of
-all rows are never in memory together.  Backward recomputes those of a chunk.
+Rows are independent, so each chunk of rows passes through all three products, and the inner
+activations of all rows are never in memory together.  Backward recomputes the inner activations of
+a chunk.
 
 Shazeer, GLU Variants Improve Transformer, 2020.
 """
@@ -24,9 +25,9 @@ from ..common.gemm import gemm
 from ..linear.linear import flat
 from .swiglu import swiglu, swiglu_backward
 
-CHUNK_BYTES = 32 * 2**20  # the most that one inner activation of a chunk takes
-CHUNKS = 8  # at least: then all inner activations of backward are small beside one of all rows
-CHUNK_ROWS = 32  # with fewer rows, reading the weights bounds a matrix product
+CHUNK_BYTES = 32 * 2**20  # most bytes of one inner activation of a chunk
+CHUNKS = 8  # fewest chunks: backward's inner activations are then small beside one of all rows
+CHUNK_ROWS = 32  # fewest rows of a chunk: with fewer, the time of a product is reading the weight
 
 
 @op(
@@ -60,7 +61,7 @@ def swiglu_mlp(
     gate_weight, up_weight : (inner, hidden) float, or quantized weights
     down_weight : (outputs, inner) float, or a quantized weight
     chunk : int, optional
-        Rows per chunk.  By default an eighth of them, at least 32, and at most as many as make
+        Rows per chunk.  By default an eighth of all rows, at least 32, and at most as many as have
         32 MiB of one inner activation.
 
     Returns
@@ -96,6 +97,7 @@ def swiglu_mlp(
 def _launch(
     x: Array, gate_weight: Array, up_weight: Array, down_weight: Array, chunk: int | None
 ) -> Array:
+    """Compute by cuBLAS and the kernel of swiglu; inner activations have the dtype of x."""
     return _forward(x, gate_weight, up_weight, down_weight, chunk, x.dtype, _activated)
 
 
@@ -127,12 +129,13 @@ def _launch_backward(
     chunk: int | None,
     wanted: Set[str] | None,
 ) -> tuple[Array | None, ...]:
+    """Compute by cuBLAS and the kernels of swiglu; inner activations have the dtype of x."""
     arrays = x, gate_weight, up_weight, down_weight
     return _backward(dy, *arrays, chunk, wanted, x.dtype, _activated, _activated_backward_)
 
 
 def _activated(gate: Array, up: Array) -> Array:
-    """Return swiglu of gate and up, which are contiguous, by its kernel."""
+    """Return swiglu of gate and up, which are contiguous, by the kernel."""
     inner = empty(gate.shape, gate.dtype, like=gate)
     launch_rows("swiglu.cu", "swiglu", (gate, up), (inner,))
     return inner
@@ -153,7 +156,7 @@ def _forward(
     dtype: Any,
     activate: Callable[[Array, Array], Array],
 ) -> Array:
-    """Return y; inner activations have the given dtype."""
+    """Return y; inner activations have this dtype."""
     rows = flat(x)
     y = empty((len(rows), len(down_weight)), x.dtype, like=x)
     for part in _parts(rows, gate_weight, chunk):
@@ -161,7 +164,7 @@ def _forward(
         up = gemm(rows[part], up_weight.T, dtype=dtype)
         gemm(activate(gate, up), down_weight.T, out=y[part])
         del gate, up  # free them before the next chunk
-    return y.reshape(*x.shape[:-1], len(down_weight))
+    return y.reshape(*x.shape[:-1], len(down_weight))  # (*rows, outputs)
 
 
 def _backward(
@@ -176,7 +179,7 @@ def _backward(
     activate: Callable[[Array, Array], Array],
     activate_backward: Callable[[Array, Array, Array], tuple[Array, Array]],
 ) -> tuple[Array | None, ...]:
-    """Return the gradients; the recomputed inner activations have the given dtype."""
+    """Return the gradients; recomputed inner activations have this dtype."""
     rows, drows, wide = flat(x), flat(dy), np.promote_types(x.dtype, FLOAT32)
     weights = {"gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
     requested = requested_gradients("swiglu_mlp_backward", wanted, x=x, **weights)
@@ -192,7 +195,7 @@ def _backward(
         if "down_weight" in sums:
             gemm(drows[part].T, activate(gate, up), out=sums["down_weight"], add=True)
         dgate, dup = activate_backward(gemm(drows[part], down_weight, dtype=dtype), gate, up)
-        del gate, up  # the launch has overwritten them with dgate and dup
+        del gate, up  # on a GPU dgate and dup overwrite them
         if "gate_weight" in sums:
             gemm(dgate.T, rows[part], out=sums["gate_weight"], add=True)
         if "up_weight" in sums:
@@ -214,7 +217,7 @@ def _zeros(shape: Any, dtype: Any, like: Array) -> Array:
 
 
 def _parts(rows: Array, weight: Array, chunk: int | None) -> Iterator[slice]:
-    """Yield slices of chunk rows each; the last may have fewer."""
+    """Yield slices of ``chunk`` rows each; the last one may have fewer."""
     if chunk is None:
         most = max(1, CHUNK_BYTES // max(1, len(weight) * rows.itemsize))
         chunk = min(most, max(CHUNK_ROWS, -(-len(rows) // CHUNKS)))
@@ -232,7 +235,8 @@ swiglu_mlp.require(_check)
 swiglu_mlp_backward.require(_check)
 
 
-swiglu_mlp_backward.facts["operations"] = lambda a: (  # recompute gate and up, then the gradients
+# products of gate and up, which are recomputed, then of each gradient that is requested
+swiglu_mlp_backward.facts["operations"] = lambda a: (
     2
     * (a["x"].size // a["x"].shape[-1])
     * (

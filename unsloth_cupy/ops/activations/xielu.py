@@ -1,4 +1,4 @@
-"""xIELU, the activation of Apertus' feed-forward layer: its two slopes are learned.
+"""xIELU, the activation of Apertus' feed-forward layer, with two trainable curvatures.
 
 y = p x**2 + beta x                             where x > 0,  p = log(1 + exp(alpha_p))
 y = n (exp(min(x, eps)) - 1 - x) + beta x       elsewhere,    n = beta + log(1 + exp(alpha_n))
@@ -19,7 +19,7 @@ from ..common.columns import column_sums
 from ..common.elementwise import THREADS, constants, walk
 from .swiglu import sigmoid
 
-BLOCKS = 8  # of each SM in backward, which write a sum each
+BLOCKS = 8  # blocks of 256 threads per SM in backward; each writes one partial sum per curvature
 
 
 @op(
@@ -35,9 +35,9 @@ def xielu(x: Array, alpha_p: Array, alpha_n: Array, beta: Array, eps: Array) -> 
     ----------
     x : (*axes) float
     alpha_p, alpha_n : (1,) dtype of x or float32
-        Learned curvatures above and below 0, before their softplus.
+        Trainable curvatures above and below 0, before their softplus.
     beta, eps : () dtype of x or float32
-        The slope at 0, and a number just below 0; they are not copied from the GPU.
+        The slope at 0, and a number just below 0; the host does not read them from a GPU.
 
     Returns
     -------
@@ -83,12 +83,12 @@ def xielu_backward(
 
 
 def _as_wide(x: Array, *alphas: Array) -> list[Array]:
-    """Return numbers that may be narrower than x in its dtype, in which their functions round."""
+    """Return parameters in the dtype of x if that is wider, so that their softplus is as exact."""
     return [alpha.astype(np.promote_types(x.dtype, alpha.dtype), copy=False) for alpha in alphas]
 
 
 def _terms(x: Array, eps: Array) -> tuple[Array, Array]:
-    """Return what p and n multiply."""
+    """Return the terms of y that p and n multiply."""
     below = np.minimum(x, 0)
     bent = np.where(x > 0, 0, np.expm1(np.minimum(below, eps)) - below)
     return np.square(np.maximum(x, 0)), bent
@@ -96,6 +96,7 @@ def _terms(x: Array, eps: Array) -> tuple[Array, Array]:
 
 @xielu.kernel(strided=("x",))
 def _launch(x: Array, alpha_p: Array, alpha_n: Array, beta: Array, eps: Array) -> Array:
+    """Launch xielu."""
     y = empty(x.shape, x.dtype, like=x)
     plan = walk(x, y)
     kernel = load("xielu.cu", "xielu", x, _constants(plan, alpha_p, alpha_n, beta, eps))
@@ -108,6 +109,7 @@ def _launch(x: Array, alpha_p: Array, alpha_n: Array, beta: Array, eps: Array) -
 def _launch_backward(
     dy: Array, x: Array, alpha_p: Array, alpha_n: Array, beta: Array, eps: Array
 ) -> tuple[Array, Array, Array, None, None]:
+    """Launch xielu_backward, then the kernel that adds the partial sums in a fixed order."""
     dx = empty(x.shape, x.dtype, like=x)
     plan = walk(dy, x, dx)
     blocks = max(1, min(plan.tiles, BLOCKS * limits(x).processors))
@@ -124,6 +126,6 @@ def _launch_backward(
 
 
 def _constants(plan: Any, *numbers: Array) -> Any:
-    """Return the constants of the kernels."""
+    """Return the constants of xielu.cu, with the dtypes of alpha_p, alpha_n, beta and eps."""
     names = dict(zip(("P", "N", "B", "E"), (each.dtype for each in numbers), strict=True))
     return constants(plan.arrays[0].dtype, plan.lanes, STRIDED=plan.strided, **names)

@@ -70,7 +70,7 @@ def scale_backward(dy: Array, *, factor: float) -> Array:
 
 @op("x(*axes), factor: table -> y(*axes)", autocast="float32")
 def scale_by(x: Array, factor: Array) -> Array:
-    """Return ``y = factor * x``, rounded once; factor, of shape (), is not copied from the GPU."""
+    """Return ``y = factor * x``, rounded once; the host does not read factor, of shape ()."""
     return x * factor
 
 
@@ -91,9 +91,9 @@ def _reshaped(own: Any, *, shape: Any) -> dict[str, Any]:
 
 @op("x(*axes) -> y(*shape)", widen=False, sizes=_reshaped)
 def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
-    """Return the elements of x in another shape; one size may be -1, to be computed.
+    """Return the elements of x in another shape; one size may be -1: it is computed.
 
-    y is a view of x if the order of the elements in memory allows it.
+    y is a view of x if the order of the elements in memory allows that.
 
     Raises
     ------
@@ -121,7 +121,7 @@ def reshape(x: Array, *, shape: tuple[int, ...]) -> Array:
     _reshaped(x.shape, shape=shape)
     try:
         return x.reshape(shape)
-    except ValueError as error:  # no elements in too large a shape, or too many axes
+    except ValueError as error:  # NumPy refuses too many axes, and sizes whose product is too large
         problem = f"reshape(shape={reprlib.repr(shape)}): {error}"
         raise ShapeError(problem, expected="a shape of an array", actual=shape) from error
 
@@ -136,9 +136,9 @@ def reshape_backward(dy: Array, x: Array) -> Array:
 
 
 def _length(size: Any, part: slice) -> Any:
-    """Return how many elements of an axis a slice selects; all may be symbolic."""
+    """Return the number of elements of an axis that a slice selects; all may be symbolic."""
     step = 1 if part.step is None else part.step
-    least, most = (0, size) if step > 0 else (-1, size - 1)
+    least, most = (0, size) if step > 0 else (-1, size - 1)  # the bounds of Python's slice.indices
     ends = (least, most) if step > 0 else (most, least)
     start, stop = (
         end if n is None else max(least, min(n + size if n < 0 else n, most))
@@ -153,13 +153,13 @@ def _length(size: Any, part: slice) -> Any:
     sizes=lambda own, *, start, stop: {"part": _length(own[-1], slice(start, stop))},
 )
 def columns(x: Array, *, start: int, stop: int) -> Array:
-    """Return ``y = x[..., start:stop]``, a view of x; it splits a fused projection."""
+    """Return ``y = x[..., start:stop]``, a view of x: for the parts of a fused projection."""
     return x[..., start:stop]
 
 
 @columns.gradient(widen=False)
 def columns_backward(dy: Array, x: Array, *, start: int, stop: int) -> Array:
-    """Return the gradient of x: dy, with zeros around it."""
+    """Return the gradient of x: dy in its columns, zeros in the others."""
     dx = np.zeros_like(x)
     part = dx[..., start:stop]
     check_shape("columns_backward", "dy", dy.shape, part.shape)
@@ -198,7 +198,7 @@ def transpose_backward(dy: Array, x: Array, *, order: tuple[int, ...] | None = N
 
 
 def _places(shape: Any, order: Any) -> list[int]:
-    """Return the requested order of the axes of x, counted from 0."""
+    """Return the requested order of the axes of x, as numbers from 0 on."""
     axes = len(shape)
     if order is None:
         return list(range(axes))[::-1]
@@ -265,7 +265,7 @@ def index(x: Array, *, key: Key) -> Array:
 
 @index.gradient(widen=False)
 def index_backward(dy: Array, x: Array, *, key: Key) -> Array:
-    """Return the gradient of x: dy, with zeros around it."""
+    """Return the gradient of x: dy at the selected elements, zeros elsewhere."""
     dx = np.zeros_like(x)
     check_shape("index_backward", "dy", dy.shape, dx[key].shape)
     dx[key] = dy

@@ -1,4 +1,4 @@
-"""Casts between float dtypes, and accumulation of values of any of them in float32.
+"""Casts between float dtypes, and sums of values of any float dtype in float32.
 
 y = x rounded to a dtype        total = total + x
 """
@@ -20,12 +20,12 @@ from ..common.in_place import all_contiguous, check_overlap, check_writable
 from ..common.no_kernel import no_kernel
 from ..common.strides import pitch_of, spanned
 
-PARTS = 3  # arrays side by side
+PARTS = 3  # arrays that one launch writes side by side: q, k and v; cast.cu has three pointers
 
 
 @naming("cast", *(f"cast_to_{dtype.name}" for dtype in KERNEL_DTYPES))
 def cast(x: Array, dtype: Any) -> Array:
-    """Round the values of x to a dtype; the gradient is rounded back to that of x.
+    """Round the values of x to a dtype; the gradient is rounded to the dtype of x.
 
     Parameters
     ----------
@@ -61,11 +61,11 @@ def cast(x: Array, dtype: Any) -> Array:
 
 
 def _name(dtype: Any) -> str:
-    """Return the name of a dtype of any library; of other objects, their text; "" for None."""
+    """Return the name of a dtype of any library, "" for None, and ``str()`` of other objects."""
     name = str(dtype)
     if name.startswith("torch."):  # torch.compile cannot trace np.dtype
         return name.removeprefix("torch.")
-    if isinstance(dtype, tuple | list | dict):  # of structured dtypes
+    if isinstance(dtype, tuple | list | dict):  # NumPy makes structured dtypes of these
         return name
     try:
         return np.dtype(dtype).name if dtype is not None else ""
@@ -74,7 +74,7 @@ def _name(dtype: Any) -> str:
 
 
 def _cast_to(dtype: np.dtype[Any]) -> Op[[Array], Array]:
-    """Return the op that casts to a dtype; there is one per dtype, as signatures name it."""
+    """Return the op that casts to a dtype: one for each, as a signature names the dtype."""
 
     def definition(x: Array) -> Array:
         return x
@@ -89,7 +89,8 @@ def _cast_to(dtype: np.dtype[Any]) -> Op[[Array], Array]:
     cast_to.kernel(lambda x: _cast(x, dtype))
     cast_back = cast_to.gradient(back)
     cast_back.kernel(lambda dy, x: _cast(dy, x.dtype))
-    cast_back.facts["traffic"] = lambda a: a["dy"].nbytes + a["dx"].nbytes  # x has only its dtype
+    # only the dtype of x is read
+    cast_back.facts["traffic"] = lambda a: a["dy"].nbytes + a["dx"].nbytes
     return cast_to
 
 
@@ -101,7 +102,10 @@ def _cast(x: Array, dtype: Any) -> Array:
 
 
 def in_dtype(x: Array, dtype: Any) -> Array:
-    """Return x rounded to a dtype, or itself; by the kernel, whose launch can be recorded."""
+    """Return x rounded to a dtype, or x itself if it has that dtype.
+
+    The kernel does it where possible: its launch can be recorded, ``astype`` cannot.
+    """
     if x.dtype == dtype:
         return x
     kinds = {x.dtype, np.dtype(dtype)} <= {*KERNEL_DTYPES}
@@ -120,12 +124,13 @@ def stacked(matrices: Sequence[Array], dtype: Any) -> Array:
     if not (kinds and dense) or target_of(lead) is None:
         return np.concatenate([m.astype(dtype, copy=False) for m in matrices])
     whole = empty((sum(m.shape[0] for m in matrices), lead.shape[1]), dtype, like=lead)
+    # matrices stacked on each other are "columns" side by side in one row of the whole memory
     _beside(matrices, whole, [m.size for m in matrices], [0] * len(matrices))
-    return whole
+    return whole  # (all rows, columns)
 
 
 def concatenate(arrays: Sequence[Any], out: Any) -> None:
-    """Write the columns of arrays side by side to out, of their dtype, in one launch."""
+    """Write the columns of arrays side by side to out, which has their dtype, in one launch."""
     if target_of(out) is None or out.dtype not in KERNEL_DTYPES:
         np.concatenate(arrays, axis=-1, out=out)
     elif out.size:
@@ -136,9 +141,12 @@ def concatenate(arrays: Sequence[Any], out: Any) -> None:
 def _beside(
     arrays: Sequence[Any], out: Any, columns: Sequence[int], pitches: Sequence[int]
 ) -> None:
-    """Launch the kernel that writes rows of so many columns of each array side by side."""
+    """Launch the kernel that writes arrays side by side, of which each has these columns.
+
+    ``pitches`` are the distances of rows, in elements.
+    """
     wide, *narrow = sorted((out, *arrays), key=lambda array: -array.dtype.itemsize)
-    row = 16 // wide.dtype.itemsize
+    row = 16 // wide.dtype.itemsize  # values of an access: 16 bytes of the widest dtype at most
     for each in (*columns, *pitches):
         row |= each
     width, absent = lanes(row, wide, *narrow), PARTS - len(arrays)
@@ -168,7 +176,7 @@ def accumulate_(total: Array, x: Array) -> Array:
     Parameters
     ----------
     total : (*axes) float32, or float64 where x is float64
-        Writable; 16 bits would lose values that are small compared to the sum.
+        Writable.  In 16 bits the sum would lose values that are small compared to it.
     x : (*axes) float
 
     Returns
@@ -180,7 +188,7 @@ def accumulate_(total: Array, x: Array) -> Array:
     ConfigError
         total is read-only, or x overlaps it in part.
     GradientError
-        total is on a tape, whose record the change would make wrong.
+        total is on a tape; a change would falsify its record.
     ShapeError, DTypeError
         The arrays do not fit each other; total is then unchanged.
     """
@@ -202,6 +210,7 @@ def accumulate_over_(total: Array, x: Array) -> Array:
 
 @accumulate_over_.kernel
 def _launch_accumulate(total: Array, x: Array) -> Array:
+    """Launch accumulate; return NotImplemented if total is not contiguous."""
     if not all_contiguous(total):
         return no_kernel("total is not contiguous; pass a contiguous array")
     _launch("accumulate", contiguous(x), total)

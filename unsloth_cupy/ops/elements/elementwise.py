@@ -1,4 +1,4 @@
-"""Elementwise arithmetic besides ``add``, ``multiply`` and ``scale``: clip, and for losses."""
+"""Further elementwise arithmetic: clip, and the ops with which users write losses."""
 
 from collections.abc import Set
 
@@ -20,7 +20,7 @@ def subtract(a: Array, b: Array) -> Array:
 def subtract_backward(
     dc: Array, *, wanted: Set[str] | None = None
 ) -> tuple[Array | None, Array | None]:
-    """Return the gradients of a and b; None for those that are not ``wanted``."""
+    """Return the gradients of a and b; None for gradients that are not ``wanted``."""
     return dc, -dc if wanted is None or "b" in wanted else None
 
 
@@ -34,7 +34,7 @@ def divide(a: Array, b: Array) -> Array:
 def divide_backward(
     dc: Array, a: Array, b: Array, *, wanted: Set[str] | None = None
 ) -> tuple[Array | None, Array | None]:
-    """Return the gradients of a, dc / b, and of b, -dc a / b^2; None where not ``wanted``."""
+    """Return the gradients ``dc / b`` of a and ``-dc a / b**2`` of b; None if not ``wanted``."""
     da = dc / b
     return da, -da * (a / b) if wanted is None or "b" in wanted else None
 
@@ -48,7 +48,7 @@ def power(x: Array, *, exponent: float) -> Array:
 @power.gradient
 def power_backward(dy: Array, x: Array, *, exponent: float) -> Array:
     """Return the gradient of x, dy * exponent * x ** (exponent - 1); 0 for exponent 0."""
-    if exponent == 0:
+    if exponent == 0:  # 0 * x ** -1 would be NaN at x = 0
         return np.zeros_like(dy)
     return dy * (x.dtype.type(exponent) * x ** x.dtype.type(exponent - 1))
 
@@ -114,9 +114,9 @@ def clip_backward(dy: Array, x: Array, *, bound: float) -> Array:
 
 
 def _check_bound(call: str, bound: float) -> None:
-    """Raise unless the bound is positive."""
+    """Raise ConfigError unless the bound is positive."""
     if bound <= 0:
-        raise ConfigError(f"{call}: bound={bound!r}; pass a positive number, as 8")
+        raise ConfigError(f"{call}: bound={bound!r}; pass a positive number, such as 8")
 
 
 clip.require(_check_bound)

@@ -1,4 +1,4 @@
-"""Sums and means over axes, and broadcasting along axes: each is the gradient of the other.
+"""Sums and means over axes, and broadcasting along axes, which is the gradient of a sum.
 
 y = sum of x over axes        y = sum of x / number of elements        y = x, repeated
 """
@@ -23,8 +23,8 @@ def _rest(own: Any, *, axis: Axes = None, keepdims: bool = False) -> dict[str, A
     """Return the sizes of the remaining axes by name; sizes may be symbolic."""
     listed = axis if isinstance(axis, tuple | list) else () if axis is None else (axis,)
     axes = _axes("sum", own, None if axis is None else [int(i) for i in listed])
-    kept = [1 if i in axes else n for i, n in enumerate(own) if keepdims or i not in axes]
-    return {"rest": tuple(kept)}
+    rest = [1 if i in axes else n for i, n in enumerate(own) if keepdims or i not in axes]
+    return {"rest": tuple(rest)}
 
 
 @op("x(*axes) -> y(*rest)", autocast="float32", sizes=_rest)
@@ -135,7 +135,7 @@ def broadcast_to(x: Array, *, shape: tuple[int, ...]) -> Array:
     _broadcast(x.shape, shape=shape)
     try:
         return np.broadcast_to(x, shape)
-    except ValueError as error:  # too many elements, or too many axes
+    except ValueError as error:  # NumPy refuses too many elements, and too many axes
         problem = f"broadcast_to(shape={reprlib.repr(shape)}): {error}"
         raise ShapeError(problem, expected="a shape of an array", actual=shape) from error
 
@@ -146,11 +146,11 @@ def broadcast_to_backward(dy: Array, x: Array) -> Array:
     _broadcast(x.shape, shape=dy.shape)
     lead = dy.ndim - x.ndim
     repeated = [lead + axis for axis, size in enumerate(x.shape) if size == 1]
-    return dy.sum(axis=(*range(lead), *repeated)).reshape(x.shape)
+    return dy.sum(axis=(*range(lead), *repeated)).reshape(x.shape)  # the shape of x
 
 
 def _axes(call: str, shape: Any, axis: Any) -> tuple[int, ...]:
-    """Return the axes as a tuple of non-negative integers; raise where they are invalid."""
+    """Return the axes as a tuple of non-negative integers; raise if they are invalid."""
     count = len(shape)
     if axis is None:
         return tuple(range(count))
@@ -168,15 +168,15 @@ def _axes(call: str, shape: Any, axis: Any) -> tuple[int, ...]:
 
 
 def _count(x: Array, axes: tuple[int, ...]) -> int:
-    """Return how many elements are averaged into one; 1 if there are none."""
+    """Return the number of elements of a mean; 1 if there are none, to avoid a division by 0."""
     return max(math.prod(x.shape[axis] for axis in axes), 1)
 
 
 def _repeated(call: str, dy: Array, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
     """Return dy repeated along the summed axes, in a new array of the shape of x."""
-    kept = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
+    whole = tuple(1 if axis in axes else size for axis, size in enumerate(x.shape))
     rest = tuple(size for axis, size in enumerate(x.shape) if axis not in axes)
-    check_shape(call, "dy", dy.shape, kept if keepdims else rest)
+    check_shape(call, "dy", dy.shape, whole if keepdims else rest)
     dx: Array = np.empty_like(x)
-    dx[...] = dy.reshape(kept)
+    dx[...] = dy.reshape(whole)  # the shape of x, with 1 for the summed axes
     return dx

@@ -1,1 +1,1 @@
-"""What an optimizer's step does to arrays, and norms of gradients."""
+"""Updates of arrays in the steps of optimizers, and norms of gradients."""

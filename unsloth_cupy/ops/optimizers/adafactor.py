@@ -1,4 +1,4 @@
-"""Adafactor: the second moment of a matrix as a product of its rows' and its columns' means.
+"""Adafactor: the second moment of a matrix is the product of a mean per row and one per column.
 
 share = step**beta2_decay
 row = (1 - share) * row + share * (mean of gradient**2 along a row);  column: likewise
@@ -7,9 +7,9 @@ u = gradient / sqrt(max(square, eps1**2))
 parameter = parameter * (1 - lr * weight_decay)
             - min(lr, 1 / sqrt(step)) * max(eps2, rms(parameter)) * u / max(1, rms(u) / d)
 
-A parameter of no more than one axis has a whole ``square`` instead.  Of more than two axes, the
-last two are those of matrices.  Shazeer and Stern, Adafactor: Adaptive Learning Rates with
-Sublinear Memory Cost, 2018.
+A parameter with one axis or none has a whole ``square`` instead.  With more than two axes, the last
+two are the axes of matrices.  Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear
+Memory Cost, 2018.
 """
 
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ class Tensor(NamedTuple):
     copy: Any | None  # the parameter rounded to 16 bits
     row: Any | None  # (*matrices, rows)
     column: Any | None  # (*matrices, columns)
-    square: Any | None  # of a vector
+    square: Any | None  # (size,), of a vector
 
 
 def adafactor(
@@ -45,7 +45,7 @@ def adafactor(
     if not parameter.size:
         return
     share, smallest = step**beta2_decay, eps[0]
-    if smallest is None:
+    if smallest is None:  # torch's default
         smallest = float(np.finfo(parameter.dtype).eps)
     size = np.maximum(rms(parameter), eps[1]) * min(lr, step**-0.5)
     parameter *= 1 - lr * weight_decay
@@ -68,11 +68,11 @@ def adafactor(
 
 
 def _move(moment: Any, to: Any, share: float) -> None:
-    """Move a moment by a share of the way, in place."""
+    """Move a moment towards a new value by a share of the difference, in place."""
     moment *= 1 - share
     moment += to * share
 
 
 def rms(array: Any) -> Any:
-    """Return the root of the mean of squares."""
+    """Return the root mean square."""
     return np.sqrt(np.square(array).mean())

@@ -27,7 +27,7 @@ from .host import blocks
 @op(
     "parameter(*axes), gradient(*axes): param, mean(*axes): stat, square(*axes): stat"
     " -> updated(*axes)",
-    widen=False,  # the update would go to the widened copy, not to the parameter
+    widen=False,  # a widened copy would receive the update, and the parameter would stay as it is
     no_gradient="it updates parameters with gradients",
     traffic=lambda a: (
         a["gradient"].nbytes + 2 * sum(a[n].nbytes for n in ("parameter", "mean", "square"))
@@ -56,7 +56,7 @@ def adamw_(
     mean, square : (*axes) float32, or float64 for a float64 parameter
         Exponential moving averages of the gradient and of its square; zeros before step 1.
     lr : float
-        Learning rate: how much an element changes per step if its gradients are all equal.
+        Learning rate: the change of an element per step if all its gradients are equal.
     betas : (float, float)
         Factors by which mean and square decay at each step.
     eps : float
@@ -72,6 +72,7 @@ def adamw_(
         The parameter itself.
     """
     beta1, beta2 = betas
+    # sqrt(square / (1 - beta2**step)) + eps is (sqrt(square) + eps * unbiased) / unbiased
     unbiased = math.sqrt(1 - beta2**step)
     for arrays in blocks([parameter, gradient, mean, square]):
         p, g, m, s = arrays
@@ -96,7 +97,7 @@ def adamw_(
 
 @adamw_.require
 def _check(call: str, betas: Any, step: int) -> None:
-    """Raise ConfigError unless betas are two shares below 1, and steps are counted from 1."""
+    """Raise ConfigError unless betas are two numbers in [0, 1) and step is at least 1."""
     pair = isinstance(betas, tuple | list) and len(betas) == 2
     if not (pair and all(is_number(beta) and 0 <= beta < 1 for beta in betas)):
         raise ConfigError(f"{call}(betas={betas!r}): pass two numbers in [0, 1), as (0.9, 0.999)")
@@ -116,7 +117,7 @@ def _launch(
     weight_decay: float,
     step: int,
 ) -> Array:
-    """Update the arrays by the kernel, and return the parameter."""
+    """Launch adamw_; return the parameter, or NotImplemented if an array is not contiguous."""
     arrays = parameter, gradient, mean, square
     if not all(array.flags.c_contiguous for array in arrays):
         return no_kernel("an array is not contiguous")

@@ -1,11 +1,11 @@
-"""A step of AdamW over all parameters of an optimizer: one launch, and no read by the host.
+"""A step of AdamW over all parameters of an optimizer in one launch; the host reads nothing.
 
 ``adamw.py`` has the formula.  If the averages of a parameter are stored as 8-bit codes, a step is
 
     mean = decode(codes);  one step;  codes = encode(mean)
 
-and the same for square; see ``dynamic_codes.py``.  Whether a step is skipped, and so the number of
-steps done, is known only on the device.
+and the same for square; see ``dynamic_codes.py``.  Only the device knows whether a step is skipped,
+so it counts the steps.
 """
 
 import enum
@@ -26,11 +26,11 @@ from .adamw import adamw_
 from .host import gradient_dtypes
 from .launch import Launch, Rates
 
-PART = 1 << 16  # values decoded at a time on the host, so that they stay in its cache
+PART = 1 << 16  # values that the host decodes at a time: they stay in its cache
 
 
 class Tensor(NamedTuple):
-    """One parameter and the other arrays that a step changes."""
+    """A parameter and the other arrays that a step changes."""
 
     parameter: Any
     copy: Any | None  # the parameter rounded to 16 bits
@@ -48,19 +48,19 @@ def host_step(tensor: Tensor, gradient: Array, *, factor: float, **options: Any)
     if tensor.mean_scale is None:
         adamw_(parameter, gradient, tensor.mean, tensor.square, **options)
     else:
-        flat = contiguous(parameter).reshape(-1)
+        flat = contiguous(parameter).reshape(-1)  # (size,)
         _coded_step(flat, contiguous(gradient).reshape(-1), *tensor[2:], **options)
         if not parameter.flags.c_contiguous:
             parameter[...] = flat.reshape(parameter.shape)
     if tensor.copy is not None:
-        with np.errstate(over="ignore"):  # values beyond float16 become inf, as on a GPU
+        with np.errstate(over="ignore"):  # values beyond float16 become infinity, as on a GPU
             tensor.copy[...] = parameter
 
 
 def _coded_step(
     parameter: Any, gradient: Any, mean: Any, square: Any, *scales: Any, **options: Any
 ) -> None:
-    """Perform a step of one tensor whose averages are codes, a part at a time."""
+    """Perform a step of one tensor whose averages are codes, part by part."""
     mean, square = mean.reshape(-1), square.reshape(-1)
     for start in representative_steps(parameter, range(0, parameter.size, PART)):
         part = slice(start, start + PART)
@@ -75,7 +75,7 @@ def _coded_step(
 
 
 class Flags(enum.IntFlag):
-    """Flags of a tensor for the kernel, beside those of all launchers."""
+    """Flags of a tensor for the kernel: the flags of all launchers, and CODED."""
 
     COPIED = 4
     WIDE = 8
@@ -83,10 +83,10 @@ class Flags(enum.IntFlag):
 
 
 class Launcher(Launch):
-    """The step as one launch, for tensors that kernels can take without copies.
+    """A step in one launch, for tensors that the kernel can process without copies.
 
-    Arrays on the device: ``powers`` holds beta1**step, beta2**step, beta1 and beta2 of the next
-    step; ``corrections`` the factors of lr and eps in that step; ``counts`` the steps done.
+    Arrays on the device: ``powers`` has beta1**step, beta2**step, beta1 and beta2 of the next step;
+    ``corrections`` the factors of lr and eps in that step; ``counts`` the number of steps.
     """
 
     flags = Flags
@@ -99,7 +99,7 @@ class Launcher(Launch):
         self.maps = None
         if any(tensor.mean_scale is not None for tensor in tensors.values()):
             self.maps = tables(self.lead)
-        # a product of factors, as in the kernel: a resumed run gets the same bits
+        # multiplied factor by factor, as in the kernel: a resumed run has equal bits
         power1, power2 = (float(np.cumprod(np.full(steps + 1, beta))[-1]) for beta in self.betas)
         unbiased = np.sqrt(1 - power2)
         powers = np.array([power1, power2, *self.betas])
@@ -109,7 +109,7 @@ class Launcher(Launch):
             to_device_of(corrections, self.lead),
         )
         self.counts = to_device_of(np.array([steps, 0], np.uint32), self.lead)
-        synchronize_stream(self.lead)  # any stream may launch the first step
+        synchronize_stream(self.lead)  # the first step may run on another stream
 
     def numbers(self) -> dict[str, float]:
         """Return the number of steps that were not skipped; reading it waits for the device."""

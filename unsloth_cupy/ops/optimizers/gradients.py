@@ -1,9 +1,11 @@
-"""The norm of all gradients of a step, whether they are finite, and their scaling, in one launch.
+"""The norm of all gradients of a step, a test that they are finite, and their scaling factor.
+
+One launch computes all three.
 
 norm = sqrt(sum of (gradient / divisor)**2)
 factor = min(1, max_norm / norm) / divisor
 
-On the host, squares are summed in float64.
+On the host squares are summed in float64.
 """
 
 import math
@@ -21,8 +23,8 @@ from ...placement import stream
 from ..common import many
 from ..common.counters import counters
 
-PART = 65536  # elements widened at a time on the host, so that they stay in its cache
-KEPT_TABLES = 16
+PART = 65536  # elements that the host widens at a time: they stay in its cache
+KEPT_TABLES = 16  # beyond it all tables are dropped
 tables: dict[Any, many.Table] = {}  # by stream and addresses of gradients, which seldom change
 
 
@@ -36,7 +38,7 @@ class GradientMeasure(NamedTuple):
     finite : bool, or bool array
         False if any element is NaN or infinite: skip the step then.
     factor : float, or float32 array
-        What to multiply the gradients by, to divide them and to clip their norm to max_norm.
+        The factor that divides the gradients by the divisor and clips their norm to max_norm.
     """
 
     norm: Any
@@ -51,16 +53,17 @@ def measured(
     divisor: Any = None,
     out: Sequence[Array] | None = None,
 ) -> GradientMeasure:
-    """Return the measure of gradients in one pass; write them, divided, to ``out`` if it is passed.
+    """Measure gradients in one pass; write them, divided, to ``out`` if it is passed.
 
-    Kernels must be able to take the gradients without copies.  ``divisor`` is a float64 array of
+    Kernels must be able to read the gradients without copies.  ``divisor`` is a float64 array with
     one element, ``out`` a sequence of float32 arrays.
     """
     table = _table(gradients, out)
     lead = gradients[0]
     chosen = table.constants(WRITE=out is not None)
     kernel = load("gradients.cu", "measure", lead, chosen)
-    # four per SM are resident: 16 KB of 16-bit gradients in flight; the last adds their sums
+    # four blocks per SM are resident: 16 KB of 16-bit gradients in flight; the block that finishes
+    # last adds the sums of all
     blocks = min(table.chunks, 4 * limits(lead).processors)
     sums, arrived = empty(blocks, np.float64, lead), counters(1, lead)
     measure = GradientMeasure(*(empty((), t, lead) for t in (np.float64, np.bool_, np.float32)))
@@ -80,7 +83,7 @@ def measured(
 
 
 def rescale(gradients: Sequence[Array], measure: GradientMeasure) -> None:
-    """Multiply gradients by the factor of a measure, in place; not if ``finite`` is False."""
+    """Multiply gradients by the factor of a measure, in place, unless ``finite`` is False."""
     table = _table(gradients, None)
     lead = gradients[0]
     chosen = table.constants(WRITE=False)
@@ -90,9 +93,10 @@ def rescale(gradients: Sequence[Array], measure: GradientMeasure) -> None:
 
 def square_sum(gradient: Any) -> Any:
     """Return the float64 sum of squares of one gradient of any dtype and layout."""
-    flat = gradient.reshape(-1)
+    flat = gradient.reshape(-1)  # (size,)
     size = PART if isinstance(flat, np.ndarray) else max(flat.size, 1)
-    total = np.zeros_like(flat, np.float64, shape=(1,)).reshape(())  # CuPy does not take ()
+    # CuPy takes shape=() in zeros_like for the shape of the array
+    total = np.zeros_like(flat, np.float64, shape=(1,)).reshape(())  # ()
     for start in representative_steps(flat, range(0, flat.size, size)):
         wide = flat[start : start + size].astype(np.float64, copy=False)
         total += np.dot(wide, wide)

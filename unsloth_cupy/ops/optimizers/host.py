@@ -1,4 +1,4 @@
-"""A step of one parameter by a rule on float32 arrays: the definition, and CuPy's way too."""
+"""A step of one parameter by a rule on float32 arrays, for NumPy and CuPy without kernels."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -8,11 +8,11 @@ import numpy as np
 from ...core.dtypes import Array, allowed
 from ...core.stand_in import representative_steps
 
-BLOCK = 32768  # elements: blocks of a step's arrays and a float32 temporary fit a core's cache
+BLOCK = 32768  # elements: blocks of all arrays of a step and a temporary fit in a core's cache
 
 
 def gradient_dtypes(tensor: Any) -> tuple[Any, Any]:
-    """Return the dtypes that a gradient may have: that of the computation, or float32.
+    """Return the dtypes that a gradient may have: the dtype of the model, and float32.
 
     ``tensor`` is a named tuple of a parameter, its 16-bit copy or None, and its states.
     """
@@ -21,9 +21,9 @@ def gradient_dtypes(tensor: Any) -> tuple[Any, Any]:
 
 
 def blocks(arrays: Sequence[Any]) -> Iterator[list[Any]]:
-    """Yield views of a block of elements of arrays of one size, None for None.
+    """Yield views of blocks of elements of arrays of one size; None stays None.
 
-    Arrays of a GPU, and those of another order than C, are one block.
+    Arrays on a GPU, and arrays that are not in C order, are one block.
     """
     lead, operands = arrays[0], [array for array in arrays if array is not None]
     if not (isinstance(lead, np.ndarray) and all(a.flags.c_contiguous for a in operands)):
@@ -46,8 +46,9 @@ def host_step(
 ) -> None:
     """Call ``rule(parameter, gradient, *states, **options)``, which changes all but the gradient.
 
-    It gets both in the dtype of the states, float32 or float64; a 16-bit parameter is rounded once,
-    and so is its copy.  A rule gets blocks of elements unless it needs the ``whole`` arrays.
+    The rule gets parameter and gradient in the dtype of the states, float32 or float64; a 16-bit
+    parameter is rounded once, and so is its copy.  The rule gets blocks of elements, unless it
+    needs the ``whole`` arrays.
     """
     arrays = [gradient, *tensor]
     for part, parameter, copy, *states in [arrays] if whole else blocks(arrays):
@@ -57,5 +58,5 @@ def host_step(
         if x is not parameter:
             parameter[...] = x
         if copy is not None:
-            with np.errstate(over="ignore"):  # values beyond float16 become inf, as on a GPU
+            with np.errstate(over="ignore"):  # values beyond float16 become infinity, as on a GPU
                 copy[...] = x

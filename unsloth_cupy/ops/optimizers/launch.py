@@ -1,4 +1,4 @@
-"""A step of all tensors of an optimizer as one launch, for those that kernels take as they are."""
+"""A step of all tensors of an optimizer in one launch, if kernels can process them as they are."""
 
 import enum
 from collections.abc import Mapping, Sequence
@@ -13,26 +13,26 @@ from ...placement import stream
 from ..common import many
 from .host import gradient_dtypes
 
-KEPT_TABLES = 8  # tables kept, by stream and addresses of the gradients, which seldom change
+KEPT_TABLES = 8  # by stream and addresses of gradients, which seldom change; beyond it all go
 
 
 class Flags(enum.IntFlag):
-    """Flags of a tensor for a kernel; the lower two bits hold the number of its dtype."""
+    """Flags of a tensor for a kernel; the lower two bits are the number of its dtype."""
 
-    COPIED = 4  # it has a 16-bit copy
-    WIDE = 8  # the gradient is float32, unlike the model
+    COPIED = 4  # the parameter is float32 and has a 16-bit copy
+    WIDE = 8  # the gradient is float32, the model is not
 
 
 class Rates(NamedTuple):
-    """The rate and the decay of tensors in a step, and the rate of the step for all of them."""
+    """Learning rate and weight decay of the tensors of a step."""
 
     lr: float
     weight_decay: float
-    of_step: float
+    of_step: float  # the learning rate of the step, for all tensors
 
 
 class Launch:
-    """Steps of tensors, named tuples of a parameter, its copy and its states, by one kernel."""
+    """Steps of tensors by one kernel; a tensor is a named tuple of parameter, copy and states."""
 
     flags: type[enum.IntFlag] = Flags
 
@@ -42,12 +42,12 @@ class Launch:
         self.tables: dict[Any, many.Table] = {}
 
     def replace(self, tensors: Mapping[str, Any]) -> None:
-        """Take the tensors of these names, whose copies are others, and keep the steps."""
+        """Replace the tensors, whose copies are new arrays; the number of steps stays."""
         self.tensors = {name: tensors[name] for name in self.tensors}
-        self.tables.clear()  # they have the addresses of the old copies
+        self.tables.clear()  # tables have the addresses of the old copies
 
     def numbers(self) -> dict[str, float]:
-        """Return the number of steps, and what else they change; reading waits for the device."""
+        """Return the number of steps, and other numbers that steps change; wait for the device."""
         raise NotImplementedError
 
     def launch(self, table: many.Table, factor: Any, finite: Any, rates: Rates) -> None:
@@ -57,7 +57,7 @@ class Launch:
     def __call__(
         self, gradients: Sequence[Array], rates: Rates, *, finite: Any, factor: Any
     ) -> None:
-        """Update all tensors; none if ``finite``, a bool or an array, is False."""
+        """Update all tensors, unless ``finite``, a bool or an array, is False."""
         if isinstance(finite, bool | np.bool_):
             if not finite:
                 return
@@ -65,7 +65,8 @@ class Launch:
         if isinstance(factor, float | int | np.generic):
             same, value = factor == 1, float(factor)
             factor = None if same else np.full_like(self.lead, value, np.float32, shape=(1,))
-            factor = factor if same else factor.reshape(())  # CuPy does not take ()
+            # CuPy takes shape=() in full_like for the shape of the array
+            factor = factor if same else factor.reshape(())  # ()
         self.launch(self._table([contiguous(g) for g in gradients]), factor, finite, rates)
 
     def constants(self, table: many.Table) -> Constants:
@@ -73,7 +74,7 @@ class Launch:
         return table.constants(**self.flags.__members__)
 
     def kind(self, tensor: Any, gradient: Any) -> int:
-        """Return the dtype's number and the flags of a tensor, in one integer."""
+        """Return the number of the dtype and the flags of a tensor as one integer."""
         model = gradient_dtypes(tensor)[0]
         copied, wide = tensor.copy is not None, gradient.dtype != model
         return KERNEL_DTYPES.index(model) | Flags.COPIED * copied | Flags.WIDE * wide

@@ -1,12 +1,11 @@
-"""Lion: steps of equal size, whose direction is the sign of an average of gradients.
+"""Lion: steps of equal size in the direction of the sign of an average of gradients.
 
 parameter = parameter * (1 - lr * weight_decay) - lr * sign(beta1 * mean + (1 - beta1) * gradient)
 mean = beta2 * mean + (1 - beta2) * gradient
 
 Chen et al., Symbolic Discovery of Optimization Algorithms, 2023.
 
-Whether a step is skipped is known only on the device, which therefore has the numbers that steps
-change.
+Only the device knows whether a step is skipped, so it counts the steps.
 """
 
 from collections.abc import Mapping
@@ -40,7 +39,8 @@ def lion(
 ) -> None:
     """Update parameter and mean in place; all are float32, or float64."""
     beta1, beta2 = betas
-    change = mean * (beta1 / (1 - beta1))  # the same sign, with one temporary array
+    # the average divided by 1 - beta1: equal sign, and one temporary array is enough
+    change = mean * (beta1 / (1 - beta1))
     change += gradient
     np.sign(change, out=change)
     change *= lr
@@ -52,7 +52,7 @@ def lion(
 
 
 class LionLauncher(Launch):
-    """The step of all parameters, one launch; ``counts`` holds the steps done."""
+    """A step of all parameters in one launch; ``counts`` has the number of steps."""
 
     def __init__(
         self, tensors: Mapping[str, Any], betas: tuple[float, float], numbers: Mapping[str, float]
@@ -60,10 +60,10 @@ class LionLauncher(Launch):
         super().__init__(tensors)
         self.betas = betas
         self.counts = to_device_of(np.array([numbers["steps"]], np.uint32), self.lead)
-        synchronize_stream(self.lead)  # any stream may launch the first step
+        synchronize_stream(self.lead)  # the first step may run on another stream
 
     def numbers(self) -> dict[str, float]:
-        """Return the number of steps; reading it waits for the device."""
+        """Return the number of steps; wait for the device."""
         with device_of(self.counts):
             return {"steps": int(self.counts[0])}
 

@@ -1,4 +1,4 @@
-"""Muon: the momentum of a matrix, made orthogonal, is its step.
+"""Muon: the step of a matrix is its momentum, made orthogonal.
 
 mean = momentum * mean + (1 - momentum) * gradient
 u = momentum * mean + (1 - momentum) * gradient     with nesterov, else mean
@@ -10,7 +10,7 @@ float32 from ``x = u / norm(u)``:
 x = a x + (b s + c s s) x     s = x x^T,     (a, b, c) = (3.4445, -4.775, 2.0315)
 
 Jordan et al., Muon: An optimizer for hidden layers in neural networks, 2024; the adjustment
-"match_rms_adamw", Liu et al., Muon is Scalable for LLM Training, 2025.
+"match_rms_adamw": Liu et al., Muon is Scalable for LLM Training, 2025.
 """
 
 import math
@@ -21,10 +21,10 @@ import numpy as np
 
 from ..common.gemm import gemm
 
-COEFFICIENTS = 3.4445, -4.775, 2.0315
+COEFFICIENTS = 3.4445, -4.775, 2.0315  # these, STEPS and SMALLEST from Jordan et al.
 STEPS = 5
-SMALLEST = 1e-7  # norm that a matrix is divided by
-ADJUSTMENTS: Mapping[str, Callable[[int, int], float]] = {  # of lr, by the shape of a matrix
+SMALLEST = 1e-7  # least norm by which a matrix is divided
+ADJUSTMENTS: Mapping[str, Callable[[int, int], float]] = {  # factor of lr, by the matrix's shape
     "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
     "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
 }
@@ -52,7 +52,8 @@ def muon(
 ) -> None:
     """Update a matrix and its mean in place; all are float32, or float64.
 
-    ``parts`` are the rows of the matrices that are stored as one, each of which is made orthogonal.
+    ``parts`` are the numbers of rows of the matrices that are stored as one; each of them is made
+    orthogonal by itself.
     """
     if not parameter.size:
         return
@@ -74,15 +75,15 @@ def muon(
 
 
 def orthogonal(matrix: Any) -> Any:
-    """Return a matrix of the same singular vectors, whose singular values are near 1."""
+    """Return a matrix with equal singular vectors, and with singular values near 1."""
     rows, columns = matrix.shape
-    x: Any = matrix.T if rows > columns else matrix
+    x: Any = matrix.T if rows > columns else matrix  # the smaller of x x^T and x^T x
     a, b, c = COEFFICIENTS
     x = x / np.maximum(np.sqrt(np.sum(np.square(x))), SMALLEST)
     for _ in range(STEPS):
         square = gemm(x, x.T)
         weight = square * b
-        square *= math.sqrt(c)
+        square *= math.sqrt(c)  # twice in the product, so that weight is b s + c s s
         gemm(square, square, out=weight, add=True)
         wide = x * a
         gemm(weight, x, out=wide, add=True)

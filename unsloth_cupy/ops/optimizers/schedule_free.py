@@ -1,4 +1,4 @@
-"""Schedule-free AdamW: gradients are taken between a base and its average.
+"""Schedule-free AdamW: gradients are computed at a point between a base and its average.
 
 square = beta2 * square + (1 - beta2) * gradient**2
 change = gradient / (sqrt(square / (1 - beta2**step)) + eps) + weight_decay * parameter
@@ -6,14 +6,14 @@ parameter = (1 - share) * parameter + share * base - lr * (1 - beta1 * (1 - shar
 base = base - lr * change
 
 Here ``share = weight / (sum of weights so far)``, the weight of a step is the square of the largest
-lr so far, and lr grows in the warm-up.  The average, which the parameter is made of, is
+lr so far, and lr grows in the warm-up.  The parameter is the point; the average, the trained model,
+is
 
 average = parameter + (1 - 1 / beta1) * (base - parameter)
 
 Defazio et al., The Road Less Scheduled, 2024.
 
-Whether a step is skipped is known only on the device, which therefore has the numbers that steps
-change.
+Only the device knows whether a step is skipped, so the numbers that a step changes are there.
 """
 
 from collections.abc import Mapping
@@ -38,7 +38,10 @@ class Tensor(NamedTuple):
 
 
 def weighted(numbers: dict[str, float], lr: float, warmup: int) -> tuple[float, float]:
-    """Return the share of lr in the warm-up, and that of the base; add the weight to numbers."""
+    """Return the factor of lr in the warm-up and the share of the base; update ``numbers``.
+
+    ``numbers`` has the number of steps, the largest lr and the sum of weights.
+    """
     growth = min(1.0, numbers["steps"] / max(1, warmup))
     numbers["largest_lr"] = max(numbers["largest_lr"], lr * growth)
     weight = numbers["largest_lr"] ** 2
@@ -83,7 +86,7 @@ def schedule_free(
 
 
 def average(parameter: Any, base: Any, *, beta1: float) -> Any:
-    """Return the average that a parameter is made of, in the dtype of the base."""
+    """Return the average, the trained model, in the dtype of the base."""
     result = base - parameter
     result *= 1 - 1 / beta1
     result += parameter
@@ -91,9 +94,10 @@ def average(parameter: Any, base: Any, *, beta1: float) -> Any:
 
 
 class ScheduleFreeLauncher(Launch):
-    """The step of all parameters, one launch.
+    """A step of all parameters in one launch.
 
-    Arrays on the device: ``held`` has the numbers, and beta2**steps; ``arrived`` counts blocks.
+    Arrays on the device: ``held`` has the numbers that steps change, and beta2**steps; ``arrived``
+    counts the blocks that have finished.
     """
 
     def __init__(
@@ -106,15 +110,15 @@ class ScheduleFreeLauncher(Launch):
     ) -> None:
         super().__init__(tensors)
         self.names, self.rest, self.eps, self.warmup = [*numbers], 1 - betas[1], eps, warmup
-        # a product of factors, as in the kernel: a resumed run gets the same bits
+        # multiplied factor by factor, as in the kernel: a resumed run has equal bits
         power = np.cumprod([1.0] + [betas[1]] * int(numbers["steps"]))[-1]
         held = np.array([*numbers.values(), power])
         self.held, self.betas = (to_device_of(each, self.lead) for each in (held, np.array(betas)))
         self.arrived = to_device_of(np.zeros(1, np.uint32), self.lead)
-        synchronize_stream(self.lead)  # any stream may launch the first step
+        synchronize_stream(self.lead)  # the first step may run on another stream
 
     def numbers(self) -> dict[str, float]:
-        """Return the steps, the largest rate and the sum of weights; reading them waits."""
+        """Return the steps, the largest lr and the sum of weights; wait for the device."""
         with device_of(self.held):
             held = {name: float(self.held[place]) for place, name in enumerate(self.names)}
         return held | {"steps": int(held["steps"])}

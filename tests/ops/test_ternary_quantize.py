@@ -361,7 +361,7 @@ def test_wrong_codes_scales_and_states() -> None:
     header = lambda **facts: np.frombuffer(json.dumps(form | facts).encode(), np.uint8)  # noqa: E731
     for wrong, words in (
         ({"weight_form": header(shape=[4, 6])}, r"weight is \(1, 5\) uint8; it must be \(1, 6\)"),
-        ({"weight_form": header(shape=[3])}, r"shape \[3\] is not that of a matrix"),
+        ({"weight_form": header(shape=[3])}, r"shape \[3\] is not a shape of a matrix"),
         ({"weight_form": header(dtype="int4")}, "dtype='int4'"),
         ({"weight_form": header(activations="int4")}, "activations='int4'"),
         ({"weight_form": state["weight"][0]}, "is not JSON in bytes"),
@@ -420,7 +420,7 @@ def test_wrong_layouts() -> None:
     with pytest.raises(RangeError, match="float16"):
         Ternary.from_codes(np.ones((1, 256), np.int8), 1e6).pack("gguf_tq2_0")
     data, runs = matrix(2, 256, 0.5).pack("gguf_tq2_0"), made.to_runs()
-    with pytest.raises(ConfigError, match="brings its scales"):
+    with pytest.raises(ConfigError, match="contains its scales"):
         Ternary.unpack(data, "gguf_tq2_0", (2, 256), scale=1.0)
     with pytest.raises(ShapeError, match="do not fill 2 rows"):
         Ternary.from_runs(runs._replace(lengths=runs.lengths[:-1], codes=runs.codes[:-1]))

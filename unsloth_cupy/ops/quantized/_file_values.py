@@ -1,4 +1,4 @@
-"""What a reader of a file gets for values that are written in its types, block by block.
+"""The values that are read back from a file after they were written in its types.
 
 nf4, fp4       level[code] * absmax of 64 values, the code of the nearest level
 mxfp4          level[code] * 2^e of 32 values
@@ -8,10 +8,10 @@ q4_0, q5_0     trunc(v / d + n + 1/2) * d - n d        d = (the first v of the l
 q4_1, q5_1     trunc((v - m) / d + 1/2) * d + m        d = (max v - m) / (2 n - 1), m = min v
 ternary        sign(v) * d where |v| / d > 1/2, else 0        d = the mean of |v| of all values
 
-n is 8 for four bits, 16 for five.  Divisions are products with the rounded inverse; the factors d
-and m of GGUF's types are rounded to float16 after that.
+n is 8 for four bits, 16 for five.  Divisions are products with the rounded inverse; after that the
+factors d and m of GGUF's types are rounded to float16.
 
-ggml-quants.c of llama.cpp: the types of GGUF; bytes are those that the package gguf writes.
+Source of GGUF's types: ggml-quants.c of llama.cpp; bytes equal those that the package gguf writes.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,24 +23,24 @@ from ..common.int8_codes import quantized
 from . import _four_bits
 from .mxfp4 import encoded
 
-# as in the kernel
+# numbered as in the kernel
 KINDS = ("nf4", "fp4", "mxfp4", "q4_0", "int8", "q8_0", "q5_0", "q4_1", "q5_1", "ternary")
 HALF = np.dtype("float16")
 
 
 def block_of(kind: str) -> int:
-    """Return how many values of a row share what a kind stores; of int8 and ternary, more do."""
+    """Return the values of a block, which share a scale; for int8 and ternary, rows do, or all."""
     return 64 if kind in ("nf4", "fp4") else 32
 
 
 def file_values(values: Array, kind: str, sizes: Array | None) -> Array:
-    """Return what a reader gets for rows of whole blocks, float32.
+    """Return the values that are read back for float32 rows of whole blocks.
 
-    ``sizes`` are the absmax of rows for int8, 127 if there are none; d for ternary, or 1; and what
-    multiplies the levels of blocks of nf4 and fp4, if that is not their own absmax.
+    ``sizes``: the absmax of rows for int8, by default 127; d for ternary, by default 1; the factors
+    of the levels of blocks for nf4 and fp4, by default the absmax of each block.
     """
     block = block_of(kind)
-    blocks = values.reshape(-1, block)
+    blocks = values.reshape(-1, block)  # (blocks, block)
     if kind == "int8":
         most = np.full_like(values[:, 0], 127) if sizes is None else sizes
         codes, scales, _ = quantized(values, np.broadcast_to(most[:, None], values.shape))
@@ -48,8 +48,9 @@ def file_values(values: Array, kind: str, sizes: Array | None) -> Array:
     if kind == "ternary":
         d = np.ones_like(values[:1, :1]) if sizes is None else sizes.reshape(1, 1)
         wide = np.abs(values) * (1 / d) > FLOAT32.type(0.5)
-        return np.where(wide, np.copysign(d, values), 0 * d)  # d that is not finite shows in all
-    with np.errstate(all="ignore"):  # as kernels do: what is not finite shows in every value
+        return np.where(wide, np.copysign(d, values), 0 * d)  # 0 * d: NaN if d is not finite
+    # as in kernels, a block with a value that is not finite becomes NaN, without a warning
+    with np.errstate(all="ignore"):
         if kind == "mxfp4":
             packed, exponents, tops = encoded(blocks)
             powers = np.ldexp(np.ones_like(tops), exponents.astype(np.int32) - 127)
@@ -69,17 +70,20 @@ def file_values(values: Array, kind: str, sizes: Array | None) -> Array:
 
 
 def _inverse(d: Array) -> Array:
-    """Return 1 / d; 0 where d is."""
+    """Return 1 / d, and 0 where d is 0."""
     return np.where(d == 0, np.float32(0), np.float32(1) / d)
 
 
 def _half(d: Array) -> Array:
+    """Return d rounded to float16, in float32."""
     return d.astype(HALF).astype(FLOAT32)
 
 
 def _q8_0(v: Array) -> Array:
+    """Return the values of Q8_0 for blocks; ties are rounded away from 0."""
     d = np.abs(v).max(axis=1, keepdims=True) / np.float32(127)
     x = v * _inverse(d)
+    # round(size) is floor(size) + floor(2 * fraction)
     size = np.abs(x)
     down = np.floor(size)
     size -= down
@@ -90,6 +94,8 @@ def _q8_0(v: Array) -> Array:
 
 
 def _from_zero(n: int) -> Callable[[Array], Array]:
+    """Return the function for Q4_0 (n = 8) or Q5_0 (n = 16): scales with a sign, and no offset."""
+
     def form(v: Array) -> Array:
         first = np.abs(v).argmax(axis=1)[:, None]
         d = np.take_along_axis(v, first, axis=1) / np.float32(-n)
@@ -99,6 +105,8 @@ def _from_zero(n: int) -> Callable[[Array], Array]:
 
 
 def _from_least(steps: int) -> Callable[[Array], Array]:
+    """Return the function for Q4_1 (15 steps) or Q5_1 (31): an offset, the minimum of a block."""
+
     def form(v: Array) -> Array:
         least = v.min(axis=1, keepdims=True)
         d = (v.max(axis=1, keepdims=True) - least) / np.float32(steps)
@@ -112,7 +120,7 @@ def _from_least(steps: int) -> Callable[[Array], Array]:
 
 
 def _coded(x: Array, more: float, most: int, zero: int, d: Array) -> Array:
-    """Return ``(min(trunc(x + more), most) - zero) d``, in place of x."""
+    """Overwrite x with ``(min(trunc(x + more), most) - zero) * d``, and return it."""
     x += np.float32(more)
     np.minimum(np.trunc(x, out=x), np.float32(most), out=x)
     x -= np.float32(zero)

@@ -20,8 +20,8 @@ def launch_quantize(
 ) -> tuple[Array, Array, Array]:
     """Return codes, scales and absmax of rows, computed by the kernel; see ``quantized``.
 
-    With ``outliers``, values of ``threshold`` or more do not count for absmax.  ``least`` is the
-    lower bound of absmax.
+    With ``outliers``, absmax ignores values of ``threshold`` or more.  ``least`` is the lower bound
+    of absmax.
     """
     columns, rows = x.shape[-1], x.size // x.shape[-1]
     codes = empty(x.shape, INT8, like=x)
@@ -41,9 +41,9 @@ def launch_quantize(
 def _constants(dtype: Any, columns: int, lanes: int, outliers: bool, clusters: bool) -> Constants:
     """Return the constants of int8_quantize.cu, whose threads hold a row in its own dtype.
 
-    HELD registers hold 48 values of 16 bits, two in each, or 24 values in float32 or of rows that
-    are read value by value.  So a row is read once up to 393,216 columns, or 196,608; before sm_90
-    up to 49,152, or 24,576.
+    HELD registers hold 48 values of 16 bits, two per register; or 24 values in float32, or of rows
+    that are read value by value.  So rows of up to 393,216 columns, or 196,608, are read once;
+    before sm_90 up to 49,152, or 24,576.
     """
     most = HELD * lanes // max(1, lanes * dtype.itemsize // 4)
     return Constants(T=dtype, **held_rows(columns, most, lanes, clusters), OUTLIERS=outliers)

@@ -1,6 +1,6 @@
 """The tiles of an int8 matrix product, and its launch.
 
-bytes = stages * (rows + outputs) * pitch        pitch: depth, plus 16 unless 128 divides it
+bytes = stages * (rows + outputs) * pitch        pitch = depth, plus 16 unless 128 divides depth
 """
 
 from functools import cache
@@ -14,12 +14,12 @@ from ...core.target import Limits, limits
 
 
 class Tiles(NamedTuple):
-    """The work of a block."""
+    """The tile of a block, and how its warps divide it."""
 
     rows: int
     outputs: int
     depth: int  # inputs of a stage
-    stages: int  # of the ring in shared memory
+    stages: int  # stages of the ring in shared memory
     down: int  # warps along rows
     right: int  # warps along outputs
 
@@ -31,15 +31,16 @@ class Tiles(NamedTuple):
     @property
     def bytes(self) -> int:
         """The shared memory of a block, in bytes."""
+        # rows of 128 bytes are swizzled; others are padded, so that no two share a bank
         pitch = self.depth if self.depth % 128 == 0 else self.depth + 16
         return self.stages * (self.rows + self.outputs) * pitch
 
 
-# Tiles, by the largest number of rows that uses them.  Each fits twice into 99 KiB.
+# Tiles, by the largest number of rows that uses them.  Two blocks fit into 99 KiB (sm_86, sm_89).
 #
-#   16     reading the weight is the limit: narrow tiles make many blocks, with 24 KB of each in
+#   16     reading the weight is the limit: narrow tiles make many blocks, each with 24 KB in
 #          flight, as much as an SM of an H200 needs
-#   64     one tile of rows: the weight is read once
+#   64     one tile has all rows: the weight is read once
 #   more   a warp has 32 x 64 sums, in 64 registers, and reads 3 bytes per 64 products
 TABLE = (
     (16, Tiles(16, 32, 256, 3, 1, 2)),
@@ -50,7 +51,7 @@ TABLE = (
 
 @cache
 def resolve(rows: int, outputs: int, limits: Limits) -> Tiles:
-    """Return the tiles for a number of rows; those of 64 if larger ones would not fill the GPU."""
+    """Return the tiles for a number of rows; not the largest ones if they would leave SMs idle."""
     for most, tiles in TABLE[:-1]:
         if rows <= most:
             return tiles
@@ -68,10 +69,10 @@ def constants(
     pairs: bool,
     one_scale: bool = False,
 ) -> Constants:
-    """Return the constants of int8_linear.cu; dtypes are those of y, of absmax, of a bias or None.
+    """Return the constants of int8_linear.cu for the dtypes of y, absmax and bias (or None).
 
-    An SM has two blocks, so that one copies while the other multiplies; only one of the largest
-    tiles if outliers or bytewise copies (``wide`` False) need the registers of the other.
+    Two blocks share an SM, so that one copies while the other multiplies.  With the largest tiles,
+    outliers or bytewise copies (``wide`` False) need so many registers that there is only one.
     """
     dtype, absmax, bias = dtypes
     return Constants(
@@ -106,13 +107,14 @@ def launch_product(
 ) -> None:
     """Write the scaled product of codes to y by the kernel.
 
-    ``outliers`` are x, the list of its outlier columns and the list's length.  With ``one_scale``,
-    absmax is a single scale for all outputs, and there may be a bias.
+    ``outliers`` is x, the list of its outlier columns and the length of that list.  With
+    ``one_scale``, absmax is a single scale for all outputs, and there may be a bias.
     """
     outputs, inputs = codes.shape
     rows = x_codes.size // inputs
     tiles = resolve(rows, outputs, limits(y))
     dtypes = y.dtype, absmax.dtype, None if bias is None else bias.dtype
+    # copies of 16 bytes; stores of two results
     wide, pairs = lanes(inputs, codes) == 16, outputs % 2 == 0
     chosen = constants(tiles, dtypes, wide, outliers is not None, pairs, one_scale)
     kernel = load("int8_linear.cu", "int8_linear", y, chosen)

@@ -1,8 +1,8 @@
 """Codes -1, 0 and 1 as two bit planes.
 
 Bit ``d % 32`` of word ``d // 32`` of a row belongs to column d: it is set in the first plane if the
-code is 1, in the second if it is -1.  Words are little-endian; planes hold their bytes, (rows, 2,
-bytes), so both planes of a row are neighbours, and a row ends with a whole word, padded with 0.
+code is 1, in the second if it is -1.  Words are little-endian.  Planes are bytes, (rows, 2, bytes):
+both planes of a row are neighbours, and a row ends with a whole word, padded with 0.
 """
 
 from collections.abc import Iterator
@@ -17,9 +17,9 @@ from ...errors import ConfigError, RangeError
 from ...placement import to_device_of
 
 WORD = 32  # columns of a word
-MARKED_BYTES = 32  # bytes of a plane covered by one mark: the smallest memory transaction
-BLOCK = 2**20  # values that are unpacked at a time
-ONES = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)  # bits set in each byte
+MARKED_BYTES = 32  # bytes of a plane per mark: the smallest memory transaction of a GPU
+BLOCK = 2**20  # values that are unpacked at a time, which bounds the memory of temporary arrays
+ONES = np.array([bin(byte).count("1") for byte in range(256)], np.uint8)  # set bits of each byte
 
 
 class Statistics(NamedTuple):
@@ -28,8 +28,8 @@ class Statistics(NamedTuple):
     sparsity: float  # share of codes that are 0
     plus: float  # share of codes that are 1
     minus: float  # share of codes that are -1
-    mean_error: float | None  # mean of |w - codes * scale|; None if w is not known
-    largest_error: float | None
+    mean_error: float | None  # mean of |w - codes * scale|; None if w is not stored
+    largest_error: float | None  # maximum of the same
 
 
 def row_bytes(columns: int) -> int:
@@ -38,7 +38,7 @@ def row_bytes(columns: int) -> int:
 
 
 def row_blocks(rows: int, columns: int) -> Iterator[slice]:
-    """Return slices of rows that hold about BLOCK values each."""
+    """Return slices of rows with about BLOCK values each."""
     step = max(1, BLOCK // max(columns, 1))
     return (slice(top, min(top + step, rows)) for top in range(0, rows, step))
 
@@ -73,23 +73,24 @@ def _bits(planes: Any, columns: int) -> Array:
         bits = np.unpackbits(planes, axis=-1, count=columns, bitorder="little")
         return bits.view(np.int8)
     separate = (planes[..., None] >> to_device_of(np.arange(8, dtype=np.uint8), planes)) & 1
-    return separate.reshape(*planes.shape[:2], 8 * planes.shape[2])[..., :columns].astype(np.int8)
+    bits = separate.reshape(*planes.shape[:2], 8 * planes.shape[2])  # (rows, 2, padded columns)
+    return bits[..., :columns].astype(np.int8)
 
 
 def count_ones(values: Any) -> int:
-    """Return how many bits are set in an array of bytes with at least one axis."""
+    """Return the number of set bits in an array of bytes with at least one axis."""
     table, step = to_device_of(ONES, values), max(1, BLOCK // max(1, values[:1].size))
     parts = (values[top : top + step] for top in range(0, len(values), step))
     return sum(int(table[part].sum(dtype=np.int64)) for part in parts)
 
 
 def scales_by_row(scale: Any) -> Any:
-    """Return scales as (rows, groups); one row if all rows share it."""
+    """Return scales as (rows, groups), or as (1, groups) if all rows share them."""
     return scale if scale.ndim == 2 else scale[None]
 
 
 def scale_of_columns(scale: Any, group: int, columns: int) -> Array:
-    """Return the scale of every column, (rows, columns or 1), from those of the groups."""
+    """Return the scale of every column, (rows, columns or 1), from the scales of groups."""
     if scale.shape[1] == 1:
         return scale
     return np.repeat(scale, group, axis=1)[:, :columns]
@@ -98,8 +99,9 @@ def scale_of_columns(scale: Any, group: int, columns: int) -> Array:
 def dense(
     planes: Any, scale: Any, group: int, rows: slice, columns: slice, dtype: np.dtype[Any]
 ) -> Array:
-    """Return a part of the matrix as a new array: codes times the scale of their group."""
+    """Return a part of the matrix as a new array: codes times the scales of their groups."""
     scale = scales_by_row(scale)
+    # unpacked from the word on in which the part begins
     first, last = columns.start // WORD * WORD, max(columns.stop, columns.start)
     byte_columns = slice(first // 8, row_bytes(last))
     shape = rows.stop - rows.start, last - first
@@ -114,14 +116,14 @@ def dense(
 
 
 def marks_of(planes: Any) -> Array:
-    """Return the marks: a bit for every 256 columns of a row, set unless all their codes are 0."""
+    """Return the marks: a bit for every 256 columns of a row, 0 if all their codes are 0."""
     rows, _, plane_bytes = planes.shape
     chunks = -(-plane_bytes // MARKED_BYTES)
     used = np.zeros_like(planes, dtype=np.bool_, shape=(rows, -(-chunks // 8) * 8))
     for i in range(chunks):
         part = planes[:, :, i * MARKED_BYTES : (i + 1) * MARKED_BYTES]
         used[:, i] = part.max(axis=(1, 2)) > 0
-    bits = used.reshape(rows, -(-chunks // 8), 8).astype(np.uint8)
+    bits = used.reshape(rows, -(-chunks // 8), 8).astype(np.uint8)  # (rows, mark bytes, 8)
     return (bits << to_device_of(np.arange(8, dtype=np.uint8), planes)).sum(axis=-1, dtype=np.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Checks of the saved state of a quantized weight, which run before the weight is built."""
+"""Checks of the saved state of a quantized weight, before the weight is created."""
 
 import json
 import reprlib
@@ -21,7 +21,7 @@ def named(call: str, state: Any) -> Mapping[str, Any]:
 
 
 def check_array(what: str, array: Any, dtype: Any, shape: tuple[int, ...] | None) -> None:
-    """Raise unless an array of a weight has a dtype, and a shape: None for that of any matrix."""
+    """Raise unless an array of a weight has this dtype and shape; None stands for any matrix."""
     check_library(what, array)
     if array.dtype != dtype:
         raise DTypeError(f"{what} is {array.dtype}; it must be {np.dtype(dtype)}")
@@ -32,9 +32,9 @@ def check_array(what: str, array: Any, dtype: Any, shape: tuple[int, ...] | None
 
 
 def weight_shape(call: str, shape: Any, stacks: bool = False) -> tuple[int, ...]:
-    """Return the shape of a matrix, or of a stack of them, as Python integers.
+    """Return the shape of a matrix, or of a stack of matrices, as Python integers.
 
-    Raise ShapeError if it is not one.
+    Raise ShapeError if it is no such shape.
     """
     listed = isinstance(shape, list | tuple) and len(shape) in (2, 2 + stacks)
     if not listed or not all(is_integer(size) for size in shape):
@@ -69,7 +69,7 @@ def array_of(
 
 
 def json_of(call: str, state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
-    """Return the JSON object that the first array of these names holds as bytes."""
+    """Return the JSON object that the first array with one of these names has as bytes."""
     name = next((name for name in names if name in named(call, state)), None)
     if name is None:
         among = ", ".join(map(str, state))
@@ -89,16 +89,17 @@ def stored_shape(call: str, facts: Mapping[str, Any]) -> tuple[int, ...]:
     shape = facts.get("shape")
     listed = isinstance(shape, list | tuple) and len(shape) in (2, 3)
     if not listed or not all(type(size) is int and size >= 0 for size in shape or ()):
-        raise ConfigError(f"{call}: shape {shape!r} is not that of a matrix or a stack of them")
+        raise ConfigError(f"{call}: shape {shape!r} is not a shape of a matrix or of a stack")
     return tuple(shape or ())
 
 
 def check_table(call: str, state: Mapping[str, Any], name: str, expected: Array) -> None:
-    """Raise unless an array is the expected table of values by code, up to its last bit.
+    """Raise unless an array is the expected table of values by code, up to rounding.
 
     bitsandbytes computes it with torch.linspace, whose rounding depends on the CPU's vector unit.
     """
     table = to_numpy(array_of(call, state, name, expected.shape, FLOAT32))
+    # 2^-22: the last two bits of float32
     if not np.allclose(table, expected, rtol=2.0**-22, atol=0):
         cure = "quantize the dense weight again"
         raise ConfigError(f"{call}: {name} differs from the table of bitsandbytes; {cure}")

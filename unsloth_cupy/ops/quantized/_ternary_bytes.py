@@ -1,16 +1,16 @@
 """Ternary codes in the byte layouts of other programs.
 
-layout      of R rows and C columns, little-endian
+layout      bytes for R rows and C columns, little-endian
 planes      two bit planes: see ``_planes``; 8 bytes for 32 columns of a row
-bitnet      Hugging Face's: (S, C) bytes, S = ceil(R / 4); code + 1 of row r is in the two bits from
-            2 * (r // S) of byte row r % S
-gguf_tq1_0  54 bytes for 256 columns: 48 that hold 5 codes + 1 as base-3 digits of a number below
-            243, scaled to 256ths; 4 that hold 4 codes + 1; the float16 scale
-gguf_tq2_0  66 bytes for 256 columns: 64 that hold code + 1 of 4 columns 32 apart, two bits each,
-            first of the first half of the columns, then of the second; the float16 scale
+bitnet      Hugging Face's: (S, C) bytes, S = ceil(R / 4); code + 1 of row r is in two bits of byte
+            row r % S, from bit 2 * (r // S) on
+gguf_tq1_0  54 bytes for 256 columns: 48 bytes with 5 fields (code + 1) each, base-3 digits of a
+            number below 243, scaled to 256ths; 4 bytes with 4 fields each; the float16 scale
+gguf_tq2_0  66 bytes for 256 columns: 64 bytes with two bits for each of 4 fields whose columns are
+            32 apart, first for the first half of the columns; the float16 scale
 
-The gguf layouts have one scale per block of 256, 0 if all its codes are 0; the others hold no
-scale.
+The gguf layouts have one scale per block of 256 columns, 0 if all its codes are 0; the others have
+no scale.
 """
 
 import math
@@ -28,12 +28,12 @@ from ._state import matrix_shape
 GGUF = 256  # columns of a block in the gguf layouts
 BLOCK_BYTES = {"gguf_tq1_0": 54, "gguf_tq2_0": 66}
 LAYOUTS = ("planes", "bitnet", *BLOCK_BYTES)
-POWERS = np.array([81, 27, 9, 3, 1], np.uint8)
-PARTS = ((160, 5, 32), (80, 5, 16), (16, 4, 4))  # parts of TQ1_0: values, values a byte, bytes
+POWERS = np.array([81, 27, 9, 3, 1], np.uint8)  # of 3, highest digit first
+PARTS = ((160, 5, 32), (80, 5, 16), (16, 4, 4))  # of TQ1_0: values, values per byte, bytes
 
 
 def check_layout(call: str, layout: str, columns: int) -> None:
-    """Raise for an unknown layout, or one that cannot hold rows of this number of columns."""
+    """Raise for an unknown layout, or a layout that cannot store this number of columns."""
     check_choice(call, "layout", layout, LAYOUTS)
     if layout in BLOCK_BYTES and columns % GGUF:
         raise ShapeError(
@@ -53,9 +53,9 @@ def byte_shape(layout: str, rows: int, columns: int) -> tuple[int, ...]:
 
 
 def _packed(planes: Array, scale: Array, columns: int, layout: str) -> Array:
-    """Return the bytes of NumPy planes in a layout; gguf blocks take their scales from scale.
+    """Return the bytes of NumPy planes in a layout.
 
-    scale is broadcast to (rows, blocks).
+    ``scale``, the scales of gguf blocks, is broadcast to (rows, blocks).
     """
     if layout == "planes":
         return planes.swapaxes(0, 1)
@@ -63,7 +63,7 @@ def _packed(planes: Array, scale: Array, columns: int, layout: str) -> Array:
     fields = (codes + 1).view(np.uint8)
     if layout == "bitnet":
         return _pack_bitnet(fields)
-    blocks = fields.reshape(len(fields), -1, GGUF)
+    blocks = fields.reshape(len(fields), -1, GGUF)  # (rows, blocks, 256)
     used = codes.reshape(blocks.shape).any(axis=-1)
     with np.errstate(over="ignore"):  # a scale beyond float16 becomes infinite: refused below
         half = np.where(used, scale, 0).astype(np.float16)
@@ -150,7 +150,8 @@ def _pack_tq1(blocks: Array) -> Array:
     for values, digits, count in PARTS:
         part = blocks[..., start : start + values].reshape(*blocks.shape[:2], digits, count)
         number = (part * POWERS[:digits, None]).sum(axis=-2, dtype=np.uint16)
-        packed.append((number * 256 + 242) // 243)  # rounded up: times 3, the carry is the digit
+        # rounded up, so that the carry of a product by 3 is the next digit: see _unpack_tq1
+        packed.append((number * 256 + 242) // 243)
         start += values
     return np.concatenate(packed, axis=-1).astype(np.uint8)
 
@@ -160,7 +161,7 @@ def _unpack_tq1(data: Array) -> Array:
     fields, start = [], 0
     for _, digits, count in PARTS:
         part = data[..., None, start : start + count]
-        shifted = part * POWERS[::-1][:digits, None]  # 8 bits overflow: earlier digits drop out
+        shifted = part * POWERS[::-1][:digits, None]  # in 8 bits, where higher digits overflow
         fields.append(((shifted.astype(np.uint16) * 3) >> 8).reshape(*data.shape[:2], -1))
         start += count
     return np.concatenate(fields, axis=-1).astype(np.uint8)
@@ -168,7 +169,7 @@ def _unpack_tq1(data: Array) -> Array:
 
 def _pack_tq2(blocks: Array) -> Array:
     """Return the bytes of TQ2_0, without scales, from fields (rows, blocks, 256)."""
-    part = blocks.reshape(*blocks.shape[:2], 2, 4, 32)
+    part = blocks.reshape(*blocks.shape[:2], 2, 4, 32)  # (rows, blocks, halves, fields, bytes)
     fields = part[..., 0, :].copy()
     for i in (1, 2, 3):
         fields |= part[..., i, :] << np.uint8(2 * i)
@@ -190,10 +191,10 @@ class ByteForms:
     group: int | None
 
     def pack(self, layout: str) -> bytes:
-        """Return the codes as the bytes of a layout: planes, bitnet, gguf_tq1_0 or gguf_tq2_0.
+        """Return the codes as bytes of a layout: planes, bitnet, gguf_tq1_0 or gguf_tq2_0.
 
-        The gguf layouts hold a float16 scale for each block of 256 columns; their bytes are those
-        that gguf writes for the dequantized weight.  The other layouts hold no scale.
+        The gguf layouts have a float16 scale for each block of 256 columns; the bytes equal those
+        that the package gguf writes for the dequantized weight.  The other layouts have no scale.
         """
         check_layout("Ternary.pack", layout, self.shape[1])
         scales: Any = to_numpy(self.scales)
@@ -227,9 +228,9 @@ class ByteForms:
         scale : optional
             The scales, 1 by default; not for the gguf layouts, which contain their scales.
         dtype : float dtype
-            The dtype that the weight computes in.
+            The dtype in which products compute.
         like : array, optional
-            An array on the device where the matrix is to be; the host by default.
+            An array on the device of the matrix; the host by default.
         group, activations : optional
             As in ``Ternary``.
 
@@ -250,7 +251,7 @@ class ByteForms:
         if scales is None:
             scales = np.ones((), np.float32) if scale is None else scale
         elif scale is not None:
-            raise ConfigError(f"Ternary.unpack: {layout} brings its scales; leave scale out")
+            raise ConfigError(f"Ternary.unpack: {layout} contains its scales; leave scale out")
         if like is not None:
             planes = to_device_of(planes, like)
             scales = to_device_of(scales, like) if isinstance(scales, np.ndarray) else scales

@@ -1,4 +1,4 @@
-"""Ternary quantization: which weights become 0, the scale of the others, and the error."""
+"""Ternary quantization: rules for the weights that become 0, scales of the others, and errors."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -12,20 +12,23 @@ from ...errors import RangeError
 from ._planes import codes_of, planes_of, row_blocks, row_bytes, scale_of_columns
 
 LEAST = 1e-5  # lower bound of absmean's scale, as in BitNet
-TINY = np.finfo(np.float32).tiny  # below it, reciprocals can overflow float32
+TINY = np.finfo(np.float32).tiny  # reciprocals of smaller numbers can overflow float32
 
 
 class Sums(NamedTuple):
-    """Float64 sums over the weights that share a scale: (rows, groups), or (1, 1) of a tensor."""
+    """Float64 sums over the weights with one scale: (rows, groups), or (1, 1) for a tensor."""
 
-    number: Any  # how many values there are
+    number: Any  # number of values
     total: Any  # sum of |w|
     squares: Any  # sum of w**2
     top: Any  # largest |w|
 
 
 class Rule(NamedTuple):
-    """A code is not 0 if |w| * factor > bound; scale None: the mean of |w| over those codes."""
+    """A code is not 0 if |w| * factor > bound.
+
+    A scale of None stands for the mean of |w| over the codes that are not 0.
+    """
 
     factor: Any
     bound: Any
@@ -44,7 +47,7 @@ def parts_of(
 ) -> tuple[Array, Array, tuple[float, float]]:
     """Return planes, scales, and the mean and the largest error."""
     rows, columns = w.shape
-    if is_planned(w):  # it has no values, and the codes of any weight have the same size
+    if is_planned(w):  # without values: only the shapes of the results are needed
         shape = () if per == "tensor" else (rows, -(-columns // group) if per == "group" else 1)
         planes = empty((rows, 2, row_bytes(columns)), np.uint8, like=w)
         return planes, empty(shape, _wide(w), like=w), (0.0, 0.0)
@@ -67,7 +70,7 @@ def parts_of(
 
 
 def _wide(w: Any) -> np.dtype[Any]:
-    """Return the dtype in which weights are compared: float32, or float64 for float64."""
+    """Return the dtype of comparisons: float32, or float64 for float64 weights."""
     return np.promote_types(w.dtype, FLOAT32)
 
 
@@ -93,7 +96,7 @@ def _grouped(size: Any, width: int) -> Array:
         padded = np.zeros_like(size, shape=(rows, groups * width))
         padded[:, :columns] = size
         size = padded
-    return size.reshape(rows, groups, width)
+    return size.reshape(rows, groups, width)  # (rows, groups, width)
 
 
 def totals(sizes: Array) -> Array:
@@ -117,7 +120,7 @@ def _sums(w: Any, width: int) -> Sums:
     for part, size in _sizes(w):
         grouped = _grouped(size, width)
         total[part] = totals(grouped)
-        with np.errstate(over="ignore"):  # float64 weights only; mean_std's threshold is then inf
+        with np.errstate(over="ignore"):  # large float64 weights: mean_std's threshold is infinite
             squares[part] = np.square(grouped, dtype=np.float64).sum(axis=-1)
         top[part] = grouped.max(axis=-1)
     return Sums(number, total, squares, top)
@@ -139,13 +142,14 @@ def _percentiles(w: Any, percentile: float, width: int, whole: bool) -> Array:
     if whole:
         return np.percentile(size, percentile).reshape(1, 1).astype(size.dtype)
     full = w.shape[1] // width * width
+    # whole groups (rows, groups, width), and the last group without padding (rows, 1, rest)
     parts = [size[:, :full].reshape(len(w), -1, width), size[:, None, full:]]
     thresholds = [np.percentile(part, percentile, axis=-1) for part in parts if part.size]
     return np.concatenate(thresholds, axis=1).astype(size.dtype)
 
 
 def _rule(sums: Sums, method: str, deviations: float, wide: np.dtype[Any]) -> Rule:
-    """Return the rule, rounded to the dtype that weights are compared in."""
+    """Return the rule of a method, rounded to the dtype of comparisons."""
     number = np.maximum(sums.number, 1)
     mean, top = sums.total / number, sums.top.astype(wide)
     if method == "absmean":
@@ -153,6 +157,7 @@ def _rule(sums: Sums, method: str, deviations: float, wide: np.dtype[Any]) -> Ru
         return Rule(1 / scale, wide.type(0.5), scale)
     if method == "absmax":
         inverse = np.where(top < TINY, 0, 1 / np.maximum(top, TINY)).astype(wide)
+        # >= 1/2 is > the number before 1/2
         return Rule(inverse, np.nextafter(wide.type(0.5), wide.type(0)), top)
     if method == "twn":
         return Rule(1, (0.7 * mean).astype(wide))
@@ -161,7 +166,7 @@ def _rule(sums: Sums, method: str, deviations: float, wide: np.dtype[Any]) -> Ru
 
 
 def _of(values: Any, part: slice) -> Any:
-    """Return the values of a block of rows, with an axis for the columns of a group."""
+    """Return the values of a block of rows as (rows or 1, groups, 1)."""
     if np.ndim(values) == 0:
         return values
     return values[..., None] if len(values) == 1 else values[part, :, None]

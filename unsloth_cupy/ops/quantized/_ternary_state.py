@@ -13,13 +13,13 @@ from ._state import array_of, json_of, named, stored_shape
 
 
 def _inverse(scale: Any) -> Any:
-    """Return 1 / scale in float32; infinity for 0."""
+    """Return 1 / scale in float32, and infinity for a scale of 0."""
     with np.errstate(divide="ignore"):
         return 1 / scale.astype(np.float32)
 
 
 class FolderForm:
-    """The methods of ``Ternary`` that convert it to the arrays of a checkpoint, and back."""
+    """The methods of ``Ternary`` for the arrays of a checkpoint."""
 
     shape: tuple[int, ...]
     dtype: Any
@@ -32,14 +32,13 @@ class FolderForm:
 
     @check_options
     def state(self, inverse: bool = False) -> dict[str, Any]:
-        """Return the arrays of a checkpoint, by the part of their names after the layer's name.
+        """Return the arrays of a checkpoint, by the last part of their names.
 
-        With ``inverse``, ``weight_scale`` is the number that codes are divided by, as in BitNet's
-        BitLinear.
+        With ``inverse``, ``weight_scale`` is the divisor of codes, as in BitNet's BitLinear.
 
-        ``weight`` has the bytes of ``pack("bitnet")``.  If it and ``weight_scale`` describe the
-        weight fully, these two arrays are what Hugging Face's BitNet writes; otherwise
-        ``weight_form`` holds the rest, as JSON.
+        ``weight`` has the bytes of ``pack("bitnet")``.  If ``weight`` and ``weight_scale`` describe
+        the weight completely, they are the two arrays of Hugging Face's BitNet; otherwise
+        ``weight_form`` has the other properties as JSON.
         """
         rows, columns = self.shape
         weight = np.frombuffer(self.pack("bitnet"), np.uint8).reshape(-(-rows // 4), columns)
@@ -48,6 +47,7 @@ class FolderForm:
         narrow = stored.astype(self.dtype)
         restored = _inverse(narrow) if inverse else narrow
         like: Any = self.planes
+        # what a BitNet layer can store: rows in fours, one scale that its dtype does not change
         standard = rows % 4 == 0 and scale.ndim == 1 and self.activations == "int8"
         if standard and bool((restored == scale).all()):
             return {"weight": to_device_of(weight, like), "weight_scale": narrow}
@@ -58,7 +58,7 @@ class FolderForm:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], inverse: bool = False) -> Self:
-        """Return the weight from the arrays of ``state``, or from those of a BitNet layer.
+        """Return the weight from the arrays of ``state``, or from the arrays of a BitNet layer.
 
         Raises
         ------

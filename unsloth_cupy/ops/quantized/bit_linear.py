@@ -1,4 +1,4 @@
-"""The linear layer of BitNet b1.58 for training, with quantization in every forward pass.
+"""The linear layer of BitNet b1.58 for training, which quantizes x and w in each forward pass.
 
 y = scale_x w_scale * (round(x / scale_x) round(w / w_scale)^T) + bias
 
@@ -34,11 +34,11 @@ LEAST = 1e-5  # lower bound of max(|x|) and mean(|w|), as in BitNet
 LARGEST = 127
 CHUNK = 2**22  # values of a weight whose codes are in memory at a time
 MOST_INPUTS = (2**31 - 1) // LARGEST  # a sum of more products may overflow 32 bits
-SUMS = 1024  # blocks that sum |w|: as many as an H200 runs at once; each leaves one sum to add
+SUMS = 1024  # blocks that sum |w|: about as many as an H200 runs at once; each writes one sum
 
 
 def bit_linear(x: Array, weight: Array, *, bias: Array | None = None) -> Array:
-    """Round rows to int8 and a weight to -1, 0 and 1, and multiply them.
+    """Multiply rows, rounded to int8, by a weight, rounded to -1, 0 and 1.
 
     Parameters
     ----------
@@ -63,9 +63,9 @@ def bit_linear(x: Array, weight: Array, *, bias: Array | None = None) -> Array:
 
     Notes
     -----
-    On a GPU the weight is read twice, for its mean and for its codes, one byte each; y is one
-    integer product on tensor cores.  For dx, chunks of the weight are rounded to codes in the dtype
-    of dy, and cuBLAS multiplies by them.
+    On a GPU the weight is read twice, for its mean and for its codes of one byte; y is one integer
+    product on tensor cores.  For dx, chunks of the weight are rounded to codes in the dtype of dy,
+    and cuBLAS multiplies dy by them.
 
     Examples
     --------
@@ -101,7 +101,7 @@ def bit_linear_forward(x: Array, weight: Array, bias: Array | None = None) -> tu
         if bias is not None:
             sums += bias[part]
         y[:, part] = sums
-    return y.reshape(*x.shape[:-1], outputs), w_scale
+    return y.reshape(*x.shape[:-1], outputs), w_scale  # (*rows, outputs)
 
 
 @bit_linear_forward.kernel
@@ -133,14 +133,14 @@ def _launch_scale(weight: Array) -> Array:
 
 
 def _launch_codes(weight: Any, codes: Array, w_scale: Array) -> None:
-    """Write the codes of a weight, or of a part of it, to codes, in the dtype of codes."""
+    """Write the codes of a weight, or of a part of a weight, to ``codes``, in its dtype."""
     plan = walk(weight, codes)
     kernel = _kernel("bit_codes", plan, weight, codes.dtype)
     kernel[plan.tiles, THREADS](*plan.arrays, plan.rows, w_scale)
 
 
 def _kernel(name: str, plan: Walk, like: Array, codes: Any) -> Any:
-    """Return a kernel of bit_linear.cu for arrays traversed by a plan."""
+    """Return a kernel of bit_linear.cu for the arrays of a plan."""
     chosen = constants(like.dtype, plan.lanes, U=codes, STRIDED=plan.strided)
     return load("bit_linear.cu", name, like, chosen)
 
@@ -155,7 +155,7 @@ def bit_linear_backward(
     *,
     wanted: Set[str] | None = None,
 ) -> tuple[Array | None, Array | None, Array | None]:
-    """Return the gradients of x, weight and bias; None for those that are not ``wanted``."""
+    """Return the gradients of x, weight and bias; None for gradients that are not ``wanted``."""
     rows, wide = flat(dy), np.promote_types(x.dtype, FLOAT32)
     dx = dweight = dbias = None
     if wanted is None or "x" in wanted:
@@ -206,7 +206,7 @@ def _launch_dx(rows: Array, x: Array, weight: Any, w_scale: Array) -> Array:
         plan = walk(gemm(rows, codes, dtype=FLOAT32), dx[:, part])
         kernel = _kernel("bit_gradient", plan, x, x.dtype)
         kernel[plan.tiles, THREADS](*plan.arrays, plan.rows, w_scale)
-        del codes, plan  # frees their arrays before the next chunk is allocated
+        del codes, plan  # frees the arrays before the next chunk is allocated
     return dx.reshape(x.shape)
 
 
@@ -245,12 +245,12 @@ def row_codes(rows: Any, tops: Array) -> tuple[Array, Array]:
 
 
 def _weight_scale(weight: Any) -> Array:
-    """Return the mean of |w|, an array of one element."""
+    """Return the mean of |w|, an array with one element."""
     return mean_abs(sum_of_abs(weight), weight.size)
 
 
 def sum_of_abs(weight: Any) -> Array:
-    """Return the sum of |w|, an array of one element."""
+    """Return the sum of |w|, an array with one element."""
     wide: Any = np.promote_types(weight.dtype, FLOAT32)
     total = np.zeros_like(weight, dtype=wide, shape=1)
     for part in _chunks(weight, len(weight), weight.shape[1]):

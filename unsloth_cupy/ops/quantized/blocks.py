@@ -2,7 +2,7 @@
 
 w = level[code] * scale        Q4_0: 4 bits, level = code - 8; Q8_0: 8 bits, level = code
 
-Scales of Q4_0 and Q8_0 are float16.  Files of llama.cpp are their source.
+Scales of Q4_0 and Q8_0 are float16.  Source: the formats of llama.cpp.
 """
 
 from abc import abstractmethod
@@ -29,7 +29,7 @@ UINT8, FLOAT16 = np.dtype("uint8"), FLOATS[0]
 
 
 class Blocks(Quantized):
-    """A frozen weight, or a stack of them, of codes and the scales of blocks of 32.
+    """A frozen weight, or a stack of weights: codes, and scales of blocks of 32 values.
 
     Attributes
     ----------
@@ -39,12 +39,12 @@ class Blocks(Quantized):
     Raises
     ------
     ShapeError, DTypeError
-        The arrays do not fit each other, or dtype is not that of floats.
+        The arrays do not fit each other, or dtype is not a float dtype.
     """
 
-    CODES: ClassVar[np.dtype[Any]]  # of packed
-    SCALES: ClassVar[np.dtype[Any]]
-    VALUES: ClassVar[int]  # of an item of packed
+    CODES: ClassVar[np.dtype[Any]]  # dtype of packed
+    SCALES: ClassVar[np.dtype[Any]]  # dtype of scales
+    VALUES: ClassVar[int]  # codes of an item of packed
 
     def __init__(self, packed: Array, scales: Array, *, dtype: Any = FLOAT32) -> None:
         name, size = type(self).__name__, BLOCK // self.VALUES
@@ -70,11 +70,11 @@ class Blocks(Quantized):
 
     @property
     def stacks(self) -> bool:
-        """Whether it is a matrix: each row has its scales."""
+        """True for a matrix, as each row has its own scales."""
         return self.ndim == 2
 
     def _cut(self, axis: int, places: Sequence[slice]) -> Self:
-        """Return rows or columns of a matrix; columns are cut between blocks."""
+        """Return rows or columns of a matrix; columns in whole blocks."""
         borders = [border for where in places for border in (where.start, where.stop)]
         if axis and any(border % BLOCK for border in borders):
             problem = f"{self!r}: columns {borders} split blocks of {BLOCK} values"
@@ -99,17 +99,18 @@ class FourBits(Blocks):
 
     @abstractmethod
     def coded(self) -> tuple[Array, Array, Array | None]:
-        """Return codes, absmax and exponents as the ops of 4-bit weights take them."""
+        """Return codes, absmax and exponents, the arguments of the ops of 4-bit weights."""
 
     @property
     def _how(self) -> Any:
+        """The options of the ops of 4-bit weights."""
         return {"block": self.block, "kind": self.kind}
 
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
         inputs, (packed, absmax, codes) = self.shape[-1], self.coded()
         if not (on_gpu(packed) and dtype in KERNEL_DTYPES):
             arguments = packed, sizes_of(absmax, codes), rows, columns, inputs, BLOCK, self.KIND
-            with np.errstate(over="ignore"):  # values beyond float16 become inf, as on a GPU
+            with np.errstate(over="ignore"):  # values beyond float16 become infinity, as on a GPU
                 return _four_bits.decode(*arguments).astype(dtype, copy=False)
         shape = rows.stop - rows.start, columns.stop - columns.start
         w, start = empty(shape, dtype, like=packed), rows.start * inputs + columns.start
@@ -131,7 +132,7 @@ class FourBits(Blocks):
 
 
 class _OfFiles(Blocks):
-    """Blocks as GGUF files have them; Hugging Face folders have none, and hold dense weights."""
+    """Blocks of GGUF files; Hugging Face folders cannot store them, and have dense weights."""
 
     IN_FOLDERS, SCALES = False, FLOAT16
 
@@ -140,7 +141,7 @@ class _OfFiles(Blocks):
         return {"weight": self.packed, "weight_scales": self.scales}
 
     def quantization_config(self, dtype: str) -> dict[str, Any]:
-        """Return what a folder would say, if it could hold such weights."""
+        """Return the entry of a folder's config.json, if folders could store such weights."""
         return {"quant_method": self.KIND}
 
     @classmethod
@@ -161,7 +162,7 @@ class _OfFiles(Blocks):
 
     @classmethod
     def quantized(cls, w: Array) -> Self:
-        """Return a dense weight (..., outputs, inputs) quantized, as llama.cpp does it.
+        """Quantize a dense weight (..., outputs, inputs) as llama.cpp does.
 
         Raises
         ------
@@ -177,7 +178,7 @@ class _OfFiles(Blocks):
             raise ShapeError(problem, expected=(*w.shape[:-1], BLOCK), actual=w.shape)
         with device_of(w):
             values = in_kernel_dtype(w)
-            blocks = values.reshape(-1, BLOCK).astype(FLOAT32)
+            blocks = values.reshape(-1, BLOCK).astype(FLOAT32)  # (blocks, 32)
             check_finite(call, values, np.abs(blocks).max(axis=1))
             codes, scales = cls._encoded(blocks)
             shape = *w.shape[:-1], w.shape[-1] // BLOCK
@@ -198,32 +199,33 @@ class _OfFiles(Blocks):
 
 
 def _inverse(scales: Array) -> Array:
-    """Return 1 / scale, as a column; 0 of 0."""
+    """Return 1 / scale as a column, and 0 for a scale of 0."""
     return np.divide(np.float32(1), scales, out=np.zeros_like(scales), where=scales != 0)[:, None]
 
 
 class Q40(_OfFiles, FourBits):
-    """A frozen weight of 4 bits: w = (code - 8) * scale; see ``Blocks``.
+    """A frozen 4-bit weight: w = (code - 8) * scale; see ``Blocks``.
 
-    The value with the largest magnitude in a block is -8 times its scale, which has either sign.
+    The value with the largest magnitude in a block is -8 times the scale, which has either sign.
     """
 
     KIND = "q4_0"
 
     def coded(self) -> tuple[Array, Array, None]:
-        """Return codes and absmax as the ops of 4-bit weights take them."""
+        """Return codes and absmax, the arguments of the ops of 4-bit weights."""
         return self.packed.reshape(-1), self.scales.reshape(-1), None
 
     @staticmethod
     def _encoded(blocks: Array) -> tuple[Array, Array]:
         largest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)[:, 0]
         scales = largest / np.float32(-8)
+        # rounded by trunc(x + 8.5), as in llama.cpp; the largest value of the other sign gets 15
         codes = np.clip(np.trunc(blocks * _inverse(scales) + np.float32(8.5)), 0, 15).astype(UINT8)
         return codes[:, ::2] | codes[:, 1::2] << 4, scales
 
 
 class Q80(_OfFiles):
-    """A frozen weight of 8 bits: w = code * scale; see ``Blocks``."""
+    """A frozen 8-bit weight: w = code * scale; see ``Blocks``."""
 
     KIND = "q8_0"
     CODES, VALUES = INT8, 1
@@ -250,5 +252,6 @@ class Q80(_OfFiles):
     def _encoded(blocks: Array) -> tuple[Array, Array]:
         scales = np.abs(blocks).max(axis=1) / np.float32(127)
         shares = blocks * _inverse(scales)
-        codes = np.copysign(np.floor(np.abs(shares) + np.float32(0.5)), shares)  # ties go outwards
+        # ties are rounded away from 0, as in llama.cpp
+        codes = np.copysign(np.floor(np.abs(shares) + np.float32(0.5)), shares)
         return codes.astype(INT8), scales

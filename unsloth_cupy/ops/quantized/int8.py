@@ -28,14 +28,14 @@ def int8_weight(w: Array) -> "Int8":
     Parameters
     ----------
     w : (outputs, inputs) or (experts, outputs, inputs) float
-        The dense weight, or a stack of them, an array of any library.
+        The dense weight, or a stack of weights, as an array of any library.
 
     Returns
     -------
     weight : Int8
-        On the device of w; its codes and absmax are those of bitsandbytes, which rounds w to
-        float16 first.  A value in the middle between two codes may get the other one there, as
-        127 / absmax is not rounded once.
+        On the device of w; its codes and absmax equal those of bitsandbytes, which rounds w to
+        float16 first.  For a value in the middle between two codes bitsandbytes may choose the
+        other code, as it does not round 127 / absmax once.
 
     Raises
     ------
@@ -64,27 +64,27 @@ def int8_weight(w: Array) -> "Int8":
 
 
 class Int8(Quantized):
-    """A frozen 8-bit weight, or a stack of them; see ``Quantized`` for its interface.
+    """A frozen 8-bit weight, or a stack of weights; see ``Quantized`` for its interface.
 
-    ``linear`` and the other ops that take a ``Quantized`` do not round x; ``int8_linear`` does.
+    ``int8_linear`` rounds x; ``linear`` and other ops that accept a ``Quantized`` do not.
 
     Attributes
     ----------
     codes : (..., outputs, inputs) int8
         The codes, in -127 .. 127.
     absmax : (..., outputs) float32
-        The largest absolute value of each row, which a code of 127 stands for.
+        The largest absolute value of each row, which has code 127 or -127.
 
     Raises
     ------
     ShapeError, DTypeError, ConfigError
-        The arrays do not fit each other, or dtype is not that of floats.
+        The arrays do not fit each other, or dtype is not a float dtype.
 
     Notes
     -----
-    On a GPU, a product of 1 to 16 rows reads the codes directly, once: its time is that of reading
-    the weight.  A product of more rows uses chunks of the weight that are dequantized into L2: if
-    codes became floats inside the product, tensor cores would wait for it in each tile of rows.
+    On a GPU, a product with 1 to 16 rows reads the codes once, and takes as long as that read.  A
+    product with more rows uses chunks of the weight that are dequantized into L2: if the product
+    converted codes to floats itself, tensor cores would wait for that in each tile of rows.
     """
 
     KIND = "int8"
@@ -107,11 +107,11 @@ class Int8(Quantized):
 
     @property
     def stacks(self) -> bool:
-        """Whether it is a matrix: each row has its absmax."""
+        """True for a matrix, as each row has its own absmax."""
         return self.ndim == 2
 
     def _cut(self, axis: int, places: Sequence[slice]) -> Self:
-        """Return rows or columns; a part of a row keeps the absmax of the whole row."""
+        """Return rows or columns; a part of a row has the absmax of the whole row."""
         codes = [self.codes[:, where] if axis else self.codes[where] for where in places]
         absmax = [self.absmax] if axis else [self.absmax[where] for where in places]
         return type(self)(np.concatenate(codes, axis), np.concatenate(absmax), dtype=self.dtype)
@@ -131,10 +131,9 @@ class Int8(Quantized):
         return True
 
     def state(self) -> dict[str, Any]:
-        """Return the arrays that bitsandbytes saves, by the ends of their names."""
-        row_major = to_device_of(
-            np.zeros((), np.uint8), self.codes
-        )  # 0: the codes are in row order
+        """Return the arrays that bitsandbytes saves, by the last part of their names."""
+        # weight_format 0: codes in row order
+        row_major = to_device_of(np.zeros((), np.uint8), self.codes)
         return {"weight": self.codes, "SCB": self.absmax, "weight_format": row_major}
 
     def quantization_config(self, dtype: str) -> dict[str, Any]:
@@ -149,7 +148,7 @@ class Int8(Quantized):
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], dtype: Any = FLOAT32) -> Self:
-        """Return the weight from the arrays of ``state``, or from those that bitsandbytes saved.
+        """Return the weight from the arrays of ``state``, or from arrays that bitsandbytes saved.
 
         ``dtype`` is the dtype of the dense weight, which files do not contain.
 

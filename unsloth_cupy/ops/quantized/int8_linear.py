@@ -1,4 +1,4 @@
-"""A linear layer in int8: rows of x are quantized like rows of the weight.
+"""A linear layer in int8: rows of x are quantized, as rows of the weight are.
 
 y = x_codes codes^T * scales * absmax / 127        exact sums of integers
 
@@ -27,7 +27,7 @@ from ._int8_tiles import launch_product, outlier_constants
 from .int8 import Int8
 from .int8_product import scales_of
 
-EXACT = 1024  # so many products of two codes have an exact sum in float32
+EXACT = 1024  # products of two codes with an exact sum in float32: 1024 * 127^2 < 2^24
 PART = 4096  # rows of the weight that are converted to floats at a time
 MOST_INPUTS = (2**31 - 1) // 127**2  # a sum of more products may overflow 32 bits
 
@@ -37,7 +37,7 @@ def int8_linear(x: Array, weight: Int8, *, threshold: float | None = None) -> Ar
     """Multiply each row by an 8-bit weight, in 8-bit integers: LLM.int8().
 
     Each row of x is rounded to integers -127 .. 127 times a scale, sums of products of integers
-    are exact, and y is rounded once.  The gradient of x ignores this rounding:
+    are exact, and y is rounded once.  The gradient of x ignores the rounding of x:
     ``dx = dy @ weight.dequantize()``.  ``linear(x, weight)`` does not round x.
 
     Parameters
@@ -47,13 +47,14 @@ def int8_linear(x: Array, weight: Int8, *, threshold: float | None = None) -> Ar
     weight : Int8
         The result of ``int8_weight``.
     threshold : float, optional
-        Columns of x that hold an absolute value of threshold or more are not rounded; they are
-        multiplied by the weight in float32.  LLM.int8() uses 6.0; by default all are rounded.
+        Columns of x with an absolute value of threshold or more are not rounded; they are
+        multiplied by the weight in float32.  LLM.int8() uses 6.0; by default all columns are
+        rounded.
 
     Returns
     -------
     y : (*rows, outputs) float
-        NaN in a row of x that holds NaN, or infinity without a threshold.
+        NaN in rows where x has NaN or, without a threshold, infinity.
 
     Raises
     ------
@@ -65,8 +66,8 @@ def int8_linear(x: Array, weight: Int8, *, threshold: float | None = None) -> Ar
 
     Notes
     -----
-    The formula is that of bitsandbytes, which rounds x to float16 before it quantizes x: for x in
-    float32 its results differ by some 0.2 % of the largest, as the integers of x do.
+    The formula is bitsandbytes', which rounds x to float16 before it quantizes x: for x in float32
+    its results differ by about 0.2 % of the largest result, as other integers are chosen for x.
     """
     codes: Any = weight
     if not isinstance(codes, Int8):
@@ -87,7 +88,7 @@ def int8_linear_forward(
 ) -> Array:
     """Return y of int8_linear, from the arrays of an Int8."""
     outputs, inputs = codes.shape
-    rows = x.reshape(math.prod(x.shape[:-1]), inputs)
+    rows = x.reshape(math.prod(x.shape[:-1]), inputs)  # (all rows, inputs)
     size: Any = np.abs(rows)
     outliers: Any = None
     if threshold is not None:
@@ -98,6 +99,7 @@ def int8_linear_forward(
     y = _exact(x_codes, codes, x.dtype) * scales[:, None]
     if threshold is not None:
         array: Any = x
+        # on a GPU all columns, most of them 0: the host does not wait for the list of outliers
         columns: Any = np.flatnonzero(outliers) if isinstance(array, np.ndarray) else slice(None)
         y += gemm(np.where(outliers, rows, 0)[:, columns], codes[:, columns].astype(x.dtype).T)
     y *= scales_of(absmax, x.dtype)
@@ -106,7 +108,7 @@ def int8_linear_forward(
 
 @check_options
 class Rounding(Int8):
-    """An Int8 whose products round x like ``int8_linear``, in every op that takes a weight."""
+    """An Int8 whose products round x as ``int8_linear`` does, in all ops that accept a weight."""
 
     CALL = "int8_linear"
 
@@ -122,7 +124,7 @@ class Rounding(Int8):
 
 
 def _exact(a: Array, b: Array, dtype: Any) -> Array:
-    """Return ``a @ b.T`` of codes: exact sums, computed in parts in float32, and rounded once."""
+    """Return ``a @ b.T`` of codes: exact int32 sums of parts in float32, rounded once."""
     total = empty((len(a), len(b)), np.dtype("int32"), like=a)
     for top in range(0, len(b), PART):
         rows = slice(top, top + PART)
@@ -167,11 +169,15 @@ def _launch(x: Array, codes: Array, absmax: Array, threshold: float | None) -> A
 
 
 def _outliers(x: Array, rows: int, inputs: int, threshold: float) -> tuple[Array, Array, Array]:
-    """Return a mask of the columns with outliers, the list of these columns, and its length."""
+    """Return a mask of the columns with outliers, the list of these columns, and its length.
+
+    All three stay on the device, so the host does not wait for them.
+    """
     outliers = empty((inputs,), np.dtype(bool), like=x)
     listed, count = (empty((n,), np.dtype("int32"), like=x) for n in (inputs, 1))
     chosen = outlier_constants(x.dtype)
     kernel = load("int8_outliers.cu", "int8_outliers", x, chosen)
+    # 32 columns per block; its warps share the rows, 2 or more each
     kernel[-(-inputs // 32), 32 * min(32, -(-rows // 2))](x, outliers, rows, inputs, threshold)
     kernel = load("int8_outliers.cu", "int8_outlier_list", x, chosen)
     kernel[1, 1024](outliers, listed, count, inputs)
@@ -181,7 +187,7 @@ def _outliers(x: Array, rows: int, inputs: int, threshold: float) -> tuple[Array
 @int8_linear_forward.gradient(widen=False)
 def int8_linear_backward(dy: Array, x: Array, codes: Array, absmax: Array) -> tuple[Any, ...]:
     """Return dx, ``dy @ weight``, computed in chunks of the weight, which is frozen; and None."""
-    rows = contiguous(dy).reshape(math.prod(dy.shape[:-1]), dy.shape[-1])
+    rows = contiguous(dy).reshape(math.prod(dy.shape[:-1]), dy.shape[-1])  # (all rows, outputs)
     weight: Any = Int8(codes, absmax.astype(np.float32), dtype=x.dtype)
     return gemm(rows, weight).reshape(x.shape), None, None
 

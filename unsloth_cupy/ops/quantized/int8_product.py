@@ -1,8 +1,8 @@
-"""The ops that products with an 8-bit weight use: dequantizing a part, and multiplying few rows.
+"""Ops for products with an 8-bit weight: dequantize a part, and multiply a few rows.
 
 w = codes * absmax / 127        y = x w^T, or y + x w^T
 
-With a ``block``, so many values of a row have a scale each, and w = codes * absmax.
+With ``block``, each block of that many values of a row has a scale, and w = codes * absmax.
 """
 
 from functools import cache
@@ -21,8 +21,8 @@ from ..common.gemm import gemm
 from ..common.no_kernel import no_kernel
 from ..common.strides import row_layout
 
-MOST_ROWS = 16  # rows of x in int8_few_rows_
-RESIDENT = 2  # blocks of an SM in int8_few_rows_ on tensor cores
+MOST_ROWS = 16  # rows of x in int8_few_rows_; of more, cuBLAS multiplies dequantized chunks
+RESIDENT = 2  # blocks of an SM in int8_few_rows_ on tensor cores; they compute all outputs
 THREADS = 256  # threads of a block of the dequantizing kernel
 
 
@@ -37,7 +37,7 @@ def _dense(codes: Array, absmax: Array, dtype: Any, block: int) -> Array:
     if not block:
         return codes * scales_of(absmax, dtype)[:, None]
     scales = absmax.astype(np.promote_types(dtype, FLOAT32))
-    return (codes.reshape(-1, block) * scales[:, None]).reshape(codes.shape)
+    return (codes.reshape(-1, block) * scales[:, None]).reshape(codes.shape)  # (rows, inputs)
 
 
 def _check(call: str, codes: Array, absmax: Array, block: int) -> None:
@@ -57,9 +57,9 @@ def _check(call: str, codes: Array, absmax: Array, block: int) -> None:
     traffic=lambda a: a["w"].nbytes + a["codes"].nbytes,
 )
 def int8_dequantize_(w: Array, codes: Array, absmax: Array, *, block: int = 0) -> Array:
-    """Write ``codes * absmax / 127`` to w, each value rounded once, and return it."""
+    """Write ``codes * absmax / 127`` to w, each value rounded once, and return w."""
     dense = _dense(codes, absmax, w.dtype, block)
-    with np.errstate(over="ignore"):  # values beyond float16 become inf, as on a GPU
+    with np.errstate(over="ignore"):  # values beyond float16 become infinity, as on a GPU
         w[...] = dense
     return w
 
@@ -72,11 +72,11 @@ def _check_dequantize(call: str, w: Array, codes: Array, absmax: Array, block: i
 
 @int8_dequantize_.kernel
 def launch_dequantize(w: Array, codes: Array, absmax: Array, block: int) -> Any:
-    """Write ``codes * absmax / 127`` to w by the kernel, and return it."""
+    """Write ``codes * absmax / 127`` to w by the kernel, and return w."""
     if not w.flags.c_contiguous:
         return no_kernel("w is not contiguous")
     rows, inputs = w.shape
-    (code_view, w_view), layout = row_layout(codes, w)  # of w itself: only codes may be copied
+    (code_view, w_view), layout = row_layout(codes, w)  # may copy codes; w is contiguous
     width = lanes(layout.alignment(inputs), code_view, w_view)
     chosen = _dequantize_constants(w.dtype, absmax.dtype, width, block)
     tiles = -(-inputs // (THREADS * width))
@@ -145,14 +145,16 @@ def _launch_few_rows(x: Array, codes: Array, absmax: Array, y: Array, block: int
 def _few_rows_constants(
     dtypes: tuple[Any, ...], rows: int, width: int, x_bytes: int, block: int, add: bool
 ) -> Constants:
-    """Return the constants of int8_few_rows.cu for codes and x with accesses of such widths.
+    """Return the constants of int8_few_rows.cu.
 
-    Tensor cores take 16 outputs and 8 or 16 rows.  Without them, a thread has twice OUTPUTS
-    accesses in flight, and outputs share a load of x.  Up to four rows of x: four outputs, 16 codes
-    of each at a time, or 8 where blocks have scales; more rows need more registers for their sums:
-    two outputs, and 8 codes.
+    ``width`` are the codes, ``x_bytes`` the bytes of x in one access.  Tensor cores multiply 16
+    outputs by 8 or 16 rows.  Without them, a thread has twice OUTPUTS accesses in flight, and
+    outputs share a load of x.  Up to four rows of x: four outputs, with 16 codes each at a time, or
+    8 where blocks have scales.  More rows need more registers for their sums: two outputs, and 8
+    codes.
     """
     x, y, absmax = dtypes
+    # tensor cores: x of 16 bits, and accesses of 16 bytes
     if x.itemsize == 2 and width >= 16 and x_bytes == 16:
         sizes = {"ROWS": 8 if rows <= 8 else 16, "OUTPUTS": 16, "LANES": 16, "PART": 16}
         return Constants(T=x, U=y, A=absmax, TENSOR=True, **sizes, BLOCK=block, ADD=add)

@@ -2,7 +2,7 @@
 
 absmax = max |x|        codes = round(x * (127 / absmax))        scales = absmax / 127
 
-Dettmers and others, LLM.int8(), 2022; absmax and, except for ties, codes are those of bitsandbytes.
+Dettmers and others, LLM.int8(), 2022; absmax and, except for ties, codes equal bitsandbytes'.
 """
 
 from ...core.dtypes import Array
@@ -25,8 +25,8 @@ def int8_quantize(x: Array) -> tuple[Array, Array]:
         x / scale, rounded to the nearest integer, ties to even.
     scales : (*rows,) float32, or float64 for float64 x
         The largest absolute value of each row, divided by 127.  A row whose largest value is below
-        1.5e-36 has a scale of 0 and codes of 0.  A row that holds NaN or infinity has a scale of
-        NaN, so that the error stays visible, and codes of 0.
+        1.5e-36 has a scale of 0 and codes of 0.  A row with NaN or infinity has a scale of NaN, so
+        that the error stays visible, and codes of 0.
 
     Raises
     ------

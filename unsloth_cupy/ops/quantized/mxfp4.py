@@ -1,9 +1,8 @@
-"""4-bit weights in the microscaling format MXFP4: what gpt-oss stores its experts in.
+"""4-bit weights in the microscaling format MXFP4, the format of gpt-oss's experts.
 
 w = level[code] * 2^(scale - 127)        one scale, a byte, for 32 consecutive values of a row
 
-The levels are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, so a weight in bfloat16 holds the
-values exactly.
+The levels are 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives, so values in bfloat16 are exact.
 
 OCP Microscaling Formats (MX) Specification 1.0, 2023.
 """
@@ -26,22 +25,23 @@ from .blocks import BLOCK, UINT8, FourBits
 from .nf4_dequantize import powers_of_two
 from .weight import check_finite, dense_weight, in_kernel_dtype
 
-BIAS, LARGEST = 127, 254  # of exponents; 255 is not a number
-TOP = 2  # exponent of the largest level
-STEP = 2**18  # values encoded at a time
+BIAS, LARGEST = 127, 254  # bias and largest byte of exponents; 255 is NaN
+TOP = 2  # exponent of the largest level, 6
+STEP = 2**18  # values that are encoded at a time, which bounds the memory of temporary arrays
 
 
 def mxfp4_quantize(w: Array) -> "Mxfp4":
     """Quantize a weight to MXFP4: ``w`` is about ``level[code] * 2**(scale - 127)``.
 
-    The exponent of a block is that of its largest absolute value, less 2, that of the largest
-    level; values are rounded to the nearest level, of two equally near ones to that with an even
-    code, and are limited to 6.
+    The exponent of a block is the exponent of its largest absolute value minus 2, the exponent of
+    the largest level.  Values are rounded to the nearest level (of two equally near levels, the one
+    with an even code) and are limited to 6.
 
     Parameters
     ----------
     w : (outputs, inputs) or (experts, outputs, inputs) float
-        The dense weight, or a stack of them, an array of any library; inputs is a multiple of 32.
+        The dense weight, or a stack of weights, as an array of any library; inputs is a multiple of
+        32.
 
     Returns
     -------
@@ -78,7 +78,7 @@ def mxfp4_quantize(w: Array) -> "Mxfp4":
         raise ShapeError(f"{problem}; pad them with 0", expected=expected, actual=w.shape)
     with device_of(w):
         values = in_kernel_dtype(w)
-        blocks = values.reshape(values.size // BLOCK, BLOCK)
+        blocks = values.reshape(values.size // BLOCK, BLOCK)  # (blocks, 32)
         packed = empty((len(blocks), BLOCK // 2), UINT8, like=w)
         scales, sizes = empty((len(blocks),), UINT8, like=w), empty((len(blocks),), FLOAT32, like=w)
         rows = STEP // BLOCK
@@ -93,6 +93,7 @@ def mxfp4_quantize(w: Array) -> "Mxfp4":
 def encoded(part: Array) -> tuple[Array, Array, Array]:
     """Return bytes of codes, scales and the largest absolute values of float32 blocks."""
     sizes = np.abs(part).max(axis=1)
+    # frexp's mantissa is below 1, so its exponent is greater by 1
     exponents = np.where(sizes > 0, np.frexp(sizes)[1] - 1 - TOP, -BIAS)
     exponents = np.clip(exponents, -BIAS, LARGEST - BIAS)
     with np.errstate(invalid="ignore", over="ignore"):  # callers check sizes
@@ -102,12 +103,12 @@ def encoded(part: Array) -> tuple[Array, Array, Array]:
     for code, (low, high) in enumerate(pairwise(levels)):
         middle = (low + high) / 2
         codes += shares >= middle if code % 2 else shares > middle  # a tie goes to an even code
-    codes |= np.where(part < 0, UINT8.type(8), UINT8.type(0))
+    codes |= np.where(part < 0, UINT8.type(8), UINT8.type(0))  # bit 3 is the sign
     return codes[:, ::2] | codes[:, 1::2] << 4, (exponents + BIAS).astype(UINT8), sizes
 
 
 class Mxfp4(FourBits):
-    """A frozen MXFP4 weight, or a stack of them; see ``Quantized`` for its interface.
+    """A frozen MXFP4 weight, or a stack of weights; see ``Quantized`` for its interface.
 
     Attributes
     ----------
@@ -119,7 +120,7 @@ class Mxfp4(FourBits):
     Raises
     ------
     ShapeError, DTypeError
-        The arrays do not fit each other, or dtype is not that of floats.
+        The arrays do not fit each other, or dtype is not a float dtype.
     """
 
     KIND, SCALES, OF_STACKS = "mxfp4", UINT8, True
@@ -129,12 +130,12 @@ class Mxfp4(FourBits):
         self._powers = to_device_of(powers_of_two(), packed)
 
     def coded(self) -> tuple[Array, Array, Array]:
-        """Return codes, absmax and exponents as the ops of 4-bit weights take them."""
+        """Return codes, powers of two and exponents, the arguments of the ops of 4-bit weights."""
         return self.packed.reshape(-1), self._powers, self.scales.reshape(-1)
 
     def state(self) -> dict[str, Any]:
-        """Return the arrays of files, by the ends of their names: blocks and their scales."""
-        blocks = self.packed.reshape(*self.scales.shape, BLOCK // 2)
+        """Return the arrays of files, by the last part of their names: blocks and scales."""
+        blocks = self.packed.reshape(*self.scales.shape, BLOCK // 2)  # (..., outputs, blocks, 16)
         return {"weight_blocks": blocks, "weight_scales": self.scales}
 
     def quantization_config(self, dtype: str) -> dict[str, Any]:
@@ -148,7 +149,7 @@ class Mxfp4(FourBits):
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any], dtype: Any = FLOAT32) -> Self:
-        """Return the weight from the arrays of ``state``, or from those of a released gpt-oss.
+        """Return the weight from the arrays of ``state``, or from the arrays of a gpt-oss file.
 
         The two names end in ``blocks`` and ``scales``: (..., outputs, inputs / 32, 16) and
         (..., outputs, inputs / 32) uint8.  ``dtype`` is the dtype of the dense weight, which files
@@ -178,6 +179,6 @@ class Mxfp4(FourBits):
         scales = array_of(call, state, scales_name, shape, UINT8)
         blocks = array_of(call, state, blocks_name, (*shape, BLOCK // 2), UINT8)
         if bool((scales > LARGEST).any()):
-            raise ConfigError(f"{call}: {scales_name} holds 255, which stands for no number")
-        packed = blocks.reshape(*shape[:-1], shape[-1] * BLOCK // 2)
+            raise ConfigError(f"{call}: {scales_name} holds 255, which is NaN; use 0 .. 254")
+        packed = blocks.reshape(*shape[:-1], shape[-1] * BLOCK // 2)  # (..., outputs, inputs / 2)
         return cls(packed, scales, dtype=float_dtype(call, dtype))

@@ -1,4 +1,4 @@
-"""4-bit weights, NF4 and FP4, with the same bytes as in bitsandbytes.
+"""4-bit weights, NF4 and FP4, with the bytes of bitsandbytes.
 
 w = level[code] * absmax        one absmax per block; with double quantization
 absmax = map[absmax_code] * absmax_scale + absmax_offset        one absmax_scale per 256 blocks
@@ -37,7 +37,7 @@ from .weight import (
     on_gpu,
 )
 
-BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+BLOCKS = (32, 64, 128, 256, 512, 1024, 2048, 4096)  # powers of two: kernels shift an index
 LARGEST = float(np.finfo(FLOAT32).max)
 NESTED = dynamic_codes.BLOCK  # blocks that share an absmax_scale
 
@@ -49,12 +49,12 @@ def nf4_quantize(w: Array, *, block: int = 64, double: bool = False, kind: str =
     Parameters
     ----------
     w : (outputs, inputs) or (experts, outputs, inputs) float
-        The dense weight, or a stack of them, an array of any library.  Blocks are consecutive
-        values of it, flattened; the last may be short.
+        The dense weight, or a stack of weights, as an array of any library.  Blocks are consecutive
+        values of the flattened weight; the last block may be short.
     block : int
         Values that share an absmax: a power of two, 32 to 4096.
     double : bool
-        Store absmax in 8 bits too: 4.127 bits per value instead of 4.5 with block 64.
+        Store absmax in 8 bits, too: 4.127 bits per value instead of 4.5 with block 64.
     kind : str
         ``"nf4"`` or ``"fp4"``.
 
@@ -86,7 +86,7 @@ def nf4_quantize(w: Array, *, block: int = 64, double: bool = False, kind: str =
     w = dense_weight("nf4_quantize", w, stacks=True)
     with device_of(w):
         values = in_kernel_dtype(w)
-        flat = values.reshape(math.prod(w.shape[:-1]), w.shape[-1])
+        flat = values.reshape(math.prod(w.shape[:-1]), w.shape[-1])  # (all rows, inputs)
         packed, absmax = nf4_quantize_forward(flat, block=block, kind=kind)
         check_finite("nf4_quantize", values, absmax)
         scales = double_quantized(absmax) if double else {"absmax": absmax}
@@ -94,7 +94,8 @@ def nf4_quantize(w: Array, *, block: int = 64, double: bool = False, kind: str =
 
 
 def double_quantized(absmax: Array) -> dict[str, Any]:
-    """Return absmax in one byte per block, a scale for each 256 blocks, and an offset."""
+    """Return absmax as one byte per block, a scale for each 256 blocks, and an offset."""
+    # the mean: what is left has either sign; empty: the sum of no values is 0
     offset = absmax.mean(dtype=np.float64).astype(FLOAT32) if absmax.size else absmax.sum()
     codes, scale = dynamic_codes.encode(absmax - offset, signed=True)
     return {"absmax_codes": codes, "absmax_scale": scale, "absmax_offset": float(offset)}
@@ -151,14 +152,14 @@ class Nf4(Quantized):
             if not is_number(absmax_offset):
                 raise ConfigError(f"Nf4: absmax_offset={absmax_offset!r}; pass a number")
         self.absmax_codes, self.absmax_scale = absmax_codes, absmax_scale
-        self.absmax_offset, self._absmax = absmax_offset, absmax  # _absmax: in the kernels' form
+        self.absmax_offset, self._absmax = absmax_offset, absmax  # _absmax: as kernels read it
         if absmax_scale is not None and absmax_offset is not None:
             self._absmax = double_absmax(absmax_scale, absmax_offset)
             self.absmax_scale = self._absmax[SCALES:]
 
     @property
     def double(self) -> bool:
-        """Whether absmax is stored in 8 bits."""
+        """True if absmax is stored in 8 bits."""
         return self.absmax_codes is not None
 
     @property
@@ -167,7 +168,7 @@ class Nf4(Quantized):
         return sizes_of(self._absmax, self.absmax_codes)
 
     def coded(self) -> tuple[Array, Array, Array | None]:
-        """Return codes, absmax and its codes as the ops of 4-bit weights take them."""
+        """Return packed, absmax and absmax_codes, the arguments of the ops of 4-bit weights."""
         return self.packed, self._absmax, self.absmax_codes
 
     def held(self) -> dict[str, Any]:
@@ -184,11 +185,11 @@ class Nf4(Quantized):
 
     @property
     def stacks(self) -> bool:
-        """Whether no block is short; with double quantization each has an offset of its own."""
+        """True if no block is short.  With double quantization each weight has its own offset."""
         return self.ndim == 2 and not self.double and self.size % self.block == 0
 
     def _cut(self, axis: int, places: Sequence[slice]) -> Self:
-        """Return rows or columns; absmax in float32 if a cut splits 256 blocks with one scale."""
+        """Return rows or columns; absmax is float32 if a cut separates blocks with one scale."""
         shape, block = self.shape, self.block
         if not in_blocks(shape, axis, places, block):
             borders = ", ".join(f"{where.start}:{where.stop}" for where in places[:4])
@@ -234,7 +235,7 @@ class Nf4(Quantized):
         return True
 
     def state(self) -> dict[str, Any]:
-        """Return the arrays that bitsandbytes saves, by the ends of their names."""
+        """Return the arrays that bitsandbytes saves, by the last part of their names."""
         facts: dict[str, Any] = {"quant_type": self.kind, "blocksize": self.block}
         facts |= {"dtype": self.dtype.name, "shape": list(self.shape)}
         arrays = {"absmax": self._absmax}
@@ -269,7 +270,7 @@ class Nf4(Quantized):
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Self:
-        """Return the weight from the arrays of ``state``, or from those that bitsandbytes saved.
+        """Return the weight from the arrays of ``state``, or from arrays that bitsandbytes saved.
 
         Raises
         ------
@@ -290,7 +291,7 @@ class Nf4(Quantized):
         size = math.prod(shape)
         blocks = -(-size // block)
         stored: Any = state.get("weight")
-        if hasattr(stored, "view") and stored.dtype in FLOATS:  # bytes by another name
+        if hasattr(stored, "view") and stored.dtype in FLOATS:  # bnb_4bit_quant_storage, for FSDP
             state = {**state, "weight": stored.reshape(-1).view(np.uint8)[:, None]}
         packed = array_of(call, state, "weight", (-(-size // 2), 1), np.uint8)
         check_table(call, state, "weight.quant_map", _four_bits.format_of(kind).levels)
@@ -300,7 +301,7 @@ class Nf4(Quantized):
             codes = array_of(call, state, "weight.absmax", (blocks,), np.uint8)
             scale = array_of(call, state, "weight.nested_absmax", (-(-blocks // NESTED),), FLOAT32)
             offset = facts.get("nested_offset")
-            known = isinstance(offset, float) and abs(offset) <= LARGEST  # which NaN is not
+            known = isinstance(offset, float) and abs(offset) <= LARGEST  # False for NaN, too
             if facts.get("nested_blocksize") != NESTED or not known:
                 raise ConfigError(f"{call}: nested_blocksize or nested_offset of {facts} is wrong")
             scales = {"absmax_codes": codes, "absmax_scale": scale, "absmax_offset": offset}
@@ -337,12 +338,12 @@ def nf4_linear(x: Array, weight: Any, bias: Array | None = None) -> Array:
 
 
 def _absmax_of(call: str, state: Mapping[str, Any], flat: Any, shape: Any, block: int) -> Array:
-    """Return absmax by blocks; on a CPU, bitsandbytes saves it transposed and in bfloat16."""
+    """Return absmax by blocks; bitsandbytes on a CPU saves it transposed and in bfloat16."""
     name = "weight.absmax"
     absmax = state.get(name)
     if getattr(absmax, "ndim", 1) == 2 and len(shape) == 2:
         transposed = array_of(call, state, name, (shape[1] // block, shape[0]), FLOATS[1])
-        return transposed.T.astype(FLOAT32).reshape(-1)
+        return transposed.T.astype(FLOAT32).reshape(-1)  # (blocks,)
     return array_of(call, state, name, flat, FLOAT32)
 
 

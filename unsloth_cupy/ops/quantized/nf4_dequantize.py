@@ -1,9 +1,9 @@
 """Dequantization of a part of a 4-bit weight.
 
-w[r, c] = level[code] * absmax        of value start + r * columns + c of the flattened weight
+w[r, c] = level[code] * absmax        for value start + r * columns + c of the flattened weight
 
-absmax is stored in float32, in 8 bits, or, of MXFP4, as a power of two: 2^(code - 127).  Of Q4_0 it
-is a float16 of either sign.
+absmax is stored in float32 or in 8 bits; for MXFP4 as the exponent of 2^(code - 127), for Q4_0 as a
+float16 of either sign.
 """
 
 from functools import cache
@@ -25,12 +25,13 @@ from ..common.no_kernel import no_kernel
 from . import _four_bits
 
 THREADS, DEPTH = 256, 4  # threads of a block; accesses of a thread
-TABLE = 256  # values of the 8-bit codes; after them the offset, then a scale for each 256 blocks
+# A ``double_absmax``: the values of 256 codes, the offset, then a scale for each 256 blocks.
+TABLE = 256
 SCALES = TABLE + 1  # index of the first scale
 
 
 def double_absmax(scale: Array, offset: float) -> Array:
-    """Return what kernels need to decode 8-bit absmax: the values of codes, offset and scales."""
+    """Return the array with which kernels decode 8-bit absmax: values of codes, offset, scales."""
     head = np.append(dynamic_codes.dynamic_map(True), np.float32(offset))
     table = empty((SCALES + len(scale),), FLOAT32, like=scale)
     table[:SCALES], table[SCALES:] = to_device_of(head, scale), scale
@@ -39,18 +40,18 @@ def double_absmax(scale: Array, offset: float) -> Array:
 
 @cache
 def powers_of_two() -> Array:
-    """Return the values of 8-bit exponents; 255, which none has, is infinite."""
+    """Return the values of 8-bit exponents; for 255, which no weight has, infinity."""
     return np.append(np.ldexp(np.float32(1), np.arange(TABLE - 1) - 127), np.float32(np.inf))
 
 
 def sizes_of(absmax: Array, codes: Array | None) -> Any:
     """Return the float32 absmax of each block.
 
-    With codes, ``absmax`` is a ``double_absmax``, or ``powers_of_two`` where they are exponents.
+    With codes, ``absmax`` is a ``double_absmax``, or ``powers_of_two`` if the codes are exponents.
     """
     if codes is None:
         return absmax
-    if absmax.size == TABLE:
+    if absmax.size == TABLE:  # powers_of_two
         return absmax[codes]
     scales = np.repeat(absmax[SCALES:], dynamic_codes.BLOCK)[: codes.size]
     return absmax[:TABLE][codes] * scales + absmax[TABLE]
@@ -66,7 +67,7 @@ def check_held(
     block: int,
     kind: str,
 ) -> None:
-    """Raise ShapeError unless arrays hold ``values`` values, in whole rows of ``inputs``."""
+    """Raise ShapeError unless the arrays store ``values`` values, in whole rows of ``inputs``."""
     check_choice(call, "kind", kind, _four_bits.KINDS)
     blocks, scales = -(-values // block), absmax if codes is None else codes
     exponents = kind in _four_bits.EXPONENTS
@@ -105,15 +106,15 @@ def nf4_dequantize_(
     block: int = 64,
     kind: str = "nf4",
 ) -> Array:
-    """Write a part of a weight to w: the part whose first value has the flat index ``start``.
+    """Write the part of a weight whose first value has the flat index ``start`` to w.
 
-    ``columns`` is the width of the whole weight.  If there are ``absmax_codes``, ``absmax`` is a
-    ``double_absmax``; or exponents, and then ``absmax`` is ``powers_of_two``.  With
-    ``offsets`` the weight is a stack of as many matrices as there are
-    groups of rows, and those of groups without rows are not written.
+    ``columns`` is the width of the whole weight.  With ``absmax_codes``, ``absmax`` is a
+    ``double_absmax``, or ``powers_of_two`` if the codes are exponents.  With ``offsets`` the weight
+    is a stack with one matrix for each group of rows; the matrices of groups without rows are not
+    written.
     """
     if offsets is not None:
-        height, ends = len(w) // max(1, offsets.size - 1), offsets.tolist()
+        height, ends = len(w) // max(1, offsets.size - 1), offsets.tolist()  # rows of a matrix
         for group, (first, last) in enumerate(pairwise(ends)):
             if first < last:
                 rows = slice(group * height, (group + 1) * height)
@@ -141,7 +142,7 @@ def _check(
     block: int,
     kind: str,
 ) -> None:
-    """Raise ShapeError unless the arrays hold the part of the weight."""
+    """Raise ShapeError unless the arrays store the part of the weight."""
     rows, width = w.shape
     last = start + (rows - 1) * columns + width if w.size else 0
     check_held(call, packed, absmax, absmax_codes, columns, last, block, kind)
@@ -169,7 +170,7 @@ def _launch(
         return no_kernel("w, codes or absmax are not contiguous")
     rows, width = w.shape
     if offsets is not None:
-        rows, width = offsets.size - 1, w.size // (offsets.size - 1)  # a matrix is a long row
+        rows, width = offsets.size - 1, w.size // (offsets.size - 1)  # a matrix is one long row
         row_stride = width
     elif width == columns or rows == 1:
         rows, width, row_stride = 1, rows * width, 0  # the part is contiguous: one long row

@@ -18,10 +18,10 @@ from ..common.strides import spanned
 from . import _four_bits
 from .nf4_dequantize import check_held, sizes_of
 
-FEW = 16  # most rows; for more, cuBLAS multiplies chunks that are decoded once for all rows
-MANY_OUTPUTS = 2048  # from here on, blocks of 32 outputs keep all SMs busy
+FEW = 16  # most rows; of more, cuBLAS multiplies chunks that are decoded once for all rows
+MANY_OUTPUTS = 2048  # from here on blocks of 32 outputs keep all SMs busy
 UNITS = (64, 32)  # aligned columns that always share an absmax
-WARPS, RESIDENT = 8, 2  # of a block; blocks of an SM
+WARPS, RESIDENT = 8, 2  # warps of a block, blocks of an SM
 
 
 @op(
@@ -43,7 +43,7 @@ def nf4_product_(
     kind: str = "nf4",
     add: bool = False,
 ) -> Array:
-    """Write ``x @ w.T`` over out, or add it; for the arrays of w see ``nf4_dequantize_``."""
+    """Write ``x @ w.T`` to out, or add it; ``nf4_dequantize_`` describes the arrays of w."""
     outputs, inputs = out.shape[1], x.shape[1]
     whole = slice(0, outputs), slice(0, inputs)
     sizes = sizes_of(absmax, absmax_codes)
@@ -62,7 +62,7 @@ def _check(
     block: int,
     kind: str,
 ) -> None:
-    """Raise ShapeError unless the arrays hold the whole weight."""
+    """Raise ShapeError unless the arrays store the whole weight."""
     inputs = x.shape[1]
     check_held(call, packed, absmax, absmax_codes, inputs, out.shape[1] * inputs, block, kind)
 
@@ -102,10 +102,12 @@ def _launch(
     x_stride = x.strides[0] // size
     (rows, outputs), inputs = out.shape, x.shape[1]
     unit = next(u for u in UNITS if inputs % u == 0 and u <= block)
+    # a lane reads unit / 8 bytes of codes in one access; rows of x in accesses of 16 bytes
     wide, x_wide = lanes(unit // 8, packed) == unit // 8, lanes(x_stride, x) * size == 16
     double = absmax_codes is not None and kind not in _four_bits.EXPONENTS
-    held = absmax if absmax_codes is None else absmax_codes
-    side = lanes(inputs // unit, held) if block == unit else 1  # absmax that lie side by side
+    scales = absmax if absmax_codes is None else absmax_codes
+    # neighbouring units have neighbouring absmax: this many of them in one access
+    side = lanes(inputs // unit, scales) if block == unit else 1
     chosen = _constants(
         *(
             x.dtype,
@@ -124,7 +126,8 @@ def _launch(
     kernel = load("nf4_product.cu", "nf4_product_", x, chosen)
     out_stride = out.strides[0] // out.dtype.itemsize
     tasks = -(-outputs // (16 * chosen["TILES"])) * -(-rows // chosen["ROWS"])
-    blocks = min(tasks, limits(x).processors * RESIDENT)  # each builds its table once
+    # persistent blocks: each builds its table of levels once
+    blocks = min(tasks, limits(x).processors * RESIDENT)
     kernel[blocks, 32 * WARPS](
         *(spanned(out), spanned(x), packed, absmax, absmax_codes, rows, outputs, inputs),
         *((block // unit).bit_length() - 1, x_stride, out_stride),
@@ -150,16 +153,16 @@ def _constants(
     """Return the constants of nf4_product.cu.
 
         rows       TILES, UNITS   a lane reads
-        <= 4       1, 4           64 bytes of codes, while as many are in flight
-        <= 8       2, 2           the same; 4 rows of x have as many bytes as the codes of 16
+        <= 4       1, 4           64 bytes of codes, while 64 more are in flight
+        <= 8       2, 2           64 bytes, too; 4 rows of x have as many bytes as the codes of 16
                                   outputs, so a block of 32 outputs reads less; few outputs: 1, 2
-        <= 16      2, 1           half of that: x, sums and codes fill the registers
+        <= 16      2, 1           32 bytes: x, sums and codes fill the registers
         float32    1, 1           levels are decoded one by one, and each is multiplied by all rows;
                                   the sums of 4 rows fill the registers
 
     Eight warps share the columns: the 256 tasks of 4096 outputs keep all SMs busy.
     """
-    exact = dtype == FLOAT32
+    exact = dtype == FLOAT32  # tensor cores would round x to fewer bits
     tiles = 2 if rows > 4 and many and not exact else 1
     units = 1 if exact or rows > 8 else 2 if rows > 4 else 4
     return Constants(

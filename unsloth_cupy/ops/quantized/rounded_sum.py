@@ -1,9 +1,9 @@
-"""A part of a weight plus the change of its adapter, rounded as a file has it.
+"""A part of a weight plus the change of its adapter, rounded as in a file.
 
-w = Q(weight + scale b a)        Q: what a reader of the file gets, see ``_file_values``
+w = Q(weight + scale b a)        Q: the values that are read back from the file, see _file_values
 
-The sums are those of ``lora_add_``, product by product, so that a file that is written later is
-rounded from equal bits.
+The sums are added in the order of ``lora_add_``, so that a file that is written later is rounded
+from equal bits.
 """
 
 from functools import cache
@@ -24,8 +24,8 @@ from . import _four_bits
 from ._file_values import KINDS, block_of, file_values
 from .nf4_dequantize import check_held, sizes_of
 
-THREADS, WIDTH = 256, 4  # of a block of threads; columns of a thread: an access of a in float32
-ROWS = 8  # of a thread, which has 32 sums then
+THREADS, WIDTH = 256, 4  # threads of a block; columns of a thread: 16 bytes of a in float32
+ROWS = 8  # rows of a thread, which has 32 sums then
 SPAN, DEEP = 32 * WIDTH, THREADS // 32 * ROWS  # columns and rows of a block of threads
 
 
@@ -54,13 +54,15 @@ def rounded_sum_(
 ) -> Array:
     """Write a part of ``Q(source + scale b a)`` to w; its first value has the flat index ``start``.
 
-    A stack of ``members`` is one of all their rows; a and b are those of each, one behind
-    another.  With ``offsets``, members of groups without rows may hold anything.  ``sizes``: of
-    int8 the absmax of all rows, 127 if there are none; of ternary the size of all values, or 1; of
-    nf4 and fp4 the absmax of all blocks as a file has it, if that is not their own.
+    A stack of ``members`` matrices is one matrix of all their rows; a and b have the factors of all
+    members below each other.  With ``offsets``, members of groups without rows may hold anything.
+
+    ``sizes`` depends on the kind: for int8 the absmax of all rows, by default 127; for ternary the
+    magnitude of all values, by default 1; for nf4 and fp4 the absmax of all blocks as stored in the
+    file, by default each block's own.
     """
     rows, columns = _part(w, start, source.shape[1])
-    dense = source[rows, columns].astype(FLOAT32)  # a copy
+    dense = source[rows, columns].astype(FLOAT32)  # a copy, to which the change is added
     return _write(w, dense, a, b, sizes, kind, start, scale, members)
 
 
@@ -92,7 +94,7 @@ def nf4_rounded_sum_(
     block: int = 64,
     stored: str = "nf4",
 ) -> Array:
-    """Do what ``rounded_sum_`` does for a 4-bit weight, stored as ``nf4_dequantize_`` takes it."""
+    """Do what ``rounded_sum_`` does for a 4-bit weight: see ``nf4_dequantize_`` for its arrays."""
     columns = a.shape[1]
     scales = sizes_of(absmax, absmax_codes)
     dense = _four_bits.decode(packed, scales, *_part(w, start, columns), columns, block, stored)
@@ -100,7 +102,7 @@ def nf4_rounded_sum_(
 
 
 def _part(w: Array, start: int, columns: int) -> tuple[slice, slice]:
-    """Return the rows and columns of a part in a weight."""
+    """Return the rows and columns of a part of a weight."""
     top, left = divmod(start, max(1, columns))
     return slice(top, top + w.shape[0]), slice(left, left + w.shape[1])
 
@@ -116,7 +118,7 @@ def _write(
     scale: float,
     members: int,
 ) -> Array:
-    """Add the change to a part in float32, and write what a reader of the file gets to w."""
+    """Add the change to a part in float32, and write the rounded values to w."""
     (rows, columns), pitch = _part(w, start, a.shape[1]), a.shape[1]
     height, rank = len(b) // max(1, members), b.shape[1]
     for expert in range(rows.start // max(1, height), -(-rows.stop // max(1, height))):
@@ -130,9 +132,9 @@ def _write(
         own_sizes = own_sizes[rows]
     elif own_sizes is not None and kind != "ternary":
         block = block_of(kind)
-        whole = own_sizes.reshape(len(b), pitch // block)
+        whole = own_sizes.reshape(len(b), pitch // block)  # (rows, blocks of a row)
         own_sizes = whole[rows, columns.start // block : columns.stop // block].reshape(-1)
-    with np.errstate(over="ignore", invalid="ignore"):
+    with np.errstate(over="ignore", invalid="ignore"):  # infinity and NaN stay, as on a GPU
         w[...] = file_values(total, kind, own_sizes)
     return w
 
@@ -149,7 +151,7 @@ def _check(
     start: int,
     members: int,
 ) -> None:
-    """Raise unless the part is one of whole blocks, and the arrays are those of the weight."""
+    """Raise unless the part has whole blocks, and the arrays fit the weight."""
     check_choice(call, "kind", kind, KINDS)
     (lows, columns), (height, rank), block = a.shape, b.shape, block_of(kind)
     rows, part = _part(w, start, columns)
@@ -189,7 +191,7 @@ def _check_held(
     block: int,
     stored: str,
 ) -> None:
-    """Raise unless the arrays hold the weight, and the rest fits as for ``rounded_sum_``."""
+    """Raise unless the arrays store the weight, and all fits as for ``rounded_sum_``."""
     _check(call, w, a, b, sizes, offsets, kind, start, members)
     check_held(
         call, packed, absmax, absmax_codes, a.shape[1], b.shape[0] * a.shape[1], block, stored
@@ -259,9 +261,10 @@ def _launch_nf4(
 
 
 def _without_kernel(w: Array, held: Array, b: Array, members: int, top: int) -> str | None:
-    """Return why no kernel writes this part; None if one does."""
+    """Return the reason why no kernel writes this part; None if a kernel does."""
     if not w.flags.c_contiguous or not held.flags.c_contiguous:
         return "w or the weight is not contiguous"
+    # a thread's rows must belong to one member
     if members > 1 and (b.shape[0] // members % ROWS or top % ROWS):
         return f"a matrix of the stack, or the part, begins at no multiple of {ROWS} rows"
     return None
@@ -270,7 +273,7 @@ def _without_kernel(w: Array, held: Array, b: Array, members: int, top: int) -> 
 def _grid(
     w: Array, a: Array, b: Array, start: int, scale: float, members: int
 ) -> tuple[int, dict[str, Any]]:
-    """Return the number of blocks of threads, and where the part is."""
+    """Return the number of blocks of threads, and the sizes and the place of the part."""
     (rows, width), (top, left) = w.shape, divmod(start, max(1, a.shape[1]))
     groups = -(-rows // DEEP)
     sizes = {"rows": rows, "width": width, "pitch": a.shape[1], "rank": b.shape[1]}
@@ -298,6 +301,6 @@ def _constants(
 def _kept(
     dtype: Any, kind: int, sized: bool, grouped: bool, index: Any, width: int, low: int, **own: Any
 ) -> Constants:
-    """Return the constants; equal ones are one object, by which kernels are found."""
+    """Return the constants from a cache, so that a kernel is looked up by one object."""
     shared = {"T": dtype, "LANES": width, "A_LANES": low, "ROWS": ROWS, "THREADS": THREADS}
     return Constants(**shared, **own, KIND=kind, GIVEN=sized, GROUPED=grouped, I=index)

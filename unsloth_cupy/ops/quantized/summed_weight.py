@@ -1,13 +1,13 @@
-"""A weight plus the change of its adapter, as a file has it, of which products make parts.
+"""A weight plus the change of its adapter, rounded as in a file; products compute it in parts.
 
     linear(x, SummedWeight(weight, a, b, scale, "q4_0"))        y = x Q(weight + scale b a)^T
 
-A part is made in one pass, from the weight as it is stored, and read by the product while it is
-still in cache: there is neither a dense sum nor a dense weight.  That is so of kinds whose scales
-belong to few neighbouring values of a row.  int8 has one scale for a row, nf4-double codes the
-scales of all blocks together, and that of ternary is a mean of all: a first pass over the rows
-takes their largest magnitudes or their sums.  A kind without a kernel has a ``reader``, from a part
-of the sum to what a reader of the file gets for it, which computes on the host, say.
+A part is computed in one pass from the stored weight, and a product reads it while it is still in
+cache: no dense sum and no dense weight exist.  One pass is enough for kinds whose scales belong to
+few neighbouring values of a row.  Other kinds need a first pass over the rows: int8 has one scale
+per row, nf4-double encodes the scales of all blocks together, and the scale of ternary is a mean of
+all values.  A kind without a kernel has a ``reader``, a function from a part of the sum to the
+values that are read back from a file; it may compute on the host.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -30,13 +30,13 @@ from .weight import CHUNK_STEP, Chunked, Quantized
 
 DOUBLE = "nf4-double"
 Reader = Callable[[Array], Array]  # from rows of whole blocks in float32 to as many numbers
-SUMMED = (*KINDS, DOUBLE)  # the kinds of files whose weights can be made part by part
+SUMMED = (*KINDS, DOUBLE)  # the kinds whose weights can be computed part by part
 
 
 def can_sum(kind: str, weight: Any, block: int | None = None) -> bool:
-    """Return whether parts of a weight can be made by themselves: rows are whole blocks.
+    """Return whether parts of a weight can be computed separately: rows are whole blocks.
 
-    ``block`` is that of a kind with a ``reader``.
+    ``block`` is the block size of a kind with a ``reader``.
     """
     if (block is None and kind not in SUMMED) or weight.dtype not in KERNEL_DTYPES:
         return False
@@ -45,7 +45,7 @@ def can_sum(kind: str, weight: Any, block: int | None = None) -> bool:
 
 
 class SummedWeight(Chunked):
-    """``weight + scale b a`` as a reader of a file of a kind gets it.
+    """``weight + scale b a``, rounded to the values that are read back from a file of a kind.
 
     Parameters
     ----------
@@ -53,9 +53,9 @@ class SummedWeight(Chunked):
     a, b : (rank, inputs) and (outputs, rank) array, or with experts as the first axis
     scale : float
     kind : str
-        One of ``SUMMED``, or any kind with a ``reader``; ``can_sum`` the weight.
+        One of ``SUMMED``, or any kind with a ``reader``; ``can_sum`` must be True for the weight.
     reader : callable, optional
-        It rounds rows of whole blocks of ``block`` values each by themselves.
+        Rounds rows of whole blocks of ``block`` values each.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class SummedWeight(Chunked):
         return self._write(w, 0, offsets).reshape(self.shape)
 
     def _write(self, w: Array, start: int, offsets: Array | None = None) -> Array:
-        """Write the part that begins at value ``start`` to w, and return it."""
+        """Write the part that begins at value ``start`` to w, and return w."""
         if self.reader is not None:
             return self._read(self.reader, w, start, offsets)
         weight, pair, more = self.weight, (self.a, self.b), (self.sizes, offsets)
@@ -116,7 +116,7 @@ class SummedWeight(Chunked):
             how |= {"block": weight.block, "stored": weight.kind, "start": start}
             return nf4_rounded_sum_(w, packed, absmax, *pair, codes, *more, **how)
         if not isinstance(weight, Quantized):
-            dense = weight.reshape(self.rows, self.shape[-1])
+            dense = weight.reshape(self.rows, self.shape[-1])  # (all rows, inputs)
             return rounded_sum_(w, dense, *pair, *more, start=start, **how)
         top, columns = self._place(w, start)
         for a, rows in self._of_experts(slice(top, top + len(w))):
@@ -127,7 +127,7 @@ class SummedWeight(Chunked):
         return w
 
     def _read(self, reader: Reader, w: Array, start: int, offsets: Array | None) -> Array:
-        """Do what ``_write`` does by the reader, experts with rows one by one."""
+        """Write the part with the reader, expert by expert, without experts that have no rows."""
         top, columns = self._place(w, start)
         height = self.rows // self.experts
         ends = None if offsets is None or is_planned(offsets) else offsets.tolist()
@@ -143,7 +143,7 @@ class SummedWeight(Chunked):
         return top, slice(left, left + w.shape[1])
 
     def _of_experts(self, rows: slice) -> Iterator[tuple[Array, slice]]:
-        """Yield a of each expert with some of these rows, and its part of them."""
+        """Yield factor a of each expert that has some of these rows, and the rows it has."""
         height, rank = self.rows // self.experts, self.b.shape[1]
         for expert in range(rows.start // height, -(-rows.stop // height)):
             first, last = expert * height, (expert + 1) * height
@@ -151,26 +151,26 @@ class SummedWeight(Chunked):
             yield self.a[expert * rank : (expert + 1) * rank], own
 
     def _sizes_of(self, rows: slice, columns: slice) -> Array | None:
-        """Return the given sizes of a part."""
+        """Return the sizes (see ``rounded_sum_``) of a part."""
         if self.sizes is None or self.kind == "ternary":
             return self.sizes
         if self.kind == "int8":
             return self.sizes[rows]
         block = block_of(_plain(self.kind))
-        whole = self.sizes.reshape(self.rows, -1)
+        whole = self.sizes.reshape(self.rows, -1)  # (rows, blocks of a row)
         return whole[rows, columns.start // block : columns.stop // block].reshape(-1)
 
     def _largest(self, values: int) -> Array:
-        """Return the largest magnitude of each so many values of a row of the sum."""
+        """Return the largest magnitude of each run of ``values`` values of a row of the sum."""
         result = empty((self.size // values,), FLOAT32, like=self.a)
         per_row = self.shape[-1] // values
         for rows, sizes in self._sizes(self._chunks(self.a, self.rows, self.shape[-1])):
-            largest = sizes.reshape(-1, values).max(axis=1)
+            largest = sizes.reshape(-1, values).max(axis=1)  # (runs,)
             result[rows.start * per_row : rows.stop * per_row] = largest
         return result
 
     def _mean(self) -> Array:
-        """Return the scale of ternary, added in the order in which a whole weight is."""
+        """Return the scale of ternary, summed in the order in which a whole weight is summed."""
         result = empty((self.rows, 1), np.float64, like=self.a)
         parts = representative_steps(self.a, row_blocks(self.rows, self.shape[-1]))
         for rows, sizes in self._sizes(parts):
@@ -187,7 +187,7 @@ class SummedWeight(Chunked):
                 del total
 
     def _sum(self, a: Array, rows: slice, columns: slice) -> Array:
-        """Return a part of the sum in float32, a new array; ``a`` is that of its expert."""
+        """Return a part of the sum in float32, a new array; ``a`` is the factor of its expert."""
         weight = self.weight
         if isinstance(weight, Quantized):
             total = weight._dense(rows, columns, FLOAT32)
@@ -197,11 +197,12 @@ class SummedWeight(Chunked):
 
 
 def _plain(kind: str) -> str:
-    """Return the kind of blocks of a kind."""
+    """Return the kind whose blocks a kind has: nf4 for nf4-double."""
     return "nf4" if kind == DOUBLE else kind
 
 
 def _matrix(factor: Array) -> Array:
-    """Return a factor in float32, those of all experts one behind another."""
+    """Return a factor in float32, with the matrices of all experts below each other."""
+    # (experts * rows, columns)
     whole = factor.reshape(-1, factor.shape[-1]).astype(FLOAT32, copy=False)
     return contiguous(whole)

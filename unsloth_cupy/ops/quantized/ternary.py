@@ -38,9 +38,9 @@ from .ternary_dense import dense_part
 from .weight import Quantized, in_blocks, on_gpu
 
 ACTIVATIONS = (None, "int8")
-FEW = 16  # most rows for which a kernel reads the planes; more are multiplied by dense chunks
-GROUP_STEP = 128  # that kernel needs groups of a multiple of so many columns
-SKIPPED = 1 / 8  # if so large a share of the chunks is 0, skipping them by marks pays off
+FEW = 16  # most rows for which a kernel reads the planes; more rows are multiplied by dense chunks
+GROUP_STEP = 128  # that kernel needs groups of a multiple of 128 columns
+SKIPPED = 1 / 8  # share of chunks of zeros from which on marks are stored, and zeros skipped
 
 
 class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
@@ -49,25 +49,27 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
     Parameters
     ----------
     planes : (outputs, 2, bytes) uint8
-        Where codes are 1, and where -1: for column d, bit ``d % 32`` of word ``d // 32`` of a row.
+        Bits of the codes 1, then of the codes -1: for column d, bit ``d % 32`` of word ``d // 32``
+        of a row.
     scale : () or (outputs, 1) or (outputs, groups) float32
         Finite, 0 or more; float64 for a float64 weight.
     shape : (outputs, inputs)
     group : int, optional
         Columns that share a scale, if a row has several scales.
     dtype : float dtype
-        The dtype that the weight computes in.
+        The dtype in which products compute.
     errors : (mean, largest), optional
         Mean and largest ``abs(w - codes * scale)``, for ``statistics``.
     activations : str, optional
         ``"int8"``: products round rows of x to 8 bits, as BitNet does.
     largest : callable, optional
-        For columns of a larger weight: returns ``max |x|`` of whole rows from that of the columns.
+        For columns of a larger weight: returns ``max |x|`` of whole rows from ``max |x|`` of the
+        columns.
 
     Raises
     ------
     RangeError
-        A scale is NaN, infinite or negative, or 0 for a code that is not.
+        A scale is NaN, infinite or negative, or 0 for a code other than 0.
     ShapeError, DTypeError, ConfigError
         The arrays do not fit each other.
     """
@@ -109,7 +111,7 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         self._mark()
 
     def _mark(self) -> None:
-        """Set ``marks``, by which a kernel skips chunks of zeros, if there are enough of them."""
+        """Set ``marks``, by which a kernel skips chunks of zeros, if there are enough chunks."""
         self.marks: Any = None
         self._counts = self.sparse_parts = None
         if on_gpu(self.planes) and self.planes.size and not is_planned(self.planes):
@@ -156,7 +158,10 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         return scale
 
     def _check_zeros(self, zero: Any) -> None:
-        """Raise RangeError if a scale is 0, (1 or outputs, groups), and a code of its group not."""
+        """Raise RangeError if a code with a scale of 0 is not 0.
+
+        ``zero`` (1 or outputs, groups) is True where a scale is 0.
+        """
         if not zero.any():
             return
         rows, columns = self.shape
@@ -165,14 +170,14 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
                 zero[part if len(zero) > 1 else ...], self.group or 1, columns
             )
             if (hidden & (codes_of(self.planes[part], columns) != 0)).any():
-                cure = "scales of codes are positive"
+                cure = "scales of codes 1 and -1 are positive"
                 raise RangeError(f"Ternary: a scale is 0, and codes that it scales are not; {cure}")
 
     @classmethod
     def from_codes(
         cls, codes: Any, scale: Any, *, group: int | None = None, dtype: Any = FLOAT32
     ) -> Self:
-        """Return the matrix of integer codes; raise RangeError if one is not -1, 0 or 1."""
+        """Return the matrix with these codes; raise RangeError unless all are -1, 0 or 1."""
         check_library("Ternary.from_codes: codes", codes)
         if codes.ndim != 2 or codes.dtype.kind not in "iub":
             raise ShapeError(
@@ -189,7 +194,7 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
 
     @property
     def per(self) -> str:
-        """Which weights share a scale: those of the tensor, a row or a group."""
+        """The weights that share a scale: "tensor", "row" or "group"."""
         if self.group is not None:
             return "group"
         return "row" if self.scale.ndim else "tensor"
@@ -233,9 +238,9 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         return Statistics((size - sum(self._counts)) / size, plus, minus, mean, largest)
 
     def _cut(self, axis: int, places: Sequence[slice]) -> Self:
-        """Return rows or columns of whole groups; with activations, columns need ``largest``."""
+        """Return rows, or columns of whole groups; with activations, columns need ``largest``."""
         if axis and self.activations is not None and self.largest is None:
-            problem = "its products round whole rows of x, which a cut by columns would split"
+            problem = "its products round whole rows of x, but its columns see a part of a row"
             raise ConfigError(f"{self!r}: {problem}; cut it by rows")
         columns = self.shape[1]
         planes, scale = [self.planes[where] for where in places], [self.scale]
@@ -246,14 +251,14 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
             if not in_blocks(self.shape, 1, places, self.group):
                 cure = f"cut at multiples of {self.group}"
                 raise ConfigError(f"{self!r}: columns split groups that share a scale; {cure}")
-            by = self.group
-            scale = [self.scale[:, where.start // by : where.stop // by] for where in places]
+            size = self.group
+            scale = [self.scale[:, where.start // size : where.stop // size] for where in places]
         elif self.scale.ndim and not axis:
             scale = [self.scale[where] for where in places]
-        cut = np.concatenate(planes)
+        planes_of_all = np.concatenate(planes)
         scales = np.concatenate(scale, axis) if len(scale) > 1 else scale[0].copy()
-        facts = self.facts() | {"shape": (len(cut), columns), "errors": None}
-        return type(self)(cut, scales, **facts)
+        facts = self.facts() | {"shape": (len(planes_of_all), columns), "errors": None}
+        return type(self)(planes_of_all, scales, **facts)
 
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
         return dense_part(self.planes, self.scales, self.group or WORD, rows, columns, dtype)
@@ -270,7 +275,7 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
                 raise RangeError(f"{problem}; {cure}", expected=valid, actual=number)
         bit = np.uint8(1 << column % 8)
         for plane, sign in zip(self.planes[row], (1, -1), strict=True):
-            byte = plane[column // 8 : column // 8 + 1]
+            byte = plane[column // 8 : column // 8 + 1]  # a view, so that the planes change
             byte |= bit
             if value != sign:
                 byte ^= bit
@@ -279,7 +284,7 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         return self
 
     def prune(self, threshold: float) -> Self:
-        """Set the codes whose scale is below a threshold to 0, in place; return the matrix."""
+        """Set codes with a scale below a threshold to 0, in place; return the matrix."""
         if not is_number(threshold) or not threshold >= 0:
             raise RangeError(f"Ternary.prune: threshold={threshold!r}; it must be 0 or more")
         if (low := self.scales < threshold).any():
@@ -301,7 +306,7 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         out[...] = out + y if add else y
 
     def _of_columns(self, a: Array) -> Array:
-        """Return ``a @ W.T`` with a rounded by max |x| of the whole rows that a is a part of."""
+        """Return ``a @ W.T``, with a rounded by max |x| of the whole rows of which a is a part."""
         wide = a.astype(np.promote_types(a.dtype, FLOAT32), copy=False)
         tops: Any = self.largest
         codes, scales, _ = quantized(wide, tops(np.abs(wide).max(axis=-1, keepdims=True)))
@@ -314,6 +319,6 @@ class Ternary(FolderForm, ByteForms, SparseForms, Quantized):
         return multiply(a, self.planes, scale, self.marks, group=group, int8=int8)
 
     def requantized(self, w: Array) -> Self:
-        """Return another matrix, quantized by absmean, with scales of the same kind as here."""
+        """Return another matrix, quantized by absmean, with as many scales as this one."""
         planes, scale, errors = parts_of(w, self.per, self.group or GROUP_STEP)
         return type(self)(planes, scale, **self.facts() | {"shape": w.shape, "errors": errors})

@@ -25,7 +25,7 @@ EIGHT = 8  # columns of a byte
 def dense_part(
     planes: Any, scale: Any, group: int, rows: slice, columns: slice, dtype: np.dtype[Any]
 ) -> Array:
-    """Return a part of the dense weight as a new array, by the kernel where it can run."""
+    """Return a part of the dense weight as a new array, by the kernel if it can run."""
     has_kernel = on_gpu(planes) and columns.start % EIGHT == 0 and dtype in KERNEL_DTYPES
     if not has_kernel:
         return dense(planes, scale, group, rows, columns, dtype)
@@ -44,7 +44,7 @@ def dense_part(
 def ternary_dense_(
     w: Array, planes: Array, scale: Array, *, row: int = 0, column: int = 0, group: int = WORD
 ) -> Array:
-    """Write the part of a ternary weight that begins at ``row`` and ``column`` to w."""
+    """Write the part of a ternary weight from ``row`` and ``column`` on to w."""
     rows, columns = slice(row, row + len(w)), slice(column, column + w.shape[1])
     w[...] = dense(planes, scale, group, rows, columns, w.dtype)
     return w
@@ -57,7 +57,7 @@ NOT_PACKED = "w, planes or scale are not contiguous"
 def _check(
     call: str, w: Array, planes: Array, scale: Array, row: int, column: int, group: int
 ) -> None:
-    """Raise ShapeError unless planes and scale hold the part of the weight."""
+    """Raise ShapeError unless planes and scale contain the part of the weight."""
     (rows, columns), (outputs, signs, plane_bytes) = w.shape, planes.shape
     groups = scale.shape[-1]
     scaled = plane_bytes * EIGHT if groups == 1 else groups * group
@@ -66,7 +66,7 @@ def _check(
         problem += f" {rows} rows from {row} and {columns} columns from {column} on"
         expected = (row + rows, 2, row_bytes(column + columns))
         raise ShapeError(
-            f"{problem}; pass those of a whole weight", expected=expected, actual=planes.shape
+            f"{problem}; pass the arrays of a whole weight", expected=expected, actual=planes.shape
         )
 
 
@@ -78,6 +78,7 @@ def _launch(w: Array, planes: Array, scale: Array, row: int, column: int, group:
     if not packed or column % EIGHT or row_bytes(column + columns) > plane_bytes:
         part = f"{columns} columns from {column} on"
         return no_kernel(f"{part} are not whole bytes of the planes" if packed else NOT_PACKED)
+    # a thread writes the 8 values of a byte, in accesses of 16 bytes; or value by value
     whole = columns % EIGHT == 0 and lanes(columns, w) * w.dtype.itemsize == 16
     chosen = _constants(w.dtype, scale.dtype, EIGHT if whole else 1, groups > 1)
     eighths = w.shape[0] * -(-columns // EIGHT)

@@ -30,7 +30,7 @@ from ._planes import row_blocks, row_bytes, scales_by_row
 from .ternary import ACTIVATIONS, FEW, GROUP_STEP, Ternary
 from .ternary_dense import dense_part
 
-COLUMNS = 512  # columns that a warp processes at a time
+COLUMNS = 512  # columns that a warp processes at a time, as in the kernel
 PAD = 4  # floats of padding per row of sums, as in the kernel: no two lanes share a bank
 
 
@@ -41,8 +41,8 @@ def ternary_linear(
     """Multiply rows by a ternary weight: ``y = x @ weight.T + bias``.
 
     On a CPU, up to 16 rows of x are multiplied by a CSR form if 88 % of the codes or more are 0.
-    The first such product builds it; it stays with the weight, and takes 8 bytes for each other
-    code beside ``weight.nbytes``.
+    The first such product creates the CSR form, which stays with the weight and takes 8 bytes for
+    each nonzero code beside ``weight.nbytes``.
 
     Parameters
     ----------
@@ -54,7 +54,7 @@ def ternary_linear(
         Added to each row.
     activations : str, optional
         ``"int8"`` rounds each row of x to integers -127 .. 127 times a scale, so that the product
-        is one of integers; the gradient of x ignores the rounding.
+        is a product of integers; the gradient of x ignores the rounding.
 
     Returns
     -------
@@ -107,7 +107,7 @@ def ternary_linear_forward(
     ``group`` is the number of columns that share a scale, if a row has several scales.
     """
     inputs, outputs, scale = x.shape[-1], len(planes), scales_by_row(scale)
-    rows: Any = contiguous(x.reshape(math.prod(x.shape[:-1]), inputs))
+    rows: Any = contiguous(x.reshape(math.prod(x.shape[:-1]), inputs))  # (all rows, inputs)
     scales = None
     if int8:
         rows, scales, _ = quantized(rows, np.abs(rows), None)
@@ -127,7 +127,7 @@ def ternary_linear_backward(
     dy: Array, x: Array, planes: Array, scale: Array, *, group: int = GROUP_STEP
 ) -> tuple[Array, None, None, None]:
     """Return dx, ``dy @ w``, computed in chunks of columns of w, which is frozen; and None."""
-    rows = contiguous(dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1]))
+    rows = contiguous(dy.reshape(math.prod(dy.shape[:-1]), dy.shape[-1]))  # (all rows, outputs)
     dx = empty((len(rows), x.shape[-1]), dy.dtype, like=dy)
     for part in representative_steps(dy, row_blocks(x.shape[-1], len(planes))):
         w = dense_part(planes, scale, group, slice(0, len(planes)), part, dy.dtype)
@@ -171,7 +171,7 @@ def _launch(
     aligned = lanes(plane_bytes, planes)
     unsupported = (rows > FEW and not int8) or (groups > 1 and group % GROUP_STEP != 0)
     if unsupported:
-        many = f"{rows} rows of activations that are not int8 are multiplied by cuBLAS"
+        many = f"cuBLAS multiplies {rows} rows, as activations are not int8"
         step = f"the {group} columns of a group are not a multiple of {GROUP_STEP}"
         return no_kernel(many if rows > FEW and not int8 else step)
     if aligned < 4 or x.ndim * outputs == 0:
@@ -201,7 +201,9 @@ def _launch(
 def _constants(
     x: Any, y: Any, scale: Any, rows: int | None, inputs: int, room: int, *flags: bool
 ) -> tuple[Constants, int]:
-    """Return the constants, and the bytes of shared memory for x and the warps' sums.
+    """Return the constants, and the bytes of shared memory for x and the sums of warps.
+
+    N_TILES, WM and WK:
 
         rows     integers    16 bits    float32     a block has 16 outputs at a time, and its warps
         <= 8     1, 1, 8     1, 1, 8    1, 1, 4     share the columns: all SMs have loads in flight,
@@ -209,12 +211,13 @@ def _constants(
         more     8, 8, 1                            64 rows by 128 outputs: weights are decoded
                                                     once for 64 rows
 
-    These are N_TILES, WM and WK.  Few rows stay in shared memory for all outputs of a block, if
-    they take less than half of the ``room`` of an SM, and 24 warps read ahead, or 16 that need more
-    registers; with scales of groups, these would not suffice.  Otherwise, if there is less than
-    128 KiB, half as many warps share the columns.
+    Few rows stay in shared memory for all outputs of a block (WHOLE), if they take less than half
+    of the ``room`` of an SM.  Then 24 warps of an SM read ahead, or 16 where they need more
+    registers; with scales of groups reading ahead spills registers.  Otherwise, with less than
+    128 KiB of room, half as many warps share the columns.
     """
     grouped, wide, x_wide, marked = flags
+    # bytes of a value in shared memory: float32 is split into three parts of 16 bits
     size, cell = x.itemsize, 6 if x.itemsize == 4 else x.itemsize
     n_tiles, wm, wk, held, whole, resident = 8, 8, 1, 64, False, 0
     shared = 64 * max(COLUMNS * cell, (16 * wm + PAD) * 4)
@@ -228,10 +231,12 @@ def _constants(
         if not whole:
             wk = min(wk, (16 if room >= 2**17 else 8) // size // n_tiles)
             shared = wk * held * max(COLUMNS * cell, (16 + PAD) * 4)
-            resident = 2 if size == 4 else 0  # with all the registers that they need
+            # float32: 2 blocks, else ptxas spills to save registers for blocks that shared memory
+            # does not allow; 0: ptxas chooses
+            resident = 2 if size == 4 else 0
         else:
             warps = 24 if n_tiles == 1 and size < 4 and wide else 16
-            resident = max(1, min(warps // wk, room // (shared + 1024)))
+            resident = max(1, min(warps // wk, room // (shared + 1024)))  # 1 KiB is reserved
     chosen = Constants(
         X=x,
         T=y,

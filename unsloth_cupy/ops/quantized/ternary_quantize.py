@@ -45,19 +45,19 @@ def ternary_quantize(
     Parameters
     ----------
     w : (outputs, inputs) float
-        The dense weight, an array of any library.
+        The dense weight, as an array of any library.
     method : str
         ``absmean``, ``twn``, ``absmax``, ``percentile``, ``mean_std`` or ``manual``: the rule for
         zeros and scales; the docstring of the module defines each.
     per : str
-        The weights that share a scale: those of the ``tensor``, a ``row``, or a ``group`` of
-        neighbouring columns in a row.
+        The weights that share a scale: all weights of the ``tensor``, of a ``row``, or of a
+        ``group`` of neighbouring columns in a row.
     group : int
         Columns of a group: a multiple of 32.
     percentile : float
         The percentile of ``abs(w)``, from 0 to 100, for ``method="percentile"``.
     deviations : float
-        The threshold of ``mean_std`` is so many standard deviations above the mean of ``abs(w)``.
+        Standard deviations between the mean of ``abs(w)`` and the threshold of ``mean_std``.
     threshold, scale : float, optional
         For ``method="manual"``; ``threshold`` is required there.
 

@@ -2,8 +2,8 @@
 
 s[i, j] = q_scale[i] * k_scale[j] * sum over d of q[i, d] k[j, d]
 
-The sum is an integer: over the columns where both codes are not 0, the number of equal signs minus
-the number of different signs.
+The sum is an integer: the number of columns with equal signs minus the number of columns with
+different signs, where both codes are not 0.
 """
 
 from functools import cache
@@ -22,8 +22,8 @@ from ..common.no_kernel import no_kernel
 from ._planes import WORD, codes_of, row_blocks
 from .ternary import Ternary
 
-SIDE = 16  # threads of a block along either axis
-FEW = 16  # up to so many rows of q, a thread has one row instead of four
+SIDE = 16  # threads of a block along each axis
+FEW = 16  # rows of q up to which a thread has one row instead of four: a block then has 16 rows
 
 
 def ternary_scores(q: Any, k: Any) -> Array:
@@ -82,7 +82,7 @@ def ternary_scores(q: Any, k: Any) -> Array:
     integers=True,  # products of codes
 )
 def ternary_scores_forward(q: Array, k: Array, q_scale: Array, k_scale: Array) -> Array:
-    """Return the scores of two pairs of planes, with one scale per row or a single one."""
+    """Return the scores of two pairs of planes, with one scale per row or one for all rows."""
     columns, wide = q.shape[2] * 8, q_scale.dtype
     scores = empty((len(q), len(k)), wide, like=q_scale)
     rows = codes_of(q, columns).astype(wide)
@@ -108,7 +108,7 @@ def _launch(q: Array, k: Array, q_scale: Array, k_scale: Array) -> Any:
     if q.shape[2] % 4 or lanes(q.shape[2], q, k) < 4:
         return no_kernel("rows of the planes are not aligned to 4 bytes")
     scores = empty((q.shape[0], k.shape[0]), q_scale.dtype, like=q_scale)
-    q_rows = 1 if q.shape[0] <= FEW else 4  # of a thread
+    q_rows = 1 if q.shape[0] <= FEW else 4  # rows of a thread
     kernel = load("ternary_scores.cu", "ternary_scores", q, _constants(q_scale.dtype, q_rows))
     tiles = -(-q.shape[0] // (SIDE * q_rows))
     kernel[-(-k.shape[0] // (SIDE * 4)) * tiles, SIDE * SIDE](

@@ -1,13 +1,13 @@
 """The base class of quantized weights: a frozen matrix that products accept like a dense one.
 
     y = linear(x, weight)           gemm(x, weight.T) calls the weight for x W^T
-    dx = dy W                       gemm(dy, weight) calls it for dy W
+    dx = dy W                       gemm(dy, weight) calls the weight for dy W
 
-It may also be a stack of matrices, which ``grouped_linear`` and ``experts_mlp`` accept.
+A weight may also be a stack of matrices, which ``grouped_linear`` and ``experts_mlp`` accept.
 
-A weight that has no kernel for a product is dequantized in chunks, each multiplied (by cuBLAS, on
-the host by NumPy) while it is still in cache: chunks of rows for x W^T, of columns for dy W.  So
-every result is one sum, rounded once, and the whole dense weight never exists.
+Where no kernel multiplies codes, the weight is dequantized in chunks, and each chunk is multiplied
+(by cuBLAS, on the host by NumPy) while it is still in cache: chunks of rows for x W^T, of columns
+for dy W.  So every result is one sum, rounded once, and no whole dense weight ever exists.
 """
 
 import copy
@@ -27,31 +27,32 @@ from ...errors import ConfigError, DTypeError, RangeError, ShapeError
 from ...placement import adopted, on_gpu_of_attribute
 from ..common.gemm import gemm
 
-CHUNK_BYTES = {False: 4 * 2**20, True: 16 * 2**20}  # of a dense chunk: on the host, on a GPU
-CHUNK_STEP = 64  # a chunk has a multiple of so many rows or columns, if it has more
+# Bytes of a dense chunk on the host, and on a GPU: a third of the L2 cache of an H200, 50 MB.
+CHUNK_BYTES = {False: 4 * 2**20, True: 16 * 2**20}
+CHUNK_STEP = 64  # a chunk with more rows or columns has a multiple of this number
 
 
 @on_gpu_of_attribute("home")
 class Chunked(Stored, ABC):
-    """A matrix (outputs, inputs), or a stack, of which products make dense parts one by one."""
+    """A matrix (outputs, inputs), or a stack, that products dequantize part by part."""
 
     shape: tuple[int, ...]
     ndim = property(lambda self: len(self.shape))
     size = property(lambda self: math.prod(self.shape))
-    rows = property(lambda self: math.prod(self.shape[:-1]))  # those of all matrices of a stack
-    strides = ()  # part of the key of a replay
+    rows = property(lambda self: math.prod(self.shape[:-1]))  # rows of all matrices of a stack
+    strides = ()  # a replay reads strides and address of each operand for its key
     device = property(lambda self: self.home.device)
     data = property(lambda self: self.home.data)
     ctypes = property(lambda self: self.home.ctypes)
     T = property(lambda self: Transposed(self))  # noqa: PLW0108 -- defined below
-    least_step = 1  # of rows or columns of a part, which has a multiple of it
+    least_step = 1  # a part has a multiple of this number of rows or columns
 
     @abstractmethod
     def _dense(self, rows: slice, columns: slice, dtype: np.dtype[Any]) -> Array:
         """Return a part of the dense weight as a new array; both slices have start and stop."""
 
     def _few_rows(self, x: Array, out: Array, add: bool) -> bool:
-        """Write or add ``x @ W.T`` directly from the codes; return False if no kernel can."""
+        """Write or add ``x @ W.T``, computed from the codes; return False if no kernel can."""
         return False
 
     def _rows(self, start: int, stop: int, dtype: np.dtype[Any]) -> Array:
@@ -68,12 +69,12 @@ class Chunked(Stored, ABC):
         """
         call = f"{type(self).__name__}.dequantize"
         target = self.dtype if dtype is None else float_dtype(call, dtype)
-        return self._rows(0, self.rows, target).reshape(self.shape)
+        return self._rows(0, self.rows, target).reshape(self.shape)  # (..., outputs, inputs)
 
     def dense_where(self, offsets: Array, dtype: np.dtype[Any]) -> Array:
         """Return a stack in ``dtype``; matrices of groups without rows may hold anything.
 
-        ``offsets`` (experts + 1,) says where the rows of each group begin.
+        ``offsets`` (experts + 1,) has the first row of each group.
         """
         return self.dequantize(dtype)
 
@@ -100,8 +101,8 @@ class Chunked(Stored, ABC):
             return self._rows(number * height, (number + 1) * height, self.dtype)
         start, stop, step = kind.indices(len(self)) if isinstance(kind, slice) else (0, 0, 0)
         if step != 1 or self.ndim != 2:
-            what = "rows in order are" if self.ndim == 2 else "one matrix is"
-            raise ConfigError(f"{self!r}: only {what} taken; dequantize it for [{rows}]")
+            what = "a slice of rows in order" if self.ndim == 2 else "the index of one matrix"
+            raise ConfigError(f"{self!r}: only {what} is supported; dequantize it for [{rows}]")
         return self._rows(start, max(start, stop), self.dtype)
 
     def product(self, a: Array, out: Array, add: bool) -> None:
@@ -109,10 +110,11 @@ class Chunked(Stored, ABC):
         for part in self._chunks(a, self.shape[1], self.shape[0]):
             chunk = self._dense(slice(0, self.shape[0]), part, a.dtype)
             gemm(a, chunk, out=out[:, part], add=add)
-            del chunk  # frees it before the next one is allocated
+            del chunk  # frees the chunk before the next one is allocated
 
     def product_transposed(self, a: Array, out: Array, add: bool) -> None:
         """Write ``a @ W.T`` to out, or add it: a kernel for few rows, or chunks of rows of W."""
+        # a kernel for few rows sums in another order than the product of many rows
         if not is_fixed() and self._few_rows(a, out, add):
             return
         for part in self._chunks(a, self.shape[0], self.shape[1]):
@@ -133,19 +135,21 @@ class Chunked(Stored, ABC):
 class Quantized(Chunked):
     """A frozen matrix (outputs, inputs) in few bits.
 
-    It is the base of ``Nf4``, ``Int8``, ``Ternary`` and all others.  ``linear``, ``lora_linear``,
-    ``lora_linears``, ``lora_merge`` and ``swiglu_mlp`` accept it as their weight.  ``shape``,
-    ``ndim``, ``size``, ``len``, ``T`` and slices of rows are those of the dense weight; ``dtype``
-    is the dtype that it is dequantized to by default.  ``nbytes`` counts all arrays that store it.
+    It is the base class of ``Nf4``, ``Int8``, ``Ternary`` and all others.  ``linear``,
+    ``lora_linear``, ``lora_linears``, ``lora_merge`` and ``swiglu_mlp`` accept it as their weight.
+    ``shape``, ``ndim``, ``size``, ``len``, ``T`` and slices of rows equal those of the dense
+    weight; ``dtype`` is the dtype of the dequantized weight by default.  ``nbytes`` counts all
+    arrays that store the weight.
 
-    All but a ``Ternary`` may be a stack (experts, outputs, inputs): ``grouped_linear``
-    and ``experts_mlp`` accept it, and ``stack[e]`` is a dense matrix.
+    All kinds except ``Ternary`` may be a stack (experts, outputs, inputs): ``grouped_linear`` and
+    ``experts_mlp`` accept it, and ``stack[e]`` is a dense matrix.
     """
 
-    KIND: ClassVar[str]  # its name in errors and in files
-    IN_FOLDERS: ClassVar[bool] = True  # whether Hugging Face folders have a form of it
-    OF_STACKS: ClassVar[bool] = False  # whether they have it for stacks of experts alone
-    part: tuple["Quantized", int, int] | None = None  # of a whole: its number among so many
+    KIND: ClassVar[str]  # the name of the kind in errors and in files
+    IN_FOLDERS: ClassVar[bool] = True  # whether Hugging Face folders can store the kind
+    OF_STACKS: ClassVar[bool] = False  # whether folders store it for stacks of experts alone
+    # where the arrays are parts of a larger weight: that weight, the part's index, and their number
+    part: tuple["Quantized", int, int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -181,7 +185,7 @@ class Quantized(Chunked):
         """Return another matrix, quantized in the same way as this one."""
 
     def cut(self, axis: int, places: Sequence[slice]) -> Self:
-        """Return all slices along an axis, concatenated, with unchanged values.
+        """Return slices along an axis, concatenated, with unchanged values.
 
         Raises
         ------
@@ -208,17 +212,18 @@ class Quantized(Chunked):
         """Return rows, or with axis 1 columns, of a matrix: see ``cut``."""
 
     def shaped(self, *shape: int) -> Self:
-        """Return the same values as a matrix, or as a stack of matrices with as many columns."""
+        """Return the same values as a matrix, or as a stack of matrices, with equal columns."""
         arrays, facts = self.held(), self.facts()
-        if "shape" in facts:  # the arrays are flat
+        if "shape" in facts:  # flat arrays have no axes to change
             return type(self)(**arrays, **facts | {"shape": shape})
         rows, ndim = shape[:-1], self.ndim - 1
+        # (*rows, columns or blocks)
         arrays = {name: array.reshape(*rows, *array.shape[ndim:]) for name, array in arrays.items()}
         return type(self)(**arrays, **facts)
 
     @property
     def stacks(self) -> bool:
-        """Whether the arrays of such matrices, one behind another, are those of all their rows."""
+        """True if arrays of two such matrices, concatenated, store the matrix of all rows."""
         return False
 
     def moved(self, place: Callable[[Any], Any]) -> Self:
@@ -231,9 +236,10 @@ class Quantized(Chunked):
 
 
 def beside(weights: Sequence[Quantized]) -> Sequence[Quantized]:
-    """Return matrices of equal inputs with their arrays in those of one matrix, if these stack.
+    """Return matrices with equal inputs whose arrays are parts of the arrays of one matrix.
 
-    Then ``rows_of_one`` returns the matrix of all rows.
+    One product then serves all: ``rows_of_one`` returns the matrix of all rows.  Matrices that
+    cannot be stacked are returned as they are.
     """
     first, count = weights[0], sum(map(len, weights))
     facts = [each.facts() | {"shape": None} for each in weights]
@@ -269,7 +275,7 @@ class Transposed(Stored):
 
 
 def on_gpu(array: Any) -> bool:
-    """Return whether kernels run on an array, or on the array that a stand-in represents."""
+    """Return whether kernels run on an array, or on the array that a stand-in stands for."""
     return target_of(array) is not None
 
 
@@ -293,13 +299,16 @@ def dense_weight(call: str, w: Any, stacks: bool = False) -> Array:
 
 
 def in_kernel_dtype(w: Array) -> Array:
-    """Return a weight, float64 converted to float32; values beyond float32 become infinite."""
+    """Return a weight, float64 cast to float32; values beyond float32 become infinite."""
     with np.errstate(over="ignore"):
         return w if w.dtype in KERNEL_DTYPES else w.astype(FLOAT32)
 
 
 def check_finite(call: str, w: Array, extremes: Array) -> None:
-    """Raise RangeError at the first value of w that is not finite, if ``extremes`` are not all."""
+    """Raise RangeError for the first value of w that is not finite.
+
+    ``extremes``, such as the absmax of blocks, are checked first, as there are fewer of them.
+    """
     if is_planned(w) or bool(np.isfinite(extremes).all()):
         return
     place = tuple(int(index[0]) for index in np.nonzero(~np.isfinite(w)))
@@ -308,7 +317,7 @@ def check_finite(call: str, w: Array, extremes: Array) -> None:
 
 
 def in_blocks(shape: Sequence[int], axis: int, places: Sequence[slice], block: int) -> bool:
-    """Return whether slices of rows or columns split no block of ``block`` flattened values."""
+    """Return whether slices of rows or columns separate no block of ``block`` flattened values."""
     borders = [border for where in places for border in (where.start, where.stop)]
     if axis:
         return shape[1] % block == 0 and all(border % block == 0 for border in borders)
@@ -318,12 +327,12 @@ def in_blocks(shape: Sequence[int], axis: int, places: Sequence[slice], block: i
 def cut_flat(
     flat: Array, shape: Sequence[int], axis: int, places: Sequence[slice], values: int
 ) -> Array:
-    """Return the entries of a flat array that belong to slices of the rows or columns of a matrix.
+    """Return the entries of a flat array that belong to slices of rows or columns of a matrix.
 
-    Each entry stands for ``values`` values of the flattened matrix.
+    Each entry belongs to ``values`` values of the flattened matrix.
     """
     if axis:
-        rows = flat.reshape(shape[0], -1)
+        rows = flat.reshape(shape[0], -1)  # (rows, entries of a row)
         parts = [rows[:, where.start // values : where.stop // values] for where in places]
         return np.concatenate(parts, 1).reshape(-1)
     ends = [(where.start * shape[1], where.stop * shape[1]) for where in places]

@@ -122,7 +122,9 @@ TARGETS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
     "KVCache.append": (of(cache, "append"), {"layer": 0, "k": KEYS, "v": KEYS}),
     "KVCache.attend": (of(cache, "attend"), {"layer": 0, "q": KEYS, "k": KEYS, "v": KEYS}),
     "KVCache.mask": (of(cache, "mask"), {"layer": 0, "queries": 2}),
-    "KVCache.seen": (of(cache, "seen"), {"layer": 0, "queries": 2, "window": 2}),
+    "KVCache.attended_keys": (
+        of(cache, "attended_keys"), {"layer": 0, "queries": 2, "window": 2}
+    ),
     "KVCache.held": (of(cache, "held"), {"layer": 0, "queries": 2, "every": normal(2, 3)}),
     "KVCache.reads_codes": (of(cache, "reads_codes"), {"layer": 0, "new": 1, "window": None}),
     "KVCache.check_room": (of(cache, "check_room"), {"new": 1, "layer": 0}),

@@ -345,7 +345,7 @@ def test_truncate_refuses_what_is_gone() -> None:
     plain = KVCache(1, 1, 4, 1, 4, dtype="float32")
     for length in (-1, 1.5, True, None, "2"):
         for each in (cache, plain):
-            with pytest.raises(RangeError, match="pass how many tokens to keep"):
+            with pytest.raises(RangeError, match="pass the number of tokens to keep"):
                 each.truncate(length)  # type: ignore[arg-type]
     with pytest.raises(RangeError, match="no sequence 7"):
         cache.truncate(1, [7])

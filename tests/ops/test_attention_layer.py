@@ -296,5 +296,5 @@ def test_bad_pages() -> None:
     watched: Any = Tape().watch(x[:1])
     with pytest.raises(GradientError, match="cache"):
         attention_layer(watched, *weights, sequences=[one], **options)
-    with pytest.raises(ConfigError, match="are those of a PagedKVCache"):
+    with pytest.raises(ConfigError, match="are sequences of a PagedKVCache"):
         attention_layer(x, *weights, heads=HEADS, sequences=[0, 1])

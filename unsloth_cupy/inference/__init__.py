@@ -1,1 +1,1 @@
-"""What inference remembers: caches of keys and values, in order and in pages."""
+"""Caches of keys and values for generation, in order and in pages."""

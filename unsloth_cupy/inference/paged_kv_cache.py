@@ -5,7 +5,7 @@
     k_pages, v_pages = cache.append(layer, [sequence], k, v)
     attention_paged(q, k_pages, v_pages, cache.page_table([sequence]), cache.lengths([sequence]))
 
-Bytes: 2 * layers * pages * page * kv_heads * dim * itemsize; half of it for latent attention.
+Bytes: 2 * layers * pages * page * kv_heads * dim * itemsize; half of that for latent attention.
 """
 
 import itertools
@@ -32,13 +32,13 @@ from .int8_cache import (
     windows_of,
 )
 
-GONE = -2  # in the table of a sequence: a page before its window
+GONE = -2  # entry in the table of a sequence for a page before the window, which it no longer has
 
 
 @on_gpu_of_attribute("keys")
 @check_options
 class PagedKVCache:
-    """Keys and values of every layer, ``page`` tokens to a page; pages belong to sequences.
+    """Keys and values of every layer in pages of ``page`` tokens; pages belong to sequences.
 
     Parameters
     ----------
@@ -47,24 +47,24 @@ class PagedKVCache:
     dtype : dtype or its name
         float16, bfloat16, float32 or float64; or int8: codes, and a scale for each token and head.
     like : array, optional
-        The cache is on the device of this array; on the host, in NumPy arrays, without one.
-    window : int, None, or one of them for each layer
-        Queries see only the last ``window`` tokens, themselves included.  A page before those that
-        the next queries of any layer see becomes free when they are appended; its entry in
-        ``page_table`` is then another page of the sequence, so pass ``attention_paged`` a window:
-        ``(window - 1, 0)``.  Pages stay as long as one layer has no window.
+        The cache is on the device of this array; by default on the host, in NumPy arrays.
+    window : int, None, or a list with one of them per layer
+        Queries attend only to the last ``window`` tokens, themselves included.  ``append`` frees
+        the pages to which the new queries of no layer attend; their entries in ``page_table``
+        become another page of the sequence, so pass ``window=(window - 1, 0)`` to
+        ``attention_paged``.  If one layer has no window, no page is freed.
     latent : int, optional
-        For latent attention, with one kv head, floats and no window: the first so many numbers of
-        a key are its value, and nothing else is stored.
+        For latent attention, with one kv head, floats and no window: the first ``latent`` numbers
+        of a key are its value, so no values are stored.
 
     Attributes
     ----------
     keys, values : (layers, pages, page, kv_heads, dim) dtype
-        The storage; a sequence has the same pages in every layer.  With ``latent`` values are a
+        The storage; a sequence has the same pages in every layer.  With ``latent``, values are a
         view of the keys.
     scales : (layers, 2, pages, page, kv_heads) float32, or None
-        For int8, the factors of the codes of keys and of values: ``attention_paged`` takes those of
-        a layer.
+        For int8, the scales of the codes of keys and of values; pass those of a layer to
+        ``attention_paged``.
 
     Raises
     ------
@@ -73,9 +73,9 @@ class PagedKVCache:
 
     Notes
     -----
-    Forked sequences share pages; the first that writes to a shared page gets a copy of it.  Kwon
-    and others, Efficient Memory Management for Large Language Model Serving with PagedAttention,
-    2023.
+    Forked sequences share pages; the first sequence that writes to a shared page gets a copy of the
+    page.  Kwon and others, Efficient Memory Management for Large Language Model Serving with
+    PagedAttention, 2023.
     """
 
     def __init__(
@@ -111,19 +111,19 @@ class PagedKVCache:
         self.values = (
             arrays.empty(shape, kind, place) if latent is None else self.keys[..., :latent]
         )
-        if window is not None:  # attention also reads slots without a token, and masks them
+        if window is not None:  # attention also reads slots without a token, before it masks them
             self.keys[...] = self.values[...] = 0
         self.scales = scales_like(kind, (layers, 2, *shape[1:-1]), place)
-        self.uses = [0] * pages  # by page: the number of sequences that have it
-        self.free_pages = list(range(pages))[::-1]
+        self.uses = [0] * pages  # by page: the number of sequences with this page
+        self.free_pages = list(range(pages))[::-1]  # a stack: the lowest free page is used first
         self.tables: dict[int, list[int]] = {}  # by sequence: its pages, or GONE
-        self.filled: dict[int, list[int]] = {}  # by sequence: its number of tokens in each layer
-        self.numbers = itertools.count()
+        self.filled: dict[int, list[int]] = {}  # by sequence: the number of tokens in each layer
+        self.numbers = itertools.count()  # of new sequences
 
     def allocate(self, tokens: int) -> int:
-        """Return a new, empty sequence that has pages for ``tokens`` tokens.
+        """Return a new, empty sequence with pages for ``tokens`` tokens.
 
-        It may grow beyond them as long as there are free pages.
+        It can grow further while there are free pages.
 
         Raises
         ------
@@ -152,7 +152,7 @@ class PagedKVCache:
         layer : int
             0 .. layers - 1.
         sequences : sequence of int
-            As ``allocate`` and ``fork`` return them, each once.
+            Sequences that ``allocate`` and ``fork`` returned, each once.
         k, v : (sequences, tokens, kv_heads, dim) dtype of the cache, or floats for one of int8
             Keys and values of the new tokens; for a latent cache v is None.
 
@@ -174,15 +174,15 @@ class PagedKVCache:
         self.check_sequences("append", sequences)
         if len(set(sequences)) < len(sequences):
             raise RangeError(f"PagedKVCache.append: {[*sequences]} has a sequence twice; fork it")
-        kept = self.keys[layer], self.latent
-        check_new("PagedKVCache.append", "sequences", len(sequences), k, v, *kept)
+        storage = self.keys[layer], self.latent
+        check_new("PagedKVCache.append", "sequences", len(sequences), k, v, *storage)
         starts = [self.filled[sequence][layer] for sequence in sequences]
         for sequence in sequences:
             self._leave(*self._take_out(sequence, slice(self._first_seen(sequence))))
         self._make_room(sequences, starts, k.shape[1])
         table, first = self.page_table(sequences), self._placed(starts)
         stored = self.keys[layer], self.values[layer]
-        if v is None:  # the same row, written twice by the same thread
+        if v is None:  # a thread writes the same row twice
             v, stored = k, (self.keys[layer],) * 2
         if self.scales is None:
             kv_append_paged_(k, v, *stored, table, first)
@@ -194,13 +194,14 @@ class PagedKVCache:
 
     @property
     def stored(self) -> tuple[Array, ...]:
-        """The arrays of keys and, if they are stored, of values."""
+        """The arrays of keys and, unless keys contain them, of values."""
         return (self.keys,) if self.latent is not None else (self.keys, self.values)
 
     def page_table(self, sequences: Sequence[int]) -> Array:
-        """Return the pages of each sequence, in order: (sequences, most pages of one) int32.
+        """Return the pages of each sequence, in order: (sequences, most pages) int32.
 
-        Shorter rows are padded with -1.  A page before the window is replaced by the first in it.
+        Shorter rows are padded with -1.  A page before the window is replaced by the first page in
+        the window.
 
         Raises
         ------
@@ -216,7 +217,7 @@ class PagedKVCache:
         return self._placed(table)
 
     def lengths(self, sequences: Sequence[int], layer: int = 0) -> Array:
-        """Return the number of tokens that a layer holds of each sequence: (sequences,) int32.
+        """Return the number of tokens of each sequence in a layer: (sequences,) int32.
 
         Raises
         ------
@@ -228,7 +229,7 @@ class PagedKVCache:
         return self._placed([self.filled[sequence][layer] for sequence in sequences])
 
     def fork(self, sequence: int) -> int:
-        """Return a new sequence that continues from the same tokens; pages are shared, not copied.
+        """Return a new sequence with the same tokens; both share the pages, which are not copied.
 
         Raises
         ------
@@ -243,16 +244,17 @@ class PagedKVCache:
         return new
 
     def truncate(self, length: int, sequences: Sequence[int] | None = None) -> None:
-        """Keep the first ``length`` tokens of some sequences, by default of all of them.
+        """Remove all tokens after the first ``length`` tokens of some sequences, by default of all.
 
-        Tokens after them are as never appended, and pages without a token become free.  What is
-        kept has the same bits; a sequence of fewer tokens stays as it is.
+        Pages without a token become free.  The other tokens have the same bits as before; a shorter
+        sequence stays as it is.
 
         Raises
         ------
         RangeError
-            length is not an integer, 0 or more; there is no such sequence; or a page that the next
-            token would see was before the window and is free.  Nothing changes then.
+            length is not an integer, 0 or more; there is no such sequence; or a page in the window
+            of the next token was before an earlier window and has been freed.  Nothing changes
+            then.
         """
         check_length("PagedKVCache", length)
         chosen = [*self.tables] if sequences is None else sequences
@@ -263,7 +265,7 @@ class PagedKVCache:
             first = self._first_seen(sequence, lengths)
             if GONE in self.tables[sequence][first : -(-length // page)]:
                 gone = f"{self.tables[sequence].count(GONE) * page} tokens of sequence {sequence}"
-                cure = "keep more, or make the cache without a window"
+                cure = "keep more tokens, or create the cache without a window"
                 raise RangeError(
                     f"PagedKVCache.truncate({length}): the window has dropped {gone}; {cure}"
                 )
@@ -274,7 +276,7 @@ class PagedKVCache:
             del self.tables[sequence][empty]
 
     def free(self, sequence: int) -> None:
-        """Remove a sequence; pages that no other sequence has become free.
+        """Remove a sequence; its pages become free unless other sequences share them.
 
         Raises
         ------
@@ -286,14 +288,17 @@ class PagedKVCache:
         del self.filled[sequence], self.tables[sequence]
 
     def _first_seen(self, sequence: int, lengths: Sequence[int] | None = None) -> int:
-        """Return the first page that the next queries see, if layers hold so many tokens."""
+        """Return the first page in the window of the next queries of any layer.
+
+        ``lengths`` are the numbers of tokens in the layers, by default the current ones.
+        """
         held = self.filled[sequence] if lengths is None else lengths
         pairs = zip(held, self.windows, strict=True)
         first = min((0 if w is None else max(n - w + 1, 0) for n, w in pairs), default=0)
         return first // self.keys.shape[2]
 
     def _take_out(self, sequence: int, part: slice) -> list[int]:
-        """Take pages out of the table of a sequence, and return them, the last one first."""
+        """Mark pages of a sequence as GONE, and return these pages, the last page first."""
         table = self.tables[sequence]
         pages = [page for page in table[part][::-1] if page != GONE]
         table[part] = [GONE] * len(table[part])
@@ -302,8 +307,8 @@ class PagedKVCache:
     def _make_room(self, sequences: Sequence[int], starts: Sequence[int], new: int) -> None:
         """Give each sequence unshared pages for its new tokens, or raise and change nothing."""
         page = self.keys.shape[2]
-        shared, pages = [], 0
-        leaving: dict[int, int] = {}
+        shared, pages = [], 0  # entries of shared pages to copy; the number of new pages
+        leaving: dict[int, int] = {}  # by page: the number of sequences that get a copy
         for sequence, start in zip(sequences, starts, strict=True):
             table = self.tables[sequence]
             pages += max(0, -(-(start + new) // page) - len(table))
@@ -324,11 +329,13 @@ class PagedKVCache:
                 self.tables[sequence].append(self._take())
 
     def _take(self) -> int:
+        """Return a free page, which is in use from now on."""
         page = self.free_pages.pop()
         self.uses[page] = 1
         return page
 
     def _leave(self, *pages: int) -> None:
+        """Count one sequence less for each page; free the pages without a sequence."""
         for page in pages:
             self.uses[page] -= 1
             if not self.uses[page]:
@@ -342,27 +349,28 @@ class PagedKVCache:
 
     def check_sequences(self, call: str, sequences: Any) -> None:
         """Raise unless these are sequences of this cache; the error shows the name of the call."""
-        array = getattr(sequences, "shape", (0,)) == ()  # has a length that raises
+        array = getattr(sequences, "shape", (0,)) == ()  # len() of such an array raises
         if not hasattr(sequences, "__len__") or isinstance(sequences, str) or array:
-            cure = "pass a list of what allocate or fork returned"
+            cure = "pass a list of sequences that allocate or fork returned"
             raise ConfigError(f"PagedKVCache.{call}: sequences are {sequences!r}; {cure}")
         for sequence in sequences:
             if not is_integer(sequence) or sequence not in self.tables:
-                cure = "pass what allocate or fork returned, before it is freed"
+                cure = "pass a sequence that allocate or fork returned and that is not freed"
                 raise RangeError(f"PagedKVCache.{call}: there is no sequence {sequence!r}; {cure}")
 
     def _check_free(self, call: str, pages: int) -> None:
+        """Raise DeviceMemoryError unless so many pages are free."""
         free = len(self.free_pages)
         if pages > free:
             bytes_of_page = sum(storage[:, :1].nbytes for storage in self.stored)
             raise DeviceMemoryError(
                 f"PagedKVCache.{call}: {pages} pages are needed, {free} of {len(self.uses)} are"
-                " free; free a sequence, or make the cache with more pages",
+                " free; free a sequence, or create the cache with more pages",
                 (len(self.uses) - free + pages) * bytes_of_page,
                 len(self.uses) * bytes_of_page,
             )
 
     def _placed(self, numbers: Any) -> Array:
-        """Return integers of the host as an int32 array on the device of the cache."""
+        """Return integers as an int32 array on the device of the cache."""
         array: Array = to_device_of(np.asarray(numbers, np.int32), self.keys)
         return array

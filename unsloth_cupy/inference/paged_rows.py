@@ -1,4 +1,4 @@
-"""The rows of a call, each of which continues one sequence of a paged KV cache."""
+"""A paged KV cache for one call: each row of the call continues one sequence."""
 
 import inspect
 from collections.abc import Sequence
@@ -25,24 +25,25 @@ OPTIONS = {
 
 
 def rows_of(call: str, cache: Any, sequences: Any, batch: int) -> "KVCache | PagedRows | None":
-    """Return a cache in the form that the rows of a call use; raise ConfigError for other types."""
+    """Return a KVCache, or a PagedKVCache as PagedRows; raise ConfigError for other types."""
     if isinstance(cache, PagedKVCache):
         return PagedRows(call, cache, sequences, batch)
     if not isinstance(cache, KVCache | None):
         kind = type(cache).__name__
         raise ConfigError(f"{call}: cache is a {kind}; pass a KVCache or a PagedKVCache, or None")
     if sequences is not None:
-        raise ConfigError(f"{call}: sequences={sequences!r} are those of a PagedKVCache; pass one")
+        problem = f"{call}: sequences={sequences!r} are sequences of a PagedKVCache"
+        raise ConfigError(f"{problem}; pass one as cache")
     return cache
 
 
 class PagedRows:
-    """A paged cache, and the sequence of it that each row of one call continues.
+    """A paged cache, and its sequence that each row of a call continues.
 
     Raises
     ------
     ConfigError
-        There are no sequences.
+        sequences is None.
     ShapeError
         There are more sequences than rows, or fewer.
     RangeError
@@ -53,7 +54,7 @@ class PagedRows:
         self, call: str, cache: PagedKVCache, sequences: Sequence[int] | None, batch: int
     ) -> None:
         if sequences is None:
-            cure = "pass sequences=[...], what its allocate or fork returned, one for each row"
+            cure = "pass sequences=[...] that its allocate or fork returned, one for each row"
             raise ConfigError(f"{call}: cache is a PagedKVCache; {cure}")
         cache.check_sequences(call, sequences)
         if len(sequences) != batch:
@@ -64,39 +65,39 @@ class PagedRows:
 
     @property
     def length(self) -> int:
-        """The number of tokens that the longest row holds."""
+        """The number of tokens of the longest row."""
         return max(self.starts(), default=0)
 
     def starts(self, layer: int = 0) -> list[int]:
-        """Return the number of tokens that each row holds."""
+        """Return the number of tokens of each row in a layer."""
         return [self.cache.filled[sequence][layer] for sequence in self.sequences]
 
     def places(self, new: int, layer: int = 0) -> tuple[int, Array | None]:
-        """Return the position of the first new token and None; if rows differ, 0 and all positions.
+        """Return the positions of new tokens as (position of the first one, None).
 
-        All positions are an array (batch, tokens) of int32.
+        If rows differ, return (0, all positions): (batch, tokens) int32.
         """
         self.cache.check_layer("append", layer)
         starts = self.starts(layer)
         if len(set(starts)) <= 1:
             return next(iter(starts), 0), None
-        positions = np.add.outer(starts, np.arange(new)).astype(np.int32)
+        positions = np.add.outer(starts, np.arange(new)).astype(np.int32)  # (batch, tokens)
         return 0, to_device_of(positions, self.cache.keys)
 
     def append(self, layer: int, k: Array, v: Array | None) -> tuple[Array, Array]:
-        """Store new keys and values, as ``PagedKVCache.append``."""
+        """Store new keys and values, as ``PagedKVCache.append`` does."""
         return self.cache.append(layer, self.sequences, k, v)
 
     def attend(self, layer: int, q: Array, k: Array, v: Array | None, **options: Any) -> Array:
-        """Store new keys and values; return the attention of q over all that each row holds.
+        """Store new keys and values; return the attention of q over all keys of each row.
 
-        The narrower of the windows of the call and of the cache applies.  Over a latent cache it is
+        The narrower of the windows of the call and of the cache applies.  A latent cache uses
         ``latent_attention``, and v is None.
 
         Raises
         ------
         ConfigError
-            An option is not one of ``attention_paged``, or of ``latent_attention``.
+            An option is no option of ``attention_paged``, or of ``latent_attention``.
         RangeError
             A sequence is passed twice, or there is no such layer.
         DeviceMemoryError
@@ -108,15 +109,15 @@ class PagedRows:
             cure = f"choose from {', '.join(sorted(OPTIONS))}"
             raise ConfigError(f"a PagedKVCache has no option {unknown[0]!r} of attention; {cure}")
         known = layer in range(len(self.cache.windows))
-        if known and (kept := self.cache.windows[layer]) is not None:
+        if known and (own := self.cache.windows[layer]) is not None:
             match options.get("window"):
                 case None:
-                    options["window"] = kept - 1, None
-                case (left, right) if left is None or is_integer(left, kept):
-                    options["window"] = kept - 1, right
-        fresh = known and not any(self.starts(layer))
+                    options["window"] = own - 1, None
+                case (left, right) if left is None or is_integer(left, own):
+                    options["window"] = own - 1, right
+        empty = known and not any(self.starts(layer))
         k_pages, v_pages = self.append(layer, k, v)
-        if fresh and v is not None:  # k and v are all keys and values, in order
+        if empty and v is not None:  # k and v are all keys and values, in order: no pages to read
             return attention(q, k, v, **options)
         table = self.cache.page_table(self.sequences)
         lengths = self.cache.lengths(self.sequences, layer)
@@ -134,12 +135,12 @@ class PagedRows:
         mask: Array | None = None,
         **options: Any,
     ) -> Array:
-        """Return attention over rows of which the first numbers are the values."""
+        """Store new latent rows, which contain the values; return latent attention of q."""
         check_latent_options("PagedKVCache", options)
         pages, _ = self.append(layer, k, v)
-        where = (
+        places = (
             self.cache.lengths(self.sequences, layer),
             self.cache.page_table(self.sequences),
         )
         options = {"rank": self.cache.latent, "scale": options["scale"]}
-        return latent_attention(q, pages[:, :, 0], *where, causal=causal, mask=mask, **options)
+        return latent_attention(q, pages[:, :, 0], *places, causal=causal, mask=mask, **options)

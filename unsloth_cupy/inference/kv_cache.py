@@ -415,7 +415,7 @@ class KVCache:
         return rows
 
     def _real_slots(self, layer: int) -> Array | None:
-        """Return a mask of slots without padding, (batch, 1, 1, slots); None if none is recorded."""
+        """Return a mask of slots without padding (batch, 1, 1, slots), or None if none is noted."""
         if self.note(None, 0) is None:
             return None
         slots, last = self.keys[layer].shape[1], self.filled[layer] - 1

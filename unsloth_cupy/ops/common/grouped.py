@@ -1,6 +1,6 @@
 """Grouped products on a GPU: lists of tiles, launches, and sums of the rows of groups.
 
-    tiles = list_tiles(offsets, rows, height)
+    groups = groups_of(dtype, offsets, experts, rows)
     multiply(FORWARD, x, weight, y, groups, ...)
 
 The host knows the numbers of rows and groups, but not which rows are in which group: the offsets

@@ -78,10 +78,10 @@ def test_windows_and_padding(new: int) -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     for wrong, message in (
-        ({"kv_heads": 2}, "kv_heads is 2; all heads read one row of a token"),
+        ({"kv_heads": 2}, "kv_heads is 2; all heads read one row per token"),
         ({"latent": 25}, r"latent=25\): pass how many of the 24 numbers"),
         ({"latent": 0}, r"latent=0\): pass how many"),
-        ({"dtype": "int8"}, "one scale of a row does not fit both of its parts; pass a dtype of f"),
+        ({"dtype": "int8"}, "one scale per row does not fit both of its parts; pass a float dtype"),
     ):
         sizes: Any = {"kv_heads": 1, "dim": DIM, "dtype": "float32", "latent": RANK, **wrong}
         with pytest.raises(ConfigError, match=message):

@@ -96,8 +96,8 @@ QK_NORMS = {
     "qwen3": "",
     "gemma3_text": "",
     "lfm2": "",
-    "exaone4": "it does not always norm and turn, once each",
-    "hunyuan_v1_dense": "it does more than norm and turn",
+    "exaone4": "it does not always normalize and rotate, once each",
+    "hunyuan_v1_dense": "it does more than normalize and rotate",
     "olmo2": "its norms are not of each head",
 }
 
@@ -133,7 +133,7 @@ def turns_alone(seen):
 def test_norms_that_were_left_are_not_one_pass_with_their_turn():
     report = patch(model_of("qwen3"), parts=["qk_norm", "rotary"])
     assert report.taken == {"rotary": 2}
-    assert report.left == {"qk_norm": "its norms or its rotary positions were left"}
+    assert report.left == {"qk_norm": "its norms or its rotary embedding were not replaced"}
     assert patch(model_of("qwen3"), parts=["norm", "qk_norm"]).taken == {"norm": 9}
 
 
@@ -228,7 +228,7 @@ def test_a_recurrence_that_computes_otherwise_is_left(monkeypatch):
 
     monkeypatch.setitem(scope, "torch_chunk_gated_delta_rule", other)
     report = patch(model)
-    assert report.left["recurrence"] == "torch_chunk_gated_delta_rule computes otherwise"
+    assert report.left["recurrence"] == "torch_chunk_gated_delta_rule has other results"
 
 
 @pytest.mark.parametrize("part", ["input_layernorm", "mlp"])
@@ -321,7 +321,7 @@ def test_a_report_is_a_table():
     assert ["router", "MixtralTopKRouter", "2", "taken"] in [line.split() for line in lines]
     assert report.taken["attention"] == 1
     lines = str(patch(model_of("llama4_text"))).splitlines()
-    assert any(line.startswith("experts") and "left: its class lets" in line for line in lines)
+    assert any(line.startswith("experts") and "left: its class does not let" in line for line in lines)
 
 
 def test_evaluation_gives_logits_and_training_gives_none():
@@ -429,7 +429,7 @@ def test_layers_that_share_keys_and_values_may_slice_masks(images_see):
         model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager")
         pixels = torch.rand(2, 16, 12).double()
     cure = patch(model, parts=["attention"]).left["attention"]
-    assert 'set_attn_implementation("sdpa") before patch has it replaced' in cure
+    assert 'call set_attn_implementation("sdpa") before patch' in cure
     unpatch(model)
     model.double().set_attn_implementation("sdpa")
     places = torch.tensor([[x, y] for y in range(4) for x in range(4)]).expand(2, -1, -1)
@@ -496,7 +496,7 @@ def test_a_loss_has_its_gradients_once():
     patch(model)
     loss = model(**texts("whole")).loss
     loss.backward(retain_graph=True)
-    with pytest.raises(GradientError, match="compute the loss anew"):
+    with pytest.raises(GradientError, match="compute the loss again"):
         loss.backward()
     with torch.no_grad():
         torch.testing.assert_close(model(**texts("whole")).loss, loss)

@@ -22,7 +22,7 @@ from .families import MIXTURES, check, model_of, step, texts  # noqa: E402
 FUSED, OWN_GATE = "experts_mlp_forward", "grouped_linear"
 QUICK = ("mixtral", "gpt_oss", "deepseek_v3", "minimax_m3_vl_text")
 LEFT = {  # reasons of a router that stays as it is
-    "afmoe": "it is more than one matrix and a choice",
+    "afmoe": "it has more than one matrix",
     "deepseek_v4": "its forward also reads input_ids",
     "kolibri1": "no formula known gives the same",
     "lfm2_moe": "no formula known gives the same",
@@ -203,8 +203,8 @@ def test_ranks_and_strange_experts_are_left():
     assert all(torch.equal(step(model)[name], value) for name, value in before.items())
     assert model.config._experts_implementation == "grouped_mm"
     left = patch(model_of("llama4_text"), parts=["experts", "router"]).left
-    assert "lets no other library" in left["experts"]
-    assert "something else than logits, weights and experts" in left["router"]
+    assert "does not let other libraries" in left["experts"]
+    assert "does not return logits, weights and experts" in left["router"]
 
 
 @pytest.mark.parametrize(

@@ -143,7 +143,7 @@ def whole_step(family, parts=None, **options):
 )
 def test_dropout_that_is_not_of_a_part_stays(family, option, left):
     report, plain, actual = whole_step(family, [left, "norm"], **{option: 0.25})
-    assert report.left == {left: "its dropout is not that of a part"}
+    assert report.left == {left: "it has dropout of its own"}
     torch.testing.assert_close(actual, plain, rtol=1e-4, atol=1e-5)
     report, *_ = whole_step(family, [left, "norm"], **{option: 0.0})
     assert not report.left
@@ -151,7 +151,7 @@ def test_dropout_that_is_not_of_a_part_stays(family, option, left):
 
 def test_weights_of_a_layer_itself_learn_although_they_are_ones():
     report, plain, actual = whole_step("doge", ["residual", "norm"])
-    assert report.left == {"residual": "it has weights besides those of its parts"}
+    assert report.left == {"residual": "it has weights besides the weights of its parts"}
     assert "model.layers.0.input_residual" in actual
     torch.testing.assert_close(actual, plain, rtol=1e-4, atol=1e-5)
 

@@ -369,7 +369,7 @@ for kind in (AxisType.Auto, AxisType.Explicit):
 each = jax.pmap(jax.grad(loss, 1), in_axes=(0, None))(x.reshape(2, 2, 8), w)
 np.testing.assert_allclose(each.sum(axis=0), expected[1], rtol=1e-5, atol=1e-5)
 for wrong, problem in (
-    ((given[0], given[0]), "gate is on several devices; call inside of jax.jit"),
+    ((given[0], given[0]), "gate is on several devices; call it inside jax.jit"),
     ((x, jax.device_put(x, jax.devices()[1])), "gate from jax .*0, up from jax .*1"),
 ):
     try:

@@ -131,7 +131,7 @@ def twice(x):
 
 
 REFUSED = {
-    "another place": (elsewhere, FrameworkError, "weight is kept in arrays of CuPy on cuda:0, and"),
+    "another place": (elsewhere, FrameworkError, "weight is stored in CuPy arrays on cuda:0, and"),
     "another operand": (
         jax.jit(lambda x: uc.swiglu(x, quantized.weight("nf4"))),
         DTypeError,

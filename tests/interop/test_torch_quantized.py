@@ -189,7 +189,7 @@ REFUSED = {
     "another place": (
         lambda x, w: uc.linear(x, on_gpu(w)),
         FrameworkError,
-        r"weight is kept in arrays of CuPy on cuda:0, and the others are on cpu;"
+        r"weight is stored in CuPy arrays on cuda:0, and the other arrays are on cpu;"
         r" .* weight.moved\(cupy.asnumpy\)",
     ),
     "no device": (lambda x, w: uc.linear(x.to("meta"), w), FrameworkError, "x is on meta"),

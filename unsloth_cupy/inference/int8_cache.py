@@ -58,7 +58,7 @@ def check_latent(call: str, latent: Any, kv_heads: int, dim: int, kind: np.dtype
         return
     problem = f"{call}(latent={latent!r})"
     if not is_integer(latent, 1) or latent > dim:
-        cure = f"pass the number of numbers of a key (of {dim}) that are its value, or None"
+        cure = f"pass how many of the {dim} numbers of a key are its value, or None"
         raise ConfigError(f"{problem}: {cure}")
     if kv_heads != 1:
         cure = "all heads read one row per token: pass kv_heads=1"

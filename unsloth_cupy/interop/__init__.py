@@ -1,6 +1,6 @@
 """Support for arrays of torch and JAX.
 
-Each library is registered here by name; its module is imported with its first array.
+Each library is registered here by name; its module is imported when its first array is passed.
 """
 
 import importlib
@@ -12,7 +12,7 @@ from ..core.frameworks import Framework as _Framework
 
 
 def _register(name: str, module: str, run: Any = None, takes_integers: bool = False) -> None:
-    """Register a library whose module has adopt, give_back and stream, without importing it."""
+    """Register a library without importing it; ``module`` has adopt, give_back and stream."""
 
     def lazy(function: str) -> Any:
         def call(*arguments: Any) -> Any:

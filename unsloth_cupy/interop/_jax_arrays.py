@@ -1,7 +1,7 @@
 """Converts between arrays of JAX and of NumPy or CuPy, over the same memory where possible.
 
-On a CPU, XLA only accepts memory aligned to 64 bytes, which NumPy's seldom is: such results are
-copied.
+On a CPU, XLA only accepts memory that is aligned to 64 bytes.  NumPy's memory seldom is, so results
+are copied.
 """
 
 from collections.abc import Container, Iterator, Sequence
@@ -16,7 +16,7 @@ from ..core.frameworks import Framework, adopt_all, cupy
 from ..errors import DTypeError, FrameworkError, RangeError
 from ._wiring import check_places
 
-# JAX itself may crash when such an array is used.
+# JAX itself may crash if such an array is used.
 DELETED = "was deleted, as jax.jit deletes what it is donated; use what that call returned"
 
 
@@ -37,7 +37,7 @@ def run(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
 
 
 def are_keys(array: Any) -> bool:
-    """Return whether an array holds keys of jax.random instead of numbers."""
+    """Return whether an array has keys of jax.random instead of numbers."""
     return jax.numpy.issubdtype(array.dtype, jax.dtypes.extended)
 
 
@@ -53,9 +53,9 @@ def check_numbers(op: Any, arrays: Sequence[Any]) -> None:
 
 
 def with_integers(op: Any, arrays: Sequence[Any]) -> list[Any]:
-    """Return arrays with integers and booleans of NumPy, such as labels, as JAX's.
+    """Return arrays with NumPy's integers and booleans, such as labels, converted to JAX's.
 
-    Functions of ``jax.numpy`` take them too; floats of NumPy stay, and are refused.
+    Functions of ``jax.numpy`` accept these, too.  NumPy's floats stay as they are, and are refused.
     """
     lead: Any = next(array for array in arrays if isinstance(array, jax.Array))
     result = [*arrays]
@@ -77,7 +77,7 @@ def run_checked(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
         if isinstance(array, jax.Array) and array.is_deleted():
             raise FrameworkError(f"{op.called}: {name} {DELETED}")
         if isinstance(array, jax.Array) and len(array.devices()) > 1:
-            cure = "call inside of jax.jit, or of jax.shard_map, once for each part"
+            cure = "call it inside jax.jit, or inside jax.shard_map, once for each part"
             raise FrameworkError(f"{op.called}: {name} is on several devices; {cure}")
     op.library_of(arrays)
     lead: Any = next(array for array in arrays if isinstance(array, jax.Array))
@@ -99,11 +99,11 @@ def _called(
 
 
 def alike(arrays: dict[str, Any], only: Container[str] | None = None) -> dict[str, Any]:
-    """Return arrays, all of them or those in ``only``, sharded alike for one callback.
+    """Return all arrays, or the arrays in ``only``, with equal sharding for one callback.
 
-    Inside of ``shard_map``, all are made to vary over the same axes of the mesh: a gradient is
-    summed over the axes that its operand does not vary over.  On a mesh with explicit axes, all
-    are made whole (replicated).
+    Inside ``shard_map`` all arrays are made to vary over the same axes of the mesh: JAX sums a
+    gradient over the axes over which its operand does not vary.  On a mesh with explicit axes all
+    arrays are replicated.
     """
     axes = frozenset().union(*map(_varying, arrays.values()))
     names = [name for name in arrays if only is None or name in only]
@@ -111,7 +111,7 @@ def alike(arrays: dict[str, Any], only: Container[str] | None = None) -> dict[st
 
 
 def _alike(array: Any, axes: frozenset[Any]) -> Any:
-    """Return an array that varies over these axes of the mesh, and is not sharded explicitly."""
+    """Return an array that varies over these axes of the mesh, without explicit sharding."""
     place, missing = jax.typeof(array).sharding, tuple(axes - _varying(array))
     if missing:
         lax: Any = jax.lax
@@ -127,7 +127,7 @@ def _alike(array: Any, axes: frozenset[Any]) -> Any:
 
 
 def _varying(array: Any) -> frozenset[Any]:
-    """Return the axes of the mesh that an array varies over inside of ``shard_map``."""
+    """Return the axes of the mesh over which an array varies inside ``shard_map``."""
     form: Any = jax.typeof(array)
     if hasattr(form, "manual_axis_type"):
         form = form.manual_axis_type
@@ -136,7 +136,7 @@ def _varying(array: Any) -> frozenset[Any]:
 
 
 def _back(array: Any, views: Sequence[Any], arrays: Sequence[Any], lead: Any) -> Any:
-    """Return JAX's array for a result; the operand itself if the result is its view."""
+    """Return a result as an array of JAX, or the operand itself if the result is its view."""
     if array is None:
         return None
     if not isinstance(array, np.ndarray) or array.base is not None:
@@ -148,7 +148,7 @@ def _back(array: Any, views: Sequence[Any], arrays: Sequence[Any], lead: Any) ->
 
 def adopt(array: Any) -> Any:
     """Return a view of an array of JAX as an array of NumPy or CuPy."""
-    if isinstance(array, np.ndarray):  # beside arrays of JAX
+    if isinstance(array, np.ndarray):  # an operand beside arrays of JAX
         return array
     if isinstance(array, jax.core.Tracer):
         raise FrameworkError("is traced by JAX, and this call needs its values")
@@ -161,14 +161,14 @@ def give_back(array: Any, operand: Any) -> Any:
     """Return a result as an array of JAX, on the device of an operand."""
     if not isinstance(array, np.ndarray):
         return jax.dlpack.from_dlpack(array)
-    if array.base is None and not operand.committed:  # new memory of NumPy: copied
+    if array.base is None and not operand.committed:  # NumPy's own memory
         return jax.numpy.asarray(array)
     return jax.device_put(array, operand.sharding if operand.committed else None)
 
 
 @contextmanager
 def stream(array: Any) -> Iterator[None]:
-    """Wait for the GPU after the block: XLA may reuse an operand's memory once it is released."""
+    """Wait for the GPU after the block, as XLA may reuse an operand's memory after its release."""
     yield
     if array.platform() != "cpu":
         cupy().cuda.Device(array.device.local_hardware_id).synchronize()

@@ -1,6 +1,6 @@
 """Generates the callback with which XLA runs an op on its buffers.
 
-It is written once for each op and combination of present arrays.  For ``swiglu`` it is
+A callback is generated once for each op and combination of present arrays.  For ``swiglu`` it is
 
     def call(gate, up):
         y = op(gate, up)
@@ -45,10 +45,11 @@ def on_buffers(
     outputs: tuple[str, ...],
     marks: tuple[Any, ...],
 ) -> Callable[..., None]:
-    """Return the callback of a call, which writes these outputs into XLA's buffers.
+    """Return the callback of a call, which writes these outputs to XLA's buffers.
 
-    ``names`` are the operands in XLA's buffers; ``fixed`` holds options and other operands, and
-    ``marks`` what launches choose by: XLA calls from a thread of its own.
+    ``names`` are the operands in XLA's buffers, ``fixed`` has options and other operands.
+    ``marks`` are the ``choices`` of ``core.replay``, which are passed as XLA calls from another
+    thread.
     """
     scope: dict[str, Any] = {"op": partial(choosing, marks, op), "number": _number, "fixed": fixed}
     numbers = {operand.name for operand in op.contract.inputs if may_be_number(operand)}
@@ -77,5 +78,5 @@ def on_buffers(
 
 
 def _number(array: Any) -> Any:
-    """Return an array of NumPy with shape () as a Python integer, any other array as it is."""
+    """Return a NumPy array of shape () as a Python integer, other arrays as they are."""
     return array if array.ndim or not isinstance(array, np.ndarray) else int(array)

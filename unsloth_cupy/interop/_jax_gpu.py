@@ -1,7 +1,7 @@
-"""Runs ops on XLA's buffers on a GPU: on its stream, with results in the buffers that it provides.
+"""Runs ops on XLA's buffers on a GPU: on XLA's stream, with results in XLA's buffers.
 
-Each call of an op shows which of its allocations become results; in the next call with the same
-shapes these are placed in XLA's buffers.  A result in other memory is copied there.
+A call of an op shows which of its allocations become results.  The next call with the same shapes
+gets XLA's buffers for these allocations.  A result in other memory is copied to its buffer.
 """
 
 import ctypes
@@ -19,18 +19,18 @@ ALIGNED = 16  # bytes: the alignment that kernels require of new arrays
 
 
 class OnGpu:
-    """Calls an op on buffers.
+    """A callable that runs an op on buffers.
 
-    While XLA captures a graph, allocations other than results are kept alive, keyed by the
-    addresses of the call: the graph uses that memory each time it runs, and XLA captures a new
-    graph for other addresses.
+    While XLA captures a graph, allocations other than results are kept alive by the addresses of
+    the call: the graph uses this memory in each run, and for other addresses XLA captures a new
+    graph.
     """
 
     def __init__(self, call: Callable[..., Sequence[Any]]) -> None:
         self.call = call
-        # by shapes: the index of the result for the number of an allocation
+        # by shapes: the index of the result that each allocation, by its number, becomes
         self.places: dict[Any, dict[int, int]] = {}
-        # by addresses: the memory for the number of an allocation
+        # by addresses: the memory of each allocation, by its number
         self.kept: dict[Any, dict[int, Any]] = {}
 
     def __call__(self, context: Any, results: Sequence[Any], buffers: Sequence[Any]) -> None:
@@ -55,13 +55,13 @@ class OnGpu:
 
 @contextmanager
 def allocation_allowed() -> Iterator[None]:
-    """Let this thread allocate, and load kernels, in a block while a stream is captured.
+    """Allow this thread to allocate and to load kernels in a block while a stream is captured.
 
-    XLA captures in a mode that forbids it: what is allocated is not a part of the graph.
+    XLA captures in a mode that forbids both.  They are safe here, as they are no part of the graph.
     """
     exchange = getattr(driver(), "cuThreadExchangeStreamCaptureMode", None)
     mode = ctypes.byref(ctypes.c_int(RELAXED))
-    if exchange is None or exchange(mode):  # which writes the old mode
+    if exchange is None or exchange(mode):  # a call also writes the old mode to ``mode``
         yield
         return
     try:
@@ -71,14 +71,14 @@ def allocation_allowed() -> Iterator[None]:
 
 
 class Allocator:
-    """Allocates the memory of one call: XLA's buffers for results, other memory for the rest."""
+    """The allocator of one call: XLA's buffers for results, other memory for the rest."""
 
     def __init__(
         self, targets: Sequence[Any], places: Mapping[int, int], kept: dict[int, Any] | None
     ) -> None:
         self.targets, self.places, self.kept = targets, places, kept
         self.other = cupy().cuda.get_allocator()
-        self.allocated: list[int] = []  # addresses, in order
+        self.allocated: list[int] = []  # addresses, in the order of allocations
 
     def allocate(self, size: int) -> Any:
         """Return memory for an allocation of CuPy."""
@@ -96,7 +96,7 @@ class Allocator:
         return memory
 
     def settle(self, results: Sequence[Any]) -> dict[int, int]:
-        """Copy results into XLA's buffers where needed; return the result of each allocation."""
+        """Copy results to XLA's buffers where needed; return the result of each allocation."""
         places: dict[int, int] = {}
         elsewhere = []
         for index, (target, array) in enumerate(zip(self.targets, results, strict=True)):
@@ -114,13 +114,13 @@ class Allocator:
         return places
 
     def _apart(self, array: Any) -> Any:
-        """Return an array, or a copy if it overlaps a buffer that a result is written to."""
+        """Return an array, or a copy if it overlaps a buffer to which a result is written."""
         overlaps = any(cupy().may_share_memory(array, target) for target in self.targets)
         return copied(array) if overlaps else array
 
 
 def put(target: Any, array: Any) -> None:
-    """Write an array into another."""
+    """Write the elements of an array to another array."""
     target[...] = array
 
 
@@ -132,7 +132,7 @@ def copied(array: Any) -> Any:
 def array_of(buffer: Any, device: int) -> Any:
     """Return an array of CuPy over a buffer of XLA."""
     cp = cupy()
-    if buffer.dtype == BFLOAT16:  # __cuda_array_interface__ does not know it
+    if buffer.dtype == BFLOAT16:  # __cuda_array_interface__ has no name for it
         return cp.from_dlpack(buffer)
     address = buffer.__cuda_array_interface__["data"][0]
     size = buffer.dtype.itemsize

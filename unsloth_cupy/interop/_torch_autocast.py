@@ -1,8 +1,8 @@
 """Casts the arrays of an op as torch's autocast would; weights once in each autocast region.
 
-torch caches its casts of weights until the outermost ``with torch.autocast`` ends, and its cache
-is not accessible.  So torch casts a tensor of one element here: the region lasts as long as that
-cast is alive.
+torch caches its casts of weights until the outermost ``with torch.autocast`` (a region) ends, and
+its cache is not accessible.  So this module lets torch cast a tensor with one element: the region
+lasts as long as that cast is alive.
 """
 
 import functools
@@ -22,12 +22,12 @@ class Cast(NamedTuple):
     """A weight, and its cast to autocast's dtype."""
 
     weight: Any
-    version: int  # of the weight's values at the cast
+    version: int  # torch's version of the weight's values at the time of the cast
     cast: Any
 
 
-casts: dict[Any, Cast] = {}  # of the current region
-region: Callable[[], Any] = types.NoneType  # returns an object that lives as long, or None
+casts: dict[Any, Cast] = {}  # in the current region
+region: Callable[[], Any] = types.NoneType  # returns an object during a region, None after it
 
 
 def autocast(
@@ -35,9 +35,9 @@ def autocast(
 ) -> Sequence[Any]:
     """Return the op's arrays in autocast's dtypes, if autocast is on.
 
-    Matrix products use autocast's dtype; ops that declare float32 use that; all others use the
-    widest dtype of their operands.  Parameters of norms and tables may stay float32.
-    ``once`` says that weights are cast only once in a region.
+    Matrix products use autocast's dtype, ops that declare float32 use float32, and all others the
+    widest dtype of their operands.  Parameters of norms and tables may stay float32.  With ``once``
+    weights are cast only once in a region.
     """
     pairs = [*zip(op.contract.inputs, tensors, strict=True)]
     dense = [(o, t) for o, t in pairs if not (t is None or isinstance(t, Stored))]
@@ -65,15 +65,15 @@ def _cast_once(tensor: Any, dtype: torch.dtype) -> Any:
         _begin(tensor.device)
     modes = torch.is_grad_enabled(), torch.is_inference_mode_enabled()
     key = id(tensor), dtype, modes
-    kept = casts.get(key)
-    if kept is None or kept.version != tensor._version:
-        kept = casts[key] = Cast(tensor, tensor._version, tensor.to(dtype))
-    return kept.cast
+    known = casts.get(key)
+    if known is None or known.version != tensor._version:  # the weight has changed since the cast
+        known = casts[key] = Cast(tensor, tensor._version, tensor.to(dtype))
+    return known.cast
 
 
 def _begin(device: torch.device) -> None:
     """Start a region: let torch cast a weight, and clear ``casts`` when torch drops that cast."""
-    global region  # noqa: PLW0603  # one for all threads, like torch's cache
+    global region  # noqa: PLW0603  # one for all threads, as torch's cache
     with torch.inference_mode(False), torch.enable_grad():
         weight: Any = torch.zeros(1, 1, device=device, requires_grad=True)
         product: Any = torch.nn.functional.linear(weight, weight)

@@ -19,11 +19,12 @@ from ..errors import FrameworkError
 DTYPES = {torch.from_numpy(np.empty(0, d)).dtype: np.dtype(d) for d in "?bBilefd"}
 DTYPES[torch.bfloat16] = BFLOAT16
 TORCH = {ours: theirs for theirs, ours in DTYPES.items()}
+# returns whether torch has a group of processes; bool() is False
 in_group = torch.distributed.is_initialized if torch.distributed.is_available() else bool
 
 
 class Stream(NamedTuple):
-    """A stream in the protocol that CuPy accepts; torch's own streams have it from 2.10 on."""
+    """A stream with the protocol that CuPy accepts, which torch's streams have from 2.10 on."""
 
     address: int
 
@@ -63,8 +64,8 @@ def array_of(tensor: Any) -> Any:
 
 def _numpy_of(tensor: Any) -> Any:
     """Return a NumPy view of a tensor on the CPU."""
-    # fully_shard frees whole weights by resizing their storage, which .numpy() would forbid:
-    # take it from another tensor over the same memory
+    # fully_shard frees whole weights by resizing their storage, which torch forbids after .numpy():
+    # so .numpy() is called on another tensor over the same memory
     if in_group():
         tensor = from_dlpack(to_dlpack(tensor))
     return tensor.numpy()
@@ -73,8 +74,8 @@ def _numpy_of(tensor: Any) -> Any:
 def tensor_of(array: Any, arrays: Sequence[Any], tensors: Sequence[Any]) -> Any:
     """Return a result as a tensor; ``arrays`` are the operands, as views of ``tensors``.
 
-    For an operand, or an array in the memory of one, this is the operand's tensor or a view of it;
-    other results have their elements in C order, as those of ``torch.compile``.
+    A result that is an operand, or is in its memory, becomes the operand's tensor or a view of it.
+    Other results have their elements in C order, as results of ``torch.compile`` have.
     """
     if array.__class__ is np.ndarray and array.base is None and array.dtype != BFLOAT16:
         # a new array: operands are views and have a base
@@ -96,23 +97,24 @@ def tensor_of(array: Any, arrays: Sequence[Any], tensors: Sequence[Any]) -> Any:
 
 
 def _in_order(array: Any) -> Any:
-    """Return a new result with its axes in C order, as torch's own results have them.
+    """Return a new result with its axes in C order, as torch's own results have.
 
-    NumPy follows the strides of operands.  Columns of a wider array stay, as halves of a gradient.
+    NumPy's results have their axes in the order of the operands.  Columns of a wider array, such as
+    halves of a gradient, stay as they are.
     """
     steps = [step for size, step in zip(array.shape, array.strides, strict=True) if size > 1]
     return array if steps == sorted(steps, reverse=True) else array.copy()
 
 
 def _view(array: Any, offset: int, tensor: Any) -> Any:
-    """Return an array in a tensor's memory, ``offset`` bytes after its start, as a view of it."""
+    """Return an array that starts ``offset`` bytes after a tensor as a view of the tensor."""
     size = array.itemsize
     steps = [stride // size for stride in array.strides]
     return tensor.as_strided(array.shape, steps, tensor.storage_offset() + offset // size)
 
 
 def _on_gpu(array: Any, arrays: Sequence[Any], tensors: Sequence[Any]) -> Any:
-    """Return an array of CuPy as a tensor; memory of torch's allocator keeps its storage."""
+    """Return a CuPy array as a tensor; in memory of torch's allocator, with torch's storage."""
     for operand, tensor in zip(arrays, tensors, strict=True):
         is_array = hasattr(operand, "strides") and not isinstance(operand, Stored)
         if is_array and cupy().may_share_memory(array, operand):
@@ -128,7 +130,7 @@ def _on_gpu(array: Any, arrays: Sequence[Any], tensors: Sequence[Any]) -> Any:
 
 
 def allocate(size: int) -> Any:
-    """Return memory of torch's allocator for CuPy, on the current GPU and stream of both."""
+    """Return memory of torch's allocator for CuPy, on the current GPU and stream."""
     number, device = current_device()
     memory = torch.empty(size, dtype=torch.uint8, device=device)
     cuda = cupy().cuda
@@ -143,7 +145,7 @@ def current_device() -> tuple[int, torch.device]:
 
 @contextmanager
 def stream(tensor: Any) -> Iterator[None]:
-    """Let CuPy use a tensor's GPU, torch's current stream and torch's allocator in a block."""
+    """Make CuPy use the tensor's GPU, torch's current stream and torch's allocator in a block."""
     if not tensor.is_cuda:
         yield
         return

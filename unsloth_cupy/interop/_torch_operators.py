@@ -1,10 +1,10 @@
 """Registers ops as operators of torch, ``torch.ops.unsloth_cupy.NAME``, for tracers and compilers.
 
 An operator has a schema, a fake (abstract) implementation, a gradient, and rules for autocast and
-vmap, all derived from the op.  Its arguments are the op's arrays, None for absent ones, the seed
-of dropout, and then the options.  An output that the op does not return is a tensor of size 0.
-Results do not share memory with arguments or with each other: an output that is another array is
-also of size 0.
+vmap, all derived from the op.  Its arguments are the arrays of the op (None for absent arrays), the
+seed of dropout, and the options.  An output that the op does not return is a tensor of size 0.  As
+torch requires, results share no memory with arguments or with each other: an output that is the
+same array as another one is a tensor of size 0, too.
 """
 
 import functools
@@ -41,7 +41,7 @@ C: Any = torch._C
 LIBRARY: Any = torch.library.Library(SPACE, "DEF")
 DEVICES, PACKED = ("cpu", "cuda"), torch.contiguous_format
 TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.flexible_layout)  # arguments may have any strides
-Compute = Callable[..., tuple[Any, ...]]  # takes arrays and options in the definition's order
+Compute = Callable[..., tuple[Any, ...]]  # (arrays and options in the order of the definition)
 functorch = C._are_functorch_transforms_active
 compiling = torch.compiler.is_compiling
 
@@ -52,7 +52,7 @@ class Operator:
     def __init__(self, op: Op[..., Any], compute: Compute, backward: "Operator | None") -> None:
         self.op, self.compute, self.backward = op, compute, backward
         name = op.__name__
-        while hasattr(getattr(torch.ops, SPACE), name):  # another op of the user has this name
+        while hasattr(getattr(torch.ops, SPACE), name):  # a user's op has this name, too
             name += "_"
         self.name = name
         inputs, parameters = op.contract.inputs, inspect.signature(op.definition).parameters
@@ -112,7 +112,7 @@ class Operator:
 
     @functools.cached_property
     def lead(self) -> int:
-        """Return the index of the first tensor that is never absent."""
+        """Return the index of the first required tensor."""
         return next(i for i, o in enumerate(self.op.contract.inputs) if not o.optional)
 
     def abstract(self, *arguments: Any) -> Any:
@@ -125,13 +125,13 @@ class Operator:
         }
         like = arguments[self.lead]
         if SEED in self.op.options:
-            options[SEED] = 0 if SEED in tensors else None  # any number: its value is unknown
+            options[SEED] = 0 if SEED in tensors else None  # 0 stands for the unknown value
         outputs = forms(self.op, inputs, options).values()
         filled = [form or Form((0,), DTYPES[like.dtype]) for form in outputs]
         return _unpacked([like.new_empty(shape, dtype=TORCH[dtype]) for shape, dtype in filled])
 
     def differentiated(self, *arguments: Any) -> Any:
-        """Run the call under autograd: record it if a gradient is required."""
+        """Run the call; record it for autograd if a gradient is required."""
         if forward_ad._current_level >= 0:
             self.refuse_tangents(arguments)
         records = torch.is_grad_enabled() and any(
@@ -148,7 +148,7 @@ class Operator:
             return self.door(*arguments)
 
     def refuse_tangents(self, arguments: Sequence[Any]) -> None:
-        """Raise if a tensor has a tangent (forward mode)."""
+        """Raise if a tensor has a tangent, for forward-mode differentiation."""
         unpack: Any = forward_ad.unpack_dual
         for each in arguments:
             if isinstance(each, torch.Tensor) and unpack(each).tangent is not None:
@@ -169,7 +169,7 @@ class Operator:
         return super(torch.autograd.Function, function).apply  # type: ignore[misc]
 
     def keep(self, ctx: Any, inputs: Any, output: Any) -> None:
-        """Save only the tensors that the backward op needs."""
+        """Save the tensors that the backward op needs, and no others."""
         tensors, ctx.options = self.split(inputs)
         outputs = dict(zip(self.results, _packed(output), strict=True))
         ctx.mark_non_differentiable(*[outputs[name] for name in self._idle(tensors)])
@@ -186,9 +186,9 @@ class Operator:
         ctx.save_for_backward(*[values[name] for name in ctx.kept])
 
     def _idle(self, tensors: Container[str]) -> list[str]:
-        """Return the outputs of a call with these tensors that have no gradient."""
+        """Return the outputs without a gradient in a call with these tensors."""
         differentiable, elsewhere = {*gradient_names(self.op)}, shared_outputs(self.op, tensors)
-        if self.op.backward is None:  # backward raises an error then
+        if self.op.backward is None:  # all outputs: the backward pass raises an error
             return self.results if "constant" in self.op.facts else []
         return [
             o.name
@@ -199,7 +199,10 @@ class Operator:
         ]
 
     def back(self, ctx: Any, *grads: Any) -> Any:
-        """Call the backward op; the gradient of an unused output is None, or zeros if required."""
+        """Call the backward op.
+
+        The upstream gradient of an unused output is None, or zeros if the backward op requires it.
+        """
         nothing = [None] * (len(self.tensors) + len(self.codecs))
         if all(grad is None for grad in grads):
             return tuple(nothing)
@@ -244,7 +247,7 @@ def dtype_of(op: Op[..., Any], name: str, tensor: Any) -> Any:
 
 
 def seed_of(seed: Any) -> Any:
-    """Return a seed; a tensor as a Python integer in 0 .. 2**64 - 1."""
+    """Return a seed; a tensor becomes a Python integer in 0 .. 2**64 - 1."""
     if not isinstance(seed, torch.Tensor):
         return seed
     if seed.dim() or seed.is_floating_point() or seed.is_complex():
@@ -259,7 +262,7 @@ def number(value: Any) -> Any:
         return value
     if isinstance(value, bool) or not isinstance(value, (int, np.integer, torch.SymInt)):
         raise ConfigError(f"{value!r} is not an integer; pass one, or a tensor of shape ()")
-    signed: Any = value - 2**64 if value >= 2**63 else value  # int64 of the same 64 bits
+    signed: Any = value - 2**64 if value >= 2**63 else value  # the int64 with the same 64 bits
     return torch.full((), signed, dtype=torch.int64)
 
 
@@ -269,12 +272,12 @@ def _address(tensor: Any) -> Any:
 
 
 def _unpacked(tensors: Sequence[Any]) -> Any:
-    """Return several results as a tuple, one as itself."""
+    """Return a single result as it is, several results as a tuple."""
     return tuple(tensors) if len(tensors) > 1 else tensors[0]
 
 
 def _packed(results: Any) -> Sequence[Any]:
-    """Return the results of a call as a sequence, also if there is one."""
+    """Return the results of a call as a sequence, also a single result."""
     return results if isinstance(results, tuple | list) else (results,)
 
 

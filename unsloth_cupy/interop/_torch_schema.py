@@ -1,10 +1,10 @@
 """Encodes options of ops as the types of torch's operator schemas.
 
-A schema has numbers, strings and lists of them; a list cannot hold None, and an integer is a
-signed 64-bit one.  So
+A schema has numbers, strings and lists of these; a list cannot contain None, and integers have 64
+bits with a sign.  So
 
     window: tuple[int | None, int | None]    SymInt[]     None in it is ABSENT
-    axis: int | tuple[int, ...]              SymInt[]     a number is a list of one
+    axis: int | tuple[int, ...]              SymInt[]     a number is a list with one item
     wanted: Set[str]                         str[]
     key: slice, None, ..., int, or a tuple   SymInt[]     four integers for each item
 """
@@ -15,13 +15,13 @@ import typing
 from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
-ABSENT = -(2**62)
-# SymInt, as a plain int would be a constant of a compiled graph
+ABSENT = -(2**62)  # no valid window, axis or index
+# SymInt: an int would be a constant of a compiled graph, which another value would recompile
 KINDS = {bool: "bool", int: "SymInt", float: "float", str: "str"}
 
 
 class Codec(NamedTuple):
-    """The schema type of an option, and functions that encode and decode its values if needed."""
+    """The schema type of an option, and functions that encode and decode its values, or None."""
 
     kind: str
     encode: Callable[[Any], Any] | None = None
@@ -29,7 +29,7 @@ class Codec(NamedTuple):
 
 
 def codec_of(parameter: inspect.Parameter) -> Codec:
-    """Return the codec of an option, by its annotation."""
+    """Return the codec of an option for its annotation."""
     note = parameter.annotation
     kinds = [*typing.get_args(note)] if isinstance(note, types.UnionType) else [note]
     optional = "?" * (types.NoneType in kinds)

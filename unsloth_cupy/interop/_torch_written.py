@@ -1,9 +1,10 @@
-"""Generates the source of an op's functions on eager tensors, from its signature.
+"""Generates the source of an op's functions for eager tensors, from its signature.
 
-``compute`` runs the op on the memory of tensors.  ``forward`` and ``backward`` are those of a
-``torch.autograd.Function``, which saves only what the backward op needs.  ``call`` chooses between
-them; ``traced`` calls the operator in ``torch.ops``, or ``outside`` with a quantized weight, which
-a graph cannot hold.  All have the parameters of the definition: arrays, then options.
+``compute`` runs the op on the memory of tensors.  ``forward`` and ``backward`` are the methods of a
+``torch.autograd.Function``, which saves only tensors that the backward op needs.  ``call`` chooses
+between them.  ``traced`` calls the operator in ``torch.ops``; with a quantized weight, which cannot
+be in a graph, it calls ``outside``.  All have the parameters of the definition: arrays, then
+options.
 """
 
 from collections.abc import Iterable
@@ -95,22 +96,22 @@ def backward(ctx, {grads}):
 
 
 def _join(parts: Iterable[str]) -> str:
-    """Return the source of a tuple's items, also of one or none."""
+    """Return the source of the items of a tuple, which may have one item or none."""
     return "".join(part + ", " for part in parts)
 
 
 def _lines(lines: Iterable[str], depth: int = 1) -> str:
-    """Return lines of source at a depth of indentation; "pass" for none."""
+    """Return indented lines of source; "pass" if there are none."""
     return ("\n" + "    " * depth).join(lines) or "pass"
 
 
 def _results(parts: list[str]) -> str:
-    """Return the source of results: several are a tuple, one is not."""
+    """Return the source of results: a tuple if there are several."""
     return ", ".join(parts)
 
 
 def compute_source(op: Op[..., Any], order: list[str]) -> str:
-    """Return the source of ``compute``; ``order`` is that of the definition's parameters."""
+    """Return the source of ``compute``; ``order`` has the parameters of the definition in order."""
     names, inputs, outputs = op.names, op.contract.inputs, op.contract.outputs
     arguments = [f"_{name}" for name in names[: op.positional]]
     arguments += [f"{name}=_{name}" for name in names[op.positional :]]
@@ -217,7 +218,7 @@ def function_source(
 
 
 def lead_of(op: Op[..., Any]) -> str:
-    """Return the first operand that is never absent, preferably one that cannot be quantized."""
+    """Return the first required operand, preferably an operand that cannot be quantized."""
     required = [o for o in op.contract.inputs if not o.optional]
     return min(required, key=is_weight).name
 
@@ -234,7 +235,7 @@ def _adopted(operand: Operand) -> str:
 
 
 def _not_eager(operand: Operand) -> str:
-    """Return the condition that an operand is not an argument of an eager call."""
+    """Return the condition that an operand is no valid argument of an eager call."""
     name = operand.name
     kinds = "or_number" if may_be_number(operand) else "or_none" if operand.optional else "plain"
     condition = f"{name}.__class__ not in {kinds}"
@@ -257,12 +258,12 @@ def _needs_gradient(operand: Operand) -> str:
 
 
 def _is_first_term(output: Operand) -> str:
-    """Return the condition that an output which is a sum has only its first term."""
+    """Return the condition that only the first term of an output, a sum, is present."""
     return " and ".join(f"{term} is None" for term in output.terms[1:]) or "True"
 
 
 def _is_absent(op: Op[..., Any], output: Operand) -> str:
-    """Return the condition that an output is None; an empty text for never."""
+    """Return the condition that an output is None; an empty text if it never is."""
     conditions = [f"{name} is None" for name in needed(op, output)]
     if "wanted" in op.options and is_gradient(op, output):
         names = operands_of(op, output)
@@ -272,7 +273,7 @@ def _is_absent(op: Op[..., Any], output: Operand) -> str:
 
 
 def _result(op: Op[..., Any], output: Operand) -> str:
-    """Return the source of what ``compute`` returns: None for an output that is an operand."""
+    """Return the source of a result of ``compute``: None for an output that is an operand."""
     array = f"_{output.name}"
     conditions, absent = [_is_first_term(output)] if output.terms else [], _is_absent(op, output)
     conditions += [absent, f"{array} is None"] if absent else []
@@ -283,9 +284,10 @@ def _result(op: Op[..., Any], output: Operand) -> str:
 
 
 def _output(op: Op[..., Any], output: Operand, *, graphed: bool = False) -> str:
-    """Return the source of what a caller gets for an output; ``graphed`` if from an operator.
+    """Return the source of the value that a caller gets for an output.
 
-    An operator returns a tensor of size 0 for an absent output, in place of None.
+    ``graphed``: the output comes from an operator, which returns a tensor of size 0 instead of None
+    for an absent output.
     """
     absent = _is_absent(op, output)
     if output.kind == "none":

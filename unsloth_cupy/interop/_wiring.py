@@ -1,6 +1,6 @@
-"""Properties of an op that torch and JAX need, from its signature: without arrays or fixed sizes.
+"""Properties of an op for torch and JAX, from its signature alone: no arrays, no fixed sizes.
 
-A backward op is named after its operands: its output ``dx`` is the gradient of the operand ``x``.
+The output ``dx`` of a backward op is the gradient of the operand ``x``.
 """
 
 import sys
@@ -15,11 +15,11 @@ from ..core.op import OPS, Op
 from ..core.signature import Operand, check, parts, shape_of
 from ..errors import DTypeError, FrameworkError, GradientError
 
-SEED = "seed"  # an option that changes at every step: for a graph it is an operand
+SEED = "seed"  # this option changes in every step, so a graph has it as an operand
 
 
 class Form(NamedTuple):
-    """Shape and dtype of an array, which a signature checks; sizes may be symbols."""
+    """The shape and the dtype of an array; sizes may be symbols."""
 
     shape: tuple[Any, ...]
     dtype: Any
@@ -36,13 +36,13 @@ def writes_in_place(op: Op[..., Any]) -> bool:
 
 
 def operators() -> list[Op[..., Any]]:
-    """Return the library's ops that a graph can record, with backward ops."""
+    """Return the library's ops, forward and backward, that a graph can record."""
     ours = [op for op in OPS.values() if op.__module__.partition(".")[0] == "unsloth_cupy"]
     return [op for op in ours if not writes_in_place(op)]
 
 
 def public() -> dict[str, Callable[..., Any]]:
-    """Return these ops, and the library's public functions in their modules, by name."""
+    """Return the ops of ``operators``, and the public functions in their modules, by name."""
     functions: dict[str, Callable[..., Any]] = {op.__name__: op for op in operators()}
     for module in dict.fromkeys(op.__module__ for op in operators()):
         for name, value in vars(sys.modules[module]).items():
@@ -103,17 +103,18 @@ def check_places(op: Op[..., Any], arrays: Sequence[Any], place: str) -> None:
             if weight_place != place:
                 cure = "cupy.asarray" if is_numpy else "cupy.asnumpy"
                 raise FrameworkError(
-                    f"{op.called}: {name} is kept in arrays of {'NumPy' if is_numpy else 'CuPy'} on"
-                    f" {weight_place}, and the others are on {place}; bring them together, as by"
-                    f" {name}.moved({cure})"
+                    f"{op.called}: {name} is stored in {'NumPy' if is_numpy else 'CuPy'} arrays on"
+                    f" {weight_place}, and the other arrays are on {place}; move it, for instance"
+                    f" by {name}.moved({cure})"
                 )
 
 
 def is_product(op: Op[..., Any]) -> bool:
     """Return whether an op sums over an axis that two operands share, as matrix products do.
 
-    An op that declares a dtype for autocast is none: a router's bias shares an axis with logits.
+    An op that declares a dtype for autocast is no product.
     """
+    # a router, for one: its bias shares an axis with the logits
     if op.facts.get("autocast"):
         return False
     inputs = [o for o in op.contract.inputs if o.kind in (*LEADING, "param")]
@@ -123,7 +124,7 @@ def is_product(op: Op[..., Any]) -> bool:
 
 
 def needed(op: Op[..., Any], output: Operand) -> tuple[str, ...]:
-    """Return the optional operands of an output: it is None if one of them is absent."""
+    """Return the optional operands that an output needs: without one of them it is None."""
     optional = {o.name: o for o in op.contract.inputs if o.optional}
     if is_gradient(op, output):
         return (output.name[1:],) if output.name[1:] in optional else ()
@@ -135,20 +136,20 @@ def needed(op: Op[..., Any], output: Operand) -> tuple[str, ...]:
 
 
 def is_gradient(op: Op[..., Any], output: Operand) -> bool:
-    """Return whether an output is the gradient of an operand, which ``wanted`` may leave out."""
+    """Return whether an output is the gradient of an operand, which ``wanted`` can leave out."""
     return output.name[0] == "d" and (output.name[1:] in op.names or "wanted" in op.options)
 
 
 def operands_of(op: Op[..., Any], output: Operand) -> list[str]:
-    """Return the operands whose gradient an output is, or shares its array with: x and residual."""
+    """Return the operands whose gradient is this output, such as x and residual of a norm."""
     sharing = [o.name for o in op.contract.outputs if output.name in o.terms]
     return [name[1:] for name in (output.name, *sharing)]
 
 
 def shared_outputs(op: Op[..., Any], operands: Container[str]) -> dict[str, str]:
-    """Return the outputs that are the same array as an operand or another output, and its name.
+    """Return the outputs that are the array of an operand or of another output, with its name.
 
-    These are sums of terms of which, in a call with these operands, only one is present.
+    In a call with these operands they are sums with a single term.
     """
     result, outputs = {}, [o.name for o in op.contract.outputs]
     for output in op.contract.outputs:
@@ -186,13 +187,13 @@ def forms(
 
 
 def _is_constant(value: Any) -> bool:
-    """Return whether an option holds no symbol."""
+    """Return whether an option has a known value: no symbol."""
     parts = value if isinstance(value, tuple | list) else (value,)
     return all(isinstance(p, bool | int | float | str | frozenset | None) for p in parts)
 
 
 def no_gradient(op: Op[..., Any]) -> GradientError:
-    """Return the error for a gradient that an op does not have."""
+    """Return the error for an op without a gradient."""
     for forward in OPS.values():
         if forward.backward is op:
             cure = "take its gradient once, without create_graph or a gradient around it"

@@ -3,16 +3,16 @@
     from unsloth_cupy import rms_norm            accepts traced arrays
     slope = jax.jit(jax.grad(lambda x: rms_norm(x, weight).sum()))
 
-This module has the library's functions under the same names.  A call with concrete arrays runs at
-once, on their memory.  A traced call becomes a ``jax.custom_vjp`` around a callback that runs the
-op on XLA's own buffers, and whose gradient is the backward op.  In short:
+This module has the library's functions under the same names.  A call with concrete arrays runs
+immediately on their memory.  A traced call becomes a ``jax.custom_vjp``: forward is a callback that
+runs the op on XLA's buffers, and the gradient is the backward op.  In short:
 
     @jax.custom_vjp
     def swiglu(gate, up):
         return buffer_callback(run, form_of_y)(gate, up)
 
-Options, quantized weights and an ``AttentionConfig`` are constants of a trace.  A seed may be an
-array: it is then an operand, so that each step of a compiled function draws other random numbers.
+Options, quantized weights and an ``AttentionConfig`` are constants of a trace.  A seed that is an
+array is an operand, so each step of a compiled function draws other random numbers.
 """
 
 import inspect
@@ -45,12 +45,12 @@ from ._wiring import (
     writes_in_place,
 )
 
-KEPT = 4096  # functions of calls that are cached; when there are more, the cache is cleared
+KEPT = 4096  # functions in a cache; before one more is added, the cache is cleared
 functions: dict[Any, Callable[..., Any]] = {}
-# Functions of calls with quantized weights, by the first weight.  They are deleted with it, as they
-# do not hold the weight itself but a twin: another object with the same attributes.
+# Functions of calls with quantized weights, by the first weight.  They refer not to the weight but
+# to a twin, another object with the same attributes, so that they are deleted with the weight.
 on_weights: WeakKeyDictionary[Stored, dict[Any, Callable[..., Any]]] = WeakKeyDictionary()
-concrete: set[type[Any]] = {type(None)}  # classes of arrays that have values
+concrete: set[type[Any]] = {type(None)}  # classes of arrays with values
 __getattr__, __dir__ = module_names(globals())
 
 
@@ -58,9 +58,9 @@ class Call(NamedTuple):
     """A call without its arrays."""
 
     op: Op[..., Any]
-    names: tuple[str, ...]  # of the arrays; a seed that is an array comes last
-    fixed: dict[str, Any]  # integers and quantized weights in place of arrays, then options
-    choices: tuple[Any, ...]  # what its launches choose by
+    names: tuple[str, ...]  # names of the arrays; a seed that is an array comes last
+    fixed: dict[str, Any]  # integers and quantized weights instead of arrays, then options
+    choices: tuple[Any, ...]  # the ``choices`` of ``core.replay`` for its launches
 
 
 def run(op: Op[..., Any], arrays: Sequence[Any], options: dict[str, Any]) -> Any:
@@ -77,7 +77,7 @@ def run(op: Op[..., Any], arrays: Sequence[Any], options: dict[str, Any]) -> Any
 
 
 def _is_concrete(array: Any) -> bool:
-    """Return whether an array of JAX has values; remember its class if so."""
+    """Return whether an array of JAX has values; if so, add its class to ``concrete``."""
     if not isinstance(array, jax.Array) or isinstance(array, jax.core.Tracer):
         return False
     if memory.are_keys(array):
@@ -97,7 +97,7 @@ def _run_other(op: Op[..., Any], arrays: Sequence[Any], options: dict[str, Any])
 
 
 def traced(op: Op[..., Any], arrays: Sequence[Any], options: Mapping[str, Any]) -> Any:
-    """Call an op with arrays of which some are traced."""
+    """Call an op with some traced arrays."""
     if writes_in_place(op):
         problem = "changes its arguments, and arrays of JAX cannot be changed"
         raise ConfigError(f"{op.called} {problem}; call the function without the underscore")
@@ -113,7 +113,7 @@ def traced(op: Op[..., Any], arrays: Sequence[Any], options: Mapping[str, Any]) 
                 raise quantized(op, operand)
             fixed[operand.name] = array
         elif array is not None:
-            op.library_of(arrays)  # raises an error that names the library of each
+            op.library_of(arrays)  # raises an error with the library of each array
     parameters = inspect.signature(op.definition).parameters
     for name, value in options.items():
         if name == SEED and isinstance(seed := _checked_seed(op, value), jax.Array):
@@ -144,7 +144,7 @@ def _checked_seed(op: Op[..., Any], seed: Any) -> Any:
 
 
 def differentiable(call: Call) -> Callable[..., Any]:
-    """Return a cached function of a call's arrays that returns its outputs by name."""
+    """Return the cached function of a call, from its arrays to its outputs by name."""
     weights = {n: value for n, value in call.fixed.items() if isinstance(value, Stored)}
     known = functions
     if weights:
@@ -161,7 +161,7 @@ def differentiable(call: Call) -> Callable[..., Any]:
 
 
 def _twin(weight: Stored) -> Stored:
-    """Return another object that shares the attributes of a weight, also when they change."""
+    """Return another object with the attributes of a weight; later changes affect both."""
     twin = object.__new__(type(weight))
     twin.__dict__ = weight.__dict__
     return twin
@@ -179,8 +179,8 @@ def _fixed(value: Any) -> Any:
 
 
 def _differentiable(call: Call) -> Callable[..., Any]:
-    """Return a new function of a call's arrays, with its gradient."""
-    # by the present outputs; cached, as JAX would compile again for a new callback
+    """Return a new function of a call's arrays, with a gradient."""
+    # callbacks by the present outputs: for a new callback JAX would compile again
     callbacks: dict[tuple[str, ...], Callable[..., None]] = {}
 
     def named(*arrays: Any) -> dict[str, Any]:
@@ -211,13 +211,13 @@ def _differentiable(call: Call) -> Callable[..., Any]:
     if any(isinstance(value, Stored) for value in call.fixed.values()):
         # no jit: an inner jit outlives the outer one, and would keep the weight alive
         return function
-    return jax.jit(function)  # else each call outside of a jit would trace again
+    return jax.jit(function)  # without it each call outside a jit would trace again
 
 
 def _outputs(
     call: Call, arrays: dict[str, Any], callbacks: dict[tuple[str, ...], Callable[..., None]]
 ) -> dict[str, Any]:
-    """Return the outputs of a traced call by name, None for those that are absent."""
+    """Return the outputs of a traced call by name; absent outputs are None."""
     op, operands = call.op, {name: array for name, array in arrays.items() if name != SEED}
     options = {SEED: 0} | call.fixed if SEED in arrays else call.fixed
     inputs = operands | {name: _form(call.fixed[name]) for name in op.names if name in call.fixed}
@@ -245,12 +245,12 @@ def _outputs(
 
 
 def _form(fixed: Any) -> Any:
-    """Return the form of an integer, or a quantized weight as it is, for ``forms``."""
+    """Return an argument of ``forms`` for an integer or a quantized weight."""
     return fixed if isinstance(fixed, Stored) else INTEGER
 
 
 def _takes_rows(call: Call) -> bool:
-    """Return whether one call can run a batch: all arrays begin with the same ``*`` axes."""
+    """Return whether one call can compute a batch: all arrays begin with the same ``*`` axes."""
     contract = call.op.contract
     inputs = [operand for operand in contract.inputs if operand.name in call.names]
     outputs = [operand for operand in contract.outputs if operand.kind != "none"]
@@ -265,7 +265,7 @@ def _gradients(
     used: Mapping[str, Any],
     zeros: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the gradients of the perturbed operands, from those of the used outputs."""
+    """Return the gradients of perturbed operands from the upstream gradients of used outputs."""
     op, backward = call.op, call.op.backward
     kinds = {operand.name: operand.kind for operand in op.contract.inputs}
     if backward is None:

@@ -12,12 +12,12 @@ from ._torch_memory import array_of
 
 LIBRARY = "bitsandbytes"
 FOUR, EIGHT = "Linear4bit", "Linear8bitLt"
-# by layer: the addresses of its weight, and the weight
+# by layer: the addresses of the weight's arrays, and the weight
 weights: WeakKeyDictionary[Any, tuple[Any, Any]] = WeakKeyDictionary()
 
 
 def kind_of(layer: Any) -> str | None:
-    """Return the name of the bitsandbytes class that a layer is, or None."""
+    """Return the name of a layer's bitsandbytes class; None for other layers."""
     for kind in type(layer).__mro__:
         if kind.__module__.partition(".")[0] == LIBRARY and kind.__name__ in (FOUR, EIGHT):
             return kind.__name__
@@ -30,7 +30,7 @@ def weight_of(layer: Any) -> Any:
     Raises
     ------
     ConfigError
-        The weight is not quantized yet, or its layout is not that of a saved file.
+        The weight is not quantized yet, or its layout is not the layout of files.
     """
     places = _places(layer)
     known = weights.get(layer)
@@ -40,7 +40,7 @@ def weight_of(layer: Any) -> Any:
 
 
 def _places(layer: Any) -> tuple[int, ...]:
-    """Return the addresses of a weight; raise if its layout is not that of a saved file."""
+    """Return the addresses of a weight's arrays; raise if their layout is not that of files."""
     weight, scales = layer.weight, _scales(layer)
     if scales is None:
         problem = f"its weight is {weight.dtype}, and not quantized yet"
@@ -52,7 +52,7 @@ def _places(layer: Any) -> tuple[int, ...]:
 
 
 def _scales(layer: Any) -> tuple[torch.Tensor, ...] | None:
-    """Return the scales of a weight, None if it is not quantized."""
+    """Return the scales of a weight; None if it is not quantized."""
     if kind_of(layer) == FOUR:
         state = getattr(layer.weight, "quant_state", None) or layer.quant_state
         if state is None:

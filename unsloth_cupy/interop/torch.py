@@ -3,9 +3,9 @@
     from unsloth_cupy import rms_norm            accepts tensors that require gradients
     y = rms_norm(x, weight)                      y.grad_fn runs the library's backward op
 
-This module has the library's functions under the same names.  A call runs in one of two ways.  An
-eager call runs the op on the memory of its tensors, inside of a ``torch.autograd.Function`` if a
-gradient is required, by functions that are generated once for each op.  In short:
+This module has the library's functions under the same names.  An eager call runs the op on the
+memory of its tensors, inside a ``torch.autograd.Function`` if a gradient is required; other calls
+run an operator in ``torch.ops``.  The functions are generated once for each op.  In short:
 
     def swiglu(gate, up):
         if compiling() or functorch() or modes() or gate.__class__ not in plain ...:
@@ -91,19 +91,19 @@ SCOPE: dict[str, Any] = {
     "REFUSED": REFUSED,
 }
 registered: dict[Op[..., Any], Operator] = {}
-scopes: dict[Op[..., Any], dict[str, Any]] = {}  # globals of the functions of an op
+scopes: dict[Op[..., Any], dict[str, Any]] = {}  # the globals of an op's functions
 __getattr__, __dir__ = module_names(globals())
 
 
 def _untraced(function: F) -> F:
-    """Exclude a function, and all that it calls, from tracing by dynamo."""
+    """Exclude a function and all functions that it calls from tracing by dynamo."""
     code, skip = getattr(function, "__code__"), dynamo._FrameAction.SKIP  # noqa: B009 -- mypy
     dynamo.set_code_exec_strategy(code, dynamo._FrameExecStrategy(skip, skip))
     return function
 
 
 def outside_of_graphs(function: Any) -> Any:
-    """Make a function that reads quantized weights break a graph of dynamo, which runs it whole."""
+    """Make a function with quantized weights break dynamo's graph: dynamo runs it untraced."""
     _untraced(function)
     function._torchdynamo_disable, function._torchdynamo_disable_msg = True, NO_GRAPH
     return function
@@ -112,7 +112,8 @@ def outside_of_graphs(function: Any) -> Any:
 def run(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
     """Run an op on tensors; the library's functions call this."""
     try:
-        call = op.in_torch  # not in a dict of all ops: its growth would recompile graphs
+        # an attribute, not a dict of all ops: dynamo would recompile graphs when the dict grows
+        call = op.in_torch
     except AttributeError:
         call = _generate(op)
     return call(*arrays, *options.values())
@@ -120,7 +121,7 @@ def run(op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
 
 @_untraced
 def _generate(op: Any) -> Callable[..., Any]:
-    """Generate the functions of an op on eager tensors; store and return the one to call."""
+    """Generate the functions of an op for eager tensors; return the function to call."""
     order = [*inspect.signature(op.definition).parameters]
     scope = SCOPE | {
         "op": op,
@@ -137,7 +138,7 @@ def _generate(op: Any) -> Callable[..., Any]:
     _untraced(scope["compute"])
     if writes_in_place(op):
         op.in_torch = scope["compute"]
-        op.in_torch._torchdynamo_disable = True  # breaks a graph, which cannot record changes
+        op.in_torch._torchdynamo_disable = True  # breaks the graph: it cannot record changes
         return op.in_torch
     _write("call", op, call_source(op, order))
     if any(map(is_weight, op.contract.inputs)):
@@ -156,7 +157,7 @@ def _generate(op: Any) -> Callable[..., Any]:
         scope["backward"] = functools.partial(_refuse_gradient, op, len(order))
     body = {each: staticmethod(scope[each]) for each in ("forward", "backward")}
     function: Any = type(op.__name__, (torch.autograd.Function,), body)
-    # the base class's apply, without functorch's checks: call() excludes functorch
+    # apply of the base class skips functorch's checks, as call() excludes functorch
     scope["apply"] = super(torch.autograd.Function, function).apply
     return op.in_torch
 
@@ -174,7 +175,7 @@ def _registered(op: Op[..., Any], *arguments: Any) -> Any:
 
 @_untraced
 def register(op: Op[..., Any]) -> Operator:
-    """Register an op and its backward op as operators of torch, unless they are already."""
+    """Register an op and its backward op as operators of torch, if they are not registered yet."""
     if op in registered:
         return registered[op]
     backward = None if op.backward is None else register(op.backward)
@@ -191,14 +192,14 @@ def _wanted(names: Sequence[str], needs: Sequence[bool]) -> frozenset[str]:
 
 
 def _refuse_gradient(op: Op[..., Any], count: int, ctx: Any, *grads: Any) -> Any:
-    """Raise, as the backward pass of an op without a backward op, if it gets a gradient."""
+    """Run the backward pass of an op without a backward op: raise if an output has a gradient."""
     if any(grad is not None for grad in grads):
         raise no_gradient(op)
     return (None,) * count
 
 
 def _check(op: Op[..., Any], tensors: Sequence[Any]) -> None:
-    """Raise if an argument is not a tensor, before it is used."""
+    """Raise if an argument is not a tensor."""
     for operand, tensor in zip(op.contract.inputs, tensors, strict=True):
         call = f"{op.called}: {operand.name} is"
         if tensor is None and not operand.optional:
@@ -216,7 +217,7 @@ def _check(op: Op[..., Any], tensors: Sequence[Any]) -> None:
 
 
 def _check_outside(op: Op[..., Any], tensors: Sequence[Any]) -> None:
-    """Raise for a call with a quantized weight inside of a graph or a transform."""
+    """Raise for a call with a quantized weight inside a graph or a transform."""
     _check(op, tensors)
     dense = [tensor for tensor in tensors if isinstance(tensor, torch.Tensor)]
     if forward_ad._current_level >= 0:

@@ -1,12 +1,12 @@
-"""Lets models of transformers compute with the library's ops: ``patch(model)``.
+"""Makes models of transformers compute with the library's ops: ``patch(model)``.
 
     report = patch(model)      replaces known parts that pass a trial on random numbers
     print(report)              which parts were replaced, and why others were not
     unpatch(model)             restores the model: its results have the same bits as before
     PatchCallback()            patches in Trainer(..., callbacks=[...])
 
-Models are not recognised by name.  A part is replaced if its structure is known and a trial shows
-that the op computes the same as the part; every other part stays as it is.
+Models are not recognized by name.  A part is replaced if its structure is known and a trial shows
+that the op computes the same as the part; all other parts stay as they are.
 """
 
 import typing
@@ -20,5 +20,5 @@ from ._report import Report as Report
 if typing.TYPE_CHECKING:
     from ._callback import PatchCallback as PatchCallback
 
-# a callback of transformers imports peft, bitsandbytes and more
+# on first access, as a callback of transformers imports peft, bitsandbytes and more
 _names.publish(__name__, {"PatchCallback": "_callback"})

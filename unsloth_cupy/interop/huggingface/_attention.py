@@ -1,15 +1,19 @@
 """Attention for transformers' AttentionInterface, with compact masks.
 
-If a mask is causal, has the window of the config, or separates packed texts, layers get only which
-keys are not padding, (batch, keys), or the starts of the packed texts, (texts + 1,).  Any other
-mask, for example of images whose tokens see each other, is the full mask of transformers,
-(batch, 1, queries, keys).  A decoder that slices masks by queries, as one whose last layers share
-keys and values does for the logits of few tokens, gets (batch, 1, 1, keys) in uint8 in place of
-(batch, keys), and full masks of packed texts.
+If a mask is causal, has the window of the config, or separates packed texts, layers get a compact
+mask:
 
-In models that have eager attention alone, a row that sees no key gets the mean of all values, as
-eager gives it; in others it gets zeros, as sdpa gives it.  Where weights are asked for, a layer's
-own eager function returns them.
+    (batch, keys)                   False for padding
+    (texts + 1,)                    the starts of packed texts, and the end
+    (batch, 1, 1, keys) uint8       0 for padding, for decoders that slice masks by queries: their
+                                    last layers share keys and values, and compute few tokens
+
+For any other mask, for example of images whose tokens attend to each other, and for packed texts in
+decoders that slice masks, layers get transformers' full mask, (batch, 1, queries, keys).
+
+A row without a visible key gets the mean of all values in models that only have eager attention, as
+from eager attention, and zeros in other models, as from sdpa.  If a call requests attention
+weights, the layer's own eager function returns them.
 """
 
 import inspect
@@ -27,9 +31,10 @@ from ..torch import attention_forward, attention_varlen
 from ._changes import IMPLEMENTATION, Changes
 from ._trials import Refused, Texts, near
 
-NAME, EAGER = "unsloth_cupy", "unsloth_cupy_eager"  # in place of sdpa and others, and of eager
-SLICED = "_sliced"  # added to both for decoders that slice masks by queries
-notes: list[tuple[Any, ...]] | None = None  # records the calls of a trial; None outside of one
+# names in the interface: instead of sdpa and others, and instead of eager attention
+NAME, EAGER = "unsloth_cupy", "unsloth_cupy_eager"
+SLICED = "_sliced"  # suffix of both names for decoders that slice masks by queries
+notes: list[tuple[Any, ...]] | None = None  # the calls of a trial; None outside a trial
 
 
 def attention(
@@ -37,15 +42,17 @@ def attention(
 ) -> tuple[Any, Any]:
     """Return the attention of each head, (batch, tokens, heads, dim), and its weights or None.
 
-    ``seen`` is a mask that ``mask`` returned.
+    ``seen`` is a mask from ``mask``.
     """
     if notes is not None:
         notes.append(("attention", module, seen, options.get("sliding_window")))
     if seen is not None and seen.dtype is torch.uint8:
         seen = seen[:, 0, 0].bool()
     eager = is_eager(module.config)
-    asked = options.get("output_attentions") or getattr(module.config, "output_attentions", False)
-    if eager and asked:
+    needs_weights = options.get("output_attentions") or getattr(
+        module.config, "output_attentions", False
+    )
+    if eager and needs_weights:
         own = inspect.unwrap(type(module).forward).__globals__["eager_attention_forward"]
         added = _added(module, query, key, seen, **options)
         result: tuple[Any, Any] = own(module, query, key, value, added, **options)
@@ -59,10 +66,10 @@ def _attended(
     softcap: float | None = None, s_aux: Any = None, is_causal: bool | None = None,
     position_bias: Any = None, **_: Any,
 ) -> Any:  # fmt: skip
-    """Return the attention of each head; ``eager`` for rows that see no key as eager gives them."""
-    q, k, v = (a.transpose(1, 2) for a in (query, key, value))
+    """Return the attention of each head; ``eager``: rows without keys get the mean of values."""
+    q, k, v = (a.transpose(1, 2) for a in (query, key, value))  # (batch, tokens, heads, dim)
     options: dict[str, Any] = {"scale": scaling, "softcap": softcap, "sinks": s_aux}
-    if dropout:  # seed from torch's generator on the host, which checkpointing restores
+    if dropout:  # a seed from torch's generator on the host, which checkpointing restores
         options |= {"dropout": dropout, "seed": torch.randint(2**62, ())}
     if position_bias is not None:
         options["bias"] = position_bias
@@ -76,12 +83,12 @@ def _attended(
     if seen is None:
         return attend(q, k, v, **options)
     if seen.ndim == 1:  # starts of packed texts
-        flat = (a.flatten(0, 1) for a in (q, k, v))
+        flat = (a.flatten(0, 1) for a in (q, k, v))  # (batch * tokens, heads, dim)
         return attention_varlen(*flat, seen, seen, **options).view(*q.shape[:3], v.shape[-1])
     if seen.ndim == 4:
         options = _with_mask(seen, options)
     else:
-        k = k[:, : seen.shape[1]]  # a static cache has more keys, which are not written yet
+        k = k[:, : seen.shape[1]]  # a static cache has further keys, which are not written yet
         options["mask"] = seen[:, None, None]
     if not eager:
         return attend(q, k, v[:, : k.shape[1]], **options)
@@ -94,7 +101,7 @@ def _added(
     module: Any, query: Any, key: Any, seen: Any, *,
     sliding_window: int | None = None, is_causal: bool | None = None, **_: Any,
 ) -> Any:  # fmt: skip
-    """Return a mask that ``mask`` returned as what eager attention adds, queries x keys."""
+    """Return a mask from ``mask`` as numbers to add to scores, (..., queries, keys)."""
     queries, keys, device = query.shape[2], key.shape[2], query.device
     if seen is None or seen.ndim < 4:
         end = seen.shape[1] if seen is not None and seen.ndim == 2 else keys
@@ -119,7 +126,7 @@ def _added(
 
 
 def _with_mask(seen: Any, options: dict[str, Any]) -> dict[str, Any]:
-    """Return options with a full mask, as a boolean mask or added to the bias."""
+    """Return options with a full mask: as ``mask`` if it is boolean, else added to ``bias``."""
     if seen.dtype is torch.bool:
         return options | {"mask": seen}
     bias = options.get("bias")
@@ -132,7 +139,7 @@ def mask(
     local_size: int | None = None, allow_is_causal_skip: bool = True, use_vmap: bool = False,
     device: Any = "cpu", config: Any = None, cache_position: Any = None, **options: Any,
 ) -> Any:  # fmt: skip
-    """Return the mask that layers get: None, compact or full, as the module's docstring says."""
+    """Return the mask for layers: None, compact or full, as the module's docstring describes."""
     queries = {"q_length": q_length, "q_offset": q_offset, "device": device}
     if cache_position is not None:  # transformers before 5.5
         queries = {"cache_position": cache_position}
@@ -140,7 +147,7 @@ def mask(
         device = cache_position.device
     window = getattr(config, "sliding_window", None)
     end = _end(q_offset, q_length) if allow_is_causal_skip else None
-    # with chunked attention: all tokens are in the first chunk
+    # chunked attention is causal if all tokens are in the first chunk
     first_chunk = (
         end is not None and local_size is not None and local_size != window and end <= local_size
     )
@@ -162,7 +169,7 @@ def mask(
 
 
 def sliced_mask(*args: Any, **options: Any) -> Any:
-    """Return the mask that layers get if the decoder slices it by queries: None or of 4 axes."""
+    """Return the mask for layers of a decoder that slices it by queries: None, or 4 axes."""
     seen = mask(*args, **options)
     if seen is not None and seen.ndim == 1:
         seen = sdpa_mask(*args, **options | {"allow_is_causal_skip": False})
@@ -174,12 +181,12 @@ def sliced_mask(*args: Any, **options: Any) -> Any:
 
 
 def is_eager(config: Any) -> bool:
-    """Return whether this attention is in place of eager attention."""
+    """Return whether this attention replaces eager attention."""
     return str(config._attn_implementation).startswith(EAGER)
 
 
 def _end(q_offset: Any, q_length: int) -> int | None:
-    """Return the position after the last query, or None if it is not known in a graph."""
+    """Return the position after the last query; None if a graph does not know it."""
     if isinstance(q_offset, torch.Tensor):
         if torch.compiler.is_compiling() or q_length == 1:
             return None
@@ -188,7 +195,7 @@ def _end(q_offset: Any, q_length: int) -> int | None:
 
 
 def _padding(mask: Any, batch: int, start: int, end: int, keys: int, device: Any) -> Any:
-    """Return which keys from start to end are not padding; None if all of them are seen."""
+    """Return a mask of the keys start .. end, False for padding; None if all keys are visible."""
     if mask is None:
         if end == start + keys:
             return None
@@ -199,18 +206,21 @@ def _padding(mask: Any, batch: int, start: int, end: int, keys: int, device: Any
 
 
 def _packed(function: Any, options: dict[str, Any]) -> bool:
-    """Return whether a mask is one of packed texts, each causal or with a window."""
+    """Return whether a mask is for packed texts, each causal or with a window."""
     return function.__name__ == "and_mask" and "allow_is_bidirectional_skip" not in options
 
 
 def _starts(function: Any, batch: int, tokens: int, device: Any) -> Any:
-    """Return the starts of packed texts (tokens that do not see the previous one) and the end."""
+    """Return the starts of packed texts, and the end.
+
+    A token starts a text if it does not attend to the token before it.
+    """
     row, token = torch.arange(batch, device=device), torch.arange(tokens, device=device)
     sees = function(row[:, None], row[:1, None], token[None], token[None] - 1)
     starts = ~sees.expand(batch, tokens) | (token == 0)
     total = batch * tokens
     places = torch.arange(total, device=device)
-    if torch.compiler.is_compiling():  # a fixed size for all batches: empty texts at the end
+    if torch.compiler.is_compiling():  # a fixed size for all batches, with empty texts at the end
         starts_at = torch.where(starts.flatten(), places, total).sort().values
     else:
         starts_at = places[starts.flatten()]
@@ -218,23 +228,23 @@ def _starts(function: Any, batch: int, tokens: int, device: Any) -> Any:
 
 
 def take(changes: Changes, model: Any, texts: Texts) -> None:
-    """Let the layers of a model's decoder use this attention; raise Refused if one differs."""
+    """Make the layers of a model's decoder use this attention; raise Refused if one differs."""
     count = len(changes)
     try:
         _take(changes, model, texts, "")
-    except IndexError:  # masks have fewer axes than the decoder slices
+    except IndexError:  # the decoder slices axes that compact masks do not have
         changes.since(count)
         _take(changes, model, texts, SLICED)
 
 
 def _take(changes: Changes, model: Any, texts: Texts, form: str) -> None:
-    """Replace the attention, with one of both forms of masks."""
+    """Replace the attention, with the masks of ``mask`` ("") or ``sliced_mask`` (SLICED)."""
     decoder = model.get_decoder() or model
     for config in _configs(decoder):
         eager = config._attn_implementation == "eager"
         if eager and getattr(decoder, "_supports_sdpa", False):
-            cure = 'set_attn_implementation("sdpa") before patch has it replaced'
-            raise Refused(f"its config asks for eager attention, which returns weights; {cure}")
+            cure = 'call set_attn_implementation("sdpa") before patch'
+            raise Refused(f"its config selects eager attention, which returns weights; {cure}")
         changes.set(config, IMPLEMENTATION, (EAGER if eager else NAME) + form)
     with _noting() as noted:
         texts.run(model)
@@ -244,7 +254,7 @@ def _take(changes: Changes, model: Any, texts: Texts, form: str) -> None:
         raise Refused("it does not use the AttentionInterface")
     for module, (seen, window) in called.items():
         if _key(seen) not in masks:
-            raise Refused(f"{type(module).__name__} gets a mask that is not the interface's")
+            raise Refused(f"{type(module).__name__} gets a mask from outside the interface")
         compact = seen.ndim < 4 or seen.dtype is torch.uint8
         if compact and masks[_key(seen)][1] != window:
             raise Refused(f"{type(module).__name__} does not pass the window of its mask")
@@ -256,14 +266,14 @@ def _take(changes: Changes, model: Any, texts: Texts, form: str) -> None:
         vars(owner)[name] = now
     for module, call in calls.items():
         if "attention_mask" not in call.options:
-            raise Refused(f"{type(module).__name__} takes its mask by another name")
+            raise Refused(f"{type(module).__name__} has another name for its mask")
         result = texts.kept(call.again(module, attention_mask=called[module][0]))
         if not near(result, texts.kept(call.result), model.dtype):
             raise Refused(f"{type(module).__name__} does more than the interface specifies")
 
 
 def _key(seen: Any) -> int:
-    """Return what identifies a mask, and a slice of one that has 4 axes."""
+    """Return a key of a mask; a slice of a mask with 4 axes has the key of the whole mask."""
     whole = seen is None or seen.ndim < 4
     return id(seen) if whole else int(seen.untyped_storage().data_ptr())
 

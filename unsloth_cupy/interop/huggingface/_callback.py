@@ -10,11 +10,11 @@ from ._report import Report
 
 
 class PatchCallback(TrainerCallback):
-    """Patches the model of a trainer when the trainer is created, before it is sharded or wrapped.
+    """Patches the model of a trainer when the trainer is created, before sharding and wrapping.
 
-    ``Trainer(model, arguments, callbacks=[PatchCallback()])``; trainers of TRL accept it too, and
-    have added their adapters to the model by then.  A model that is already patched is not changed.
-    The patch stays after training: ``unpatch(trainer.model)`` removes it.
+    ``Trainer(model, arguments, callbacks=[PatchCallback()])``; trainers of TRL accept it, too, and
+    have added their adapters to the model before.  A model that is already patched is not changed.
+    The model stays patched after training: ``unpatch(trainer.model)`` restores it.
 
     Parameters
     ----------
@@ -37,8 +37,8 @@ class PatchCallback(TrainerCallback):
         self.report: Report | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
-        """Patch the model of a trainer that was created with this callback."""
+        """Patch the model of a trainer, unless it is patched."""
         if not is_patched(model):
             self.report = patch(model, parts=self.parts)
 
-    on_train_begin = on_init_end  # if it was added later, or the model was replaced
+    on_train_begin = on_init_end  # if the callback was added later, or the model was replaced

@@ -8,15 +8,15 @@ from torch import nn
 
 from ...errors import ConfigError
 
-HOOKED = "_old_forward"  # the attribute in which accelerate's hooks keep the forward they call
-IMPLEMENTATION = "_attn_implementation_internal"  # of a config: also the user's to set
-EXPERTS = "_experts_implementation_internal"  # of a config, too
+HOOKED = "_old_forward"  # the attribute with the forward that accelerate's hooks call
+IMPLEMENTATION = "_attn_implementation_internal"  # attributes of a config, which users may set, too
+EXPERTS = "_experts_implementation_internal"
 SELECTED = (IMPLEMENTATION, EXPERTS)
 REPLICATE = "_replicate_for_data_parallel"  # nn.DataParallel calls it for each device
 
 
 class Nothing:
-    """Marks a missing attribute; it is a class, as a deep copy keeps classes themselves."""
+    """Marks a missing attribute; a class, as a deep copy does not copy classes."""
 
 
 class Change(NamedTuple):
@@ -28,7 +28,7 @@ class Change(NamedTuple):
     before: Any
 
     def place(self) -> str:
-        """Return the attribute that holds the value now; "" if another library replaced it."""
+        """Return the attribute with the value now; "" if another library has replaced it."""
         held = vars(self.owner)
         places = (self.name, HOOKED) if self.name == "forward" else (self.name,)
         return next((place for place in places if held.get(place, Nothing) == self.now), "")
@@ -38,7 +38,7 @@ class Changes(list[Change]):
     """Attributes of modules and configs that were changed, in order."""
 
     def set(self, owner: Any, name: str, value: Any) -> None:
-        """Set an attribute in the object's own dictionary, without its class's ``__setattr__``."""
+        """Set an attribute in the dictionary of an object, without ``__setattr__`` of its class."""
         before = vars(owner).get(name, Nothing)
         vars(owner)[name] = value
         self.append(Change(owner, name, value, before))
@@ -54,7 +54,7 @@ class Changes(list[Change]):
         while len(self) > count:
             change = self.pop()
             owner, place, before = change.owner, change.place(), change.before
-            if place == HOOKED and before is Nothing:  # hooked since: their forward calls this one
+            if place == HOOKED and before is Nothing:  # accelerate's hook, added later, calls this
                 before = types.MethodType(type(owner).forward, owner)
             if before is Nothing:
                 vars(owner).pop(place, None)
@@ -62,7 +62,7 @@ class Changes(list[Change]):
                 vars(owner)[place] = before
 
     def undo(self, model: nn.Module) -> None:
-        """Undo all changes, also in copies of modules, as peft copies modules that it saves."""
+        """Undo all changes, also in copies of modules: peft copies modules that it saves."""
         ours = {c.now.__func__ for c in self if isinstance(c.now, types.MethodType)}
         self.since(0)
         for module in model.modules():
@@ -73,16 +73,16 @@ class Changes(list[Change]):
                 vars(module).pop(REPLICATE, None)
 
     def places(self, model: nn.Module) -> list[tuple[Any, str]]:
-        """Return the objects, and names of their attributes, that ``undo`` may set."""
+        """Return the attributes that ``undo`` may set, as (object, name)."""
         names = ("forward", HOOKED, REPLICATE)
         places = [(module, name) for module in model.modules() for name in names]
         return [*places, *((change.owner, change.name) for change in self)]
 
     def check(self, wrapped: Any) -> None:
-        """Raise if another library has replaced a changed attribute; ``wrapped`` is not checked.
+        """Raise if another library has replaced a changed attribute, except of ``wrapped``.
 
-        Nor are attention and experts of a config: ``undo`` keeps what ``set_attn_implementation``
-        and ``set_experts_implementation`` have set.
+        Attention and experts of a config are not checked, either: ``undo`` leaves values that
+        ``set_attn_implementation`` and ``set_experts_implementation`` have set.
         """
         last = {(id(change.owner), change.name): change for change in self}
         for owner, name, change in ((c.owner, c.name, c) for c in last.values()):
@@ -98,7 +98,7 @@ class Changes(list[Change]):
 
 
 def _replicated(self: Any) -> Any:
-    """Return a replica of a module, whose methods are bound to it and not to the module."""
+    """Return a replica of a module, with methods that are bound to the replica."""
     replica = type(self)._replicate_for_data_parallel(self)
     for name, held in vars(self).items():
         if isinstance(held, types.MethodType) and held.__self__ is self:
@@ -107,11 +107,11 @@ def _replicated(self: Any) -> Any:
 
 
 def place_of(module: nn.Module) -> str:
-    """Return the name of the attribute that holds a module's forward."""
+    """Return the name of the attribute with a module's forward."""
     return HOOKED if HOOKED in vars(module) else "forward"
 
 
 def own_forward(module: nn.Module) -> bool:
-    """Return whether a module runs the forward of its class, and not a replacement."""
-    own = types.MethodType(type(module).forward, module)  # accelerate's hooks leave it there
+    """Return whether a module runs the forward of its class, not a replacement."""
+    own = types.MethodType(type(module).forward, module)  # accelerate's hooks store this one
     return vars(module).get(place_of(module), own) == own

@@ -1,7 +1,8 @@
-"""Experts for transformers' registry of expert functions, which every mixture of experts asks.
+"""Experts for transformers' registry of expert functions, which every mixture of experts uses.
 
-A gate that ``experts_mlp`` has, with its rows in two halves, makes a layer one op.  For others rows
-are sorted by expert, and the module's own gate stands between two grouped products.
+A layer is one op if ``experts_mlp`` has its gate, and the rows of gate and up are two halves.  For
+other layers, rows are sorted by expert, and the module's own gate runs between two grouped
+products.
 """
 
 from typing import Any
@@ -19,17 +20,19 @@ except ImportError:  # transformers before 5.0
     REGISTRY = None
 
 NAME = "unsloth_cupy"
-FORM = "_unsloth_cupy_experts"  # of a module: options of ``experts_mlp``; None: its own gate
+# attribute of a module: the options of ``experts_mlp``; None if the module's own gate runs
+FORM = "_unsloth_cupy_experts"
 LIMITS, ALPHAS = ("limit", "swiglu_limit"), ("alpha", "swiglu_alpha")
+# attributes that the registry's decorator sets
 FLAGS = {"config", "has_gate", "has_bias", "has_post_expert_norm", "is_transposed"} | {
     "is_concatenated",
     "_is_expert_parallel",
-}  # that the registry's decorator sets
-ROWS = 12  # of a trial
+}
+ROWS = 12  # rows of a trial
 
 
 def experts(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any) -> Any:
-    """Return the weighted sum of what the chosen experts make of each row, (rows, hidden)."""
+    """Return the weighted sum of the results of each row's experts, (rows, hidden)."""
     first = self.gate_up_proj if self.has_gate else self.up_proj
     x = hidden_states if torch.is_autocast_enabled() else hidden_states.to(first.dtype)
     stacks = first, self.down_proj
@@ -51,7 +54,7 @@ def experts(self: Any, hidden_states: Any, top_k_index: Any, top_k_weights: Any)
 
 
 def _wide_or_own(weights: Any, x: Any) -> torch.dtype:
-    """Return the dtype that the op takes weights in: float32, or that of x."""
+    """Return the dtype of weights for the op: float32, or the dtype of x."""
     dtype: torch.dtype = weights.dtype
     return dtype if dtype in (x.dtype, torch.float32) else torch.float32
 
@@ -59,7 +62,7 @@ def _wide_or_own(weights: Any, x: Any) -> torch.dtype:
 def _by_its_gate(
     module: Any, x: Any, chosen: Any, weights: Any, stacks: Any, biases: Any
 ) -> torch.Tensor:
-    """Return what ``experts`` does, with the module's own activation, gate and last norm."""
+    """Compute ``experts`` with the module's own activation, gate and last norm."""
     k = chosen.shape[-1]
     order, offsets = sort_by_expert(chosen, module.num_experts)
     both = grouped_linear(embedding(order // k, x), stacks[0], offsets, biases[0])
@@ -68,27 +71,28 @@ def _by_its_gate(
     if module.has_post_expert_norm:
         out = module.post_expert_norm(out)
     places = torch.empty_like(order).scatter_(0, order.long(), _count(order))
-    own = embedding(places, out).view(*chosen.shape, -1) * weights[..., None]
+    own = embedding(places, out).view(*chosen.shape, -1) * weights[..., None]  # (rows, k, hidden)
     return own.sum(dim=-2)
 
 
 def _count(order: Any) -> Any:
+    """Return 0, 1, 2, ... as a tensor like ``order``."""
     return torch.arange(len(order), dtype=order.dtype, device=order.device)
 
 
 def asks(module: nn.Module) -> bool:
-    """Return whether a module asks the registry how its experts are computed."""
+    """Return whether a module's experts are computed by a function of the registry."""
     return REGISTRY is not None and vars(module).keys() >= FLAGS
 
 
 def own(module: nn.Module) -> bool:
-    """Return whether a module holds stacks of experts, and asks nobody."""
+    """Return whether a module has stacks of experts, and does not use the registry."""
     stacks = [p for p in module._parameters.values() if p is not None and p.ndim == 3]
     return "Experts" in type(module).__name__ and bool(stacks) and not asks(module)
 
 
 def take(changes: Changes, modules: list[Any]) -> None:
-    """Let modules of one config compute their experts here; raise Refused if one differs."""
+    """Make modules with one config compute their experts here; raise Refused if one differs."""
     config, expected = modules[0].config, []
     for module in modules:
         if module._is_expert_parallel:
@@ -109,7 +113,7 @@ def take(changes: Changes, modules: list[Any]) -> None:
 
 
 def _tried(module: Any) -> torch.Tensor:
-    """Return what a module makes of random rows, with random biases and norms."""
+    """Return the result of a module for random rows, with random biases and norms."""
     down = module.down_proj
     hidden, k = down.shape[2 if module.is_transposed else 1], min(3, module.num_experts)
     x = draw(ROWS, hidden, like=down)
@@ -121,13 +125,13 @@ def _tried(module: Any) -> torch.Tensor:
 
 
 def _forms(module: Any) -> list[dict[str, Any]]:
-    """Return the options of ``experts_mlp`` that have the gate of a module: one or none."""
+    """Return the options of ``experts_mlp`` for the gate of a module: one entry or none."""
     if module.has_post_expert_norm or (module.has_gate and not module.is_concatenated):
         return []
-    both = 4 * draw(2, 1000)  # beyond the limits of a gate
+    both = 4 * draw(2, 1000)  # with values beyond the limits of a gate
     try:
         result = module._apply_gate(both) if module.has_gate else module.act_fn(both)
-    except Exception:  # its gate reads more
+    except Exception:  # the gate needs more arguments
         return []
     names = ("swiglu", "geglu", "geglu_tanh") if module.has_gate else ("relu2",)
     forms: list[dict[str, Any]] = [{"activation": name} for name in names]
@@ -138,12 +142,13 @@ def _forms(module: Any) -> list[dict[str, Any]]:
 
 
 def _number(module: Any, names: tuple[str, ...]) -> float | None:
+    """Return the first of these attributes that is a number."""
     values = (getattr(module, name, None) for name in names)
     return next((float(value) for value in values if isinstance(value, int | float)), None)
 
 
 def _gated(both: torch.Tensor, activation: str, **numbers: float) -> torch.Tensor:
-    """Return what ``experts_mlp`` puts between its products."""
+    """Compute the gate that ``experts_mlp`` has between its products."""
     if activation == "relu2":
         return torch.relu(both).square()
     gate, up = both.chunk(2, dim=-1)

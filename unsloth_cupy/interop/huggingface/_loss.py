@@ -1,12 +1,12 @@
-"""Replaces the loss of a language model by one without logits, computed in the head's forward.
+"""Replaces the loss of a language model by a loss without logits, computed in the head's forward.
 
-In training with labels, the head returns zeros whose gradient is that of the summed loss.  The
-model's own forward continues with them as if they were logits: it scales or caps them, which leaves
-zeros, adds the losses of routers, and calls its loss function.  That adds the value of the sum:
+In training with labels, the head returns zeros with the gradient of the summed loss.  The model's
+own forward uses them as logits: it scales or caps them, which leaves zeros, adds the losses of
+routers, and calls its loss function.  That function is replaced, and adds the value of the sum:
 
     loss = (sum + (f(zeros) - f(zeros)) / f'(0)) / labels        f: the scaling and cap of logits
 
-So hooks of the head see all of its work, and its weight is only read inside of its forward.
+So hooks of the head surround all of its work, and its weight is only read inside its forward.
 """
 
 import functools
@@ -29,17 +29,17 @@ from ._trials import Refused, Texts, near
 
 IGNORE, STATE = -100, "_unsloth_cupy_loss"
 functorch = torch._C._are_functorch_transforms_active
-HOST_BYTES = 2**25  # bytes of logits at a time on a CPU, where products in parts are as fast
+HOST_BYTES = 2**25  # bytes of logits at a time on a CPU, where smaller products are as fast
 
 
 class State:
-    """Data that the head and the model pass to each other during a step."""
+    """Data that head and model exchange during a step."""
 
     def __init__(self, head: nn.Module) -> None:
         self.head = head
         self.labels: Any = None  # shifted labels, which the head reads and clears
         self.total: Any = None  # the sum of the losses, without a gradient
-        self.watches = False  # whether rows that see no key have other gradients than before
+        self.watches = False  # whether to warn of rows without keys that predict labels
 
 
 class Logits(NamedTuple):
@@ -54,10 +54,10 @@ class Logits(NamedTuple):
 
 
 def take(changes: Changes, model: Any, texts: Texts) -> None:
-    """Replace the loss of a model; raise Refused if a trial does not show the same losses."""
+    """Replace the loss of a model; raise Refused if a trial gives other losses."""
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear or not own_forward(head):
-        raise Refused(f"its head is {type(head).__name__}, or replaced")
+        raise Refused(f"its head is {type(head).__name__}, or another library replaced it")
     if head._parameters.get("bias") is not None:
         raise Refused("its head has a bias")
     if not own_forward(model) or "_loss_function" in vars(model):
@@ -68,7 +68,7 @@ def take(changes: Changes, model: Any, texts: Texts) -> None:
 
 
 def _take(changes: Changes, model: Any, head: nn.Linear, texts: Texts) -> None:
-    """Replace the loss of a model with a head that was checked."""
+    """Replace the loss of a model whose head has been checked."""
     expected = _steps(model, texts)
     logits, state = _probe(changes, model, head, texts), State(head)
     for owner in (model, head):
@@ -76,7 +76,7 @@ def _take(changes: Changes, model: Any, head: nn.Linear, texts: Texts) -> None:
     changes.forward(head, _head(logits))
     changes.forward(model, _model(type(model).forward))
     changes.set(model, "_loss_function", types.MethodType(_loss(logits.scale), model))
-    vars(model)["training"] = True  # only of the outermost module: no dropout
+    vars(model)["training"] = True  # of the outermost module only, so that there is no dropout
     try:
         losses = _steps(model, texts)
     finally:
@@ -96,7 +96,7 @@ def _steps(model: Any, texts: Texts) -> list[torch.Tensor]:
 
 
 def _probe(changes: Changes, model: Any, head: Any, texts: Texts) -> Logits:
-    """Return the function that a model applies to logits, from logits that replace its head's."""
+    """Return the function that a model applies to logits, measured with a head of known logits."""
     ramp = torch.linspace(-60, 60, head.weight.shape[0], dtype=torch.float64)
     ramp[:4] = torch.tensor([0, 1e-2, 1.0, 1e9])
     count = len(changes)
@@ -105,19 +105,19 @@ def _probe(changes: Changes, model: Any, head: Any, texts: Texts) -> Logits:
     changes.since(count)
     zero, low, one, high = outputs[:4].tolist()
     if zero != 0 or low == 0:
-        raise Refused("its logits are not those of its head")
+        raise Refused("its logits are not the results of its head")
     if high < 1e6 * one:
         scale = high * math.atanh(low / high) / 1e-2
         logits = Logits(_rounded(scale), _rounded(high))
     else:
         logits = Logits(_rounded(one), None)
     if not near(outputs, logits(ramp), torch.float32):
-        raise Refused("its logits are more than scaled and capped")
+        raise Refused("it does more with logits than scale and cap them")
     return logits
 
 
 def _rounded(value: float) -> float:
-    """Return a number rounded to seven digits."""
+    """Return a number rounded to seven digits: the precision of float32."""
     return float(f"{value:.7g}")
 
 
@@ -150,14 +150,14 @@ def _summed(x: Any, weight: Any, labels: Any, softcap: float | None) -> Any:
 
 
 class Summed(torch.autograd.Function):
-    """A sum of losses that computes its gradients in the forward pass: logits are computed once."""
+    """A sum of losses with gradients from the forward pass, so that logits are computed once."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, labels: Any, softcap: Any, max_bytes: Any) -> Any:
         """Return the sum; save the gradients, which the backward pass scales in place.
 
-        They are those of about the mean, as gradients of a sum may be beyond float16.  The divisor
-        is a power of two, so that no digit is lost.
+        Gradients of a sum may be beyond float16, so the saved gradients are divided by about the
+        number of labels.  The divisor is a power of two, so that no digit is lost.
         """
         needs = zip(("x", "weight"), ctx.needs_input_grad, strict=False)
         wanted = frozenset(name for name, need in needs if need)
@@ -175,14 +175,13 @@ class Summed(torch.autograd.Function):
     def backward(ctx: Any, dtotal: Any) -> Any:
         """Return the scaled gradients; only once, as they are scaled in place."""
         if ctx.gradients is None:
-            cure = "compute the loss anew instead of retain_graph=True"
-            raise GradientError(f"the gradients of this loss were taken already; {cure}")
+            cure = "compute the loss again instead of retain_graph=True"
+            raise GradientError(f"the gradients of this loss were computed already; {cure}")
         gradients, ctx.gradients = ctx.gradients, None
         factor = dtotal * ctx.divisor
         mantissa, exponent = torch.frexp(factor)
-        half = (
-            exponent // 2
-        )  # the scale of a loss in float16 is beyond it: two powers of two are not
+        # the scale of a loss may be beyond float16; its mantissa and two powers of two are not
+        half = exponent // 2
         parts = mantissa, torch.exp2(half.float()), torch.exp2((exponent - half).float())
         for each in filter(torch.is_tensor, gradients):
             for part in parts if each.dtype is torch.float16 else (factor,):
@@ -191,9 +190,9 @@ class Summed(torch.autograd.Function):
 
 
 def _model(plain: Any) -> Any:
-    """Return the forward of the model, around its own one."""
+    """Return the forward of the model; it calls ``plain``, the model's own forward."""
 
-    @functools.wraps(plain)  # trainers read its parameters
+    @functools.wraps(plain)  # trainers read the parameters of forward
     def forward(self: Any, *args: Any, **options: Any) -> Any:
         labels: Any = options.get("labels")
         state = vars(self).get(STATE)
@@ -215,7 +214,7 @@ def _model(plain: Any) -> Any:
 
 
 def _warn(model: Any, state: State, mask: Any) -> None:
-    """Warn once if a row that sees no key predicts a label, in place of eager attention."""
+    """Warn once if a row without a visible key predicts a label where attention was eager."""
     config = (model.get_decoder() or model).config
     if not is_eager(config) or torch.compiler.is_compiling() or functorch():
         return
@@ -227,15 +226,15 @@ def _warn(model: Any, state: State, mask: Any) -> None:
     state.watches = not bool(((seen == 0).to(state.labels.device) & (state.labels != IGNORE)).any())
     if not state.watches:
         warnings.warn(
-            f"patch: padding predicts labels; make them {IGNORE}, that of a text's first token too"
-            " if padding is on the left. Eager attention takes gradients through the mask there, a"
-            " patched model does not",
+            f"patch: padding predicts labels; set these labels to {IGNORE}, and with padding on the"
+            " left also the label of a text's first token. Eager attention has gradients through"
+            " the mask there, a patched model has none",
             stacklevel=2,
         )
 
 
 def _simple(options: dict[str, Any]) -> bool:
-    """Return whether a call computes the loss of all labels, and returns a named result."""
+    """Return whether a call computes the loss of all labels and returns a named result."""
     keep = options.get("logits_to_keep", 0)
     return (
         isinstance(keep, int)
@@ -246,10 +245,7 @@ def _simple(options: dict[str, Any]) -> bool:
 
 
 def _is_whole(model: Any, state: State) -> bool:
-    """Return whether the model's head is still the patched one, without adapters around it.
-
-    Adapters would add to its logits.
-    """
+    """Return whether the model's head is still the patched head, without an adapter around it."""
     head = model.get_output_embeddings()
     same = [*map(id, head.parameters())] == [*map(id, state.head.parameters())]
     return head is state.head or same

@@ -1,9 +1,9 @@
-"""Replacements for parts that are one module: norms, gated MLPs, embeddings, layers of LoRA.
+"""Replacements for parts that are a single module: norms, gated MLPs, embeddings, LoRA layers.
 
-Each function here looks at a module's structure.  It returns candidates for its forward with the
-trial that decides between them, or None if the module is another part, or raises Refused with the
-reason.  Forwards that are set on modules only hold constants, so that a deep copy of a model calls
-its own modules.
+Each function here checks the structure of a module.  It returns candidates for the forward, with
+the trial that chooses between them; None if the module is another part; or it raises Refused with
+the reason.  The new forwards contain only constants, so that a deep copy of a model calls its own
+modules.
 """
 
 import inspect
@@ -34,14 +34,14 @@ ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 
 
 def norm(module: nn.Module, _: torch.dtype) -> Candidate | None:
-    """Return the formulas that a norm may have; they are tried with random weights, in float32."""
+    """Return the formulas that a norm may have, for a trial with random weights in float32."""
     eps = eps_of(module)
     named = "Norm" in type(module).__name__ and "Batch" not in type(module).__name__
     if module._modules or not (named or isinstance(eps, float)):
         return None
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
     if weight is None or weight.ndim != 1 or not isinstance(eps, float):
-        raise Refused("not one vector of weights and an eps")
+        raise Refused("it does not have one vector of weights and an eps")
     gated = _other_arguments(module) == ["gate"]
     if not gated:
         _check_arguments(module)
@@ -58,17 +58,18 @@ def norm(module: nn.Module, _: torch.dtype) -> Candidate | None:
 
 
 def _other_arguments(module: nn.Module) -> list[str]:
+    """Return the parameters of a module's forward after self and x."""
     return [*inspect.signature(type(module).forward).parameters][2:]
 
 
 def _check_arguments(module: nn.Module) -> None:
-    """Raise Refused if a module reads more than one array: a trial does not show what it does."""
+    """Raise Refused if a forward has more than one argument, which a trial does not cover."""
     if others := _other_arguments(module):
         raise Refused(f"its forward also reads {', '.join(others)}")
 
 
 def eps_of(module: nn.Module) -> Any:
-    """Return the eps of a norm, None if it has no such attribute."""
+    """Return the eps of a norm; None if it has no such attribute."""
     attributes = vars(module)
     return attributes.get("variance_epsilon", attributes.get("eps"))
 
@@ -85,12 +86,12 @@ def _rms_norm(eps: float, offset: float) -> Forward:
 
 
 def _weight_for(module: Any, x: Any) -> Any:
-    """Return the weight of a norm; residuals of Mamba 2 are float32, and its weights 16 bits."""
+    """Return the weight of a norm for x; float32 for a float32 x, as residuals of Mamba2 are."""
     return module.weight.float() if x.dtype is torch.float32 else module.weight
 
 
 def _gated_rms_norm(eps: float) -> Forward:
-    """Return a forward that norms, then multiplies by the swish of a gate."""
+    """Return a forward that normalizes, then multiplies by the swish of a gate."""
 
     def forward(self: Any, x: Any, gate: Any = None) -> Any:
         weight = _weight_for(self, x)
@@ -102,7 +103,7 @@ def _gated_rms_norm(eps: float) -> Forward:
 
 
 def _norm_of_gated(eps: float) -> Forward:
-    """Return a forward that multiplies by the swish of a gate, then norms."""
+    """Return a forward that multiplies by the swish of a gate, then normalizes."""
 
     def forward(self: Any, x: Any, gate: Any = None) -> Any:
         wide = x if gate is None else swiglu(gate.float(), x.float())
@@ -112,7 +113,7 @@ def _norm_of_gated(eps: float) -> Forward:
 
 
 def _norm_by_sigmoid(eps: float) -> Forward:
-    """Return a forward that norms, then multiplies by the sigmoid of a gate, rounded once."""
+    """Return a forward that normalizes, then multiplies by the sigmoid of a gate; rounded once."""
 
     def forward(self: Any, x: Any, gate: Any) -> Any:
         wide = rms_norm(x.float(), self.weight.float(), eps=eps)
@@ -133,10 +134,10 @@ def _layer_norm(eps: float) -> Forward:
 
 
 def mlp(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
-    """Return a gated MLP; its activation is found first, on -8 to 8, where formulas differ."""
+    """Return the candidates for a gated MLP; activations are compared first, on -8 .. 8."""
     names = module._modules.keys()
     if "Experts" in type(module).__name__ and module._parameters:
-        return None  # another part
+        return None  # the part "experts"
     acts: list[Any] = [getattr(module, name, None) for name in ACTIVATIONS]
     act = next(filter(callable, acts), None)
     if act is None or not any(
@@ -144,7 +145,7 @@ def mlp(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
     ):
         return None
     if not any(gated <= names for gated in GATED):
-        raise Refused("no gate and up around one activation")
+        raise Refused("it has no gate and up with one activation")
     _check_arguments(module)
     fused = "gate_up_proj" in names
     first: Any = module.gate_up_proj if fused else module.gate_proj
@@ -163,8 +164,8 @@ def _geglu(approximate: bool) -> Forward:
 
 
 def _is_gate(act: Any, gate: Forward) -> bool:
-    """Return whether an activation is that of a gate."""
-    numbers = torch.linspace(-8, 8, 999)
+    """Return whether an activation is the activation of a gate."""
+    numbers = torch.linspace(-8, 8, 999)  # a range in which the activations differ
     return agree(act, lambda x: gate(x, torch.ones_like(x)), [numbers], torch.float32)
 
 
@@ -180,19 +181,19 @@ def _gated(gate: Forward, fused: bool) -> Forward:
 
 
 def table(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
-    """Return an embedding that only looks up rows of a table."""
+    """Return the candidate for an embedding that only looks up rows of a table."""
     if not isinstance(module, nn.Embedding):
         return None
     if type(module).forward is not nn.Embedding.forward:
         raise Refused("it does more than look up")
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-        raise Refused("its gradient is sparse, scaled or its rows are bounded")
+        raise Refused("its gradient is sparse or scaled, or its rows are bounded")
     tokens = torch.arange(min(5, module.num_embeddings), device=module.weight.device)
     return Candidate([_lookup(module.padding_idx)], (tokens,), {}, dtype)
 
 
 def _lookup(padding: int | None) -> Forward:
-    """Return the forward of an embedding; the row of the padding token gets no gradient."""
+    """Return the forward of an embedding; the row of the padding token has no gradient."""
 
     def forward(self: Any, tokens: Any) -> Any:
         x = embedding(tokens, self.weight)
@@ -204,7 +205,7 @@ def _lookup(padding: int | None) -> Forward:
 
 
 def lora(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
-    """Return a linear layer of peft with LoRA or DoRA adapters, tried with random adapters."""
+    """Return the candidate for a linear layer of peft with LoRA or DoRA; random adapters."""
     if not {"base_layer", "lora_A", "lora_B"} <= module._modules.keys():
         return None
     layer: Any = module
@@ -213,9 +214,9 @@ def lora(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
     if frozen:
         check(base)
     elif type(base) is not nn.Linear:
-        raise Refused(f"around {type(base).__name__}, which is not a linear layer")
+        raise Refused(f"its base layer is {type(base).__name__}, not a linear layer")
     if layer.lora_variant.keys() - layer.lora_magnitude_vector or any(layer.lora_bias.values()):
-        raise Refused("a variant of LoRA, or one with biases")
+        raise Refused("it is a variant of LoRA, or has biases")
     random = {
         f"{side}.{name}.weight": draw(*each.weight.shape, like=each.weight)
         for side in ("lora_A", "lora_B")
@@ -232,7 +233,7 @@ def lora(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
 
 
 def _adapted(plain: Forward) -> Forward:
-    """Return the forward of a layer with one active adapter; other calls run its own forward."""
+    """Return the forward of a layer with one active adapter; other calls run ``plain``."""
 
     def forward(self: Any, x: Any, *args: Any, **options: Any) -> Any:
         active = [name for name in self.active_adapters if name in self.lora_A]
@@ -249,7 +250,7 @@ def _adapted(plain: Forward) -> Forward:
             return plain(self, x)
         dora = magnitude is not None and tuple(magnitude.shape) != tuple(weight.shape[:1])
         if dora or a.weight.ndim != 2 or weight.ndim != 2:
-            return plain(self, x)  # with ZeRO, weights are gathered only in their own forward
+            return plain(self, x)  # ZeRO gathers weights only for the forward of their own layer
         bias = base.bias if base.bias is None or weight is base.weight else base.bias.to(x.dtype)
         dropout = self.lora_dropout[active[0]]
         share = dropout.p if self.training and isinstance(dropout, nn.Dropout) else 0.0

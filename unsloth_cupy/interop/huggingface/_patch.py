@@ -1,4 +1,4 @@
-"""``patch`` and ``unpatch``: parts are tried one after the other; those that fail are undone."""
+"""``patch`` and ``unpatch``: parts are tried one after the other; a part that fails is undone."""
 
 import copy
 from collections.abc import Callable, Iterable
@@ -44,31 +44,31 @@ def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
 
     A part is replaced if its structure is known and a trial on random numbers gives the same
     results as the part itself.  A model that is already patched is unpatched first, and patched
-    again.  If patching fails, the model is left as it was, patched or not.
+    again.  If patching fails, the model stays as it was, patched or not.
 
-    A deep copy of a patched model is patched.  ``torch.save`` and ``pickle`` store it as it was
-    before: patch what they load.
+    A deep copy of a patched model is patched.  ``torch.save`` and ``pickle`` store the unpatched
+    model: patch the model again after loading.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        Or a module around one, such as a model of peft.
+        The model, or a module around it, such as a model of peft.
     parts : iterable of str, optional
         Some of ``norm``, ``mlp``, ``embedding``, ``lora``, ``quantized`` (layers of bitsandbytes),
         ``experts`` and ``router`` (of mixtures of experts), ``recurrence`` (delta rules, Mamba2 and
         their convolutions), ``rotary``, ``qk_norm`` (norms and rotary embedding of queries and
-        keys), ``attention``, ``residual`` (an addition and the norm after it) and ``loss``; None:
-        all of them.
+        keys), ``attention``, ``residual`` (an addition and the norm after it) and ``loss``; by
+        default all of them.
 
     Returns
     -------
     report : Report
-        The modules that were replaced, and why others were not; ``print(report)`` shows a table.
+        The replaced modules, and the reason for each other one; ``print(report)`` shows a table.
 
     Raises
     ------
     FrameworkError
-        This is not a model of transformers, or its weights are where no op can read them.
+        This is not a model of transformers, or no op can read its weights where they are.
     ConfigError
         A part does not exist.
     """
@@ -81,7 +81,7 @@ def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
     changes, report = Changes(), Report(type(inner).__name__)
     try:
         if MARK in vars(inner):
-            vars(inner)[MARK] = Changes(earlier)  # which unpatch empties
+            vars(inner)[MARK] = Changes(earlier)  # a copy, as unpatch empties the list
             unpatch(model)
         with at_rest(model):
             _Patching(inner, changes, report, chosen).run()
@@ -99,25 +99,27 @@ def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
 
 
 def unpatch(model: Any) -> None:
-    """Restore the parts of a model, to the same bits; a model that is not patched is unchanged.
+    """Restore the parts of a model; results have the same bits as before ``patch``.
+
+    A model that is not patched stays as it is.
 
     Raises
     ------
     FrameworkError
         This is not a model of transformers.
     ConfigError
-        Another library has replaced a patched part since; nothing is undone.
+        Another library has replaced a patched part after ``patch``; nothing is undone.
     """
     inner = _inner("unpatch", model)
     changes: Changes | None = vars(inner).get(MARK)
     if changes is not None:
-        changes.check(wrapped=inner)  # without the loss's state ours calls its own
+        changes.check(wrapped=inner)  # without the state of the loss, our forward calls the model's
         changes.undo(inner)
         del vars(inner)[MARK]
 
 
 def is_patched(model: Any) -> bool:
-    """Return whether a model of transformers, or the one inside of a module, is patched."""
+    """Return whether a model of transformers, or the model inside a module, is patched."""
     return MARK in vars(_inner("patch", model))
 
 
@@ -136,8 +138,8 @@ def _inner(call: str, model: Any) -> Any:
         if isinstance(module, PreTrainedModel):
             return module
     raise FrameworkError(
-        f"{call}: {type(model).__name__} is not a model of transformers, nor is there one in it;"
-        " pass what from_pretrained returned"
+        f"{call}: {type(model).__name__} is not a model of transformers, and contains none;"
+        " pass the model that from_pretrained returned"
     )
 
 
@@ -159,20 +161,21 @@ def _check_weights(model: Any) -> None:
 
 
 def _unpatched(model: Any) -> dict[str, Any]:
-    """Return what pickle stores of a patched model: a copy, with its tensors, that is unpatched."""
+    """Return the attributes that pickle stores: of an unpatched copy, with the same tensors."""
     tensors = chain(model.parameters(), model.buffers())
     twin = copy.deepcopy(model, {id(tensor): tensor for tensor in tensors})
     unpatch(twin)
-    for module in twin.modules():  # transformers' own hooks, added in the first call: no pickle
-        vars(module).pop("_output_capturing_hooks_installed", None)  # holds them; the next call
-        for key, hook in [*module._forward_hooks.items()]:  # adds them again
+    # transformers' own hooks cannot be pickled; transformers adds them again in the next call
+    for module in twin.modules():
+        vars(module).pop("_output_capturing_hooks_installed", None)
+        for key, hook in [*module._forward_hooks.items()]:
             if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
                 del module._forward_hooks[key]
     return vars(twin)
 
 
 def _copied(model: Any, memo: dict[int, Any]) -> Any:
-    """Return a deep copy of a patched model, which copies its attributes and not what is stored."""
+    """Return a deep copy of a patched model: of its attributes, not of those that pickle stores."""
     kind: Any = type(model)
     twin = memo[id(model)] = kind.__new__(kind)
     vars(twin).update(copy.deepcopy(vars(model), memo))
@@ -184,9 +187,9 @@ class _Patching:
 
     def __init__(self, model: Any, changes: Changes, report: Report, parts: set[str]) -> None:
         self.model, self.changes, self.report, self.parts = model, changes, report, parts
-        self.notes: dict[nn.Module, list[Any]] = {}
-        self.along: dict[nn.Module, _recurrence.Notes] = {}
-        self.rotations: dict[nn.Module, _rotary.Rotation] = {}  # of layers
+        self.notes: dict[nn.Module, list[Any]] = {}  # calls of rotary functions, by layer
+        self.along: dict[nn.Module, _recurrence.Notes] = {}  # calls of recurrences, by layer
+        self.rotations: dict[nn.Module, _rotary.Rotation] = {}  # by layer
 
     def run(self) -> None:
         for part in ALONE:
@@ -210,7 +213,7 @@ class _Patching:
             getattr(self, part)()
 
     def attempt(self, part: str, module: nn.Module, work: Callable[[], None]) -> None:
-        """Replace a part, or undo all of its changes and report why."""
+        """Replace a part; if that fails, undo its changes and report the reason."""
         count = len(self.changes)
         try:
             work()
@@ -221,12 +224,12 @@ class _Patching:
             self.report.add(part, type(module).__name__)
 
     def leave(self, part: str, module: nn.Module, error: Exception) -> None:
-        """Report why a part was left as it is."""
+        """Report the reason why a part was not replaced."""
         why = str(error) if isinstance(error, Refused) else f"a trial fails: {_line(error)}"
         self.report.add(part, type(module).__name__, why)
 
     def alone(self, part: str) -> None:
-        """Replace the modules of a part that is a single module."""
+        """Replace the modules of a part that consists of a single module."""
         for module in [*self.model.modules()]:
             try:
                 candidate = ALONE[part](module, self.model.dtype)
@@ -237,6 +240,7 @@ class _Patching:
                 self.attempt(part, module, partial(self.put, module, candidate))
 
     def put(self, module: nn.Module, candidate: Candidate) -> None:
+        """Set the first forward of a candidate that gives the module's results; else refuse."""
         if not own_forward(module):
             raise Refused("another library replaced its forward")
         expected, count = candidate.run(module), len(self.changes)
@@ -245,19 +249,19 @@ class _Patching:
             try:
                 if near(candidate.run(module), expected, candidate.dtype):
                     return
-            except Exception:  # its structure differs from what was assumed
+            except Exception:  # the structure of the module differs from the assumed one
                 pass
             self.changes.since(count)
         raise Refused("no formula known gives the same")
 
     def experts(self) -> None:
-        """Replace the experts of all modules that share a config, or of none of them."""
+        """Replace the experts of all modules that share a config, or of none of these modules."""
         groups: dict[int, list[nn.Module]] = {}
         for module in self.model.modules():
             if _experts.asks(module):
                 groups.setdefault(id(module.config), []).append(module)
             elif _experts.own(module):
-                why = "its class lets no other library compute its experts"
+                why = "its class does not let other libraries compute its experts"
                 self.report.add("experts", type(module).__name__, why)
         for modules in groups.values():
             count = len(self.changes)
@@ -277,7 +281,7 @@ class _Patching:
                 self.attempt("router", module, partial(_router.take, self.changes, module))
 
     def record(self) -> None:
-        """Run the model once, and record what modules pass to functions that ops may compute."""
+        """Run the model once; record the arguments of functions that ops may compute."""
         count = len(self.changes)
         kinds: dict[str, tuple[Any, Any, dict[nn.Module, Any]]] = {
             "rotary": (_rotary.named, _rotary.record, self.notes),

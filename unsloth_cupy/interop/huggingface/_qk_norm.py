@@ -1,8 +1,8 @@
-"""Norms of queries and keys and their rotary embedding in one pass.
+"""Norms and rotary embedding of queries and keys in one pass.
 
-The source of such a layer's forward is rewritten: ``self.q_norm(x)`` becomes ``x``, and the
-rotary function gets the layer, whose norms have the weights.  This is done only if the forward
-always norms and rotates, once each, and not in a branch.
+The source of a layer's forward is rewritten: ``self.q_norm(x)`` becomes ``x``, and the rotary
+function gets the layer as an argument, whose norms have the weights.  The condition is that the
+forward always normalizes and rotates, once each, and not in a branch.
 """
 
 import ast
@@ -26,7 +26,7 @@ Forward = Callable[..., Any]
 
 
 def norms_of(module: nn.Module) -> tuple[str, str] | None:
-    """Return the names of a layer's norms of queries and of keys, None if it does not have both."""
+    """Return the names of a layer's norms of queries and of keys; None unless it has both."""
     names = [name for name in module._modules if "norm" in name]
     of_q, of_k = ([name for name in names if name.startswith(first)] for first in "qk")
     return (of_q[0], of_k[0]) if len(of_q) == len(of_k) == 1 else None
@@ -35,11 +35,11 @@ def norms_of(module: nn.Module) -> tuple[str, str] | None:
 def take(
     changes: Changes, module: nn.Module, rotation: Rotation | None, call: Call | None, texts: Texts
 ) -> None:
-    """Make a layer norm and rotate in one pass; raise Refused if its results differ."""
+    """Make a layer normalize and rotate in one pass; raise Refused if its results differ."""
     names: Any = norms_of(module)
     norms: list[Any] = [module.get_submodule(name) for name in names]
     if rotation is None or any(map(own_forward, norms)):
-        raise Refused("its norms or its rotary positions were left")
+        raise Refused("its norms or its rotary embedding were not replaced")
     if call is None:
         raise Refused("it was not called")
     eps = {eps_of(norm) for norm in norms}
@@ -50,7 +50,7 @@ def take(
     }
     expected = texts.kept(call.wide(module, random))
     turned, count = vars(module)[place_of(module)].__func__, len(changes)
-    for offset in (0.0, 1.0):
+    for offset in (0.0, 1.0):  # 1.0: weights are stored minus 1, as in Gemma
         turn = _turn(rotation, names, eps=min(eps), offset=offset)
         changes.forward(module, _either(names, _joined(module, names, turn), turned))
         try:
@@ -60,10 +60,12 @@ def take(
         if near(result, expected, torch.float32):
             return
         changes.since(count)
-    raise Refused("it does more than norm and turn")
+    raise Refused("it does more than normalize and rotate")
 
 
 def _turn(rotation: Rotation, names: tuple[str, str], **options: float) -> Forward:
+    """Return a rotary function with the layer as first argument, which also normalizes."""
+
     def turn(layer: Any, *args: Any, **more: Any) -> Any:
         def normed(q: Any, k: Any, *tables: Any, interleaved: bool) -> Any:
             weights = [getattr(layer, name).weight for name in names]
@@ -75,6 +77,8 @@ def _turn(rotation: Rotation, names: tuple[str, str], **options: float) -> Forwa
 
 
 def _either(names: tuple[str, str], joined: Forward, turned: Forward) -> Forward:
+    """Return a forward that is ``joined`` if no hook must see the norms, else ``turned``."""
+
     def forward(self: Any, *args: Any, **options: Any) -> Any:
         bare = all(_is_bare(getattr(self, name)) for name in names)
         return (joined if bare else turned)(self, *args, **options)
@@ -83,13 +87,13 @@ def _either(names: tuple[str, str], joined: Forward, turned: Forward) -> Forward
 
 
 def _is_bare(norm: Any) -> bool:
-    """Return whether a norm has its weight, and no hook needs a call of its forward."""
+    """Return whether a norm has its weight, and no hooks, which need a call of its forward."""
     hooks = norm._forward_pre_hooks or norm._forward_hooks or norm._backward_hooks
     return "weight" in norm._parameters and HOOKED not in vars(norm) and not hooks
 
 
 def _joined(module: nn.Module, names: tuple[str, str], turn: Forward) -> Forward:
-    """Return a layer's forward that passes queries and keys to a function without norms."""
+    """Return a layer's forward that passes queries and keys to ``turn`` without norms."""
     forward: Any = type(module).forward
     plain = inspect.unwrap(forward)
     function, rotary = _source(forward, plain), next(iter(named(module)), "")
@@ -99,7 +103,7 @@ def _joined(module: nn.Module, names: tuple[str, str], turn: Forward) -> Forward
     writer = _Writer(function.args.args[0].arg, rotary, names)
     writer.visit(function)
     if writer.written != counts or any(used.count(name) != 1 for name in counts):
-        raise Refused("it does not always norm and turn, once each")
+        raise Refused("it does not always normalize and rotate, once each")
     scope = plain.__globals__ | {rotary: turn}
     del scope["__name__"]  # with it, torch.compile would use the globals of the module
     write(f"forward of {type(module).__name__}", ast.unparse(function), scope)
@@ -111,7 +115,7 @@ def _source(forward: Any, plain: Any) -> ast.FunctionDef:
     try:
         function = ast.parse(textwrap.dedent(inspect.getsource(plain))).body[0]
     except OSError:
-        raise Refused("its source is not there") from None
+        raise Refused("its source is not available") from None
     if not isinstance(function, ast.FunctionDef) or plain.__closure__:
         raise Refused("its forward is not a function of its module")
     if len(function.decorator_list) > _decorators(forward):
@@ -137,12 +141,12 @@ class _Writer(ast.NodeTransformer):
         self.written: dict[str, int] = {}
 
     def visit(self, node: ast.AST) -> Any:
-        """Do not change code that may not run."""
+        """Visit only code that always runs."""
         at_times = ast.If | ast.For | ast.While | ast.Try | ast.With | ast.IfExp | ast.BoolOp
         return node if isinstance(node, at_times | ast.Lambda) else super().visit(node)
 
     def visit_Call(self, node: ast.Call) -> Any:
-        """Rewrite a call, after its arguments."""
+        """Rewrite a call after its arguments."""
         self.generic_visit(node)
         match node.func:
             case ast.Name(id=name) if name == self.rotary:
@@ -155,4 +159,5 @@ class _Writer(ast.NodeTransformer):
         return node
 
     def _count(self, name: str) -> None:
+        """Count a rewritten call."""
         self.written[name] = self.written.get(name, 0) + 1

@@ -1,4 +1,4 @@
-"""Replacements for layers of bitsandbytes, whose weights are read in place."""
+"""Replacements for layers of bitsandbytes; their weights are read in place."""
 
 from collections.abc import Callable
 from typing import Any
@@ -28,7 +28,7 @@ def quantized(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
 
 
 def check(layer: Any) -> None:
-    """Raise Refused for a layer whose weight the library cannot read."""
+    """Raise Refused for a layer with a weight that the library cannot read."""
     try:
         weight_of(layer)
     except ConfigError as error:
@@ -36,13 +36,13 @@ def check(layer: Any) -> None:
 
 
 def computed_in(layer: Any, dtype: torch.dtype) -> torch.dtype:
-    """Return the least exact of the dtypes that a layer computes in."""
+    """Return the least exact of the dtypes in which a layer computes."""
     own = torch.float16 if kind_of(layer) == EIGHT else getattr(layer, "compute_dtype", None)
     return dtype if own is None else max(own, dtype, key=lambda each: torch.finfo(each).eps)
 
 
 def _four_bits(plain: Forward) -> Forward:
-    """Return the forward of a layer in 4 bits, around its own one."""
+    """Return the forward of a 4-bit layer; it calls ``plain`` if the weight cannot be read."""
 
     @outside_of_graphs
     def forward(self: Any, x: Any) -> Any:
@@ -59,7 +59,7 @@ def _four_bits(plain: Forward) -> Forward:
 
 
 def _eight_bits(plain: Forward) -> Forward:
-    """Return the forward of a layer in 8 bits, around its own one."""
+    """Return the forward of an 8-bit layer; it calls ``plain`` if the weight cannot be read."""
 
     @outside_of_graphs
     def forward(self: Any, x: Any) -> Any:
@@ -75,9 +75,9 @@ def _bias(layer: Any, x: Any) -> Any:
 
 
 def base_of(layer: Any, x: Any) -> Any:
-    """Return the weight that a layer multiplies x by; None if the layer must run its own forward.
+    """Return the weight by which a layer multiplies x; None if the layer must run its own forward.
 
-    In 8 bits, rows of x are rounded too, except in training on a CPU, as bitsandbytes does.
+    An 8-bit layer also rounds rows of x, except in training on a CPU, as bitsandbytes does.
     """
     try:
         weight = weight_of(layer)
@@ -92,7 +92,7 @@ def base_of(layer: Any, x: Any) -> Any:
 def adapted_base(layer: Any, x: Any) -> Any:
     """Return the weight of an adapter's base layer; None if the layer must run its own forward.
 
-    Outside of autocast, a layer in 4 bits may compute in another dtype than its adapters.
+    Outside autocast, a 4-bit layer may compute in another dtype than its adapters: then None.
     """
     own = getattr(layer, "compute_dtype", None)
     if own not in (None, x.dtype) and not torch.is_autocast_enabled(x.device.type):

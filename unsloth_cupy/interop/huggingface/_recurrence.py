@@ -1,9 +1,9 @@
 """Recurrences: modules whose forward calls a function that runs along tokens.
 
-Such functions are known by what they read: the gated delta rule (a decay for each head or channel),
-the scan of Mamba2 and the causal convolution before them.  A forward is copied with other globals,
-in which their names call ops.  Ops also keep packed texts apart, for which transformers asks for
-packages with kernels of their own.
+Such functions are recognized by their parameters: the gated delta rule (with a decay for each head
+or channel), the scan of Mamba2 and the causal convolution before them.  A forward is copied with
+other globals, in which the names of these functions are ops.  Ops also separate packed texts, for
+which transformers needs other packages with kernels.
 """
 
 import functools
@@ -26,7 +26,7 @@ Notes = dict[Make, dict[str, Any]]  # arguments of a call, by the kind of functi
 
 
 def functions_of(module: nn.Module) -> dict[str, Function]:
-    """Return the functions that a module's forward calls and that ops may compute, by name."""
+    """Return the functions that a module's forward calls and that ops can compute, by name."""
     kind: Any = type(module)
     scope, names = _scope(kind)
     return {n: scope[n] for n in names if _kind(scope[n]) is not None}
@@ -43,13 +43,13 @@ def _scope(kind: Any) -> tuple[Mapping[str, Any], tuple[str, ...]]:
 
 @functools.cache
 def _kind(function: Function) -> Make | None:
-    """Return what makes the replacement of a function; None for any other function."""
+    """Return the function that creates the replacement of a function; None if there is none."""
     names = {*inspect.signature(function).parameters} - {"kwargs"}
     return next((make for known, no, make in KINDS if known <= names and not no & names), None)
 
 
 def record(changes: Changes, module: nn.Module) -> Notes:
-    """Make a module record the last call of each kind of function; return where it does."""
+    """Make a module record the last call of each kind of function; return the record."""
     notes: Notes = {}
 
     def noting(function: Function) -> Function:
@@ -66,7 +66,7 @@ def record(changes: Changes, module: nn.Module) -> Notes:
 
 
 def take(changes: Changes, module: nn.Module, notes: Notes) -> None:
-    """Make a module call ops, if they return what its functions did; else raise Refused."""
+    """Make a module call ops; raise Refused if their results differ from its functions'."""
     functions = {}
     for name, function in functions_of(module).items():
         make: Any = _kind(function)
@@ -75,26 +75,27 @@ def take(changes: Changes, module: nn.Module, notes: Notes) -> None:
         if make in notes or make is _unfused:
             functions[name] = function
     if not notes:
-        raise Refused("it runs along no tokens")
+        raise Refused("it did not call its functions")
     changes.forward(module, _computing(type(module).forward, tuple(functions.items())))
 
 
 @functools.cache
 def _computing(forward: Any, functions: tuple[tuple[str, Function], ...]) -> Function:
-    """Return a forward that calls ops; one for all layers, so that they compile once."""
+    """Return a forward that calls ops; all layers share it, so that it is compiled once."""
     replacements = {name: _made(function) for name, function in functions}
     return with_functions(forward, replacements)
 
 
 @functools.cache
 def _made(function: Function) -> Function:
+    """Return the replacement of a function."""
     make: Any = _kind(function)
     wrapper: Function = functools.wraps(function)(make(function))
     return wrapper
 
 
 def _try(name: str, function: Function, arguments: dict[str, Any]) -> None:
-    """Raise Refused if an op differs on a call, also one that continues and returns states."""
+    """Raise Refused if an op differs for a recorded call, also with initial and final states."""
     names = inspect.signature(function).parameters
     calls = [{name: _wide(value) for name, value in arguments.items()}]
     for state in {"initial_state", "initial_states"} & {*names}:
@@ -103,22 +104,25 @@ def _try(name: str, function: Function, arguments: dict[str, Any]) -> None:
         calls.append(calls[0] | flags | {state: draw(*final.shape, like=final)})
     for call in calls:
         if not near(_call(_made(function), call), _call(function, call), torch.float32):
-            raise Refused(f"{name} computes otherwise")
+            raise Refused(f"{name} has other results")
 
 
 def _call(function: Function, arguments: dict[str, Any]) -> Any:
-    """Call a function with arguments by name, among them those of its ``**kwargs``."""
+    """Call a function with arguments by name; "kwargs" has the arguments of ``**kwargs``."""
     rest = arguments.get("kwargs", {})
     return function(**{n: x for n, x in arguments.items() if n != "kwargs"}, **rest)
 
 
 def _wide(value: Any) -> Any:
+    """Return a float tensor detached and in float32, any other value as it is."""
     floats = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.detach().float() if floats else value
 
 
-# ---- what is called in place of a function -------------------------------------------------------
+# ---- replacements of functions -------------------------------------------------------------------
 def _delta(function: Function) -> Function:
+    """Return a gated delta rule with the parameters of transformers' functions."""
+
     def rule(
         query: Any, key: Any, value: Any, g: Any, beta: Any, chunk_size: int = 64,
         initial_state: Any = None, output_final_state: bool = False,
@@ -135,10 +139,13 @@ def _delta(function: Function) -> Function:
 
 
 def _unit(x: Any) -> Any:
+    """Return rows with length 1; transformers' l2norm has the same eps."""
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + 1e-6)
 
 
 def _conv(function: Function) -> Function:
+    """Return a causal convolution with the parameters of transformers' functions."""
+
     def conv(
         hidden_states: Any, weight: Any, bias: Any = None, activation: str | None = None,
         cu_seq_lens_q: Any = None, seq_idx: Any = None, **options: Any,
@@ -156,6 +163,8 @@ def _conv(function: Function) -> Function:
 
 
 def _scan(function: Function) -> Function:
+    """Return Mamba2's scan with the parameters of transformers' functions."""
+
     def scan(
         hidden_states: Any, dt: Any, A: Any, B: Any, C: Any, chunk_size: int,  # noqa: N803
         D: Any = None, dt_bias: Any = None, initial_states: Any = None,  # noqa: N803
@@ -182,12 +191,12 @@ def _scan(function: Function) -> Function:
 
 
 def _unfused(function: Function) -> Function:
-    """Make a module compute its convolution, scan and projection one by one."""
+    """Return a function that returns None: the module then calls its steps one by one."""
     return lambda *_, **__: None
 
 
 def _offsets(ends: Any, numbers: Any) -> Any:
-    """Return where packed texts begin, from their ends or from the number of each token's text."""
+    """Return the offsets of packed texts, from offsets or from the text index of each token."""
     if ends is not None or numbers is None:
         return ends
     starts = torch.nonzero(numbers[0, 1:] != numbers[0, :-1])[:, 0] + 1
@@ -195,7 +204,8 @@ def _offsets(ends: Any, numbers: Any) -> Any:
     return torch.cat([zero, starts, count])
 
 
-KINDS: tuple[tuple[set[str], set[str], Make], ...] = (  # what a function reads, and what not
+# parameters that a function has, parameters that it does not have, and its replacement
+KINDS: tuple[tuple[set[str], set[str], Make], ...] = (
     ({"query", "key", "value", "g", "beta"}, set(), _delta),
     ({"dt", "A", "B", "C", "chunk_size", "initial_states"}, set(), _scan),
     ({"hidden_states", "weight", "bias", "activation"}, {"conv_state"}, _conv),

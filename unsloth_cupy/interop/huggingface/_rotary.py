@@ -1,7 +1,7 @@
 """Rotary embeddings: modules whose forward calls a function that rotates queries and keys.
 
-Such a forward is copied with other globals, in which that function calls an op.  The arguments
-that the model passes to it are recorded once; the ways to read its tables are tried on them.
+Such a forward is copied with other globals, in which that function calls an op.  The arguments that
+the model passes to the function are recorded once; the layouts of its tables are tried on them.
 """
 
 import functools
@@ -24,14 +24,14 @@ Rotation = Callable[..., Any]  # (op, *arguments that a model passes to its func
 
 
 def named(module: nn.Module) -> list[str]:
-    """Return the names by which a module's forward, under its decorators, calls functions."""
+    """Return the rotary functions (of NAMES) that a module's forward calls."""
     forward: Any = inspect.unwrap(type(module).forward)
     names = getattr(getattr(forward, "__code__", None), "co_names", ())
     return [name for name in NAMES if name in names and name in forward.__globals__]
 
 
 def with_functions(forward: Any, functions: Mapping[str, Turn]) -> Callable[..., Any]:
-    """Return a copy of a forward that calls other functions under some names."""
+    """Return a copy of a forward in which these names are other functions."""
     plain = inspect.unwrap(forward)
     scope = plain.__globals__ | {**functions}
     del scope["__name__"]  # with it, torch.compile would use the globals of the module
@@ -42,10 +42,10 @@ def with_functions(forward: Any, functions: Mapping[str, Turn]) -> Callable[...,
 
 
 def decorated_as(forward: Any, plain: Any) -> Callable[..., Any]:
-    """Return a function under copies of the decorators of a forward; raise Refused for others.
+    """Return a function with copies of a forward's decorators; raise Refused if one is unknown.
 
-    A decorator made with ``functools.wraps`` names the function that it calls, ``__wrapped__``, and
-    holds it in its closure, where the copy holds the other function.
+    A decorator made with ``functools.wraps`` has the function that it calls in ``__wrapped__`` and
+    in its closure; the copy has the other function there.
     """
     if not hasattr(forward, "__wrapped__"):
         decorated: Callable[..., Any] = plain
@@ -66,12 +66,12 @@ def decorated_as(forward: Any, plain: Any) -> Callable[..., Any]:
 
 @functools.cache
 def turning(forward: Any, name: str, rotation: Rotation) -> Callable[..., Any]:
-    """Return a forward that rotates by the op; one for all layers, so that they compile once."""
+    """Return a forward that rotates by the op; all layers share it, so it is compiled once."""
     return with_functions(forward, {name: partial(rotation, rope_qk)})
 
 
 def record(changes: Changes, module: nn.Module) -> list[tuple[Any, ...]]:
-    """Make a module record what it passes to its functions; return the list of its calls."""
+    """Make a module record the calls of its rotary functions; return the list of these calls."""
     forward: Any = type(module).forward
     notes: list[tuple[Any, ...]] = []
 
@@ -91,7 +91,7 @@ def record(changes: Changes, module: nn.Module) -> list[tuple[Any, ...]]:
 def take(changes: Changes, module: nn.Module, notes: list[tuple[Any, ...]]) -> Rotation:
     """Make a module rotate by the first of ROTATIONS that agrees with its function."""
     if len({name for name, *_ in notes}) != 1:
-        raise Refused("it turns in two ways" if notes else "it turns nothing")
+        raise Refused("it rotates in two ways" if notes else "it did not call its rotary function")
     name, function, args, options = notes[0]
     wide = [a.float() if a.is_floating_point() else a for a in args]
     for rotation in ROTATIONS:
@@ -99,16 +99,19 @@ def take(changes: Changes, module: nn.Module, notes: list[tuple[Any, ...]]) -> R
         if agree(partial(function, **options), partial(turn, **options), wide, torch.float32):
             changes.forward(module, turning(type(module).forward, name, rotation))
             return rotation
-    raise Refused(f"{function.__name__} turns in another way")
+    raise Refused(f"{function.__name__} rotates in another way")
 
 
 def _split(table: torch.Tensor, layout: str) -> torch.Tensor:
+    """Return the table with each angle once; ``layout`` names the repetition of angles in it."""
     if layout == "whole":
         return table
     return table[..., ::2] if layout == "neighbours" else table[..., : table.shape[-1] // 2]
 
 
 def _rotation(layout: str, interleaved: bool) -> Rotation:
+    """Return a rotation for tables with this layout."""
+
     def turn(op: Turn, q: Any, k: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
         cos, sin = _split(cos, layout), _split(sin, layout)
         if unsqueeze_dim == 2:
@@ -120,12 +123,13 @@ def _rotation(layout: str, interleaved: bool) -> Rotation:
 
 
 def _sorted(op: Turn, q: Any, k: Any, cos: Any, sin: Any, **options: Any) -> Any:
-    """Rotate neighbours, and put the first of all pairs before the second."""
+    """Rotate neighbours; in the result the first values of all pairs come before the second."""
     q, k = (torch.cat([x[..., ::2], x[..., 1::2]], -1) for x in (q, k))
     return _rotation("halves", False)(op, q, k, cos, sin, **options)
 
 
 def _complex(op: Turn, q: Any, k: Any, angles: Any) -> Any:
+    """Rotate neighbours by a table of complex numbers."""
     return _turned(op, q, k, angles.real, angles.imag, True)
 
 
@@ -133,12 +137,12 @@ def _turned(op: Turn, q: Any, k: Any, cos: Any, sin: Any, interleaved: bool) -> 
     """Rotate (batch, tokens, heads, dim) by tables of (batch or 1, tokens, half)."""
     batch, tokens, half = cos.shape
     positions = None
-    if batch > 1:  # every text has rows of its own
+    if batch > 1:  # every text has its own rows of the table
         positions = torch.arange(batch * tokens, device=q.device).view(batch, tokens)
-    cos, sin = cos.reshape(-1, half), sin.reshape(-1, half)
+    cos, sin = cos.reshape(-1, half), sin.reshape(-1, half)  # (batch * tokens, half)
     return op(q, k, cos, sin, positions, interleaved=interleaved)
 
 
-LAYOUTS = ("halves", "neighbours", "whole")
+LAYOUTS = ("halves", "neighbours", "whole")  # angles twice in two halves or as pairs; or once
 ROTATIONS = [*(_rotation(layout, pairs) for pairs in (False, True) for layout in LAYOUTS)]
 ROTATIONS += [_sorted, _complex]

@@ -1,7 +1,7 @@
 """Routers of mixtures of experts: one matrix, then ``route``.
 
-What the scores are, and what is done with them, is found by trials of all combinations on a CPU,
-with a random matrix and corrections; the one that agrees is tried on the device.
+The options of ``route`` are determined by trials of all combinations on a CPU, with a random matrix
+and random corrections; the combination that agrees is tried on the device.
 """
 
 import inspect
@@ -17,25 +17,25 @@ from ._changes import Changes, own_forward
 from ._trials import Refused, draw, near
 
 GROUPS = (("num_group", "topk_group"), ("n_group", "topk_group"))
-CORRECTIONS = ("e_score_correction_bias", "expert_bias")  # of a router, or its second argument
-STATICS = "moe_statics"  # a module that holds the correction instead
+CORRECTIONS = ("e_score_correction_bias", "expert_bias")  # attributes, or the second argument
+STATICS = "moe_statics"  # a module that has the correction instead
 SCORES = ("softmax", "softmax_of_k", "sigmoid", "sqrt_softplus")
-SHIFTS = (0.0, -3.0)  # of corrections: with the second all scores are below 0
-ROWS = 64  # of a trial
+SHIFTS = (0.0, -3.0)  # added to corrections: with -3 all corrected scores are below 0
+ROWS = 64  # rows of a trial
 HALF = torch.bfloat16
 
 
 class Precision(NamedTuple):
-    """In which dtypes a router computes."""
+    """The dtypes of a router."""
 
-    wide: bool  # its product is in float32
-    exact: bool  # also under autocast
-    logits: bool  # results are float32, else of the dtype of its rows
-    weights: bool
+    wide: bool  # the product is computed in float32
+    exact: bool  # under autocast, too
+    logits: bool  # logits are float32, else they have the dtype of the rows
+    weights: bool  # weights are float32, else they have the dtype of the rows
 
 
 def is_router(module: nn.Module) -> bool:
-    """Return whether a module is called a router and chooses the k best of some experts."""
+    """Return whether a module is named a router and chooses the top k experts."""
     return "Router" in type(module).__name__ and isinstance(getattr(module, "top_k", None), int)
 
 
@@ -43,7 +43,7 @@ def take(changes: Changes, module: Any) -> None:
     """Make a router compute with ``route``; raise Refused if no formula gives the same."""
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 2:
-        raise Refused("it is more than one matrix and a choice")
+        raise Refused("it has more than one matrix")
     if not own_forward(module):
         raise Refused("another library replaced its forward")
     if others := {*_arguments(module)} - {*CORRECTIONS}:
@@ -62,17 +62,17 @@ def take(changes: Changes, module: Any) -> None:
     last = Trial(module, device=weight.device)
     changes.forward(module, _forward(_precision(trials[0]), **options))
     actual, expected = (torch.cat(_whole(each)) for each in (last.run(), last.expected))
-    if not near(actual, expected, torch.float32):  # weights differ by as much as logits may
-        raise Refused("a trial on its device gives something else")
+    if not near(actual, expected, torch.float32):  # weights may differ as much as logits may
+        raise Refused("a trial on its device gives other results")
 
 
 def _arguments(module: Any) -> list[str]:
-    """Return the names of what a router reads beside its rows."""
+    """Return the names of a router's arguments besides its rows."""
     return [*inspect.signature(type(module).forward).parameters][2:]
 
 
 class Trial:
-    """A router with random weights, on rows half of which have small scores alone."""
+    """A router with random weights, and rows of which half have only small scores."""
 
     def __init__(self, module: Any, shift: float = 0.0, device: Any = "cpu") -> None:
         named = itertools.chain(module.named_parameters(), module.named_buffers())
@@ -87,28 +87,28 @@ class Trial:
         self.expected = self.run()
 
     def correction(self) -> torch.Tensor | None:
-        """Return what is added to scores for the choice; None if nothing is."""
+        """Return the correction, which is added to scores for the choice; None without one."""
         own = [each for name, each in self.tensors.items() if name.endswith(CORRECTIONS)]
         return next((each.flatten() for each in (*self.arguments, *own)), None)
 
     def run(self, rows: torch.dtype | None = None, tensors: torch.dtype | None = None) -> Any:
-        """Return logits, weights and experts, of rows and weights in these dtypes."""
+        """Return logits, weights and experts for rows and parameters in these dtypes."""
         own = {name: each.to(tensors) for name, each in self.tensors.items()}
         args = self.x.to(rows), *self.arguments
         results = torch.func.functional_call(self.module, own, args)
         if not isinstance(results, tuple) or len(results) != 3:
-            raise Refused("it returns something else than logits, weights and experts")
+            raise Refused("it does not return logits, weights and experts")
         return results
 
 
 def _whole(result: Any) -> Any:
-    """Return the logits, and the weights of all experts: those of the chosen in any order."""
+    """Return the logits, and the weights of all experts (0 if not chosen), in one order."""
     logits, weights, chosen = result
     return logits, torch.zeros_like(logits).scatter(1, chosen, weights.to(logits.dtype))
 
 
 def _options(module: Any, trials: list[Trial]) -> dict[str, Any]:
-    """Return the options of ``route`` with which it gives the weights of all trials."""
+    """Return the options with which ``route`` gives the weights of all trials."""
     numbers = [n for n in vars(module).values() if type(n) in (int, float)]
     scales = dict.fromkeys([1.0, *map(float, numbers), 1 / module.top_k])
     for options in _combinations(module):
@@ -128,7 +128,7 @@ def _options(module: Any, trials: list[Trial]) -> dict[str, Any]:
 
 
 def _combinations(module: Any) -> Iterator[dict[str, Any]]:
-    """Yield what ``route`` may be asked for, without the scale."""
+    """Yield the options of ``route`` to try, without the scale."""
     pairs = [tuple(getattr(module, name, None) for name in names) for names in GROUPS]
     groups = [pair for pair in pairs if isinstance(pair[0], int) and pair[0] > 1]
     for (count, top), corrected, scores, normalize in itertools.product(
@@ -177,10 +177,10 @@ def _forward(precision: Precision, corrected: bool, **options: Any) -> Callable[
 
 
 def _precision(trial: Trial) -> Precision:
-    """Return in which dtypes a router computes, from what it gives in 16 bits."""
+    """Return the dtypes of a router, from its results for 16-bit rows and parameters."""
     try:
         narrow = trial.run(HALF, HALF)
-    except RuntimeError:  # its weights are always float32
+    except RuntimeError:  # the router's weights must be float32
         narrow = trial.run(HALF)
     with torch.autocast("cpu", HALF):
         cast = trial.run()[0]

@@ -1,4 +1,4 @@
-"""Trials on random numbers: whether a function returns the same as a part of a model."""
+"""Trials on random numbers, which compare a function with a part of a model."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -12,8 +12,8 @@ from ..quantized_layers import FOUR, kind_of
 from ._changes import Changes
 
 Forward = Callable[..., Any]
-MODES = {"training", "gradient_checkpointing"}
-SEED = 20  # of a trial's numbers; the caller's generators are not used
+MODES = {"training", "gradient_checkpointing"}  # attributes that change a module's forward
+SEED = 20  # seed of the numbers of trials; the generators of the caller stay as they are
 
 
 def draw(*shape: int, like: torch.Tensor | None = None) -> torch.Tensor:
@@ -25,6 +25,7 @@ def draw(*shape: int, like: torch.Tensor | None = None) -> torch.Tensor:
 
 def near(result: Any, expected: Any, dtype: torch.dtype) -> bool:
     """Return whether tensors are equal within the precision of a dtype."""
+    # 16 roundings; for bfloat16, whose eps is 2^-7, at most 3 %
     most = min(16 * torch.finfo(dtype).eps, 0.03)
     pairs = [*zip(tree_leaves(result), tree_leaves(expected), strict=True)]
     tensors = [pair for pair in pairs if isinstance(pair[1], torch.Tensor)]
@@ -39,27 +40,27 @@ def near(result: Any, expected: Any, dtype: torch.dtype) -> bool:
 def agree(
     old: Callable[..., Any], new: Callable[..., Any], sample: Sequence[Any], dtype: torch.dtype
 ) -> bool:
-    """Return whether two functions return the same for the same arguments."""
+    """Return whether two functions have the same results for the same arguments."""
     try:
         with torch.no_grad():
             return near(new(*sample), old(*sample), dtype)
-    except Exception:  # its arguments or results differ
+    except Exception:  # the functions differ in arguments or results
         return False
 
 
 class Candidate(NamedTuple):
-    """Candidates for a forward; a trial calls the module with some parameters replaced."""
+    """Candidates for the forward of a module, and the arguments of the trial that compares them."""
 
     forwards: list[Forward]
-    sample: tuple[torch.Tensor, ...]
-    parameters: dict[str, torch.Tensor]
-    dtype: torch.dtype
+    sample: tuple[torch.Tensor, ...]  # arguments of the module
+    parameters: dict[str, torch.Tensor]  # random parameters in place of the module's
+    dtype: torch.dtype  # whose precision results must have
 
     def run(self, module: nn.Module) -> Any:
         """Return the result of a module for the sample."""
         caching: list[Any] = [m for m in module.modules() if hasattr(m, "_cache_clear")]
         try:
-            for part in caching:  # peft's, of norms of weights that are replaced here
+            for part in caching:  # peft caches norms of weights, which are replaced here
                 part._cache_clear()
             return torch.func.functional_call(module, self.parameters, self.sample)
         finally:
@@ -77,7 +78,8 @@ def at_rest(model: nn.Module) -> Iterator[None]:
     modes = {module: module.training for module in model.modules()}
     model.eval()
     for module in modes:
-        module.training = kind_of(module) == FOUR  # or bitsandbytes packs weights for some CPUs
+        # in evaluation mode, bitsandbytes packs 4-bit weights for some CPUs
+        module.training = kind_of(module) == FOUR
     try:
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
             yield
@@ -92,27 +94,28 @@ def check_alone(
     run: Callable[[], torch.Tensor],
     expected: torch.Tensor,
 ) -> None:
-    """Raise Refused if a module does more than its parts, which a trial at rest does not show.
+    """Raise Refused if a module does more than its parts.
 
-    Its own weights may be ones or zeros at first, and dropout works only in training.
+    A trial ``at_rest`` does not show that: weights besides those of the parts may be ones or zeros
+    at first, and dropout is active only in training.
     """
     others = [child for name, child in module.named_children() if name not in parts]
     own = [*module._parameters.values(), *module._buffers.values()]
     if any(each is not None for each in [*own, *(p for m in others for p in m.parameters())]):
-        raise Refused("it has weights besides those of its parts")
+        raise Refused("it has weights besides the weights of its parts")
     modules = [module, *(inner for child in others for inner in child.modules())]
-    kept = [(each, name, vars(each)[name]) for each in modules for name in MODES & {*vars(each)}]
+    modes = [(each, name, vars(each)[name]) for each in modules for name in MODES & {*vars(each)}]
     devices = {p.device for p in module.parameters() if p.is_cuda}
     try:
-        for each, name, _ in kept:
+        for each, name, _ in modes:
             vars(each)[name] = name == "training"
         with torch.random.fork_rng([*devices]):
             result = run()
     finally:
-        for each, name, mode in kept:
+        for each, name, mode in modes:
             vars(each)[name] = mode
     if not near(result, expected, expected.dtype):
-        raise Refused("its dropout is not that of a part")
+        raise Refused("it has dropout of its own")
 
 
 class Texts:
@@ -126,14 +129,14 @@ class Texts:
         self.mask = torch.ones_like(self.tokens)
         self.mask[0, :2] = self.mask[1, -1:] = 0
         self.labels = self.tokens.masked_fill(self.mask == 0, -100)
-        self.labels[0, 2] = -100  # padding predicts it
+        self.labels[0, 2] = -100  # the first token after padding, which padding would predict
 
     def run(self, model: Any, **options: Any) -> Any:
         """Return the output of a model for these texts."""
         return model(input_ids=self.tokens, attention_mask=self.mask, use_cache=False, **options)
 
     def observe(self, model: Any, modules: Iterable[nn.Module]) -> dict[nn.Module, "Call"]:
-        """Run a model, and return the last call of each of some modules."""
+        """Run a model; return the last call of each of these modules."""
         calls: dict[nn.Module, Call] = {}
 
         def note(module: nn.Module, args: Any, options: dict[str, Any], result: Any) -> None:
@@ -149,7 +152,7 @@ class Texts:
 
     @contextmanager
     def held(self, model: Any, module: nn.Module) -> Iterator[None]:
-        """Run a block in which a module returns what it returned in one run of the model."""
+        """Run a block in which a module returns its result of one run of the model."""
         changes, calls = Changes(), self.observe(model, [module])
         if module in calls:
             changes.forward(module, lambda *_, **__: calls[module].result)
@@ -165,7 +168,7 @@ class Texts:
 
 
 class Call(NamedTuple):
-    """One call of a module: its arguments, its keywords (``options``) and its result."""
+    """A call of a module: arguments, keywords (``options``) and result."""
 
     args: tuple[Any, ...]
     options: dict[str, Any]
@@ -184,5 +187,6 @@ class Call(NamedTuple):
 
 
 def _wide(value: Any) -> Any:
+    """Return a float tensor in float32, any other value as it is."""
     floats = isinstance(value, torch.Tensor) and value.is_floating_point()
     return value.float() if floats else value

@@ -321,7 +321,9 @@ def test_a_report_is_a_table():
     assert ["router", "MixtralTopKRouter", "2", "taken"] in [line.split() for line in lines]
     assert report.taken["attention"] == 1
     lines = str(patch(model_of("llama4_text"))).splitlines()
-    assert any(line.startswith("experts") and "left: its class does not let" in line for line in lines)
+    assert any(
+        line.startswith("experts") and "left: its class does not let" in line for line in lines
+    )
 
 
 def test_evaluation_gives_logits_and_training_gives_none():

@@ -73,8 +73,8 @@ def _bits(planes: Any, columns: int) -> Array:
         bits = np.unpackbits(planes, axis=-1, count=columns, bitorder="little")
         return bits.view(np.int8)
     separate = (planes[..., None] >> to_device_of(np.arange(8, dtype=np.uint8), planes)) & 1
-    bits = separate.reshape(*planes.shape[:2], 8 * planes.shape[2])  # (rows, 2, padded columns)
-    return bits[..., :columns].astype(np.int8)
+    # (rows, 2, bytes, 8) as (rows, 2, padded columns)
+    return separate.reshape(*planes.shape[:2], 8 * planes.shape[2])[..., :columns].astype(np.int8)
 
 
 def count_ones(values: Any) -> int:

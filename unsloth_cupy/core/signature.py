@@ -181,12 +181,11 @@ def _bound(op: str, contract: Contract, arrays: Sequence[Any]) -> Bound:
             raise DTypeError(shown(problem), expected=expected, actual=array.dtype)
         fit(operand, array)
     for many, few in contract.multiples:
-        # max: of a size 0 only 0 is a multiple
-        if sizes[many] != sizes[few] * (sizes[many] // max(sizes[few], 1)):
+        if sizes[many] != sizes[few] * (sizes[many] // max(sizes[few], 1)):  # only 0 is one of 0
             multiple = f"a multiple of {sizes[few]}"
             problem = shown(f"{many}={sizes[many]} must be a multiple of {few}={sizes[few]}")
             raise ShapeError(problem, expected=multiple, actual=sizes[many])
-    if contract.derived is not None:  # now bound axes that no input has: they are checked here
+    if contract.derived is not None:  # it may bind further axes: check those too
         sizes |= contract.derived(sizes)
         for operand, array in present:
             fit(operand, array)

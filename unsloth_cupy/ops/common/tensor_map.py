@@ -113,9 +113,9 @@ class Form:
             for n, stride in zip(sizes[1:], (*(0,) * lead, *strides)[-2::-1], strict=True)
         ]
         self.what = f"a tensor map of {dtype} {shape} with strides {strides} and box {box[::-1]}"
-        room = ctypes.create_string_buffer(BYTES + ALIGNED)
-        first = -ctypes.addressof(room) % ALIGNED
-        self.map = (ctypes.c_char * BYTES).from_buffer(room, first)
+        buffer = ctypes.create_string_buffer(BYTES + ALIGNED)
+        first = -ctypes.addressof(buffer) % ALIGNED
+        self.map = (ctypes.c_char * BYTES).from_buffer(buffer, first)
         self.address, number = ctypes.c_void_p(), ctypes.c_int
         self.arguments = (  # created once: that takes longer than the call
             *(ctypes.byref(self.map), number(TYPES[dtype]), ctypes.c_uint32(rank), self.address),

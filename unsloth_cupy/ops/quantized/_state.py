@@ -13,7 +13,7 @@ from ...errors import ConfigError, DTypeError, ShapeError
 from ...placement import check_library, to_numpy
 
 
-def named(call: str, state: Any) -> Mapping[str, Any]:
+def checked_state(call: str, state: Any) -> Mapping[str, Any]:
     """Return a state; raise ConfigError unless it is a mapping of names to arrays."""
     if not isinstance(state, Mapping):
         raise ConfigError(f"{call}: state is {type(state).__name__}; pass arrays by name")
@@ -70,7 +70,7 @@ def array_of(
 
 def json_of(call: str, state: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """Return the JSON object that the first array with one of these names has as bytes."""
-    name = next((name for name in names if name in named(call, state)), None)
+    name = next((name for name in names if name in checked_state(call, state)), None)
     if name is None:
         among = ", ".join(map(str, state))
         raise ConfigError(f"{call}: none of {' and '.join(names)} is among {among}")

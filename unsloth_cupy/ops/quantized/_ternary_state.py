@@ -9,7 +9,7 @@ import numpy as np
 from ...core.call import check_options
 from ...errors import ConfigError
 from ...placement import check_library, to_device_of, to_numpy
-from ._state import array_of, json_of, named, stored_shape
+from ._state import array_of, checked_state, json_of, stored_shape
 
 
 def _inverse(scale: Any) -> Any:
@@ -68,7 +68,7 @@ class FolderForm:
             A code or a scale is invalid.
         """
         call = "Ternary.from_state"
-        parts: Any = [named(call, state).get(name) for name in ("weight", "weight_scale")]
+        parts: Any = [checked_state(call, state).get(name) for name in ("weight", "weight_scale")]
         weight, scale = parts
         arrays = all(hasattr(each, "dtype") for each in (weight, scale))
         if not arrays or getattr(weight, "ndim", 0) != 2:

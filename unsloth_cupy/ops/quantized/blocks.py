@@ -18,7 +18,7 @@ from ...errors import ConfigError, ShapeError
 from ...placement import check_library
 from ..common.int8_codes import INT8
 from . import _four_bits
-from ._state import array_of, check_array, named
+from ._state import array_of, check_array, checked_state
 from .int8_product import MOST_ROWS, int8_dequantize_, int8_few_rows_
 from .nf4_dequantize import nf4_dequantize_, sizes_of
 from .nf4_product import has_kernel, nf4_product_
@@ -154,7 +154,7 @@ class _OfFiles(Blocks):
             An array is missing, or its shape, dtype or values do not fit the other array.
         """
         call = f"{cls.__name__}.from_state"
-        shape = tuple(getattr(named(call, state).get("weight"), "shape", (0, 0)))
+        shape = tuple(getattr(checked_state(call, state).get("weight"), "shape", (0, 0)))
         packed = array_of(call, state, "weight", shape, cls.CODES)
         sizes = (*shape[:-1], shape[-1] * cls.VALUES // BLOCK)
         scales = array_of(call, state, "weight_scales", sizes, FLOAT16)

@@ -16,7 +16,7 @@ from ...core.gpu import device_of
 from ...errors import ConfigError
 from ...placement import check_library, to_device_of, to_numpy
 from ..common.int8_codes import INT8
-from ._state import array_of, check_array, named
+from ._state import array_of, check_array, checked_state
 from .int8_product import MOST_ROWS, int8_dequantize_, int8_few_rows_
 from .int8_quantize import int8_quantize_forward
 from .weight import Quantized, check_finite, dense_weight, in_kernel_dtype, on_gpu
@@ -159,7 +159,7 @@ class Int8(Quantized):
             message names it.
         """
         call = "Int8.from_state"
-        codes: Any = named(call, state).get("weight")
+        codes: Any = checked_state(call, state).get("weight")
         if getattr(codes, "ndim", 2) not in (2, 3):
             raise ConfigError(f"{call}: weight is {tuple(codes.shape)}; it must have 2 or 3 axes")
         shape = tuple(getattr(codes, "shape", (0, 0)))

@@ -20,7 +20,7 @@ from ...core.stand_in import representative_steps
 from ...errors import ConfigError, ShapeError
 from ...placement import to_device_of
 from . import _four_bits
-from ._state import array_of, named
+from ._state import array_of, checked_state
 from .blocks import BLOCK, UINT8, FourBits
 from .nf4_dequantize import powers_of_two
 from .weight import check_finite, dense_weight, in_kernel_dtype
@@ -163,7 +163,8 @@ class Mxfp4(FourBits):
         """
         call = "Mxfp4.from_state"
         ends = {
-            end: [n for n in named(call, state) if n.endswith(end)] for end in ("blocks", "scales")
+            end: [n for n in checked_state(call, state) if n.endswith(end)]
+            for end in ("blocks", "scales")
         }
         if any(len(names) != 1 for names in ends.values()) or len(state) != 2:
             names = ", ".join(map(str, state)) or "nothing"

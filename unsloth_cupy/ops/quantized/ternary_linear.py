@@ -199,7 +199,7 @@ def _launch(
 
 @cache
 def _constants(
-    x: Any, y: Any, scale: Any, rows: int | None, inputs: int, room: int, *flags: bool
+    x: Any, y: Any, scale: Any, rows: int | None, inputs: int, sm_bytes: int, *flags: bool
 ) -> tuple[Constants, int]:
     """Return the constants, and the bytes of shared memory for x and the sums of warps.
 
@@ -212,9 +212,9 @@ def _constants(
                                                     once for 64 rows
 
     Few rows stay in shared memory for all outputs of a block (WHOLE), if they take less than half
-    of the ``room`` of an SM.  Then 24 warps of an SM read ahead, or 16 where they need more
-    registers; with scales of groups reading ahead spills registers.  Otherwise, with less than
-    128 KiB of room, half as many warps share the columns.
+    of the shared memory of an SM, ``sm_bytes``.  Then 24 warps of an SM read ahead, or 16 where
+    they need more registers; with scales of groups reading ahead spills registers.  Otherwise,
+    with less than 128 KiB of shared memory, half as many warps share the columns.
     """
     grouped, wide, x_wide, marked = flags
     # bytes of a value in shared memory: float32 is split into three parts of 16 bits
@@ -227,16 +227,16 @@ def _constants(
         wk = min(8, 16 // size // n_tiles, needed)
         turn, sums = wk * held * COLUMNS * cell, 2 * wk * held * (16 + PAD) * 4
         shared = -(-inputs // (wk * COLUMNS)) * turn + sums
-        whole = not grouped and shared <= room // 2 - 1024
+        whole = not grouped and shared <= sm_bytes // 2 - 1024  # two blocks fit
         if not whole:
-            wk = min(wk, (16 if room >= 2**17 else 8) // size // n_tiles)
+            wk = min(wk, (16 if sm_bytes >= 2**17 else 8) // size // n_tiles)
             shared = wk * held * max(COLUMNS * cell, (16 + PAD) * 4)
             # float32: 2 blocks, else ptxas spills to save registers for blocks that shared memory
             # does not allow; 0: ptxas chooses
             resident = 2 if size == 4 else 0
         else:
             warps = 24 if n_tiles == 1 and size < 4 and wide else 16
-            resident = max(1, min(warps // wk, room // (shared + 1024)))  # 1 KiB is reserved
+            resident = max(1, min(warps // wk, sm_bytes // (shared + 1024)))  # 1 KiB is reserved
     chosen = Constants(
         X=x,
         T=y,

@@ -561,9 +561,9 @@ def test_prompts_of_every_form(row: Any, prompt: Any, columns: Any, tmp_path: Pa
         ({"answer": "a"}, "holds answer; write prompt"),
         ([1], "is \\[1\\], not an object"),
         ({"prompt": 3}, "prompt is 3, not text"),
-        ({"prompt": "a", "completions": []}, "completions, which rewards get of the answers"),
+        ({"prompt": "a", "completions": []}, "has completions, a parameter of reward functions"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-         "messages ends with an answer; end it with the question"),
+         "messages ends with a reply; end it with the question"),
         ({"messages": [{"role": "judge", "content": "a"}]}, "has the role judge"),
     ],
 )  # fmt: skip
@@ -588,9 +588,9 @@ def test_a_prompt_leaves_room_for_its_answer(home: Path, tmp_path: Path) -> None
     assert made.loop is not None
     lengths = [len(golden.tokenizer().encode(row["prompt"]).ids) for row in asked()]
     note = made.loop.training_data.note
-    assert f"{sum(n <= 5 for n in lengths)} of 6 prompts are answered" in note
-    assert f"{sum(n > 5 for n in lengths)} dropped, which leave no room for max_new_to" in note
-    with pytest.raises(ConfigError, match=r"leaves room for max_new_tokens=6 in tokens=7; give mo"):
+    assert f"sampling answers to {sum(n <= 5 for n in lengths)} of 6 prompts, " in note
+    assert f"{sum(n > 5 for n in lengths)} dropped: no room for max_new_tokens" in note
+    with pytest.raises(ConfigError, match=r"leaves room for max_new_tokens=6 within tokens=7; inc"):
         trainer(home, tmp_path / "none", tokens=7).train()
 
 
@@ -599,22 +599,25 @@ def test_a_prompt_leaves_room_for_its_answer(home: Path, tmp_path: Path) -> None
     [
         (
             {"reward": []},
-            "method=grpo has nothing to learn from; give reward, FILE.py:FUNCTION or the f",
+            "method=grpo needs a reward; give reward, FILE.py:FUNCTION or the folder of a",
         ),
         ({"reward": "a.py:b"}, "Settings(reward='a.py:b'): reward must be a list, each a text"),
-        ({"beta": 0.1}, "beta of method=grpo compares with the model before the run"),
-        ({"neftune": 5.0}, "draws its answers without neftune"),
-        ({"lora": 2, "lora_dropout": 0.1}, "draws its answers without lora_dropout"),
+        ({"beta": 0.1}, "beta of method=grpo compares with the initial model"),
+        ({"neftune": 5.0}, "samples its answers without neftune"),
+        ({"lora": 2, "lora_dropout": 0.1}, "samples its answers without lora_dropout"),
         (
             {"tensor_parallel": 2, "invariant": True},
-            "invariant is for a model that is whole; use data_parallel in place of tensor_parall",
+            "invariant needs an undivided model; use data_parallel in place of tensor_parall",
         ),
-        ({"expert_parallel": 2}, "expert_parallel=2 is not for method=grpo, whose ranks draw"),
+        (
+            {"expert_parallel": 2},
+            "expert_parallel=2 does not work with method=grpo, whose",
+        ),
         ({"steps_per_generation": 3, "accumulate": 2}, "=3 is not a multiple of accumulate=2"),
         ({"reward_seconds": 0.0}, "reward_seconds=0.0: give a number above 0"),
         (
             {"reward": ["tests"], "reward_seconds": 9.0},
-            "reward_seconds is of functions in files, and reward names none; leave it out",
+            "reward_seconds limits functions in files, and reward names none; leave it out",
         ),
         ({"method": "dpo", "reward": (), "num_iterations": 2}, "dpo does not use num_iterations"),
         ({"method": "rloo", "beta": 0.1}, "method=rloo does not use beta"),
@@ -643,13 +646,11 @@ def test_what_a_run_says(home: Path, tmp_path: Path) -> None:
     words += ("--max-new-tokens", 3, "--batch", 2, "--samples", 2, "--steps", 1)
     done = run(*words, "--reward", f"{tmp_path}/own.py:ends", "--out", tmp_path / "run")
     assert done.exit_code == 0, done.output
-    assert "5 of 5 prompts are answered, rewarded by ends" in done.output
-    assert "a pass draws 4 answers of 3 tokens at most, whose keys and values take" in done.output
+    assert "sampling answers to 5 prompts, rewarded by ends" in done.output
+    assert "each pass samples 4 answers of at most 3 tokens (KV cache:" in done.output
     assert re.search(r"step 1/1: held-out loss -\S+, reward \S+, length \d.\d", done.output)
     assert "held-out reward" in done.output
-    assert_one_clear_error(
-        run(*words, "--out", tmp_path / "none"), "--method grpo has nothing to learn from"
-    )
+    assert_one_clear_error(run(*words, "--out", tmp_path / "none"), "--method grpo needs a reward")
     measured = ("evaluate", tmp_path / "run", "--data", tmp_path / "chats.jsonl")
     assert_one_clear_error(run(*measured, "--method", "grpo"), "it needs rewards; finetune meas")
     shown = run("data", home / "prompts.jsonl", "--method", "grpo", "--model", home / "model")

@@ -192,17 +192,23 @@ def first(completions: list[str]) -> list[float]:
         (waits, "reward=waits is async, and nothing awaits it"),
         (Waits(), "reward=Waits is async"),
         (functools.partial(waits), "reward=waits is async"),
-        (Waits, "reward=Waits is a class; give an object, Waits(...)"),
-        (placed, "reward=placed cannot be called by names (completions has no name in a call)"),
-        (max, "reward=max cannot be called by names"),
-        (3, "reward=3: give a function, FILE.py:FUNCTION, FOLDER, or (one of these, its weight)"),
-        ([first, 3], "reward=3: give a function"),
-        ({"a": first}, "give a function"),
-        ((first, "much"), "reward=much names neither a function of a file nor a folder"),
-        ([(first, "much")], "its weight is not a number; give one"),
+        (Waits, "reward=Waits is a class; pass an object, Waits(...)"),
+        (placed, "reward=placed cannot be called by keyword (completions is positional-only)"),
+        (max, "reward=max cannot be called by keyword"),
+        (3, "reward=3: pass a function, FILE.py:FUNCTION, FOLDER, or (one of these, its weight)"),
+        ([first, 3], "reward=3: pass a function"),
+        ({"a": first}, "pass a function"),
+        ((first, "much"), "reward=much names neither a function in a file nor a folder"),
+        ([(first, "much")], "its weight is not a number; pass one"),
         ((first, float("nan")), "its weight is not a number"),
-        ([first, (first, 2)], "two rewards are named first, as the log names them; rename one"),
-        ([lambda completions: 0, lambda prompts: 1], "named <lambda>, as the log names them; wri"),
+        (
+            [first, (first, 2)],
+            "two rewards are named first; the log needs different names",
+        ),
+        (
+            [lambda completions: 0, lambda prompts: 1],
+            "named <lambda>; the log needs different nam",
+        ),
         ([functools.partial(first), first], "two rewards are named first"),
     ],
 )
@@ -219,11 +225,11 @@ def test_a_reward_is_of_methods_that_draw(home: Path) -> None:
     with pytest.raises(ConfigError, match="method=sft does not use reward; leave it out, or cho"):
         Trainer(home / "model", data, Settings(), reward=first)
     settings = Settings(method="grpo", reward_seconds=3.0)
-    with pytest.raises(ConfigError, match="reward_seconds is of functions in files, and rew"):
+    with pytest.raises(ConfigError, match="reward_seconds limits functions in files, and rew"):
         Trainer(home / "model", data, settings, reward=first)
     with pytest.raises(ConfigError, match=r"reward=\('first',\) and the settings' \('a.py:b',\)"):
         Trainer(home / "model", data, Settings(method="grpo", reward=["a.py:b"]), reward=first)
-    with pytest.raises(ConfigError, match="reward needs takes gold, and the data have other"):
+    with pytest.raises(ConfigError, match="reward needs requires gold, but the data have other"):
         train(home, home / "none", needs)
 
 
@@ -240,7 +246,7 @@ def needs(completions: list[str], gold: list[str]) -> list[float]:
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        (None, "the reward gives returned None for 3 answers, not a list of as many numbers"),
+        (None, "the reward gives returned None for 3 answers; it must return one number per"),
         (0.5, "the reward gives returned 0.5 for 3 answers"),
         (np.array(1.0), "the reward gives returned array(1.) for 3 answers"),
         ([1], "the reward gives returned 1 items for 3 answers"),
@@ -248,9 +254,12 @@ def needs(completions: list[str], gold: list[str]) -> list[float]:
         ({0: 1.0, 1: 1.0, 2: 1.0}, "the reward gives returned {0: 1.0, 1: 1.0, 2: 1.0} for 3"),
         ({1, 2, 3}, "the reward gives returned {1, 2, 3} for 3 answers"),
         ((i for i in range(3)), "the reward gives returned <generator object"),
-        ([0, "x", 0], "the reward gives gave 'x', not a number, for the answer 'b' to 'q' (row 1)"),
-        ([0, float("nan"), 0], "the reward gives gave nan for the answer 'b'"),
-        ([1e300, 0, 0], "the reward gives gave 1e+300, more than 1e+15, for the answer 'a'"),
+        (
+            [0, "x", 0],
+            "the reward gives returned 'x', not a number, for the answer 'b' to 'q'",
+        ),
+        ([0, float("nan"), 0], "the reward gives returned nan for the answer 'b'"),
+        ([1e300, 0, 0], "the reward gives returned 1e+300, beyond +-1e+15, for the answer 'a'"),
     ],
 )
 def test_what_a_function_returns_wrongly(value: Any, said: str) -> None:
@@ -259,7 +268,7 @@ def test_what_a_function_returns_wrongly(value: Any, said: str) -> None:
 
     with pytest.raises(ConfigError, match=re.escape(said)) as error:
         judged(gives)
-    assert str(error.value).endswith("; mend this function")
+    assert str(error.value).endswith("; fix this function")
 
 
 @pytest.mark.parametrize(

@@ -88,16 +88,19 @@ OF_B = "for the answer 'b' to 'q' (row 1)"
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("one", f"the reward one raised ZeroDivisionError: division by zero {OF_B}; mend {{path}}"),
-        ("few", "the reward few returned 1 items for 3 answers, not a list of as many numbers"),
+        ("one", f"the reward one raised ZeroDivisionError: division by zero {OF_B}; fix {{path}}"),
+        ("few", "the reward few returned 1 items for 3 answers; it must return one number per"),
         ("none", "the reward none returned None for 3 answers"),
-        ("text", "gave 'a', not a number, for the answer 'a' to 'p' (row 0); mend {path}"),
-        ("nan", "the reward nan gave nan for the answer 'a' to 'p' (row 0); mend {path}"),
-        ("huge", "the reward huge gave -1e+308, more than 1e+15, for the answer 'a' to 'p' (row 0"),
-        ("together", "raised ZeroDivisionError: division by zero, for no answer alone; mend"),
+        ("text", "returned 'a', not a number, for the answer 'a' to 'p' (row 0); fix {path}"),
+        ("nan", "the reward nan returned nan for the answer 'a' to 'p' (row 0); fix {path}"),
+        ("huge", "the reward huge returned -1e+308, beyond +-1e+15, for the answer 'a' to 'p' (r"),
+        ("together", "raised ZeroDivisionError: division by zero, but for no single answer; fix"),
         ("exits", "the reward exits raised SystemExit: 3 for the answer 'a' to 'p' (row 0)"),
         ("crash", "the reward crash ended its process by SIGABRT for the answer 'c' to 'r' (row 2"),
-        ("many", "the reward many ended its process by SIGABRT, for no answer alone; mend {path}"),
+        (
+            "many",
+            "the reward many ended its process by SIGABRT, but for no single answer; fix",
+        ),
     ],
 )
 def test_errors_name_the_answer(name: str, said: str, own: Path) -> None:
@@ -118,14 +121,17 @@ def fails_together(completions: list[int]) -> list[float]:
     [
         (lambda completions: [None, True, 2, "0.5"], [None, 1.0, 2.0, 0.5]),
         (lambda completions: np.arange(4), [0.0, 1.0, 2.0, 3.0]),
-        (lambda completions: [0, None, math.inf, 0], (2, "gave inf")),
-        (lambda completions: [-math.inf, 0, 0, 0], (0, "gave -inf")),
-        (lambda completions: [0, 1j, 0, 0], (1, "gave 1j, not a number,")),
-        (lambda completions: [0, 0, 0, 10**400], (3, "gave 1000000000")),
-        (lambda completions: [0] * 5, (None, "returned 5 items for 4 answers, not a list of as")),
-        (lambda completions: 4, (None, "returned 4 for 4 answers, not a list of as")),
+        (lambda completions: [0, None, math.inf, 0], (2, "returned inf")),
+        (lambda completions: [-math.inf, 0, 0, 0], (0, "returned -inf")),
+        (lambda completions: [0, 1j, 0, 0], (1, "returned 1j, not a number,")),
+        (lambda completions: [0, 0, 0, 10**400], (3, "returned 1000000000")),
+        (lambda completions: [0] * 5, (None, "returned 5 items for 4 answers; it must")),
+        (lambda completions: 4, (None, "returned 4 for 4 answers; it must return")),
         (fails_alone, (2, "raised ZeroDivisionError: division by zero")),
-        (fails_together, (None, "raised ZeroDivisionError: division by zero, for no answer alone")),
+        (
+            fails_together,
+            (None, "raised ZeroDivisionError: division by zero, but for no single a"),
+        ),
     ],
 )
 def test_what_a_function_returns(function: Any, expected: Any) -> None:
@@ -146,12 +152,12 @@ def test_the_names_that_a_function_takes() -> None:
     assert taken(function) == (False, names)
     assert taken(lambda **columns: None) == (True, [])
     assert taken(3) == "3 is not a callable object"
-    assert taken(lambda a, /: None) == "a has no name in a call"
+    assert taken(lambda a, /: None) == "a is positional-only"
 
 
 def test_columns_that_a_function_needs(own: Path) -> None:
     (reward,) = rewards_of([f"{own}:gold"])
-    with pytest.raises(ConfigError, match="gold takes answer, and the data have other for it; let"):
+    with pytest.raises(ConfigError, match="gold requires answer, but the data have other; name"):
         reward.check(COLUMNS)
     reward.check({**COLUMNS, "answer": []})
 
@@ -159,14 +165,14 @@ def test_columns_that_a_function_needs(own: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["{path}"], "names neither a function of a file nor a folder; write FILE.py:FUNCTION, or"),
+        (["{path}"], "names neither a function in a file nor a folder; write FILE.py:FUNCTION, or"),
         (["{path}:one:nan"], "has the weight nan; write FILE.py:FUNCTION"),
-        (["{path}:other"], "own.py has no function other; write it, or name another"),
+        (["{path}:other"], "own.py has no function other; define it, or name another"),
         (["{path}:number"], "own.py has no function number"),
         (["{path}.txt:one"], "own.py.txt is not a file; name a Python file"),
         (["{path}:one", "{path}:one:2"], "two rewards are named one"),
         (["{broken}:one"], "broken.py cannot be run: ModuleNotFoundError: No module named 'nowher"),
-        (["{ends}:one"], "ends.py ended its process with 7 when it was run; mend it"),
+        (["{ends}:one"], "ends.py ended its process with 7 when it was run; fix it"),
     ],
 )
 def test_words_that_are_no_rewards_are_refused(words: Any, said: str, own: Path) -> None:
@@ -214,7 +220,7 @@ class TestTime:
 
     def test_an_answer_that_takes_too_long_is_not_judged(self, own: Path) -> None:
         """The others are judged together, as they were; a new process is called."""
-        said = f"the reward hangs did not end in 0.5 s {OF_B}, which it does not judge"
+        said = f"the reward hangs exceeded its limit of 0.5 s {OF_B}; this answer gets no reward"
         columns = {"prompts": [*"pqrs"], "completions": [*"abcd"]}
         heard, late = Hears(), list[int]()
         with hearing(heard):
@@ -226,10 +232,10 @@ class TestTime:
     @pytest.mark.parametrize(
         ("name", "said"),
         [
-            ("ever", "ever does not end in reward_seconds=0.4 for the answer 'a' to 'p' (row 0), a"
-             "nd for 2 others; mend {path}, or give it more"),
-            ("slow", "slow does not end in reward_seconds=0.4 for 3 answers, though for each of t"
-             "hem alone; give it more, or let it start processes"),
+            ("ever", "ever exceeds reward_seconds=0.4 for the answer 'a' to 'p' (row 0), and for 2 "
+             "others; fix {path}, or allow more seconds"),
+            ("slow", "slow exceeds reward_seconds=0.4 for 3 answers, but not for each alone; allo"
+             "w more seconds, or use several processes in it"),
         ],
     )  # fmt: skip
     def test_a_function_that_is_too_slow_ends_the_run(
@@ -364,7 +370,7 @@ class TestModels:
         assert planned == pytest.approx(peak, rel=0.03)  # objects of Python count too
         kept = made.files.settings.read_text()
         assert '"reward whole/model.safetensors"' in kept
-        with pytest.raises(ConfigError, match="holds a model with the head causal_lm; give one of"):
+        with pytest.raises(ConfigError, match="holds a model with the head causal_lm; pass one"):
             trainer(tmp_path / "none", reward=[str(home / "model")]).train()
 
     def test_a_text_that_is_too_long_is_one_error(self, home: Path) -> None:

@@ -97,7 +97,7 @@ def test_the_command_plans_ranks(method: str, home: Path) -> None:
             drawn = text.count("rollouts: 16 answers of")
             assert drawn == (2 if "pipeline" in grid else 1) * METHODS[method].is_on_policy
     if METHODS[method].is_on_policy:
-        said = f"--zero 3 is not for --method {method}, whose ranks draw answers on their own"
+        said = f"--zero 3 does not work with --method {method}, whose ranks sample independently"
     elif method == "embed":
         said = "--method embed compares all texts of a step with each other; leave --accumulate"
     else:

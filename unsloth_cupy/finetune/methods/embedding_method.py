@@ -1,6 +1,7 @@
-"""The method that learns embeddings: texts that belong together become near, others of a batch far.
+"""Contrastive training of embeddings: related texts move closer, other texts of a batch apart.
 
-accuracy at 1 = share of queries whose own document is nearest        mrr = mean of 1 / its rank
+accuracy at 1 = share of queries whose own document is the nearest
+mrr           = mean over queries of 1 / (rank of the own document)
 """
 
 import dataclasses
@@ -24,7 +25,7 @@ from .method import stacked, starts_of, value_of
 from .scoring_methods import Scoring, texts_of
 
 TEMPERATURE = 0.05
-POOLING = "1_Pooling/config.json"  # as sentence-transformers has it
+POOLING = "1_Pooling/config.json"  # a file of sentence-transformers
 MODULES = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
 
 
@@ -34,7 +35,7 @@ class EmbedOptions:
 
     pooling: str | None = setting(
         "method",
-        "Of embed: mean over tokens, or last.  [default: mean]",
+        "embed: pool hidden states by the mean over tokens, or take the last.  [default: mean]",
         choices=POOLINGS,
         rare=True,
     )
@@ -42,7 +43,7 @@ class EmbedOptions:
 
 @dataclasses.dataclass(frozen=True)
 class Embed(Scoring):
-    """Learns embeddings: ``losses.contrastive`` of the queries and all documents of a batch."""
+    """Minimizes ``losses.contrastive`` between the queries and all documents of a batch."""
 
     losses: tuple[str, ...] = ()
     group: int = 2
@@ -54,18 +55,18 @@ class Embed(Scoring):
 
     @property
     def pooling(self) -> str:
-        """How hidden states become a vector."""
+        """The pooling of the hidden states of a text into one vector."""
         return str(self.loss_options.get("pooling", POOLINGS[0]))
 
     def check(self, settings: Any) -> None:
-        """Raise for parts of a batch, whose documents would not be compared."""
+        """Raise a ConfigError for microbatches: their documents would not be compared."""
         if settings.accumulate > 1 or (settings.data_parallel or 1) > 1:
             problem = f"{named(method='embed')} compares all texts of a step with each other"
             cure = f"leave {named('accumulate')} and {named('data_parallel')} out"
             raise ConfigError(f"{problem}; {cure}, and give a larger {named('batch')}")
 
     def fitted(self, text: Any, config: Mapping[str, Any]) -> Self:
-        """Return this method for as many negatives as each row has."""
+        """Return this method with the number of negatives per row."""
         first = text.train[0]
         count = len(first.value or ())
         for part in (text.train, text.held_out):
@@ -74,25 +75,26 @@ class Embed(Scoring):
                     own, other = len(record.value or ()), text.place(first.line)
                     problem = f"has {own} negatives, and {other} has {count}"
                     place = text.place(record.line)
-                    raise ConfigError(f"{place}: {problem}; give all rows as many")
+                    cure = "give all rows the same number"
+                    raise ConfigError(f"{place}: {problem}; {cure}")
         return dataclasses.replace(self, group=2 + count)
 
     def texts(self, record: Any) -> list[str]:
-        """Return a query, its document, and the negatives."""
+        """Return the query of a record, its document, and its negatives."""
         return [record.prompt, record.answer, *(record.value or ())]
 
     def value(self, record: Any) -> float:
-        """Return 0: nothing more is known of it."""
+        """Return 0: a record has no label."""
         return 0.0
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """Return a batch, and where its queries and its documents are, own ones first."""
+        """Return the inputs of a batch, and the indices of queries and documents, own first."""
         places = np.arange(len(starts_of(batch)) - 1).reshape(-1, self.group)
         documents = np.concatenate([places[:, 1], places[:, 2:].reshape(-1)])
         return super().inputs(batch) | {"queries": places[:, 0].copy(), "documents": documents}
 
     def __call__(self, model: Any, **batch: Any) -> Any:
-        """Return the loss of queries."""
+        """Return the contrastive loss."""
         vectors = model.embeddings(**texts_of(batch), pooling=self.pooling)
         queries, documents = (embedding(batch[n], vectors) for n in ("queries", "documents"))
         scale = 1 / self.loss_options.get("temperature", TEMPERATURE)
@@ -102,7 +104,7 @@ class Embed(Scoring):
         return loss
 
     def _sums(self, queries: Array, documents: Array) -> Array:
-        """Return queries, those whose own document is nearest, and reciprocal ranks."""
+        """Return the sums: queries, queries ranked 1, and reciprocal ranks."""
         scores, own = queries @ documents.T, (queries * documents[: len(queries)]).sum(axis=1)
         numbers = (
             np.arange(len(documents), like=scores)[None]
@@ -112,12 +114,12 @@ class Embed(Scoring):
         return stacked([len(queries), (ranks == 1).sum(), (1 / ranks).sum()], queries)
 
     def measures(self, sums: Array, **constants: Any) -> dict[str, float | None]:
-        """Return accuracy at 1, and the mean reciprocal rank."""
+        """Return accuracy at 1 and the mean reciprocal rank."""
         count, right, reciprocal = map(float, sums)
         return {"accuracy": right / max(count, 1), "mrr": reciprocal / max(count, 1)}
 
     def files(self, config: Any) -> dict[str, str]:
-        """Return files from which sentence-transformers reads how vectors are made."""
+        """Return the files from which sentence-transformers reads the pooling."""
         modes = {"mean": "pooling_mode_mean_tokens", "last": "pooling_mode_lasttoken"}
         pooling = {"word_embedding_dimension": config.hidden}
         pooling |= {mode: name == self.pooling for name, mode in modes.items()}
@@ -129,7 +131,7 @@ class Embed(Scoring):
 
 
 def pooling_of(folder: Path) -> str | None:
-    """Return the pooling that a folder's files name; None: they name none."""
+    """Return the pooling that the files of a folder name, or None."""
     if not (folder / POOLING).is_file():
         return None
     return "last" if read_json(folder / POOLING).get("pooling_mode_lasttoken") else "mean"

@@ -1,10 +1,10 @@
-"""A method of training: what it reads, what it minimises, and what it measures.
+"""Training methods: the inputs of a loss, the loss itself, and the metrics in the log.
 
     loss = method(model, **method.inputs(batch), **method.counts([batch]))
 
-``inputs`` makes the arrays of a loss from a batch of texts, of which ``group`` belong together, as
-the two of a pair do; the loss adds sums to a ``sink``, which ``measures`` turns into the numbers of
-a line of the log.
+``inputs`` returns the arrays that the loss reads.  Each group of ``group`` consecutive texts in a
+batch belongs together, for example the two texts of a preference pair.  The loss appends sums to a
+``sink``, and ``measures`` turns these sums into the metrics of a log line.
 """
 
 import dataclasses
@@ -23,51 +23,53 @@ from ..data.rows import Format
 from ..data.text import Batch
 from ..setting import setting
 
-BATCH = {"tokens", "labels", "offsets"}  # entries of a batch that the loss of next tokens takes
-FOLDERS = ("reference", "teacher")  # settings that are other models
+BATCH = {"tokens", "labels", "offsets"}  # entries of a batch that the next-token loss reads
+FOLDERS = ("reference", "teacher")  # settings that name the folder of another model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SharedOptions:
-    """Settings that several methods have."""
+    """Settings that several methods share."""
 
     beta: float | None = setting(
-        "method", "Strength of a preference, or of distill's jsd; of grpo, weight of the divergence"
-        " from the model before the run.  [default: 0.1, 0, 0]", least=0,
+        "method", "Preference methods: strength of the preference.  distill: beta of the jsd loss."
+        "  grpo: weight of the KL divergence from the initial model.  [default: 0.1, 0, 0]",
+        least=0,
     )  # fmt: skip
     temperature: float | None = setting(
-        "method", "Of the predictions that distill compares, embed's cosines, or the answers that"
-        " grpo and rloo sample.  [default: 1, 0.05, 1]", above=0,
+        "method", "Softmax temperature of distill (both models), embed (cosine similarities), and"
+        " grpo and rloo (sampled answers).  [default: 1, 0.05, 1]", above=0,
     )  # fmt: skip
     reference: str | Path | None = setting(  # noqa: RUF009 -- a field
         "method",
-        "Folder of the model to compare with.  [default: the model before the run]",
+        "Folder of the reference model.  [default: the initial model of the run]",
         kept=False,
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class Method(Format):
-    """Learns the next token of texts; another method changes what it needs.
+    """Trains next-token prediction; a subclass overrides what differs in its method.
 
     Attributes
     ----------
     uses : tuple of str
-        Its settings, of those that not all methods have.
+        Names of the method-specific settings that this method reads.
     rates : (float, float), optional
-        Default learning rates, of a whole model and of adapters.
+        Default learning rates: for full fine-tuning, and for adapters.
     largest : int
-        How many of its ``sums``, the last ones, are not sums: their maximum counts.
+        Number of trailing entries of ``sums`` that are reduced by maximum instead of by sum.
     head : str, optional
-        The head that it trains, new if the model has another one; None: the model's own.
+        The head that the method trains, initialized if the model has another one; None: the
+        head of the model.
     names : tuple of str
-        What the outputs of that head are.
+        Names of the outputs of this head.
     example : str
         Example call of the trained model, if it does not generate text.
     loss_options : dict
-        Options of its loss, from the settings.
+        Options of the loss, read from the settings.
 
-    All other attributes are those of ``Format``.
+    ``Format`` documents all other attributes.
     """
 
     uses: tuple[str, ...] = ()
@@ -80,41 +82,41 @@ class Method(Format):
 
     @property
     def compares(self) -> bool:
-        """Whether its loss compares with the log-probabilities of a reference model."""
+        """Whether the loss uses the log-probabilities of a reference model."""
         return "reference" in self.uses
 
     @property
     def other_models(self) -> Sequence[Any]:
-        """Other models that its loss computes with."""
+        """The other models that the loss runs, such as a teacher."""
         return ()
 
     def bound(self, settings: Any) -> Self:
-        """Return this method with the values of settings."""
+        """Return a copy of this method that stores the values of the settings."""
         return dataclasses.replace(self, loss_options=self.options(settings))
 
     def options(self, settings: Any) -> dict[str, Any]:
-        """Return the settings of this method that have a value, as its loss names them."""
+        """Return the settings of this method that are set, under the names of the loss options."""
         chosen = {n: getattr(settings, n) for n in self.uses if n not in FOLDERS}
         if self.losses:
             chosen["kind"] = chosen.pop("loss", None) or self.losses[0]
         return {name: value for name, value in chosen.items() if value not in (None, ())}
 
     def check(self, settings: Any) -> None:
-        """Raise a ConfigError for values that the loss does not take."""
+        """Raise a ConfigError for settings that the loss does not accept."""
 
     def check_ranks(self, settings: Any) -> None:
-        """Raise a ConfigError for ranks that cannot compute the loss."""
+        """Raise a ConfigError for a layout of ranks that cannot compute the loss."""
 
     def fitted(self, text: Any, config: Mapping[str, Any]) -> Self:
         """Return this method, completed from the data and the config.json of the model."""
         return self
 
     def first(self, step: int, accumulate: int) -> int:
-        """Return the number of the first batch of a step, whose batches are ``accumulate``."""
+        """Return the index of the first batch of a step of ``accumulate`` batches."""
         return step * accumulate
 
     def steps(self, batches: int, accumulate: int) -> int:
-        """Return the number of steps that so many batches make."""
+        """Return the number of steps for this number of batches."""
         return -(-batches // accumulate)
 
     def updates(self, accumulate: int) -> int:
@@ -122,49 +124,49 @@ class Method(Format):
         return 1
 
     def with_models(self, read: Callable[[Any], Any]) -> Self:
-        """Return this method with what ``read`` knows of the folders of models that reward."""
+        """Return this method with ``read(folder)`` as the model of each reward model."""
         return self
 
     def files(self, config: Any) -> dict[str, str]:
-        """Return files to write beside the model."""
+        """Return the names and contents of files to save next to the model."""
         return {}
 
     @property
     def loading(self) -> dict[str, Any]:
-        """Options of ``models.load`` that choose the head."""
+        """The options of ``models.load`` that select the head."""
         return {} if self.head is None else {"head": self.head, "labels": len(self.names) or None}
 
     def settled(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a config.json with the names of the outputs."""
+        """Return the content of config.json with the names of the head outputs."""
         if not self.names:
             return dict(config)
-        names = {str(number): name for number, name in enumerate(self.names)}
-        numbers = {name: number for number, name in enumerate(self.names)}
-        return {**config, "id2label": names, "label2id": numbers}
+        id2label = {str(index): name for index, name in enumerate(self.names)}
+        label2id = {name: index for index, name in enumerate(self.names)}
+        return {**config, "id2label": id2label, "label2id": label2id}
 
     def __call__(self, model: Any, **batch: Any) -> Any:
-        """Return the loss of a batch, whose entries ``inputs`` and ``counts`` return."""
+        """Return the loss of a batch; ``inputs`` and ``counts`` return its entries."""
         return next_token(model, **batch)
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """Return what the objective takes of a batch, as arrays of the host."""
+        """Return the arrays of a batch that the loss reads, as NumPy arrays."""
         return {"tokens": batch.tokens, "labels": batch.labels, "offsets": batch.offsets}
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        """Return the divisors of sums over batches."""
+        """Return the divisors of the loss, counted over the batches of a step."""
         return {"count": max(1, sum(batch.label_count for batch in batches))}
 
     def before(
         self, model: Any, batches: Sequence[Batch], summed: Callable[[Array], Array]
     ) -> dict[str, Any]:
-        """Return constants of the objective that depend on all batches of a step.
+        """Return the constants of the loss that depend on all batches of a step.
 
-        ``batches`` are those of this rank; ``summed`` sums over ranks.
+        ``batches`` are the batches of this rank; ``summed`` sums an array over all ranks.
         """
         return {}
 
     def joined(self, parts: Sequence[Array], data: Any = None) -> Array:
-        """Return what parts of a step measure together, also over the ranks of ``data``."""
+        """Reduce the sums of the batches of a step, and reduce over the data ranks ``data``."""
         total, cut = np.zeros(self.sums), self.sums - self.largest
         total[cut:] = -np.inf
         for part in parts:
@@ -176,15 +178,15 @@ class Method(Format):
         return total
 
     def measures(self, sums: Array, **constants: Any) -> dict[str, float | None]:
-        """Return numbers for the log from the sums over the batches of a step."""
+        """Return the metrics for the log from the reduced sums of a step."""
         return {}
 
     def question_length(self, tokens: int) -> int:
-        """Return how many of the tokens of a full row are a question at least."""
+        """Return the minimum number of question tokens in a full row of ``tokens`` tokens."""
         return 0
 
     def full(self, batch: int, tokens: int) -> dict[str, Any]:
-        """Return the inputs of full rows, to plan their memory: views of those of one."""
+        """Return the inputs of ``batch`` full groups as views of one group, to plan memory."""
         rows = np.ones((self.group, tokens), np.int64)
         labels = rows.copy()
         labels[:, : self.question_length(tokens)] = IGNORE
@@ -200,28 +202,28 @@ class Method(Format):
 
 
 def loss_of_none(model: Any, batch: Mapping[str, Any]) -> Any:
-    """Return 0 on the tape of a rank without texts, which takes part in what others gather."""
+    """Return a loss of 0 for a rank without texts: it still joins the collectives."""
     loss = next_token(model, **{name: batch[name] for name in batch.keys() & BATCH})
-    return loss * 1.0  # in the dtype of the other ranks' losses
+    return loss * 1.0  # the dtype of the loss on the other ranks
 
 
 def value_of(array: Any) -> Any:
-    """Return the array of a Var."""
+    """Return the array of a Var; return any other value unchanged."""
     return array.value if type(array) is Var else array
 
 
 def gathered(log_probs: Any, places: Array) -> Any:
-    """Return the entries at these places, counted row after row."""
+    """Return the entries of ``log_probs`` at these flat indices, in the shape of ``places``."""
     return embedding(places, log_probs.reshape(-1, 1)).reshape(places.shape)
 
 
 def halves(count: int) -> tuple[slice, slice]:
-    """Return the first ``count`` rows and the others."""
+    """Return the slice of the first ``count`` rows and the slice of all other rows."""
     return slice(count), slice(count, None)
 
 
 def stacked(sums: Sequence[Any], like: Array) -> Array:
-    """Return numbers and scalars as one array."""
+    """Return numbers and scalar arrays as one array in the dtype of ``like``."""
     values: list[Any] = [value_of(each) for each in sums]
     return np.stack(
         [
@@ -232,7 +234,7 @@ def stacked(sums: Sequence[Any], like: Array) -> Array:
 
 
 def placed(arrays: Mapping[str, Any], like: Any) -> dict[str, Any]:
-    """Return arrays on the device of another, and all else as it is."""
+    """Copy NumPy arrays to the device of ``like``; return other values unchanged."""
     return {
         name: to_device_of(value, like) if isinstance(value, np.ndarray) else value
         for name, value in arrays.items()
@@ -240,7 +242,7 @@ def placed(arrays: Mapping[str, Any], like: Any) -> dict[str, Any]:
 
 
 def starts_of(batch: Batch) -> list[int]:
-    """Return where each text begins among all tokens, row after row, and their number."""
+    """Return the flat index of the first token of each text, then the number of tokens."""
     if batch.offsets is not None:
         return [*map(int, batch.offsets)]
     rows, width = batch.tokens.shape
@@ -248,7 +250,7 @@ def starts_of(batch: Batch) -> list[int]:
 
 
 def every(batch: Batch, start: int) -> Batch:
-    """Return every ``group``-th text of a batch, from ``start``."""
+    """Return the texts ``start``, ``start + group``, ... of a batch as a batch."""
     step, beside = batch.group, batch.beside
     arrays = {"tokens": batch.tokens, "labels": batch.labels, **beside}
     starts, offsets = starts_of(batch), None
@@ -264,10 +266,11 @@ def every(batch: Batch, start: int) -> Batch:
 
 
 def answers(batch: Batch, order: Sequence[int], *, reference: bool) -> dict[str, Array]:
-    """Return where the log-probabilities of answers are, a row for each of these texts.
+    """Return the flat indices of the log-probabilities of answers, one row per text in ``order``.
 
-    ``places`` counts entries row after row; where ``said`` is False it has the last, which is of no
-    token.  ``reference`` holds the log-probabilities of the batch at these places.
+    ``places`` (texts, longest answer) indexes the flattened log-probabilities.  ``mask`` is False
+    at the padding of ``places``, which holds the last index: no token has this log-probability.
+    ``reference`` holds the reference log-probabilities of the batch at these indices.
     """
     starts, labels = starts_of(batch), batch.labels.reshape(-1)
     indices = [
@@ -279,8 +282,8 @@ def answers(batch: Batch, order: Sequence[int], *, reference: bool) -> dict[str,
     mask = np.zeros(places.shape, bool)
     for row, own, each in zip(places, mask, indices, strict=True):
         row[: len(each)], own[: len(each)] = each, True
-    arrays = {"places": places, "said": mask}
-    if reference:  # of a token, which is predicted at the place before it
-        known = np.append(batch.beside["reference"].reshape(-1)[1:], np.float32(0))
-        arrays["reference"] = known[places] * mask
+    arrays = {"places": places, "mask": mask}
+    if reference:  # stored at the token itself, which the model predicts one index earlier
+        shifted = np.append(batch.beside["reference"].reshape(-1)[1:], np.float32(0))
+        arrays["reference"] = shifted[places] * mask
     return arrays

@@ -1,8 +1,9 @@
-"""Methods that learn from rewards of their own answers: GRPO and RLOO.
+"""On-policy methods, which train on rewards of answers that the model samples: GRPO and RLOO.
 
-A step draws answers to its prompts by the model as it is, rewards them, and makes those likelier
-that are better than the others of their prompt; a few steps may learn from the same answers.  All
-of it depends only on the model, the prompts and the number of the batch.
+A step samples several answers per prompt from the current model, computes their rewards, and raises
+the probability of answers with a higher reward than the other answers to the same prompt.  Several
+steps may reuse the same answers.  The result depends only on the model, the prompts and the index
+of the batch.
 """
 
 import dataclasses
@@ -41,54 +42,57 @@ from .reward_models import RewardModel
 from .reward_pool import SECONDS
 from .rewards import Reward, RewardFunction, rewards_of, scores
 
-SAMPLES, NEW = 8, 256  # answers to a prompt, and tokens of an answer at most
-CLIP = 0.2
+SAMPLES, NEW = 8, 256  # default answers per prompt, and default maximum tokens per answer
+CLIP = 0.2  # ratios beyond 1 +- CLIP count as clipped in the log
+# settings that divide one model among ranks
 RANKS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PolicyOptions:
-    """Settings of the methods that sample answers."""
+    """Settings of the on-policy methods."""
 
     reward: Sequence[str] = setting(
-        "method", "Of grpo and rloo: FILE.py:FUNCTION that rewards answers, or the folder of a"
-        " model trained by reward, then :WEIGHT if it is not 1; may be repeated.", (),
+        "method", "grpo and rloo: reward function FILE.py:FUNCTION, or folder of a reward model;"
+        " optionally followed by :WEIGHT (default 1); may be repeated.", (),
     )  # fmt: skip
     reward_seconds: float | None = setting(
-        "method", "Seconds in which a call of a reward must end; answers that take longer alone"
-        f" are not judged.  [default: {SECONDS:g}]", above=0, kept=False, rare=True,
+        "method", "Time limit of a call of a reward function, in seconds; an answer that exceeds it"
+        f" alone gets no reward.  [default: {SECONDS:g}]", above=0, kept=False, rare=True,
     )  # fmt: skip
     samples: int | None = setting(
         "method", f"Answers sampled for each prompt.  [default: {SAMPLES}]", least=2
     )
     max_new_tokens: int | None = setting(
-        "method", f"Most new tokens of an answer.  [default: {NEW}, or half the positions]", least=1
+        "method",
+        f"Maximum number of new tokens per answer.  [default: {NEW}, or half the positions]",
+        least=1,
     )
     num_iterations: int | None = setting(
-        "method", "Updates by the same answers.  [default: 1]", least=1, rare=True
+        "method", "Optimizer updates per sampled answer.  [default: 1]", least=1, rare=True
     )
     steps_per_generation: int | None = setting(
-        "method", "Batches of prompts that are answered before the next update.  [default:"
-        " {accumulate}]", least=1, rare=True,
+        "method", "Batches of prompts for which answers are sampled before the next update."
+        "  [default: {accumulate}]", least=1, rare=True,
     )  # fmt: skip
     invariant: bool = setting(
-        "method", "Of grpo and rloo: sampling and training compute the same bits, so that all"
-        " ratios of a first step are 1; slower.", False, rare=True,
+        "method", "grpo and rloo: sampling and training compute bitwise equal log-probabilities,"
+        " so all ratios of a first update are 1; slower.", False, rare=True,
     )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Policy(Method):
-    """Learns from rewards of answers that it draws: ``losses.policy``.
+    """Minimizes ``losses.policy`` of sampled answers and their rewards.
 
     Attributes
     ----------
     rewards : tuple of Reward
-        The functions and models whose weighted sum is the reward.
+        The reward functions and reward models; the weighted sum of their values is the reward.
     text : Records
-        The prompts, with what the rewards know of them.
+        The prompts, with the columns that the reward functions read.
     drawn_at_once : int
-        Batches whose prompts are answered by the same model.
+        Number of batches whose answers are sampled before the next update.
     """
 
     unit: str = "prompts"
@@ -102,37 +106,37 @@ class Policy(Method):
 
     @property
     def samples(self) -> int:
-        """The number of answers to a prompt."""
+        """The number of answers per prompt."""
         return int(self.loss_options.get("samples", SAMPLES))
 
     @property
     def iterations(self) -> int:
-        """How many updates learn from an answer."""
+        """The number of optimizer updates per sampled answer."""
         return int(self.loss_options.get("num_iterations", 1))
 
     @property
     def temperature(self) -> float:
-        """That of drawing, by which the log-probabilities of training are too."""
+        """The temperature of sampling; training divides logits by it too."""
         return float(self.loss_options.get("temperature", 1.0))
 
     @property
     def invariant(self) -> bool:
-        """Whether the log-probabilities of drawing and of training have the same bits."""
+        """Whether sampling and training compute bitwise equal log-probabilities."""
         return bool(self.loss_options.get("invariant"))
 
     @property
     def loss(self) -> dict[str, Any]:
-        """The options of the loss."""
+        """The options of ``losses.policy``."""
         return {"kind": self.loss_options["kind"], "beta": self.loss_options.get("beta", 0.0)}
 
     @property
     def other_models(self) -> Sequence[Any]:
-        """The models that reward."""
+        """The reward models."""
         models = (getattr(each, "model", None) for each in self.rewards)
         return [model for model in models if model is not None]
 
     def bound(self, settings: Any) -> Self:
-        """Return this method with the values of settings."""
+        """Return a copy of this method that stores the values of the settings."""
         options = self.options(settings)
         seconds = options.pop("reward_seconds", SECONDS)
         at_once = options.pop("steps_per_generation", settings.accumulate)
@@ -142,56 +146,60 @@ class Policy(Method):
         )
 
     def with_models(self, read: Callable[[Any], Any]) -> Self:
-        """Return this method with what ``read`` knows of the folders of models that reward."""
-        return self._rewarded(lambda each: each.with_model(read))
+        """Return this method with ``read(folder)`` as the model of each reward model."""
+        return self._with_reward_models(lambda each: each.with_model(read))
 
     def planned(self, create: Callable[[Any], Any]) -> Self:
-        """Return this method with models that ``create`` makes of their configs."""
-        return self._rewarded(lambda one: dataclasses.replace(one, model=create(one.model)))
+        """Return this method with ``create(config)`` as the model of each reward model."""
+        return self._with_reward_models(
+            lambda one: dataclasses.replace(one, model=create(one.model))
+        )
 
-    def _rewarded(self, changed: Callable[[Any], Any]) -> Self:
-        """Return this method with other models that reward."""
-        each = (changed(one) if hasattr(one, "model") else one for one in self.rewards)
+    def _with_reward_models(self, replace: Callable[[Any], Any]) -> Self:
+        """Return this method with ``replace(reward)`` in place of each reward model."""
+        each = (replace(one) if hasattr(one, "model") else one for one in self.rewards)
         return dataclasses.replace(self, rewards=tuple(each))
 
     def check(self, settings: Any) -> None:
-        """Raise without a reward, and for settings that its own answers do not go with."""
+        """Raise a ConfigError without a reward, and for settings that conflict with sampling."""
         method = named(method=settings.method)
         if not self.rewards:
             cure = f"give {named('reward')}, FILE.py:FUNCTION or the folder of a reward model"
-            raise ConfigError(f"{method} has nothing to learn from; {cure}")
+            raise ConfigError(f"{method} needs a reward; {cure}")
         limited = settings.reward_seconds is not None
         if limited and all(type(each) is not RewardFunction for each in self.rewards):
-            of_functions = f"{named('reward_seconds')} is of functions in files"
-            problem = f"{of_functions}, and {named('reward')} names none"
+            limit = f"{named('reward_seconds')} limits functions in files"
+            problem = f"{limit}, and {named('reward')} names none"
             raise ConfigError(f"{problem}; leave it out")
         ranks = [name for name in RANKS if (getattr(settings, name) or 1) > 1]
         if ranks and self.invariant:
             cure = f"use {named('data_parallel')} in place of {named(*ranks)}"
-            raise ConfigError(f"{named('invariant')} is for a model that is whole; {cure}")
+            raise ConfigError(f"{named('invariant')} needs an undivided model; {cure}")
         for name in ("neftune", "lora_dropout"):
             if getattr(settings, name):
-                problem = f"{method} draws its answers without {named(name)}"
-                raise ConfigError(f"{problem}, so it learns without; leave it out")
+                problem = f"{method} samples its answers without {named(name)}"
+                raise ConfigError(f"{problem}, so it trains without it; leave it out")
         if self.loss["beta"] and settings.lora is None:
-            problem = f"{named('beta')} of {method} compares with the model before the run"
-            raise ConfigError(f"{problem}, which adapters keep; add {named('lora')}")
+            problem = f"{named('beta')} of {method} compares with the initial model"
+            raise ConfigError(
+                f"{problem}, which only adapters leave unchanged; add {named('lora')}"
+            )
         if self.drawn_at_once % settings.accumulate:
             both = named(accumulate=settings.accumulate)
             problem = f"{named(steps_per_generation=self.drawn_at_once)} is not a multiple of"
-            raise ConfigError(f"{problem} {both}, the batches of an update; give one that is")
+            raise ConfigError(f"{problem} {both}, the batches per update; choose a multiple")
 
     def check_ranks(self, settings: Any) -> None:
-        """Raise for ranks of which none can draw answers without the others."""
+        """Raise a ConfigError for ranks that cannot sample answers independently."""
         for name in ("zero", "expert_parallel"):
             if (size := getattr(settings, name) or 1) > 1:
                 method = named(method=settings.method)
-                problem = f"is not for {method}, whose ranks draw answers on their own"
+                problem = f"does not work with {method}, whose ranks sample independently"
                 cure = f"use {named(zero=1)}, or {named('tensor_parallel')}"
                 raise ConfigError(f"{named(**{name: size})} {problem}; {cure} to save memory")
 
     def fitted(self, text: Any, config: Mapping[str, Any]) -> Self:
-        """Return this method with its prompts, and the most tokens of an answer to them."""
+        """Return this method with its prompts and the maximum number of tokens per answer."""
         every = (record for part in (text.train, text.held_out) for record in part)
         columns = dict.fromkeys((*ARGUMENTS, *(name for record in every for name in record.value)))
         for reward in self.rewards:
@@ -199,20 +207,20 @@ class Policy(Method):
         return dataclasses.replace(self.sized(config), text=text)
 
     def sized(self, config: Mapping[str, Any]) -> Self:
-        """Return this method with the most tokens of an answer, by the config.json of a model."""
-        new = self.loss_options.get("max_new_tokens") or max(
+        """Return this method with the maximum number of tokens per answer, from config.json."""
+        limit = self.loss_options.get("max_new_tokens") or max(
             1, min(NEW, parse(config).positions // 2)
         )
-        return dataclasses.replace(self, max_new_tokens=new)
+        return dataclasses.replace(self, max_new_tokens=limit)
 
     @property
     def summary(self) -> str:
-        """What rewards the answers."""
+        """The rewards and their weights, as text."""
         each = (f"{r.weight:g} x {r.name}" if r.weight != 1 else r.name for r in self.rewards)
         return f"rewarded by {', '.join(each)}"
 
     def account(self, loop: Any) -> str:
-        """Return in words what a pass draws, and the bytes of the keys and values of it."""
+        """Return the size of a sampling pass and of its KV cache, as text."""
         config, rows = loop.model.config, loop.plan.batch * self.samples
         tokens = loop.training_data.largest[1]
         windows = (config.window_of(layer) or tokens for layer in range(config.layers))
@@ -220,34 +228,34 @@ class Policy(Method):
         stored = sizes["kv_heads"] * sizes["dim"] * (2 if sizes["latent"] is None else 1)
         each = stored * loop.model.dtype.itemsize
         cache = format_bytes(rows * each * sum(min(window, tokens) for window in windows))
-        few = f"{rows:,} answers of {self.max_new_tokens:,} tokens at most"
-        return f"a pass draws {few}, whose keys and values take {cache}"
+        answers = f"{rows:,} answers of at most {self.max_new_tokens:,} tokens"
+        return f"each pass samples {answers} (KV cache: {cache})"
 
     def updates(self, accumulate: int) -> int:
-        """Return the updates between two times at which answers are drawn."""
+        """Return the number of updates between two rollouts."""
         return self.drawn_at_once // accumulate * self.iterations
 
     def first(self, step: int, accumulate: int) -> int:
-        """Return the number of the first batch of a step."""
+        """Return the index of the first batch of a step."""
         rollout, place = divmod(step, self.updates(accumulate))
         return rollout * self.drawn_at_once + place * accumulate % self.drawn_at_once
 
     def steps(self, batches: int, accumulate: int) -> int:
-        """Return the number of steps that so many batches make."""
+        """Return the number of steps for this number of batches."""
         return -(-batches // self.drawn_at_once) * self.updates(accumulate)
 
     def drawn_with(self, number: int) -> range:
-        """Return the numbers of the batches whose answers are drawn with those of a batch."""
+        """Return the indices of the batches that share a rollout with batch ``number``."""
         first = number - number % self.drawn_at_once
         return range(first, first + self.drawn_at_once)
 
     def record(self, number: float) -> Any:
-        """Return a prompt by its number: those that are held out come last."""
+        """Return a prompt by its number; training prompts come first, then held-out prompts."""
         train, place = self.text.train, int(number)
         return train[place] if place < len(train) else self.text.held_out[place - len(train)]
 
     def answered(self, loop: Any, batch: Batch, samples: int, **options: Any) -> Any:
-        """Return prompts of a batch, the answers drawn to them, and the rewards of these.
+        """Return the prompts of a batch, their sampled answers, and the rewards of the answers.
 
         Returns
         -------
@@ -255,7 +263,7 @@ class Policy(Method):
         drawn : Rollouts
         rewards : (answers, functions) float64
         late : int
-            How often a function took too long for an answer.
+            Number of answers for which a reward function exceeded its time limit.
         """
         real, numbers = batch.beside["real"], batch.beside["value"][:, 0]
         prompts = [row[own] for row, own in zip(batch.tokens, real, strict=True)]
@@ -290,10 +298,11 @@ class Policy(Method):
         return prompts, drawn, rewards, int(loop.ranks.judged(np.array(float(len(late)))))
 
     def drawn(self, loop: Any, batches: Sequence[Batch], numbers: Sequence[int]) -> list[Batch]:
-        """Return the answers that the model draws to the prompts of batches, with their gains.
+        """Sample answers to the prompts of batches; return the answers with their advantages.
 
-        Ranks that hold the same weights answer some of the prompts each, and get the answers of
-        all; those that divide a model draw the same tokens, and one of them gets the rewards.
+        Ranks that hold the same weights each sample answers to a share of the prompts, then gather
+        the answers of all ranks.  Ranks that divide a model sample the same tokens, and one of
+        them computes the rewards.
         """
         results = [self._drawn(loop, *each) for each in zip(batches, numbers, strict=True)]
         tokens = sum(int((batch.labels != IGNORE).sum()) for batch in results) / len(results)
@@ -302,17 +311,17 @@ class Policy(Method):
         ]
 
     def _drawn(self, loop: Any, batch: Batch, number: int) -> Batch:
-        """Return the answers to the prompts of a batch."""
+        """Sample answers to the prompts of one batch."""
         draw, data = np.random.default_rng([loop.plan.seed, number]), loop.ranks.replicas
         seed, share = int(draw.integers(2**63)), part(len(batch.tokens), data)
         beside = {name: each[share] for name, each in batch.beside.items()}
         own = batch._replace(tokens=batch.tokens[share], beside=beside)
         shape = loop.training_data.batches.shape._replace(pack=loop.plan.pack is not False)
         texts, rewards, late = list[Example](), np.zeros((0, len(self.rewards))), 0
-        if len(own.tokens):  # a batch of few prompts leaves some ranks without
+        if len(own.tokens):  # a batch with few prompts leaves some ranks without any
             texts, rewards, late = self._texts(loop, own, seed, share.start * self.samples, shape)
         if data.size > 1:
-            texts = _of_all(texts, data, based=bool(self.loss["beta"]))
+            texts = _gather_texts(texts, data, with_base=bool(self.loss["beta"]))
             rewards, late = data.all_gather(rewards), int(data.all_reduce(np.array(float(late))))
         kind = "rloo" if self.loss["kind"] == "rloo" else "grpo"
         weights = np.array([each.weight for each in self.rewards])
@@ -324,17 +333,17 @@ class Policy(Method):
     def _texts(
         self, loop: Any, batch: Batch, seed: int, first: int, shape: Any
     ) -> tuple[list[Example], Array, int]:
-        """Return the answers to prompts, their rewards, and how many took a function too long."""
+        """Return the answers to prompts, their rewards, and the number of timed-out answers."""
         prompts, rollouts, rewards, late = self.answered(
             loop, batch, self.samples, temperature=self.temperature, seed=seed, first=first
         )
-        known, mask, real = map(to_numpy, (rollouts.log_probs, rollouts.mask, rollouts.real))
+        log_probs, mask, real = map(to_numpy, (rollouts.log_probs, rollouts.mask, rollouts.real))
         routes = None if rollouts.routes is None else to_numpy(rollouts.routes)
         texts = []
         for row, answer in enumerate(rollouts.completions()):
             prompt = prompts[row // self.samples]
             labels = np.append(np.full(len(prompt), IGNORE), answer)
-            old = np.append(np.zeros(len(prompt), FLOAT32), known[row][mask[row]])
+            old = np.append(np.zeros(len(prompt), FLOAT32), log_probs[row][mask[row]])
             tokens = np.append(prompt, answer)
             own = None if routes is None else routes[row][real[row]]
             texts.append(Example(tokens, labels, 0, reference=old, routes=own))
@@ -343,10 +352,10 @@ class Policy(Method):
             arrays = placed(super().inputs(packed), loop.model.table)
             options: dict[str, Any] = {"temperature": self.temperature, "invariant": self.invariant}
             base = loop.model.base
-            base.context = None  # the texts are of this rank alone
+            base.context = None  # each rank holds its own texts
             before = base.log_probs(**arrays, **options).log_probs
             rows = np.append(FLOAT32.type(0), to_numpy(before).reshape(-1)[:-1])
-            starts = starts_of(packed)  # of a token, not of the place before
+            starts = starts_of(packed)  # log-probabilities stand at the predicted token
             texts = [
                 text._replace(base=rows[start : start + len(text.tokens)])
                 for text, start in zip(texts, starts, strict=False)
@@ -354,9 +363,9 @@ class Policy(Method):
         return texts, rewards, late
 
     def evaluated(self, loop: Any) -> dict[str, Any]:
-        """Return the line of an evaluation: the rewards of the likeliest answers.
+        """Return the log line of an evaluation, from the rewards of greedy answers.
 
-        The loss is minus their mean, of which the loss of a step estimates the slope.
+        The evaluation loss is minus the mean reward; a training step estimates its gradient.
         """
         rewards, lengths, data = (
             [np.zeros((0, len(self.rewards)))],
@@ -370,25 +379,26 @@ class Policy(Method):
         measured = self._rewards(data.all_gather(np.concatenate(rewards)))
         lengths = data.all_gather(np.array(lengths, np.float64))
         if measured["reward"] is None:
-            raise ConfigError("no reward judges an answer to a held-out prompt; give one that does")
+            cure = "pass a reward that returns a number for some answer"
+            raise ConfigError(f"every reward of the held-out prompts is None; {cure}")
         measured |= {"length": float(np.mean(lengths))}
         line = {"held_out_loss": -measured["reward"], "held_out_prompts": len(lengths)}
         return line | {f"held_out_{name}": value for name, value in measured.items()}
 
     def _rewards(self, rewards: Array) -> dict[str, Any]:
-        """Return the mean reward, and of several functions the mean of each."""
-        known = ~np.isnan(rewards)
-        each = zip(rewards.T, known.T, strict=True)
-        means = [float(r[k].mean()) if k.any() else None for r, k in each]
-        total = np.where(known, rewards, 0) @ np.array([each.weight for each in self.rewards])
-        judged = known.any(axis=1)
+        """Return the mean reward; with several rewards, also the mean of each."""
+        valid = ~np.isnan(rewards)
+        each = zip(rewards.T, valid.T, strict=True)
+        means = [float(r[v].mean()) if v.any() else None for r, v in each]
+        total = np.where(valid, rewards, 0) @ np.array([each.weight for each in self.rewards])
+        judged = valid.any(axis=1)
         result = {"reward": float(total[judged].mean()) if judged.any() else None}
         if len(means) > 1:
             result |= {f"reward_{r.name}": m for r, m in zip(self.rewards, means, strict=True)}
         return result
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """Return drawn answers, and where in them their tokens are."""
+        """Return the inputs of sampled answers, with the indices of their tokens."""
         starts = starts_of(batch)
         order = range(len(starts) - 1)
         arrays = answers(batch, order, reference=True)
@@ -403,31 +413,31 @@ class Policy(Method):
         return super().inputs(batch) | arrays
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        """Return what the loss divides by: tokens, texts, or texts of the largest length.
+        """Return the divisor of the loss: tokens, texts, or texts times ``max_new_tokens``.
 
-        Tokens of a batch are the mean of those that are drawn together, as TRL has it.
+        The token count of a batch is the mean over the batches of its rollout, as in TRL.
         """
         texts = sum(batch.label_count for batch in batches)
         tokens = sum(float(batch.facts["tokens"]) for batch in batches)
-        of_kind = {"dapo": tokens, "dr_grpo": texts * self.max_new_tokens}
-        return {"count": max(1, of_kind.get(self.loss["kind"], texts))}
+        divisors = {"dapo": tokens, "dr_grpo": texts * self.max_new_tokens}
+        return {"count": max(1, divisors.get(self.loss["kind"], texts))}
 
     def before(
         self, model: Any, batches: Sequence[Batch], summed: Callable[[Array], Array]
     ) -> dict[str, Any]:
-        """Return the mean rewards of a step, and how often one took too long, if it did."""
+        """Return the mean rewards of a step, and the number of timed-out answers if not 0."""
         late = sum(int(batch.facts["late"]) for batch in batches)
         rewards = self._rewards(np.concatenate([batch.facts["rewards"] for batch in batches]))
         return rewards | ({"reward_late": late} if late else {})
 
     def __call__(self, model: Any, **batch: Any) -> Any:
-        """Return the loss of answers."""
+        """Return the policy loss of answers."""
         if not batch["places"].size:  # a rank without texts
             return loss_of_none(model, batch)
         texts = {name: batch.get(name) for name in ("tokens", "labels", "offsets", "routes")}
         options: dict[str, Any] = {"temperature": self.temperature, "invariant": self.invariant}
         fields = model.log_probs(**texts, **options)
-        rows, mask = gathered(fields.log_probs, batch["places"]), batch["said"]
+        rows, mask = gathered(fields.log_probs, batch["places"]), batch["mask"]
         old, reference, gains = batch["old"], batch.get("reference"), batch["gains"]
         loss = policy(
             rows, mask, gains, old=old, reference=reference, count=batch["count"], **self.loss
@@ -440,10 +450,10 @@ class Policy(Method):
     def _sums(
         self, rows: Array, mask: Array, old: Array, reference: Any, gains: Array, entropy: Any
     ) -> Array:
-        """Return texts, tokens, entropy, ratios clipped, ratios summed, and the divergence."""
+        """Return the sums: texts, tokens, entropy, clipped ratios, ratios, and KL divergence."""
         d, gain = np.where(mask, rows - old, 0), gains[:, None]
         counted: Any = mask
-        if self.loss["kind"] == "rloo":  # one ratio of a text
+        if self.loss["kind"] == "rloo":  # one ratio per text
             d, counted = d.sum(axis=1, keepdims=True), mask.any(axis=1, keepdims=True)
         ratio = np.exp(d)
         out = ((ratio > 1 + CLIP) & (gain > 0)) | ((ratio < 1 - CLIP) & (gain < 0))
@@ -453,7 +463,7 @@ class Policy(Method):
         return stacked(sums, rows)
 
     def measures(self, sums: Array, **constants: Any) -> dict[str, float | None]:
-        """Return rewards, divergence, entropy, share of ratios clipped, their mean, and length."""
+        """Return rewards, KL, entropy, share of clipped ratios, mean ratio, and mean length."""
         texts, tokens, entropy, clipped, ratio, divergence = map(float, sums)
         ratios = texts if self.loss["kind"] == "rloo" else tokens
         each = {"kl": divergence / max(tokens, 1)} if self.loss["beta"] else {}
@@ -462,33 +472,35 @@ class Policy(Method):
         return {**constants, **each, "length": tokens / max(texts, 1)}
 
     def question_length(self, tokens: int) -> int:
-        """Return how many of the tokens of a full row are a question at least."""
+        """Return the minimum number of question tokens in a full row of ``tokens`` tokens."""
         return max(1, tokens - self.max_new_tokens)
 
     def rehearse(self, model: Any, rows: int, tokens: int) -> None:
-        """Do with planned arrays what holds memory while answers that fill these rows are drawn."""
-        asked, like = self.question_length(tokens), model.table
-        planned_rollouts(model, rows // self.samples, self.samples, asked, tokens - asked)
+        """Run the sampling of answers that fill these rows on planned arrays, to plan memory."""
+        question, like = self.question_length(tokens), model.table
+        planned_rollouts(model, rows // self.samples, self.samples, question, tokens - question)
         for reward in self.rewards:
-            if isinstance(reward, RewardModel) and reward.model is not None:  # else in another rank
+            if (
+                isinstance(reward, RewardModel) and reward.model is not None
+            ):  # None: another rank holds it
                 reward.rehearse(rows, tokens)
         if self.loss["beta"]:
             texts = as_input(np.zeros((rows, tokens), np.int64), like)
             model.base.log_probs(texts, texts)
 
     def full(self, batch: int, tokens: int) -> dict[str, Any]:
-        """Return the inputs of answers that fill their rows."""
+        """Return the inputs of ``batch`` prompts whose answers fill their rows."""
         return super().full(batch * self.samples, tokens)
 
 
-def _of_all(texts: Sequence[Example], data: Any, *, based: bool) -> list[Example]:
-    """Return the answers of all data ranks, in the order of their prompts."""
+def _gather_texts(texts: Sequence[Example], data: Any, *, with_base: bool) -> list[Example]:
+    """Gather the answers of all data ranks, in the order of their prompts."""
     routed = [text.routes.shape[1:] for text in texts if text.routes is not None]
     own_size = np.array([[len(text.tokens) for text in texts]], np.int64).T
     sizes = data.all_gather(own_size)[:, 0]
     shape = data.all_gather(np.array([routed[0] if routed else (0, 0)])).max(axis=0)
     kinds: dict[str, Any] = {"tokens": np.int64, "labels": np.int64, "reference": FLOAT32}
-    kinds |= {"base": FLOAT32} if based else {}
+    kinds |= {"base": FLOAT32} if with_base else {}
     kinds |= {"routes": np.int32} if shape.any() else {}
     columns = []
     for name, dtype in kinds.items():

@@ -1,4 +1,4 @@
-"""Methods that learn which answers are better: from pairs of them, or from ratings."""
+"""Preference methods: DPO and its relatives on pairs of answers, KTO on rated answers."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -29,8 +29,8 @@ from .method import (
     value_of,
 )
 
-RATES = (1e-6, 1e-5)  # learning rates, of a whole model and of adapters: preferences move it little
-BETA = 0.1  # usual strength of a preference
+RATES = (1e-6, 1e-5)  # learning rates of full fine-tuning and of adapters: small updates suffice
+BETA = 0.1  # default strength of the preference
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,34 +39,38 @@ class PreferenceOptions:
 
     smoothing: float | None = setting(
         "method",
-        "Share of pairs that are the wrong way round.  [default: 0]",
+        "Label smoothing: assumed share of mislabelled pairs (cDPO).  [default: 0]",
         least=0,
         below=1,
         rare=True,
     )
-    gamma: float | None = setting("method", "Margin of simpo.  [default: 0.5]", least=0, rare=True)
+    gamma: float | None = setting(
+        "method", "Target margin of simpo.  [default: 0.5]", least=0, rare=True
+    )
     nll: float | None = setting(
         "method",
-        "Weight of the chosen texts' own loss.  [default: cpo 1, simpo 0]",
+        "Weight of the next-token loss on chosen texts.  [default: cpo 1, simpo 0]",
         least=0,
         rare=True,
     )
     desirable_weight: float | None = setting(
-        "method", "Of good answers in kto.", above=0, rare=True
+        "method", "kto: weight of desirable answers.", above=0, rare=True
     )
-    undesirable_weight: float | None = setting("method", "Of all others.", above=0, rare=True)
+    undesirable_weight: float | None = setting(
+        "method", "kto: weight of undesirable answers.", above=0, rare=True
+    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Preference(Method):
-    """Learns to prefer the chosen answers of pairs: ``losses.preference``.
+    """Minimizes ``losses.preference`` of the chosen and the rejected answer of each pair.
 
     Attributes
     ----------
     nll : float
-        The weight of the mean negative log-likelihood of the chosen answers' tokens.
+        Weight of the mean negative log-likelihood over the tokens of chosen answers.
     whole : bool
-        Whether their questions count in that.
+        Whether this mean includes the tokens of the questions.
     """
 
     group: int = 2
@@ -77,13 +81,13 @@ class Preference(Method):
     whole: bool = False
 
     def bound(self, settings: Any) -> Self:
-        """Return this method with the values of settings."""
+        """Return a copy of this method that stores the values of the settings."""
         options = self.options(settings)
         weight = options.pop("nll", self.nll)
         return dataclasses.replace(self, loss_options=options, nll=weight)
 
     def check(self, settings: Any) -> None:
-        """Raise as the loss does, for a pair of one token each."""
+        """Raise as the loss does: call it on a pair of one token each."""
         one, kind = np.zeros((2, 1), FLOAT32), self.loss_options["kind"]
         preference(one, one == 0, one if self.compares else None, **self.loss_options)
         if kind in SORTED and (settings.accumulate > 1 or (settings.data_parallel or 1) > 1):
@@ -92,11 +96,11 @@ class Preference(Method):
             raise ConfigError(f"{problem}; {cure}, and give a larger {named('batch')}")
 
     def __call__(self, model: Any, **batch: Any) -> Any:
-        """Return the loss of pairs."""
+        """Return the preference loss of pairs."""
         if not batch["places"].size:  # a rank without texts
             return loss_of_none(model, batch)
         fields = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
-        rows, mask, likely = gathered(fields.log_probs, batch["places"]), batch["said"], None
+        rows, mask, likely = gathered(fields.log_probs, batch["places"]), batch["mask"], None
         loss = preference(
             rows, mask, batch.get("reference"), count=batch["count"], **self.loss_options
         )
@@ -109,17 +113,20 @@ class Preference(Method):
         return loss
 
     def _sums(self, rows: Array, batch: Mapping[str, Any], likely: Any) -> Array:
-        """Return pairs, right ones, rewards and log-probabilities of both answers, and the nll."""
-        mask, half, beta = batch["said"], len(rows) // 2, self.loss_options.get("beta", BETA)
+        """Return the sums: pairs, correct pairs, rewards and log-probs of both answers, the nll."""
+        mask, half, beta = batch["mask"], len(rows) // 2, self.loss_options.get("beta", BETA)
         rewards = implicit_rewards(rows, mask, batch.get("reference"), beta=beta)
-        if self.loss_options["kind"] in ("simpo", "orpo"):  # their scores are means
+        if self.loss_options["kind"] in (
+            "simpo",
+            "orpo",
+        ):  # they use mean log-probabilities
             rewards = rewards / np.maximum(mask.sum(axis=1), 1)
         texts, right = np.where(mask, rows, 0).sum(axis=1), rewards[:half] > rewards[half:]
         of_both = [each[part].sum() for each in (rewards, texts) for part in halves(half)]
         return stacked([half, right.sum(), *of_both, 0.0 if likely is None else likely], rows)
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """Return a batch, and the places of its answers in it: all chosen ones come first."""
+        """Return the inputs of a batch, and the indices of its answers: chosen ones first."""
         arrays, starts = super().inputs(batch), starts_of(batch)
         if self.nll:
             likely = batch.labels != IGNORE
@@ -133,7 +140,7 @@ class Preference(Method):
         return arrays | answers(batch, order, reference=self.compares)
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        """Return the number of pairs, and of the tokens of chosen texts that count in the nll."""
+        """Return the number of pairs, and the number of tokens in the nll term."""
         counts = super().counts(batches)
         if self.nll:
             likely = sum(int(self.inputs(batch)["likely"].sum()) for batch in batches)
@@ -141,7 +148,7 @@ class Preference(Method):
         return counts
 
     def measures(self, sums: Array, **constants: Any) -> dict[str, float | None]:
-        """Return accuracy, margin, rewards and log-probabilities of both answers, and the nll."""
+        """Return accuracy, margin, rewards and log-probs of both answers, and the nll."""
         pairs, right, won, lost, chosen, rejected, likely = map(float, sums)
         each = {"accuracy": right, "margin": won - lost, "reward_chosen": won}
         each |= {"reward_rejected": lost, "log_prob_chosen": chosen, "log_prob_rejected": rejected}
@@ -151,10 +158,10 @@ class Preference(Method):
 
 @dataclasses.dataclass(frozen=True)
 class Kto(Method):
-    """Learns which answers are good and which are not, without pairs: ``losses.kto``.
+    """Minimizes ``losses.kto`` of answers that are rated desirable or undesirable.
 
-    Each answer has a second text beside it, its question with the answer to another one: their mean
-    divergence from the reference is the point from which rewards count.
+    A second text follows each answer: the same question with the answer to another question.  The
+    mean divergence of these texts from the reference model is the zero point of the rewards.
     """
 
     group: int = 2
@@ -163,18 +170,18 @@ class Kto(Method):
     sums: int = 4
 
     def bound(self, settings: Any) -> Self:
-        """Return this method with the values of settings; one loss needs no second text."""
+        """Return this method with the settings; only the loss kto needs the second texts."""
         options = self.options(settings)
         return dataclasses.replace(self, loss_options=options, group=1 + (options["kind"] == "kto"))
 
     def check(self, settings: Any) -> None:
-        """Raise as the loss does, for an answer of one token."""
+        """Raise as the loss does: call it on an answer of one token."""
         one = np.zeros((1, 1), FLOAT32)
         options = {n: v for n, v in self.loss_options.items() if n in ("kind", "beta")}
         kto(one, one == 0, one, one[0] == 0, **options)
 
     def __call__(self, model: Any, **batch: Any) -> Any:
-        """Return the loss of answers."""
+        """Return the KTO loss of answers."""
         if not batch["places"].size:  # a rank without texts
             return loss_of_none(model, batch)
         fields = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
@@ -182,7 +189,7 @@ class Kto(Method):
         options = {n: v for n, v in self.loss_options.items() if n in ("kind", "beta")}
         options |= {"k": batch.get("k", 0.0)} if self.group == 2 else {}
         options |= {"weights": self._weights(good, rows), "count": batch["count"]}
-        texts = batch["said"], batch["reference"]
+        texts = batch["mask"], batch["reference"]
         loss = kto(rows, *texts, good, **options)
         if (sink := batch.get("sink")) is not None:
             beta = self.loss_options.get("beta", BETA)
@@ -193,18 +200,18 @@ class Kto(Method):
         return loss
 
     def _weights(self, good: Array, rows: Any) -> Any:
-        """Return the weight of each answer; None if all have the same."""
+        """Return the weight of each answer; None if no weight is set."""
         weights = (
             self.loss_options.get("desirable_weight"),
             self.loss_options.get("undesirable_weight"),
         )
         if weights == (None, None):
             return None
-        of_good, of_others = (1.0 if weight is None else weight for weight in weights)
-        return np.where(good, rows.dtype.type(of_good), rows.dtype.type(of_others))
+        desirable, undesirable = (1.0 if weight is None else weight for weight in weights)
+        return np.where(good, rows.dtype.type(desirable), rows.dtype.type(undesirable))
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """Return the answers of a batch, without the second texts."""
+        """Return the inputs of a batch without the second texts."""
         own = every(batch, 0) if self.group == 2 else batch
         starts = starts_of(own)
         good = own.beside["desirable"].reshape(-1)[starts[:-1]]
@@ -219,19 +226,19 @@ class Kto(Method):
         for batch in batches if self.group == 2 else ():
             other = every(batch, 1)
             if not other.tokens.size and model.gather is None:
-                continue  # else others gather weights from this rank
+                continue  # with ``gather``, other ranks need the weights of this rank
             own = placed(super().inputs(other), model.table)
             rows = model.log_probs(**own).log_probs.reshape(-1)
-            known = answers(other, range(len(starts_of(other)) - 1), reference=True)
-            ratios = to_numpy(rows)[known["places"]] - known["reference"]
-            total += ratios.sum(where=known["said"], dtype=np.float64), len(ratios)
+            arrays = answers(other, range(len(starts_of(other)) - 1), reference=True)
+            ratios = to_numpy(rows)[arrays["places"]] - arrays["reference"]
+            total += ratios.sum(where=arrays["mask"], dtype=np.float64), len(ratios)
         divergence, texts = summed(total)
         return {"k": max(0.0, float(divergence / max(texts, 1)))}
 
     def measures(self, sums: Array, **constants: Any) -> dict[str, float | None]:
-        """Return margin, rewards of good and of other answers, and the divergence."""
-        good, of_good, others, of_others = map(float, sums)
-        won, lost = of_good / good if good else None, of_others / others if others else None
+        """Return the margin, the rewards of desirable and undesirable answers, and the KL term."""
+        good, good_rewards, bad, bad_rewards = map(float, sums)
+        won, lost = good_rewards / good if good else None, bad_rewards / bad if bad else None
         margin = None if won is None or lost is None else won - lost
         each = {"margin": margin, "reward_desirable": won, "reward_undesirable": lost}
         return each | ({"kl": constants["k"]} if self.group == 2 else {})

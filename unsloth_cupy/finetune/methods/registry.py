@@ -1,10 +1,10 @@
-"""All methods of training, by their names.
+"""All training methods by name.
 
     method = METHODS["dpo"].bound(settings)
 
-A new one is a row here: a class with other settings, or a small class of its own.  It names the
-settings that it uses, so that any other is an error, and its module declares those that it adds;
-``data.rows`` says which rows it reads.
+To add a method, add an entry here: an existing class with other arguments, or a new class.
+``uses`` names the settings that the method reads; any other method setting is an error.  The module
+of the class declares new settings, and ``data.rows`` lists the kinds of rows of each method.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ from .policy_methods import Policy, PolicyOptions
 from .preference_methods import Kto, Preference, PreferenceOptions
 from .scoring_methods import Classify, Reward, RewardOptions
 
-MEASURES = {  # what lines of the log say of answers: as TRL names it
+MEASURES = {  # metrics of the log, and the names that TRL gives them
     "accuracy": "rewards/accuracies", "margin": "rewards/margins",
     "reward_chosen": "rewards/chosen", "reward_rejected": "rewards/rejected",
     "reward_desirable": "rewards/chosen", "reward_undesirable": "rewards/rejected",
@@ -34,7 +34,7 @@ MEASURES = {  # what lines of the log say of answers: as TRL names it
     "length": "completions/mean_length",
 }  # fmt: skip
 DRAWING = ("temperature", *(each.name for each in dataclasses.fields(PolicyOptions)))
-CLIPPED = ("dapo", "grpo", "dr_grpo", "luspo")  # losses whose terms are those of tokens
+CLIPPED = ("dapo", "grpo", "dr_grpo", "luspo")  # losses that clip each token, not each answer
 METHODS: Mapping[str, Method] = {
     "sft": Method(),
     "dpo": Preference(
@@ -60,30 +60,31 @@ OPTIONS = tuple(dict.fromkeys(name for method in METHODS.values() for name in me
 
 
 def using(option: str) -> str:
-    """Return the names of the methods that use a setting."""
+    """Return the names of the methods that read a setting, as text."""
     return listing(name for name, method in METHODS.items() if option in method.uses)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ChosenMethod:
-    """The method of a run, and its loss."""
+    """The training method of a run, and its loss."""
 
     method: str = setting(
-        "method", "sft trains on texts, kto on answers that are good or bad, distill on predictions"
-        " of a teacher, classify on labels, embed on related texts, grpo and rloo on rewards of"
-        " sampled answers, reward and all others on pairs.", "sft", choices=(*METHODS,),
+        "method", "Training method.  sft trains on texts, kto on answers rated good or bad, distill"
+        " on the predictions of a teacher, classify on labels, embed on related texts, grpo and"
+        " rloo on rewards of sampled answers, reward and all others on preference pairs.",
+        "sft", choices=(*METHODS,),
     )  # fmt: skip
     loss: str | None = setting(
         "method",
-        f"Of {using('loss')}.  [default: sigmoid, kto, dapo, jsd]",
+        f"Loss function of {using('loss')}.  [default: sigmoid, kto, dapo, jsd]",
         choices=LOSSES,
         rare=True,
     )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Options(  # fields of the last class come first, also in --help
+class Options(  # fields of the last base class come first, also in --help
     DistillOptions, PolicyOptions, EmbedOptions, RewardOptions, PreferenceOptions, SharedOptions,
     ChosenMethod,
 ):  # fmt: skip
-    """The method of a run, and the settings of all methods."""
+    """The training method of a run, and the settings of all methods."""

@@ -1,7 +1,7 @@
-"""Reward models: sequence classifiers of one output, whose logit of a whole text is its reward.
+"""Reward models: sequence classifiers with one output; the logit of a whole text is its reward.
 
-A text is the prompt and the answer as ``--method reward`` writes them, by the model's own tokenizer
-and chat template, with the token that ends an answer.
+The text is a prompt and an answer in the format of ``--method reward``: the tokenizer and the chat
+template of the reward model, and the token that ends an answer.
 """
 
 import dataclasses
@@ -30,14 +30,14 @@ AT_ONCE = 8  # texts that share a row
 
 @dataclasses.dataclass(frozen=True)
 class RewardModel:
-    """A model that rewards answers, and the weight of its rewards in their sum.
+    """A reward model, and the weight of its rewards in the total reward.
 
     Attributes
     ----------
     path : Path
-        Its folder, or that of its adapter.
+        The folder of the model, or of an adapter.
     model : Transformer or Config, optional
-        The model itself, or what is known of it before it is loaded.
+        The model, or its config before it is loaded.
     """
 
     name: str
@@ -46,28 +46,28 @@ class RewardModel:
     model: Any = None
 
     def check(self, columns: Any) -> None:
-        """Take any columns: a text is all that it reads."""
+        """Do nothing: a reward model reads no columns."""
 
     def with_model(self, read: Callable[[Path], Any]) -> "RewardModel":
-        """Return this reward with what ``read`` knows of its folder.
+        """Return this reward with ``read(path)`` as its model.
 
         Raises
         ------
         ConfigError
-            It is not a sequence classifier with one output.
+            The model is not a sequence classifier with one output.
         """
         model = read(self.path)
         config = getattr(model, "config", model)
         if config.head != SEQUENCE or config.labels != 1:
-            has = f"{config.head} of {config.labels} outputs" if config.labels else config.head
+            has = f"{config.head} with {config.labels} outputs" if config.labels else config.head
             problem = f"{named(reward=self.path)} holds a model with the head {has}"
-            raise ConfigError(f"{problem}; give one of {named(method='reward')}, with one output")
+            raise ConfigError(f"{problem}; pass one from {named(method='reward')}, with one output")
         return dataclasses.replace(self, model=model)
 
     def begin(
         self, columns: Mapping[str, Sequence[Any]], place: Callable[[int], str], **more: Any
     ) -> Callable[[], Array]:
-        """Return what gives the reward of each answer, (answers,)."""
+        """Return a function that returns the reward of each answer, (answers,)."""
 
         def finish() -> Array:
             words, config = self.model.words, self.model.config
@@ -98,7 +98,7 @@ class RewardModel:
         answer: Any,
         tools: Any,
     ) -> Array:
-        """Return the tokens of a prompt and its answer."""
+        """Return the tokens of a prompt and its answer, (tokens,)."""
         is_chat = isinstance(answer, list)
         if is_chat and chat.own:
             text = chat.text([*prompt, *answer], tools=tools)
@@ -110,21 +110,21 @@ class RewardModel:
             tokens = encoded(tokenizer, text, spans, is_chat, ends, chat)[0]
         most = self.model.config.positions
         if not 0 < len(tokens) <= most:
-            has = f"has {len(tokens)} tokens, and {self.path} {most} positions"
-            cure = f"give fewer {named('max_new_tokens')}, or another reward model"
+            has = f"has {len(tokens)} tokens, and {self.path} has {most} positions"
+            cure = f"reduce {named('max_new_tokens')}, or use another reward model"
             raise ConfigError(f"the text {shown(text)} {has}; {cure}")
         check_tokens(tokenizer, [int(tokens.max())], self.model.config.vocab)
         return tokens
 
     def rehearse(self, texts: int, length: int) -> None:
-        """Hold with planned arrays what the outputs for so many texts of this length hold."""
+        """Compute the outputs of ``texts`` texts of this length on planned arrays."""
         ends = length * np.arange(min(texts, AT_ONCE) + 1)
         whole = np.zeros((1, ends[-1]), np.int64)
         tokens, offsets = (as_input(each, self.model.table) for each in (whole, ends))
         self.model.logits(tokens, offsets=offsets)
 
     def _scores(self, texts: Sequence[Array]) -> Array:
-        """Return the output for each text; texts of about a length share rows."""
+        """Return the output of each text; ``AT_ONCE`` texts share a row."""
         result = np.zeros(len(texts))
         for first in range(0, len(texts), AT_ONCE):
             own = texts[first : first + AT_ONCE]
@@ -135,6 +135,6 @@ class RewardModel:
             logits = to_numpy(self.model.logits(tokens, offsets=offsets))
             result[first : first + AT_ONCE] = logits[:, 0]
         if not np.isfinite(result).all():
-            problem = f"{self.path} gives rewards that are not finite"
-            raise ConfigError(f"{problem}; copy the model again, or give another {named('dtype')}")
+            problem = f"{self.path} computes rewards that are not finite"
+            raise ConfigError(f"{problem}; copy the model again, or use another {named('dtype')}")
         return result

@@ -1,4 +1,4 @@
-"""The processes of reward functions: started once, and again if one had to be stopped."""
+"""Processes of reward functions: each starts once, and restarts if it had to be stopped."""
 
 import hashlib
 import json
@@ -19,25 +19,25 @@ from ...errors import ConfigError
 from ...files import regular
 
 PROCESS = Path(__file__).with_name("reward_process.py")
-SECONDS = 60.0  # in which a call must end
-START = 600.0  # seconds in which a file runs, which may load a model
+SECONDS = 60.0  # default time limit of a call
+START = 600.0  # seconds to run the file, which may load a model
 
 
 def fingerprint(path: Path) -> str:
-    """Return what tells one content of a file from another."""
+    """Return the SHA-256 of the content of a file."""
     return hashlib.sha256(regular(path).read_bytes()).hexdigest()
 
 
 class LateError(Exception):
-    """A process has not replied in time."""
+    """A process did not reply within the time limit."""
 
 
 class EndedError(Exception):
-    """A process has ended; the text says how."""
+    """A process ended; the text contains its signal or exit code."""
 
 
 class Worker:
-    """A process that calls a function of a file."""
+    """A process that calls a function in a Python file."""
 
     def __init__(self, path: Path, digest: str, name: str) -> None:
         if fingerprint(path) != digest:
@@ -56,12 +56,12 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        """Whether it can be called."""
+        """Whether the process runs and accepts calls."""
         return self.end.alive and self.process.poll() is None
 
     @cached_property
     def takes(self) -> Any:
-        """What its function takes, as ``reward_process.taken`` returns it.
+        """The parameters of the function, as ``reward_process.taken`` returns them.
 
         Raises
         ------
@@ -71,9 +71,9 @@ class Worker:
         try:
             reply = self.reply(START)
         except LateError:
-            reply = f"has not run to its end in {START:g} s; let it do less"
+            reply = f"did not finish in {START:g} s when it was run; do less at import"
         except EndedError as error:
-            reply = f"{error} when it was run; mend it"
+            reply = f"{error} when it was run; fix it"
         if isinstance(reply, str):
             self.end()
             raise ConfigError(f"{self.path} {reply}")
@@ -81,17 +81,17 @@ class Worker:
 
     def send(self, value: Any) -> None:
         """Send a request."""
-        with suppress(OSError):  # it has ended, which the reply tells
+        with suppress(OSError):  # the process ended: ``reply`` raises EndedError
             self.stdin.write(json.dumps(value) + "\n")
             self.stdin.flush()
 
     def reply(self, seconds: float) -> Any:
-        """Return the reply to a request; a process that gives none is stopped.
+        """Return the reply to a request; stop a process that does not reply in time.
 
         Raises
         ------
         LateError, EndedError
-            There is none.
+            The process did not reply.
         """
         try:
             reply = self.replies.get(timeout=max(0.0, seconds))
@@ -106,7 +106,7 @@ class Worker:
 
 
 def ending(code: int) -> str:
-    """Return how a process ended: by a signal (its number or 128 + that), or a code."""
+    """Return how a process ended: by a signal (code -N or 128 + N), or with an exit code."""
     try:
         return f"by {signal.Signals(-code if code < 0 else code - 128).name}"
     except ValueError:  # Windows has exit codes of 32 bits
@@ -114,7 +114,7 @@ def ending(code: int) -> str:
 
 
 def _read(stream: Any, replies: "queue.SimpleQueue[Any]") -> None:
-    """Put the replies of a process into a queue; None when it has ended."""
+    """Put the replies of a process into a queue, and None when the process has ended."""
     with stream, suppress(OSError, ValueError):
         for line in stream:
             replies.put(json.loads(line))
@@ -122,7 +122,7 @@ def _read(stream: Any, replies: "queue.SimpleQueue[Any]") -> None:
 
 
 def _end(process: "subprocess.Popen[str]") -> None:
-    """Stop a process and all that it has started."""
+    """Stop a process and all processes that it started."""
     with suppress(OSError):
         if hasattr(os, "killpg"):
             os.killpg(process.pid, signal.SIGKILL)
@@ -138,17 +138,17 @@ _WORKERS = dict[tuple[Path, str, str], Worker]()
 
 
 def worker_of(path: Path, digest: str, name: str) -> Worker:
-    """Return the process of a function, which waits for a call; it is started if there is none."""
+    """Return the process of a function, ready for a call; start it if there is none."""
     worker = _WORKERS.get((path, digest, name))
     if worker is None or not worker.alive:
         worker = _WORKERS[path, digest, name] = Worker(path, digest, name)
-    worker.takes  # noqa: B018 -- the file has run
+    worker.takes  # noqa: B018 -- waits until the file has run
     return worker
 
 
 @contextmanager
 def ending_workers() -> Iterator[None]:
-    """Stop the processes of all functions at the end; those that are called again start again."""
+    """Stop the processes of all functions at the end of a ``with`` block."""
     try:
         yield
     finally:

@@ -1,8 +1,8 @@
-"""Calls a function that rewards answers, in a process of its own.
+"""Calls a reward function in a separate process.
 
-This file is run as a script that reads requests and writes replies, lines of JSON: first the file,
-the name of the function and where modules are; then for each call the number of answers, and the
-lists that the function takes.  What it prints goes to standard error.
+This file runs as a script that reads requests and writes replies, one line of JSON each.  The first
+request is [path of the file, name of the function, sys.path]; each later request is a call, [number
+of answers, {parameter: list}].  What the function prints goes to standard error.
 """
 
 import inspect
@@ -19,9 +19,9 @@ from typing import Any
 
 
 def taken(function: Any) -> Any:
-    """Return whether a function takes any name, and the names it lists, and whether it needs them.
+    """Return (has ``**kwargs``, [(parameter, is required), ...]) of a function.
 
-    A text says why it cannot be called.
+    If the function cannot be called by keyword, return the reason as text.
     """
     kinds = inspect.Parameter
     try:
@@ -29,48 +29,48 @@ def taken(function: Any) -> Any:
     except (TypeError, ValueError) as error:
         return str(error)
     if alone := [o.name for o in each if o.kind is kinds.POSITIONAL_ONLY and o.default is o.empty]:
-        return f"{alone[0]} has no name in a call"
+        return f"{alone[0]} is positional-only"
     by_name = (kinds.POSITIONAL_OR_KEYWORD, kinds.KEYWORD_ONLY)
     names = [(one.name, one.default is kinds.empty) for one in each if one.kind in by_name]
     return any(one.kind is kinds.VAR_KEYWORD for one in each), names
 
 
 def judged(function: Callable[..., Any], count: int, arguments: Mapping[str, Sequence[Any]]) -> Any:
-    """Return {"values": a number or None for each answer}; or {"wrong": (answer, the problem)}.
+    """Return {"values": a number or None for each answer}, or {"wrong": (answer, problem)}.
 
-    The answer is None if the problem is not that of one alone.
+    ``answer`` is None if no single answer causes the problem.
     """
     try:
         values = function(**arguments)
     except (Exception, SystemExit) as error:
-        for number in range(count):  # which answer it was
+        for number in range(count):  # find the answer that raises
             try:
                 function(**{name: [each[number]] for name, each in arguments.items()})
             except (Exception, SystemExit) as own:
                 return {"wrong": (number, f"raised {type(own).__name__}: {own}")}
-        problem = f"raised {type(error).__name__}: {error}, for no answer alone"
+        problem = f"raised {type(error).__name__}: {error}, but for no single answer"
         return {"wrong": (None, problem)}
     try:
         length = None if isinstance(values, str | bytes | Mapping | Set) else len(values)
-    except TypeError:  # also of an array without axes
+    except TypeError:  # also raised by len of an array without axes
         length = None
     if length != count:
         has = repr(values)[:80] if length is None else f"{length} items"
-        problem = f"returned {has} for {count} answers, not a list of as many numbers"
+        problem = f"returned {has} for {count} answers; it must return one number per answer"
         return {"wrong": (None, problem)}
     result = list[float | None]()
     for number, value in enumerate(values):
         try:
             result.append(None if value is None else float(value))
         except (TypeError, ValueError, OverflowError):
-            return {"wrong": (number, f"gave {repr(value)[:80]}, not a number,")}
+            return {"wrong": (number, f"returned {repr(value)[:80]}, not a number,")}
         if not math.isfinite(result[-1] or 0):
-            return {"wrong": (number, f"gave {result[-1]:g}")}
+            return {"wrong": (number, f"returned {result[-1]:g}")}
     return {"values": result}
 
 
 def main() -> None:
-    """Answer requests until there are no more."""
+    """Reply to requests until standard input ends."""
     requests = os.fdopen(os.dup(0), encoding="ascii")
     replies = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -85,10 +85,10 @@ def main() -> None:
     try:
         function = runpy.run_path(path, run_name=Path(path).stem).get(name)
     except (Exception, SystemExit) as error:
-        reply(f"cannot be run: {type(error).__name__}: {error}; mend it")
+        reply(f"cannot be run: {type(error).__name__}: {error}; fix it")
         return
     if not callable(function):
-        reply(f"has no function {name}; write it, or name another")
+        reply(f"has no function {name}; define it, or name another function")
         return
     reply(taken(function))
     for line in requests:
@@ -96,9 +96,9 @@ def main() -> None:
 
 
 def guarded() -> None:
-    """Fork, and let only the new process go on; the old one ends it with those who asked.
+    """Fork: the child continues, and the parent kills the process group when the caller ends.
 
-    However these end, and whatever the new process is at: all that it has started ends with it.
+    The child cannot prevent this, whatever it runs: all processes that it started end too.
     """
 
     def ended(*_: object) -> None:
@@ -112,7 +112,7 @@ def guarded() -> None:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         return
     gone = select.poll()
-    gone.register(0, 0)  # tells alone that nobody can write to it any more
+    gone.register(0, 0)  # reports only that the writer has closed standard input
     gone.poll()
     os.killpg(0, signal.SIGKILL)
 

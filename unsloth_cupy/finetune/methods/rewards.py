@@ -1,14 +1,14 @@
-"""Rewards of answers: functions in Python files, and reward models; a weight may stand behind.
+"""Rewards of answers: functions in Python files, and reward models, optionally with a weight.
 
     FILE.py:FUNCTION    FILE.py:FUNCTION:0.5    FOLDER    FOLDER:0.5
 
-    def right(completions, answer):
-        return [float(each.strip() == wanted) for each, wanted in zip(completions, answer)]
+    def correct(completions, answer):
+        return [float(text.strip() == target) for text, target in zip(completions, answer)]
 
-A function takes lists by name, as those of TRL do: ``prompts``, ``completions`` (in chats lists of
-messages), ``completion_ids``, and columns of the data.  It returns a number for each answer, or
-None for an answer that it does not judge.  One of a file is called in a process of its own; one
-that Python gives (``Trainer(reward=)``) is called where the trainer runs.
+As in TRL, a function receives lists by keyword: ``prompts``, ``completions`` (lists of messages in
+chats), ``completion_ids``, and columns of the data.  It returns a number for each answer, or None
+for an answer without a reward.  A function in a file runs in a separate process; a function passed
+in Python (``Trainer(reward=)``) runs in the process of the trainer.
 """
 
 import dataclasses
@@ -39,20 +39,20 @@ from .reward_models import RewardModel
 from .reward_pool import SECONDS, EndedError, LateError, Worker, fingerprint, worker_of
 from .reward_process import judged, taken
 
-LARGEST = 1e15  # of a reward: the sum of many squares of gradients is in the range of float32
-ENOUGH = 3  # answers that are all too late end the run
+LARGEST = 1e15  # limit of a reward: sums of squared gradients stay in the range of float32
+ENOUGH = 3  # the run ends if the first 3 answers all exceed the time limit
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardFunction:
-    """A function that rewards answers, and its weight in their sum.
+    """A reward function in a file, and its weight in the total reward.
 
     Attributes
     ----------
     takes : (bool, list of (str, bool))
-        Whether it takes all columns, and those that it names, with whether it needs them.
+        Whether the function has ``**kwargs``; its parameters, and whether each is required.
     seconds : float
-        In which a call must end.
+        Time limit of a call.
     """
 
     name: str
@@ -64,23 +64,24 @@ class RewardFunction:
 
     @property
     def place(self) -> str:
-        """What is to be mended if it is wrong."""
+        """What to fix after an error, for messages."""
         return str(self.path)
 
     def arguments(self, columns: Mapping[str, Sequence[Any]]) -> dict[str, Sequence[Any]]:
-        """Return the columns that it takes."""
+        """Return the columns that the function takes."""
         takes_all, names = self.takes
         if takes_all:
             return dict(columns)
         return {name: columns[name] for name, _ in names if name in columns}
 
     def check(self, columns: Mapping[str, Any]) -> None:
-        """Raise a ConfigError if it needs other columns."""
+        """Raise a ConfigError if a required parameter is no column of the data."""
         needs = [name for name, is_needed in self.takes[1] if is_needed]
         if absent := [name for name in needs if name not in columns]:
-            there = ", ".join(shown(name) for name in columns if name not in ARGUMENTS)
-            problem = f"takes {', '.join(absent)}, and the data have {there or 'no columns'} for it"
-            cure = f"let it take {', '.join(ARGUMENTS)} or columns"
+            names = ", ".join(shown(name) for name in columns if name not in ARGUMENTS)
+            has = f"the data have {names or 'no other columns'}"
+            problem = f"requires {', '.join(absent)}, but {has}"
+            cure = f"name its parameters {', '.join(ARGUMENTS)} or as columns"
             raise ConfigError(f"the reward {self.name} {problem}; {cure}")
 
     def begin(
@@ -90,9 +91,9 @@ class RewardFunction:
         late: list[int] | None = None,
         **more: Any,
     ) -> Callable[[], Array]:
-        """Call the function; return what waits for the reward of each answer, (answers,).
+        """Start the call; return a function that waits for the rewards, (answers,).
 
-        ``late`` gets the answers that take too long.
+        Answers that exceed the time limit are appended to ``late``.
         """
         arguments, count = self.arguments(columns), len(columns["completions"])
         if not count:
@@ -112,14 +113,14 @@ class RewardFunction:
 
 @dataclasses.dataclass(frozen=True)
 class CalledFunction(RewardFunction):
-    """A function of this process that rewards answers; its calls have no limit of time."""
+    """A reward function of this process; its calls have no time limit."""
 
     function: Any = None
-    bound: Collection[str] = ()  # the names that a functools.partial fills in
+    bound: Collection[str] = ()  # keywords that a functools.partial has set
 
     @property
     def place(self) -> str:
-        """What is to be mended if it is wrong."""
+        """What to fix after an error, for messages."""
         return "this function"
 
     def begin(
@@ -129,9 +130,9 @@ class CalledFunction(RewardFunction):
         late: list[int] | None = None,
         **more: Any,
     ) -> Callable[[], Array]:
-        """Return what calls the function for the reward of each answer, (answers,).
+        """Return a function that calls the reward function and returns the rewards, (answers,).
 
-        An error of the function is the cause of the ConfigError that names the answer.
+        An exception of the reward function becomes the cause of the ConfigError.
         """
         free = {name: each for name, each in columns.items() if name not in self.bound}
         arguments, count = self.arguments(free), len(columns["completions"])
@@ -139,7 +140,7 @@ class CalledFunction(RewardFunction):
 
         def called(**own: Any) -> Any:
             try:
-                return self.function(**json.loads(json.dumps(own)))  # it may change them
+                return self.function(**json.loads(json.dumps(own)))  # a copy: it may change lists
             except Exception as error:
                 errors.append(error)
                 raise
@@ -158,34 +159,35 @@ class CalledFunction(RewardFunction):
 
 
 class FunctionWord(str):
-    """The name of a function of this process, perhaps with :WEIGHT, among words of settings."""
+    """The text of a reward setting for a function of this process: NAME or NAME:WEIGHT."""
 
     __slots__ = ("function", "weight")
     function: Any
     weight: float
 
     def __new__(cls, function: Any, weight: float = 1.0) -> "FunctionWord":
-        """Return the word for a function."""
-        shown_weight = f":{weight!r}".removesuffix(".0")  # with all digits, which are compared
+        """Return the text of the setting for a function."""
+        shown_weight = f":{weight!r}".removesuffix(".0")  # all digits: settings are compared
         name = _named(function).__name__ + shown_weight * (weight != 1)
         word = super().__new__(cls, name)
         word.function, word.weight = function, weight
         return word
 
     def __reduce__(self) -> Any:
-        """Copy the function with its name."""
+        """Pickle the function with its name."""
         return FunctionWord, (self.function, self.weight)
 
 
 def words_of(rewards: Any) -> tuple[str, ...]:
-    """Return rewards as settings have them.
+    """Return rewards as the texts of the setting ``reward``.
 
-    ``rewards`` is a function, FILE.py:FUNCTION or FOLDER, one of these and its weight, or a list.
+    ``rewards`` is a function, "FILE.py:FUNCTION" or "FOLDER", a tuple (one of these, weight), or a
+    list of such values.
 
     Raises
     ------
     ConfigError
-        One of them is something else.
+        A reward is none of these.
     """
     several = isinstance(rewards, list) or (
         isinstance(rewards, tuple) and not (len(rewards) == 2 and is_number(rewards[1]))
@@ -194,10 +196,10 @@ def words_of(rewards: Any) -> tuple[str, ...]:
     for each in rewards if several else [rewards]:
         reward, weight = each if isinstance(each, tuple) and len(each) == 2 else (each, None)
         if not (callable(reward) or isinstance(reward, str | PathLike)):
-            cure = "give a function, FILE.py:FUNCTION, FOLDER, or (one of these, its weight)"
+            cure = "pass a function, FILE.py:FUNCTION, FOLDER, or (one of these, its weight)"
             raise ConfigError(f"{named(reward=repr(each))}: {cure}")
         if not (weight is None or (is_number(weight) and math.isfinite(weight))):
-            raise ConfigError(f"{named(reward=repr(each))}: its weight is not a number; give one")
+            raise ConfigError(f"{named(reward=repr(each))}: its weight is not a number; pass one")
         if callable(reward):
             words.append(FunctionWord(reward, 1.0 if weight is None else float(weight)))
         else:
@@ -206,7 +208,7 @@ def words_of(rewards: Any) -> tuple[str, ...]:
 
 
 def _named(function: Any) -> Any:
-    """Return what has the name and the source of a callable: a function, or the class of it."""
+    """Return the object that has name and source of a callable: a function, or a class."""
     if isinstance(function, functools.partial):
         function = function.func
     function = inspect.unwrap(function)
@@ -214,15 +216,15 @@ def _named(function: Any) -> Any:
 
 
 def _digest(function: Any) -> str:
-    """Return the digest of a function's source, or of its code if it has none.
+    """Return the digest of the source of a function, or of its bytecode without a source.
 
-    What a functools.partial fills in is a part of it: numbers and texts, others by their type.
+    It includes the arguments of a functools.partial: numbers and strings by value, others by type.
     """
     own = _named(function)
     code = getattr(own.__call__ if isinstance(own, type) else own, "__code__", None)
     try:
         source = _of_lambda(own) if own.__name__ == "<lambda>" else inspect.getsource(own)
-    except (OSError, TypeError, IndexError, ValueError):  # also of a file that was edited since
+    except (OSError, TypeError, IndexError, ValueError):  # also if the file was edited after import
         source = repr(_instructions(code)) if code else f"{own.__module__}.{own.__qualname__}"
     if isinstance(function, functools.partial):
         source += repr([*map(_plain, function.args)])
@@ -231,41 +233,41 @@ def _digest(function: Any) -> str:
 
 
 def _of_lambda(function: Any) -> str:
-    """Return the parameters of a lambda and its expression, without the rest of its lines."""
+    """Return the parameters and the expression of a lambda, without the rest of its lines."""
     lines, code = inspect.findsource(function)[0], function.__code__
     places = [each for each in code.co_positions() if None not in each and each[3]]
     first, start = min((line, column) for line, _, column, _ in places)
     last, end = max((line, column) for _, line, _, column in places)
     text = "".join(lines[first - 1 : last]).encode()
-    tail = len(lines[last - 1].encode()) - end  # columns are of bytes
+    tail = len(lines[last - 1].encode()) - end  # co_positions counts bytes
     each = inspect.signature(function).parameters.values()
     names = [(str(one.kind), one.name, _plain(one.default)) for one in each]
     return f"{names}: {text[start : len(text) - tail].decode()}"
 
 
 def _plain(value: Any) -> Any:
-    """Return a number or a text; of others, whose repr may have an address, the type."""
+    """Return a number or a string unchanged, else the type name: a repr may hold an address."""
     return value if isinstance(value, str | int | float | None) else type(value).__name__
 
 
 def _instructions(code: CodeType) -> tuple[Any, ...]:
-    """Return what a compiled function computes, without the file and lines of it."""
+    """Return the bytecode, names and constants of a function, without file and lines."""
     constants = (_instructions(e) if isinstance(e, CodeType) else e for e in code.co_consts)
     return code.co_code, code.co_names, *constants
 
 
 def _called(word: FunctionWord) -> CalledFunction:
-    """Return the reward that calls a function, or raise a ConfigError if it cannot be called."""
+    """Return the reward of a Python function; raise a ConfigError if it cannot be called."""
     function, own = word.function, _named(word.function)
     call = own if inspect.isroutine(own) else own.__call__
     name, takes = own.__name__, taken(function)
     problem = ""
     if isinstance(function, type):
-        problem = f"is a class; give an object, {name}(...), whose __call__ rewards answers"
+        problem = f"is a class; pass an object, {name}(...), whose __call__ returns rewards"
     elif inspect.iscoroutinefunction(call) or inspect.isasyncgenfunction(call):
-        problem = "is async, and nothing awaits it; write a function that runs it"
+        problem = "is async, and nothing awaits it; pass a function that runs it"
     elif isinstance(takes, str):
-        problem = f"cannot be called by names ({takes}); write a function of Python that calls it"
+        problem = f"cannot be called by keyword ({takes}); pass a Python function that calls it"
     if problem:
         raise ConfigError(f"{named(reward=word)} {problem}")
     bound = getattr(function, "keywords", {}) if isinstance(function, functools.partial) else {}
@@ -277,7 +279,7 @@ def _called(word: FunctionWord) -> CalledFunction:
 
 @dataclasses.dataclass(frozen=True)
 class _Call:
-    """A call of a function for answers, and what is done where it does not end well."""
+    """A call of a reward function, and the handling of its errors and time limit."""
 
     reward: RewardFunction
     columns: Mapping[str, Sequence[Any]]
@@ -286,15 +288,15 @@ class _Call:
     late: list[int]
 
     def judge(self, result: Array, part: Sequence[int], reply: Any) -> None:
-        """Write what a call for a part of the answers gave into ``result``."""
+        """Write the rewards of some answers into ``result``, from the reply of a call."""
         if isinstance(reply, LateError):
             late = self._late(part)
             rest = [number for number in part if number not in late]
             if not late or not rest:
                 self._too_slow(part, late)
             for number in late:
-                text = f"did not end in {self.reward.seconds:g} s {self._of(number)}"
-                announce(f"the reward {self.reward.name} {text}, which it does not judge")
+                text = f"exceeded its limit of {self.reward.seconds:g} s {self._of(number)}"
+                announce(f"the reward {self.reward.name} {text}; this answer gets no reward")
             self.late.extend(late)
             self.judge(result, rest, self._again(rest))
             return
@@ -302,17 +304,17 @@ class _Call:
             for number in part:
                 if isinstance(own := self._again([number]), EndedError):
                     self._wrong(number, str(own))
-            self._wrong(None, f"{reply}, for no answer alone")
+            self._wrong(None, f"{reply}, but for no single answer")
         if "wrong" in reply:
             number, problem = reply["wrong"]
             self._wrong(None if number is None else part[number], problem)
         for number, value in zip(part, reply["values"], strict=True):
             if value is not None and abs(value) > LARGEST:
-                self._wrong(number, f"gave {value:g}, more than {LARGEST:g},")
+                self._wrong(number, f"returned {value:g}, beyond +-{LARGEST:g},")
             result[number] = math.nan if value is None else value
 
     def _late(self, part: Sequence[int]) -> list[int]:
-        """Return the answers for which the function does not end even if it judges them alone."""
+        """Return the answers that exceed the time limit even in a call of their own."""
         late = list[int]()
         for done, number in enumerate(part):
             own = self._again([number])
@@ -325,39 +327,39 @@ class _Call:
         return late
 
     def _again(self, part: Sequence[int]) -> Any:
-        """Return the reply to another call."""
+        """Call the function again for some answers, and return the reply."""
         reward = self.reward
         worker = worker_of(reward.path, reward.digest, reward.name)
         worker.send(_request(self.arguments, part))
         return _reply(worker, reward.seconds)
 
     def _of(self, number: int) -> str:
-        """Return in words which answer it is, to which prompt."""
+        """Return the answer, its prompt and its place in the data, as text."""
         prompt, answer = (self.columns[name][number] for name in ("prompts", "completions"))
         texts = (e[-1]["content"] if isinstance(e, list) and e else e for e in (answer, prompt))
         reply, question = (shown(text) for text in texts)
         return f"for the answer {reply!r} to {question!r} ({self.place(number)})"
 
     def _wrong(self, number: int | None, problem: str) -> NoReturn:
-        """Raise a ConfigError for an answer, or for all."""
+        """Raise a ConfigError for one answer, or for all answers if ``number`` is None."""
         where = "" if number is None else f" {self._of(number)}"
         raise ConfigError(
-            f"the reward {self.reward.name} {problem}{where}; mend {self.reward.place}"
+            f"the reward {self.reward.name} {problem}{where}; fix {self.reward.place}"
         )
 
     def _too_slow(self, part: Sequence[int], late: Sequence[int]) -> NoReturn:
-        """Raise a ConfigError for a call that takes too long, whatever the answers are."""
+        """Raise a ConfigError for a function that exceeds its time limit for every answer."""
         seconds, count = named(reward_seconds=self.reward.seconds), len(part)
-        problem = f"the reward {self.reward.name} does not end in {seconds}"
+        problem = f"the reward {self.reward.name} exceeds {seconds}"
         if late:
             problem += f" {self._of(late[0])}" + f", and for {count - 1} others" * (count > 1)
-            raise ConfigError(f"{problem}; mend {self.reward.path}, or give it more")
-        each = f"for {count} answers, though for each of them alone"
-        raise ConfigError(f"{problem} {each}; give it more, or let it start processes")
+            raise ConfigError(f"{problem}; fix {self.reward.path}, or allow more seconds")
+        each = f"for {count} answers, but not for each alone"
+        raise ConfigError(f"{problem} {each}; allow more seconds, or use several processes in it")
 
 
 def _reply(worker: Worker, seconds: float) -> Any:
-    """Return the reply of a process, or the error that says why there is none."""
+    """Return the reply of a process, or the LateError or EndedError in place of a reply."""
     try:
         return worker.reply(seconds)
     except (LateError, EndedError) as error:
@@ -365,7 +367,7 @@ def _reply(worker: Worker, seconds: float) -> Any:
 
 
 def _request(arguments: Mapping[str, Sequence[Any]], part: Sequence[int]) -> tuple[int, Any]:
-    """Return the request to judge a part of the answers."""
+    """Return the request for the rewards of some answers."""
     return len(part), {name: [each[n] for n in part] for name, each in arguments.items()}
 
 
@@ -373,22 +375,21 @@ Reward = RewardFunction | RewardModel
 
 
 def rewards_of(words: Sequence[str], seconds: float = SECONDS) -> tuple[Reward, ...]:
-    """Return the rewards that words name: FILE.py:FUNCTION or FOLDER, each perhaps with :WEIGHT.
+    """Return the rewards of the setting: FILE.py:FUNCTION or FOLDER, each with an optional :WEIGHT.
 
-    A call of a function must end in ``seconds``.
+    ``seconds`` is the time limit of a call of a function.
 
     Raises
     ------
     ConfigError
-        One of them is written in another way, or its file has no such function; or two have one
-        name.
+        A text has another form, a file has no such function, or two rewards have the same name.
     """
     rewards = tuple(_reward(word, seconds) for word in words)
     names = [each.name for each in rewards]
     if twice := [name for name in names if names.count(name) > 1]:
         problem = f"{named('reward')}: two rewards are named {twice[0]}"
-        cure = "write one with def" if twice[0] == "<lambda>" else "rename one"
-        raise ConfigError(f"{problem}, as the log names them; {cure}")
+        cure = "define one with def" if twice[0] == "<lambda>" else "rename one"
+        raise ConfigError(f"{problem}; the log needs different names; {cure}")
     return rewards
 
 
@@ -397,7 +398,7 @@ def _reward(word: str, seconds: float) -> Reward:
         return _called(word)
     shown_word = named(reward=word)
     parts, weight = str(word).split(":"), 1.0
-    if len(parts) > 2 or Path(":".join(parts[:-1]) or "-").is_dir():  # it may end in a weight
+    if len(parts) > 2 or Path(":".join(parts[:-1]) or "-").is_dir():  # may end in a weight
         with suppress(ValueError):
             weight = float(parts[-1])
             parts.pop()
@@ -408,7 +409,7 @@ def _reward(word: str, seconds: float) -> Reward:
     if path.is_dir():
         return RewardModel(path.resolve().name, weight, path)
     if len(parts) < 2:
-        raise ConfigError(f"{shown_word} names neither a function of a file nor a folder; {cure}")
+        raise ConfigError(f"{shown_word} names neither a function in a file nor a folder; {cure}")
     path, name = path_of("reward", ":".join(parts[:-1])), parts[-1]
     if not path.is_file():
         raise ConfigError(f"{shown_word}: {path} is not a file; name a Python file")
@@ -419,7 +420,7 @@ def _reward(word: str, seconds: float) -> Reward:
 
 @functools.lru_cache(maxsize=64)  # settings are checked more than once
 def _taken(path: Path, digest: str, name: str) -> Any:
-    """Return what a function takes; its process, which knows that, waits for calls from then on."""
+    """Return the parameters of a function; this starts its process, which then waits for calls."""
     return worker_of(path, digest, name).takes
 
 
@@ -431,13 +432,13 @@ def scores(
 ) -> Array:
     """Return the reward of each answer by each function, (answers, functions), NaN for none.
 
-    ``columns`` are lists of one item for each answer; ``place`` says where the question of an
-    answer is.  Functions are called at the same time.
+    ``columns`` are lists with one item per answer; ``place(number)`` returns the file and line of
+    the question.  Functions run at the same time.
 
     Raises
     ------
     ConfigError
-        A function raised, or returned something else; the message names the answer.
+        A function raised an exception or returned no number; the message names the answer.
     """
-    called = [each.begin(columns, place, **more) for each in rewards]
-    return np.stack([finish() for finish in called], axis=1)
+    waiting = [each.begin(columns, place, **more) for each in rewards]
+    return np.stack([finish() for finish in waiting], axis=1)

@@ -1,4 +1,4 @@
-"""Methods that give texts numbers: the outputs of a head, which is trained with the model."""
+"""Methods that train a classification head with the model: classifiers and reward models."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -20,19 +20,19 @@ from .method import Method, gathered, stacked, starts_of, value_of
 
 
 def texts_of(batch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the texts of a batch, as a model takes them."""
+    """Return the arguments of a model for the texts of a batch."""
     return {"tokens": batch["tokens"], "mask": batch["real"], "offsets": batch.get("offsets")}
 
 
 @dataclasses.dataclass(frozen=True)
 class Scoring(Method):
-    """Learns outputs at the last token of each text."""
+    """Trains the outputs of a head at the last token of each text."""
 
     head: str | None = SEQUENCE
     example: str = 'model.predict(["a text"])'
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """Return a batch, and which tokens of padded rows are real."""
+        """Return the inputs of a batch; ``real`` marks the tokens that are not padding."""
         real = batch.beside["real"] if batch.offsets is None else None
         return super().inputs(batch) | {"real": real}
 
@@ -47,14 +47,14 @@ class RewardOptions:
     """Settings of the method that trains a reward model."""
 
     center: float | None = setting(
-        "method", "Of reward: weight of the squared sums of pairs, which keeps rewards near 0, as"
-        " 0.01.  [default: 0]", least=0, rare=True,
+        "method", "reward: weight of the squared sum of the two rewards of a pair, which keeps"
+        " rewards near 0; for example 0.01.  [default: 0]", least=0, rare=True,
     )  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Reward(Scoring):
-    """Learns to give the chosen text of a pair more than the rejected one: ``losses.reward``."""
+    """Minimizes ``losses.reward``: the chosen text of a pair gets the higher reward."""
 
     group: int = 2
     unit: str = "pairs"
@@ -63,14 +63,14 @@ class Reward(Scoring):
     names: tuple[str, ...] = ("reward",)
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """Return a batch, the places of its texts, all chosen ones first, and their margins."""
+        """Return the inputs of a batch, the order of its texts, chosen first, and the margins."""
         starts = starts_of(batch)[:-1]
         order = np.array([*range(0, len(starts), 2), *range(1, len(starts), 2)], np.int64)
         margin = batch.beside["value"].reshape(-1)[starts[::2]]
         return super().inputs(batch) | {"order": order, "margin": margin.astype(FLOAT32)}
 
     def __call__(self, model: Any, **batch: Any) -> Any:
-        """Return the loss of pairs."""
+        """Return the reward-model loss of pairs."""
         rewards = gathered(self.outputs(model, batch), batch["order"])
         loss = reward(rewards, margin=batch["margin"], count=batch["count"], **self.loss_options)
         if (sink := batch.get("sink")) is not None:
@@ -78,14 +78,14 @@ class Reward(Scoring):
         return loss
 
     def _sums(self, rewards: Array) -> Array:
-        """Return pairs, right ones, margins, rewards, and the extremes of these."""
+        """Return the sums: pairs, correct pairs, margins, rewards; then -min and max reward."""
         half = len(rewards) // 2
         margins = rewards[:half] - rewards[half:]
         ends = (-rewards.min(), rewards.max()) if half else (-np.inf, -np.inf)
         return stacked([half, (margins > 0).sum(), margins.sum(), rewards.sum(), *ends], rewards)
 
     def measures(self, sums: Array, **constants: Any) -> dict[str, float | None]:
-        """Return accuracy, margin, and mean and extremes of the rewards."""
+        """Return accuracy, margin, and the mean, minimum and maximum reward."""
         pairs, right, margins, rewards, least, most = map(float, sums)
         pairs = max(pairs, 1)
         each = {"accuracy": right / pairs, "margin": margins / pairs, "reward_min": -least}
@@ -94,78 +94,78 @@ class Reward(Scoring):
 
 @dataclasses.dataclass(frozen=True)
 class Classify(Scoring):
-    """Learns the labels of texts: a class of each, several, or a number.
+    """Trains a classifier: one class per text, several classes per text, or a regression.
 
     Attributes
     ----------
     labels : Labels
-        What they are, which the data say.
+        The labels, read from the data.
     """
 
     unit: str = "texts"
     plain: bool = True
-    names: tuple[str, ...] = ("LABEL_0", "LABEL_1")  # of a plan
+    names: tuple[str, ...] = ("LABEL_0", "LABEL_1")  # until the data are read, as in a plan
     labels: Labels = dataclasses.field(default=Labels(SINGLE))
     sums: int = 8
 
     def fitted(self, text: Any, config: Mapping[str, Any]) -> Self:
-        """Return this method with the labels of the data, and of a model that is a classifier."""
+        """Return this method with the labels of the data, or of a model that is a classifier."""
         every = chain(text.train, text.held_out)
-        classifies = head_of(config) == SEQUENCE and labels_in(config, SEQUENCE) > 1
-        known = config if classifies else None
-        labels = labels_of(every, text.place, known)
+        is_classifier = head_of(config) == SEQUENCE and labels_in(config, SEQUENCE) > 1
+        labels = labels_of(every, text.place, config if is_classifier else None)
         names = labels.names or ("value",)
         return dataclasses.replace(self, labels=labels, names=names, sums=2 + 3 * len(names))
 
     @property
     def summary(self) -> str:
-        """What the labels are."""
+        """The number and names of the labels, as text."""
         if self.labels.problem == REGRESSION:
             return "labels are numbers"
         several = ", several at once" * (self.labels.problem == MULTI)
         return f"{len(self.names):,} labels{several}: {some(self.names)}"
 
     def settled(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return a config.json with the labels, and what they are."""
+        """Return the content of config.json with the labels and their problem type."""
         return super().settled(config) | {"problem_type": self.labels.problem}
 
     def value(self, record: Any) -> float:
-        """Return the label of a record."""
+        """Return the label of a record as a number."""
         return self.labels.number(record.value)
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, Any]:
-        """Return the number of texts; of labels, if a text has several."""
+        """Return the number of texts, times the number of classes if a text may have several."""
         each = len(self.names) if self.labels.problem == MULTI else 1
         return {"count": super().counts(batches)["count"] * each}
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
-        """Return a batch, and the labels of its texts."""
+        """Return the inputs of a batch, and the targets of its texts."""
         values = batch.beside["value"].reshape(-1)[starts_of(batch)[:-1]]
         problem = self.labels.problem
         if problem == MULTI:
             targets = np.array(self.labels.vectors(), FLOAT32)[values.astype(np.int64)]
         else:
             targets = values.astype(np.int64 if problem == SINGLE else FLOAT32)
-        return super().inputs(batch) | {"wanted": targets}
+        return super().inputs(batch) | {"targets": targets}
 
     def __call__(self, model: Any, **batch: Any) -> Any:
-        """Return the loss of texts."""
-        outputs, targets = self.outputs(model, batch), batch["wanted"]
+        """Return the mean loss of texts."""
+        outputs, targets = self.outputs(model, batch), batch["targets"]
         if (sink := batch.get("sink")) is not None:
             sink.append(self._sums(value_of(outputs), targets))
         return mean_of_losses(model, outputs, targets, batch["count"])
 
     def _sums(self, z: Array, targets: Array) -> Array:
-        """Return texts, right ones or errors; and of each class right, predicted, actual ones."""
+        """Return texts, then correct texts or errors; per class: correct, predicted, actual."""
         if self.labels.problem == REGRESSION:
             return stacked([len(z), np.abs(z[:, 0] - targets).sum(), 0, 0, 0], z)
         if self.labels.problem == MULTI:
-            guessed, actual = z > 0, targets > 0
+            predicted, actual = z > 0, targets > 0
         else:
             places = np.arange(z.shape[1], like=z)
-            guessed, actual = z.argmax(axis=1)[:, None] == places, targets[:, None] == places
-        right = (guessed == actual).all(axis=1).sum()
-        each = (n.sum(axis=0).astype(z.dtype) for n in (guessed & actual, guessed, actual))
+            predicted, actual = z.argmax(axis=1)[:, None] == places, targets[:, None] == places
+        right = (predicted == actual).all(axis=1).sum()
+        counted = (predicted & actual, predicted, actual)
+        each = (n.sum(axis=0).astype(z.dtype) for n in counted)
         return np.concatenate([stacked([len(z), right], z), *each])
 
     def measures(self, sums: Array, **constants: Any) -> dict[str, float | None]:
@@ -173,7 +173,7 @@ class Classify(Scoring):
         share = float(sums[1] / max(sums[0], 1))
         if self.labels.problem == REGRESSION:
             return {"error": share}
-        right, guessed, actual = sums[2:].reshape(3, -1)
-        there = guessed + actual > 0
-        f1 = 2 * right[there] / (guessed + actual)[there]
+        right, predicted, actual = sums[2:].reshape(3, -1)  # (classes,) each
+        present = predicted + actual > 0
+        f1 = 2 * right[present] / (predicted + actual)[present]
         return {"accuracy": share, "f1": float(f1.mean()) if len(f1) else None}

@@ -1,13 +1,13 @@
-"""What a teacher predicts, stored: of each token that is learned, the k likeliest and their log p.
+"""Stored predictions of a teacher: the top k tokens and log-probabilities at each target token.
 
     taught/
-      teach.json       the teacher, its vocabulary, the temperature, the length of rows
-      texts.npy        a digest of each text, and its first row
-      tokens.npy       (rows, k) the likeliest first
+      teach.json       the teacher, a digest of its vocabulary, temperature, maximum length
+      texts.npy        the digest of each text, and its first row in the other arrays
+      tokens.npy       (rows, k) most likely first
       log_probs.npy    (rows, k) float32
 
-A run finds a text by its digest, whatever the order and the division of its data, and reads the
-rows of a batch: the arrays stay in their files.
+A run looks up texts by digest, so the order and the held-out split of its data may differ.  Arrays
+are memory-mapped: a run reads only the rows of a batch.
 """
 
 import hashlib
@@ -39,53 +39,55 @@ class Taught(NamedTuple):
     log_probs: Array
 
     def rows(self, examples: Examples, where: Any) -> Array:
-        """Return the row of each token of examples, -1 of one that is not learned.
+        """Return the row of each token of examples in the arrays, -1 if it is not a target.
 
-        ``where`` returns the place of a line, for a message.
+        ``where(line)`` returns the file and line of an example, for messages.
 
         Raises
         ------
         ConfigError
-            The teacher has not seen a text.
+            The folder has no predictions for a text.
         """
         result = np.full(examples.ends[-1], -1)
-        known = {each["digest"].tobytes(): int(each["row"]) for each in self.texts}
+        first_rows = {each["digest"].tobytes(): int(each["row"]) for each in self.texts}
         for number, example in enumerate(examples):
-            first = known.get(digest_of(example))
+            first = first_rows.get(digest_of(example))
             if first is None:
                 line, length = where(example.line), named(tokens=self.facts["tokens"])
-                cure = f"teach with all files, those of {named('eval')} too, and give {length}"
-                raise ConfigError(f"{line}: {self.folder} has no predictions of this text; {cure}")
-            learned = example.labels != IGNORE
+                cure = f"run teach on all files, including {named('eval')}, with {length}"
+                raise ConfigError(f"{line}: {self.folder} has no predictions for this text; {cure}")
+            is_target = example.labels != IGNORE
             place = slice(examples.ends[number], examples.ends[number + 1])
-            result[place][learned] = np.arange(first, first + int(learned.sum()))
+            result[place][is_target] = np.arange(first, first + int(is_target.sum()))
         return result
 
 
 def digest_of(example: Example) -> bytes:
-    """Return what tells one text from another: its tokens, and which of them are learned."""
+    """Return a digest of the tokens of a text and of the mask of its target tokens."""
     data = example.tokens.astype("<i8").tobytes() + (example.labels != IGNORE).tobytes()
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
 def vocabulary_of(tokenizer: Any) -> str:
-    """Return a digest of the tokens of a tokenizer and their numbers."""
+    """Return a digest of the vocabulary of a tokenizer: tokens and ids."""
     words = sorted(tokenizer.get_vocab(with_added_tokens=True).items())
     return hashlib.sha256(json.dumps(words).encode()).hexdigest()
 
 
 def is_taught(folder: Path) -> bool:
-    """Return whether a folder holds stored predictions."""
+    """Return whether a folder holds the stored predictions of a teacher."""
     return (folder / FILE).is_file()
 
 
 def read_taught(folder: Path, tokenizer: Any, temperature: float | None) -> Taught:
-    """Return stored predictions for a model with this tokenizer, if it is known.
+    """Return the stored predictions of a folder, checked against tokenizer and temperature.
+
+    A tokenizer or temperature of None is not checked.
 
     Raises
     ------
     ConfigError
-        They are broken, of another vocabulary or at another temperature.
+        The files are broken, or have another vocabulary or temperature.
     """
     shown, facts = named(teacher=folder), read_json(folder / FILE)
     try:
@@ -95,16 +97,17 @@ def read_taught(folder: Path, tokenizer: Any, temperature: float | None) -> Taug
         ]
         texts, tokens, log_probs = arrays
         whole = texts.dtype == TEXT and tokens.shape == log_probs.shape and tokens.ndim == 2
-        of_vocabulary, at = facts["vocabulary"], float(facts["temperature"])
+        vocabulary, stored_temperature = facts["vocabulary"], float(facts["temperature"])
         int(facts["tokens"])
     except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{shown} is broken ({error}); teach again") from None
+        raise ConfigError(f"{shown} is broken ({error}); run teach again") from None
     if not whole:
-        raise ConfigError(f"{shown} is broken: its arrays do not fit each other; teach again")
-    if tokenizer is not None and of_vocabulary != vocabulary_of(tokenizer):
-        cure = "teach by a model with the same tokenizer.json"
-        raise ConfigError(f"{shown} has predictions of another vocabulary; {cure}")
-    if temperature not in (None, at):
-        cure = f"leave {named('temperature')} out, or teach at {temperature:g}"
-        raise ConfigError(f"{shown} has predictions at the temperature {at:g}; {cure}")
+        raise ConfigError(f"{shown} is broken: the shapes of its arrays differ; run teach again")
+    if tokenizer is not None and vocabulary != vocabulary_of(tokenizer):
+        cure = "use a teacher with the same tokenizer.json"
+        raise ConfigError(f"{shown} has predictions over another vocabulary; {cure}")
+    if temperature not in (None, stored_temperature):
+        cure = f"leave {named('temperature')} out, or run teach at {temperature:g}"
+        at = f"at the temperature {stored_temperature:g}"
+        raise ConfigError(f"{shown} has predictions {at}; {cure}")
     return Taught(folder, facts, texts, tokens, log_probs)

@@ -274,9 +274,7 @@ def test_reasoning_has_the_name_by_which_the_template_reads_it(
         assert text[spans[0].start :] == "<think>\nHm.\n</think>\n\n<|im_end|>\n"
         asked = Tokenizer.of(None, Template(tmp_path)).chat(messages, answer=False)
         assert "<think>\nHm.\n</think>" in asked
-    with pytest.raises(
-        ConfigError, match=r"not write the reasoning of messages\[1\], which is all"
-    ):
+    with pytest.raises(ConfigError, match=r"omits the reasoning of messages\[1\], its only"):
         Chat(folder(tmp_path, others + CHATML)).spans(messages)
 
 
@@ -320,11 +318,11 @@ def test_a_prompt_with_what_a_template_does_not_write(tmp_path: Path) -> None:
     messages = [{"role": "system", "content": "Be kind."}, *chat("Who?")]
     known.asked([messages[0], messages[1] | {"name": "Eve", "mood": "glad"}])
     assert {each.said(n) for each, n in known.left_out.items()} == {
-        "the template leaves out 1 messages of the role system",
-        "the template leaves out the key name of 1 messages",
-        "the template leaves out the key mood of 1 messages",
+        "the template omits 1 messages with the role system",
+        "the template omits the key name of 1 messages",
+        "the template omits the key mood of 1 messages",
     }
-    with pytest.raises(ConfigError, match="does not write tools"):
+    with pytest.raises(ConfigError, match="omits tools"):
         known.asked(messages, TestTools.TOOLS)
     calls = TestTools.messages('{"a": 1}')[:3]
     asked = Chat(folder(tmp_path, CALLS)).asked(calls, TestTools.TOOLS)
@@ -433,10 +431,10 @@ class TestTools:
 
     def test_what_the_template_leaves_out_is_refused_by_name(self, tmp_path: Path) -> None:
         known = Chat(folder(tmp_path, CHATML))
-        with pytest.raises(ConfigError, match=r"does not write messages\[1\]\.tool_calls"):
+        with pytest.raises(ConfigError, match=r"omits messages\[1\]\.tool_calls"):
             known.spans(self.messages({"a": 1}))
         for template in (CHATML, NEXT_ENDS, "{% if tools %} {% endif %}" + CHATML):
-            with pytest.raises(ConfigError, match="does not write tools"):
+            with pytest.raises(ConfigError, match="omits tools"):
                 Chat(folder(tmp_path, template)).spans(ASKED, self.TOOLS)
 
 
@@ -596,7 +594,7 @@ def check_beside(known: Chat) -> None:
         try:
             lessons = known.spans(messages, tools)
         except ConfigError as error:
-            if re.search("does not (take the messages: .|write (messages|tools))", str(error)):
+            if re.search("does not take the messages: .|omits (messages|tools)", str(error)):
                 continue
             raise
         for turn, message in enumerate(messages):
@@ -690,36 +688,36 @@ class TestAccount:
         actual = self.account(
             tmp_path, rows, 150, template + "{% if add_generation_prompt %}assistant: {% endif %}"
         )
-        learned = len("The dog.\nVery.\n" + "Very.\n" + "A" * 9 + "\n" + "bc$" + "bcd$")
-        assert f"are learned ({learned} of " in actual
-        assert actual.startswith("4 of 7 answers of 4 chats, 1 of 1 completions, 1 of 1 texts are")
-        assert "1 dropped, 2 cut at tokens=150 (which lose 2 answers)" in actual
-        assert actual.endswith("; 6 answers end without a token that stops generation")
+        targets = len("The dog.\nVery.\n" + "Very.\n" + "A" * 9 + "\n" + "bc$" + "bcd$")
+        expected = "training on 4 of 7 replies in 4 chats, 1 completions, 1 texts"
+        assert actual.startswith(f"{expected} ({targets} of ")
+        assert "; 1 dropped, 2 truncated at tokens=150 (answers lost: 2)" in actual
+        assert actual.endswith("; 6 replies end without a stop token")
 
     def test_it_says_what_a_template_leaves_out(self, tmp_path: Path) -> None:
         messages = TestTools.messages({"a": 1}, content="I add.")
         messages[-1]["reasoning"] = "Hm."
         rows = [{"messages": [*chat(asked, "Yes."), *messages]} for asked in ("Is it?", "So?")]
-        said = "; the template leaves out the "
+        said = "; the template omits the "
         assert said not in self.account(tmp_path, rows, 500, THINKS.replace(
             "{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}"))  # fmt: skip
         actual = self.account(tmp_path, rows, 500, CALLS.replace(
             "{{ m.content }}", "{{ m.content if not m.tool_calls }}"))  # fmt: skip
-        expected = f"{said}content beside tool_calls of 2 answers{said}reasoning of 2 answers"
+        expected = f"{said}content beside tool_calls of 2 replies{said}reasoning of 2 replies"
         assert expected in actual
         quiet = CHATML.replace("in messages", "in messages if m.role != 'system'")
         for row in rows:
             row["messages"] = [{"role": "system", "content": "Be kind."}, *row["messages"][:2]]
-        assert "leaves out" not in self.account(tmp_path, rows, 500, CHATML)
-        assert "; the template leaves out 2 messages of the role system" in self.account(
+        assert "omits" not in self.account(tmp_path, rows, 500, CHATML)
+        assert "; the template omits 2 messages with the role system" in self.account(
             tmp_path, rows, 500, quiet
         )
 
     def test_thoughts_in_the_content_that_a_template_cuts(self, tmp_path: Path) -> None:
         rows = [{"messages": chat(who, "<think>Hmm.</think>The dog.")} for who in ("Who?", "So?")]
-        said = "; the template leaves out what stands before </think> in 2 answers"
+        said = "; the template omits the text before </think> in 2 replies"
         assert said in self.account(tmp_path, rows, 500, DISTILLED)
-        assert "leaves out" not in self.account(tmp_path, rows, 500, CHATML)
+        assert "omits" not in self.account(tmp_path, rows, 500, CHATML)
 
     def test_what_both_answers_of_a_pair_have_counts_once(self, tmp_path: Path) -> None:
         quiet = CHATML.replace("in messages", "in messages if m.role != 'system'")
@@ -744,11 +742,11 @@ class TestAccount:
             (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
             records = read_records(tmp_path / "a.jsonl", method=method)
             count = len(records.train)
-            said = [f"the template leaves out {count} messages of the role system"]
-            said += [f"the template leaves out the reasoning of {thoughts * count} answers"] * (
+            said = [f"the template omits {count} messages with the role system"]
+            said += [f"the template omits the reasoning of {thoughts * count} replies"] * (
                 thoughts > 0
             )
-            said += [f"the template leaves out the chat_template_kwargs loud of {count} chats"] * (
+            said += [f"the template omits the chat_template_kwargs loud of {count} chats"] * (
                 options
             )
             assert sorted(inspect_data(records, model).left_out) == sorted(said)
@@ -760,7 +758,7 @@ class TestAccount:
     def test_it_says_that_a_chat_needs_several_texts(self, tmp_path: Path) -> None:
         rows = [{"messages": ASKED}, {"messages": ASKED[:2]}]
         actual = self.account(tmp_path, rows, 500, THINKS)
-        assert actual.startswith("3 of 3 answers of 2 chats are learned (")
+        assert actual.startswith("training on 3 replies in 2 chats (")
         ended = self.account(tmp_path, rows, 500, CHATML.replace("<|im_end|>", "<|endoftext|>"))
-        assert "stops generation" not in ended
-        assert "; 1 more texts, as the template writes the last answer in its own way" in actual
+        assert "stop token" not in ended
+        assert "; 1 additional texts, as the template formats the last reply differently" in actual

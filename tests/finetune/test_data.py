@@ -108,7 +108,7 @@ class TestFiles:
             for row in ROWS
         ]
         assert [content[:3] for content in contents(actual)] == sorted(expected, key=repr)
-        assert actual.note == f"{path}: 30 rows of question/answer; not read: the column id"
+        assert actual.note == f"{path}: 30 rows of question/answer; unused column: id"
         assert (actual.name, actual.forms) == (name[0], {"question/answer": 30})
 
     @pytest.mark.parametrize("kind", ["csv", "tsv"])
@@ -123,7 +123,7 @@ class TestFiles:
             path.write_bytes(data)
             actual = read_data(path)
             assert contents(actual) == contents(read_data(plain))
-            assert actual.note.endswith(f"not read: the columns {', '.join(columns)}, id")
+            assert actual.note.endswith(f"unused columns: {', '.join(columns)}, id")
             assert found_content(data, "") == kind.upper()
         path.write_bytes(unnamed.replace(b"answer", b"", 1))
         assert ":1: its first line is " in refusal(path)
@@ -149,22 +149,22 @@ class TestFiles:
     @pytest.mark.parametrize(
         ("name", "data", "said"),
         [
-            ("a.jsonl", table(ROWS), "is named .jsonl and holds CSV; let its name end in .csv"),
-            ("a.csv", LINES.encode(), "is named .csv and holds JSON lines; let"),
-            ("a.csv", table(ROWS, "\t"), "is named .csv and holds TSV; let its name end in .tsv"),
-            ("a.txt", LINES.encode(), "is named .txt and holds JSON lines; let"),
-            ("a.txt", table(ROWS), "is named .txt and holds CSV; let"),
-            ("a.md", json.dumps(ROWS).encode(), "is named .md and holds JSON; let"),
-            ("a.jsonl", json.dumps(ROWS).encode(), "is named .jsonl and holds JSON; let"),
-            ("a.parquet", LINES.encode(), "is named .parquet and holds JSON lines; let"),
+            ("a.jsonl", table(ROWS), "is named .jsonl but holds CSV; rename it to end in .csv"),
+            ("a.csv", LINES.encode(), "is named .csv but holds JSON lines; re"),
+            ("a.csv", table(ROWS, "\t"), "is named .csv but holds TSV; rename it to end in .tsv"),
+            ("a.txt", LINES.encode(), "is named .txt but holds JSON lines; re"),
+            ("a.txt", table(ROWS), "is named .txt but holds CSV; re"),
+            ("a.md", json.dumps(ROWS).encode(), "is named .md but holds JSON; re"),
+            ("a.jsonl", json.dumps(ROWS).encode(), "is named .jsonl but holds JSON; re"),
+            ("a.parquet", LINES.encode(), "is named .parquet but holds JSON lines; re"),
             ("a.parquet", b"", "is empty; copy it again"),
-            ("a.jsonl.zst", gzip.compress(LINES.encode()), "holds gzip; let its name end in .gz"),
-            ("a.jsonl.gz", LINES.encode(), "is named .jsonl.gz and holds JSON lines; let"),
+            ("a.jsonl.zst", gzip.compress(LINES.encode()), "holds gzip; rename it to end in .gz"),
+            ("a.jsonl.gz", LINES.encode(), "is named .jsonl.gz but holds JSON lines; re"),
             ("a.jsonl", gzip.compress(LINES.encode()), "holds gzip; add .gz to its name"),
-            ("a.jsonl", json.dumps(ROWS[0], indent=1).encode(), "holds JSON; let its name end in"),
-            ("a.jsonl", b"PAR1....", "is named .jsonl and holds Parquet; let"),
+            ("a.jsonl", json.dumps(ROWS[0], indent=1).encode(), "holds JSON; rename it to end in"),
+            ("a.jsonl", b"PAR1....", "is named .jsonl but holds Parquet; re"),
             ("a.jsonl", LINES.encode("utf-16"), "holds UTF-16; convert it, for example"),
-            ("a.csv", b"PK\x03\x04xl", "holds a ZIP archive or a workbook; write it as one of"),
+            ("a.csv", b"PK\x03\x04xl", "holds a ZIP archive or a workbook; convert it to one of"),
             ("a.parquet", b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
             ("a.jsonl", b"<!DOCTYPE html><p>", "holds HTML; download the file itself"),
         ],
@@ -191,29 +191,29 @@ class TestFiles:
                               for _ in range(9000)).encode(), suffix)  # fmt: skip
         for keep in (len(data) // 2, len(data) - 3):
             path.write_bytes(data[:keep])
-            assert refusal(path).startswith(f"{path} is cut off or broken")
+            assert refusal(path).startswith(f"{path} is truncated or broken")
 
     @pytest.mark.usefixtures("no_collections")
     @pytest.mark.parametrize(
         ("name", "data", "said"),
         [
-            ("a.csv", b"text,id\nx,1\ny,2,3\n", ":3: has 3 cells, and the first line 2; quote"),
+            ("a.csv", b"text,id\nx,1\ny,2,3\n", ":3: has 3 cells, but the first line has 2; qu"),
             ("a.csv", b'text,id\nx,1\n"y,2\nz,3\n', ":3: is not a row ("),
             ("a.csv", b"text,id\nx,1\n\xff,2\n", ":3: is not UTF-8: byte 0 is 0xff; convert"),
-            ("a.csv", b"text,text\nx,1\n", ":1: its first line is 'text', 'text'; write the names"),
-            ("a.csv", b"a,b\nx,1\n", ":2: holds 'a', 'b'; write one of these forms"),
+            ("a.csv", b"text,text\nx,1\n", ":1: its first line is 'text', 'text'; write unique"),
+            ("a.csv", b"a,b\nx,1\n", ":2: has the columns 'a', 'b'; write one of these"),
             ("a.csv", b'text,id\n"x\n\nx",1\n,2\n', ":5: text is empty; write"),
             ("a.json", b'[\n{"text": "x"},\n{"text" "y"}]', ":3: is not JSON (Expecting ':' delim"),
-            ("a.json", b'[\n{"text": "x"}', ":2: the list has no end; write"),
+            ("a.json", b'[\n{"text": "x"}', ":2: the list has no end; add"),
             ("a.json", b'[\n{"text": "x"},\n3]', ":3: holds '3]' where an object begins; write"),
             ("a.json", b'[{"text": "x"},\n{"text": 3}]', ":2: object 2: text is 3, not text"),
-            ("a.json", b'[{"text": "x"}]\n{"text": "y"}', ":1: goes on behind its list; write"),
+            ("a.json", b'[{"text": "x"}]\n{"text": "y"}', ":1: has text after its list; write"),
             ("a.jsonl", b'{"messages": ' + b"[" * 99999 + b"\n", ":1: cannot be read as JSON"),
             ("a.json", b'{"data": [' + b"[" * 99999, ":1: cannot be read as JSON"),
             ("a.json", b'[{"text": "' + b"x" * 2**21 + b'"}]', ":1: an object has more than 1 MiB"),
             ("a.csv", b'text,id\n"' + b"x\n" * 2**20 + b'",1', ":2: is not a row (field larger"),
             ("a.jsonl", b'{"text": "a"\n{"text": "b"}', ":1: is not JSON (Expecting ',' delimiter"),
-            ("a.jsonl", b'{"' + b" " * 9**5 + b'text": 3}', ":1: holds '   "),
+            ("a.jsonl", b'{"' + b" " * 9**5 + b'text": 3}', ":1: has the columns '   "),
             ("a.txt", b"", "is empty"),
             ("a.jsonl", b'{"text": "a"}\n{"text": "a", "text": "b"}',
              ":2: cannot be read as JSON (an object has the key text twice); write one"),
@@ -223,7 +223,7 @@ class TestFiles:
              ":2: cannot be read as JSON (an object has the key b twice); write a list"),
             ("a.jsonl", b'{"text": "a', ":1: is not JSON (Unterminated string starting at column"),
             *((f"a.{kind}", b"text,id" * (kind == "csv") + b"\n" * 10**6,
-               ": more than 100,000 lines without text end here; remove them")
+               ": more than 100,000 blank lines end here; remove them")
               for kind in ("csv", "jsonl")),
         ],
     )  # fmt: skip
@@ -250,7 +250,7 @@ class TestFiles:
         from pyarrow import parquet
 
         for names, value, said in (
-            (["text", "text"], "a", "cannot be read: 2 columns are called text; copy it"),
+            (["text", "text"], "a", "cannot be read: 2 columns have the name text; copy"),
             (["text", "id"], b"\xff\xfe", ':1: text is {"bytes": 2}, not text; write'),
         ):
             table = pa.Table.from_arrays([pa.array([value] * 9), pa.array(range(9))], names)
@@ -273,7 +273,7 @@ class TestFiles:
     def test_missing_files(self, tmp_path: Path) -> None:
         assert "No such file" in refusal(tmp_path / "a.jsonl")
         for name in ("there-is-no/rows.jsonl", "there-is-no/rows.jsonl.gz"):
-            assert refusal(Path(name)) == f"{name}: No such file or directory; name a readable file"
+            assert refusal(Path(name)) == f"{name}: No such file or directory; pass a readable file"
         assert "hf download tatsu-lab/alpaca --repo-type dataset --loc" in refusal(
             "tatsu-lab/alpaca"
         )
@@ -293,7 +293,7 @@ class TestFolders:
         assert isinstance(data, Records)
         assert {content[2][:5] for content in contents(data)} == {"train"}
         assert len(data.train) + len(data.held_out) == 18
-        assert "2 files are read, and not data/notes.txt, data/test-00000-of-00001" in data.note
+        assert "reading 2 files; skipping data/notes.txt, data/test-00000-of-00001" in data.note
         assert data.name == tmp_path.name
         (inside / "train-00000-of-00002.jsonl").unlink()
         (inside / "train-00001-of-00002.jsonl").unlink()
@@ -328,7 +328,7 @@ class TestFolders:
         assert contents(read_data(tmp_path / "train")) == contents(data)
         actual = [content[0][1] for content in contents(data)]
         assert sorted(actual, key=repr) == sorted(said * 7, key=repr), "absent is not null"
-        assert "the split train is read, and not test" in data.note
+        assert "reading split train; skipping test" in data.note
         (tmp_path / "train" / "state.json").write_text('{"_data_files": [{"filename": "../x"}]}')
         assert "names '../x'" in refusal(tmp_path)
 
@@ -352,7 +352,7 @@ class TestFolders:
         assert data.place(line) == f"{more}:4"
         assert data.where == f"{some} and 1 more"
         for weight in ("0", "-1", "nan", "1e9"):
-            assert "is not a number above 0" in refusal(f"{some}:{weight}")
+            assert "; pass a number above 0" in refusal(f"{some}:{weight}")
         (tmp_path / "c.jsonl:2").write_text(some.read_text())
         assert len(read_data(str(tmp_path / "c.jsonl:2")).train) == 36, "it is the name of a file"
 
@@ -461,7 +461,7 @@ class TestForms:
             ({"prompt": "a", "completion": "b", "label": False},
              "unpaired preferences (prompt, completion, label)"),
             ({"messages": [ASK, SAY], "label": True}, "unpaired preferences (messages, label)"),
-            ({"prompt": "a"}, "has prompt but no completion; add completion; finetune learns"),
+            ({"prompt": "a"}, "has prompt but no completion; add completion; finetune trains"),
             ({"prompt": [ASK], "answer": "2"}, "prompts with an answer for rewards (prompt, a"),
             ({"prompt": "a", "ground_truth": "2"}, "prompts with an answer for rewards"),
             ({"prompt": "a", "completions": ["b"], "labels": [True]}, "several answers"),
@@ -473,7 +473,7 @@ class TestForms:
             ({"sentence1": "a", "sentence2": "b"}, "pairs for embedding"),
             ({"query": "a", "positive": "b", "negative": "c"}, "pairs for embedding"),
             ({"messages": [ASK, SAY], "weight": 0.5}, "weighted rows (messages, weight)"),
-            ({"messages": [ASK, SAY], "images": ["x.png"]}, "images or sounds (messages, images)"),
+            ({"messages": [ASK, SAY], "images": ["x.png"]}, "images or audio (messages, images)"),
             ({"input_ids": [1, 2], "labels": [1, 2]}, "tokens (input_ids, labels)"),
         ],
     )  # fmt: skip
@@ -484,22 +484,20 @@ class TestForms:
         message = refusal(path)
         assert message.startswith(f"{path}:1: ")
         assert said in message
-        assert (
-            ": " in message.partition("finetune learns the next token of texts")[2] or ";" in said
-        )
+        assert ": " in message.partition("trains next-token prediction on texts")[2] or ";" in said
 
     def test_a_column_may_be_left_out(self, tmp_path: Path) -> None:
         rows = [{"text": f"a {i}", "score": i} for i in range(9)]
         path = written(tmp_path, *rows)
-        assert "leave columns out by ignore=score" in refusal(path)
+        assert "skip the column with ignore=score" in refusal(path)
         shown = run("data", path)
-        assert_one_clear_error(shown, "leave columns out by --ignore score")
+        assert_one_clear_error(shown, "skip the column with --ignore score")
         data = read_data(path, ignore=["score"])
         assert isinstance(data, Records)
         assert data.note == f"{path}: 9 rows of text"
         other = read_data(path, ignore=["id", "score", "Score"])
         assert isinstance(other, Records)
-        assert other.note == f"{path}: 9 rows of text; no row has Score, id, to ignore"
+        assert other.note == f"{path}: 9 rows of text; no row has the columns to ignore: Score, id"
         assert run("data", path, "--ignore", "score").exit_code == 0
         assert "one running text" in refusal(_text(tmp_path), ignore=["score"])
 
@@ -507,7 +505,7 @@ class TestForms:
         """A table gives each row all columns."""
         rows = [{"text": f"a {i}", "label": None, "images": []} for i in range(9)]
         data = read_data(written(tmp_path, *rows))
-        assert data.note.endswith("9 rows of text; not read: the columns label, images")
+        assert data.note.endswith("9 rows of text; unused columns: label, images")
 
     def test_rows_that_are_not_good_are_never_learned(self, tmp_path: Path) -> None:
         rows = [{"prompt": f"{i}", "completion": " bad", "label": i % 2 == 0} for i in range(20)]
@@ -530,30 +528,30 @@ class TestForms:
         ("row", "said"),
         [
             ({"messages": [ASK | {"content": [{"type": "image_url", "image_url": "x"}]}, SAY]},
-             "messages[0].content[0] is of the type image_url, and text alone is learned; leave"),
-            ({"messages": [ASK, SAY | {"weight": 0.5}]}, "messages[1].weight is 0.5; give 0"),
-            ({"messages": [ASK, SAY | {"loss": 0.5}]}, "messages[1].loss is 0.5; give 0, not"),
-            ({"messages": [ASK, SAY | {"train": "no"}]}, 'messages[1].train is "no"; give 0, not'),
+             "messages[0].content[0] has the type image_url, and only text is supported; re"),
+            ({"messages": [ASK, SAY | {"weight": 0.5}]}, "messages[1].weight is 0.5; write 1"),
+            ({"messages": [ASK, SAY | {"loss": 0.5}]}, "messages[1].loss is 0.5; write 1 (train"),
+            ({"messages": [ASK, SAY | {"train": "no"}]}, 'messages[1].train is "no"; write 1'),
             ({"messages": [ASK, SAY | {"train": True, "weight": 0}]},
-             "messages[1] has weight and train, which differ; give one of them"),
-            ({"messages": [ASK | {"images": ["x"]}, SAY]}, "messages[0] has images, and text alon"),
+             "messages[1] has weight and train, which differ; keep one of them"),
+            ({"messages": [ASK | {"images": ["x"]}, SAY]}, "messages[0] has images, and only text"),
             ({"messages": [ASK, SAY | {"train_detail": [{"train": False}]}]},
-             "messages[1] has train_detail, and an answer is learned as a whole; give it a w"),
-            ({"messages": [ASK, SAY | {"weight": "0"}]}, 'messages[1].weight is "0"; give 0'),
+             "messages[1] has train_detail, but a reply has one weight; use weight, 0 or 1"),
+            ({"messages": [ASK, SAY | {"weight": "0"}]}, 'messages[1].weight is "0"; write 1'),
             *(({"messages": [ASK, SAY | {name: value}]},
-               f"messages[1] has {name}, which is not known; write it as weight, 0 or 1")
+               f"messages[1] has {name}, which is unknown; write it as weight, 0 or 1")
               for name in ("is_trained", "lossMask", "mask", "ignore", "skip", "token_weights")
               for value in (0, True, [0, 1], "false", 0.5)),
             ({"role": "assistant", "content": "a"}, "holds messages of a chat (content, role)"),
             ({"messages": str([ASK, SAY])}, "[{'role': 'user', 'content': 'a'}, {'rol... is"
-             " messages as Python prints them; write them as JSON"),
+             " in Python syntax, not JSON; write them as JSON"),
             ([ASK, SAY], 'is [{"role": "user", "content": "a"}, {"rol..., not an object; write a'
              ' chat as {"messages": [...]}'),
-            ([{"text": "a"}], 'is [{"text": "a"}], not an object; let the name of a file that is'
-             " one list of rows end in .json"),
+            ([{"text": "a"}], 'is [{"text": "a"}], not an object; rename a file that is one list'
+             " of rows to end in .json"),
             (["a", "b"], 'is ["a", "b"], not an object; write {"text": "..."} or'),
             ({"messages": [ASK, SAY | {"content": "", "weight": 1}]},
-             "messages[1].content is empty; write what is to be learned"),
+             "messages[1].content is empty; write a text"),
             *(({"messages": [ASK, SAY | {"content": "", name: " "}]},
                "messages[1].content is empty") for name in REASONING),
             *(({"messages": [ASK, SAY | {name: ["hm"]}]},
@@ -563,7 +561,7 @@ class TestForms:
             ({"messages": [ASK, {"role": "assistant", "content": None, "refusal": "No."}]},
              "messages[1].content is null, not text"),
             ({"messages": [ASK, SAY], "chat_template_kwargs": {"tools": []}},
-             "chat_template_kwargs holds tools, which the row itself gives; leave it out"),
+             "chat_template_kwargs holds tools, which the library sets; leave it out"),
             ({"messages": [ASK, SAY | {"tool_calls": [{"function": {}}]}]},
              "messages[1].tool_calls[0] is {"),
             ({"messages": [ASK, SAY], "tools": [{"a": json.loads("[" * 90 + "]" * 90)}]},
@@ -575,7 +573,7 @@ class TestForms:
             ({"messages": [ASK, SAY], "tools": "x"}, "tools is x; write it as [{"),
             ({"messages": [ASK, SAY], "chat_template_kwargs": 3}, "chat_template_kwargs is 3"),
             ({"conversations": [{"from": "function_call", "value": "x"}]},
-             "conversations[0].value is x, no call in JSON; write"),
+             "conversations[0].value is x, not a call in JSON; wr"),
             ({"conversations": [{"from": "bot", "value": "x"}]},
              "conversations[0] has the role bot; choose from system"),
             ({"conversations": [{"value": "x"}]}, "conversations[0] has no role"),
@@ -624,7 +622,7 @@ class TestBounds:
         for suffix in (".gz", ".zst", ".bz2"):
             path = tmp_path / f"a.jsonl{suffix}"
             path.write_bytes(packed(line * 500, suffix))
-            assert f"{path} grows to more than" in refusal(path)
+            assert f"{path} expands to more than" in refusal(path)
             path.write_bytes(packed(b"a" * 2**22, suffix))
             assert f"{path}:1: has more than 1 MiB" in refusal(path)
 
@@ -645,7 +643,7 @@ class TestBounds:
         path.write_bytes(packed(data, path.suffix))
         monkeypatch.setattr("unsloth_cupy.finetune.data.data_files.RATIO", 1)
         monkeypatch.setattr("unsloth_cupy.finetune.data.data_files.UNPACKED", 2**20)
-        assert f"{path} grows to more than" in refusal(path)
+        assert f"{path} expands to more than" in refusal(path)
         monkeypatch.setattr("unsloth_cupy.finetune.data.data_files.UNPACKED", 2**21)
         with suppress(ConfigError):  # all rows are equal: none is left to learn
             read_data(path)
@@ -678,7 +676,7 @@ class TestBounds:
         assert contents(read_data(path)) == contents(read_data(plain))
         if sizes[-1]:
             path.write_bytes(path.read_bytes()[:-1])
-            assert refusal(path).startswith(f"{path} is cut off or broken")
+            assert refusal(path).startswith(f"{path} is truncated or broken")
 
     def test_a_parquet_file_grows_within_bounds(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -686,7 +684,7 @@ class TestBounds:
         monkeypatch.setattr("unsloth_cupy.finetune.data.data_files.UNPACKED", 2**20)
         path = tmp_path / "a.parquet"
         parquet([{"text": "a" * 2000}] * 2000, path)
-        assert f"{path} grows to more than" in refusal(path)
+        assert f"{path} expands to more than" in refusal(path)
         parquet([{"text": "a"}, {"text": "b" * 2**21}], path)
         assert f"{path}:2: has more than 1 MiB" in refusal(path)
         parquet([{"text": "a"}], path)

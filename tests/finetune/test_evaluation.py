@@ -189,7 +189,7 @@ def test_rows_of_ones_own_file_are_named_in_it(base: Path, lines: Path, tmp_path
     rows[2]["tools"] = [{"type": "function", "function": {"name": "add"}}]
     file = tmp_path / "own.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    with pytest.raises(ConfigError, match=r"own\.jsonl:3: .* does not write tools"):
+    with pytest.raises(ConfigError, match=r"own\.jsonl:3: .* omits tools"):
         trained(lines, tmp_path / "run", file, folder, steps=1)
     rows[2:] = [{"prompt": "a " * 20, "completion": "b"}, {"prompt": "a", "completion": "b " * 20}]
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -197,10 +197,10 @@ def test_rows_of_ones_own_file_are_named_in_it(base: Path, lines: Path, tmp_path
                "--out", tmp_path / "run")  # fmt: skip
     assert done.exit_code == 0, done.output
     assert f"held out: {file}: 4 rows, 3 of prompt/completion, 1 of messages" in done.stderr
-    assert "; of those held out 1 are dropped and 2 are cut" in done.stderr
+    assert "; held-out: 1 dropped, 2 truncated" in done.stderr
     file.write_text(json.dumps(rows[2]) + "\n")  # one row will do
     done = run("finetune", folder, "--data", lines, "--eval", file, "--tokens", 8)
-    assert_one_clear_error(done, f"--eval {file}: no text that is held out gets to its answer")
+    assert_one_clear_error(done, f"--eval {file}: no held-out text reaches its answer")
 
 
 def test_files_that_do_not_fit_each_other(text: Path, lines: Path, tmp_path: Path) -> None:
@@ -396,7 +396,7 @@ def test_the_command_evaluates_each_source(
     (only,) = evaluate(base, one)
     assert 0 < only.tokens < second.tokens
     (none := tmp_path / "none.jsonl").touch()
-    assert_one_clear_error(run("evaluate", base, "--data", none), "is empty; write a line")
+    assert_one_clear_error(run("evaluate", base, "--data", none), "is empty; add a line")
     other = run("evaluate", base, "--data", tmp_path / "none.txt")
     assert_one_clear_error(other, "none.txt: No such file")
     copied = tmp_path / "no-tokenizer"

@@ -214,7 +214,7 @@ def test_labels_of_every_form(labels: Any, names: Any, home: Path, tmp_path: Pat
     rows = [{"Sentence": f"w{n} w2", "id": n, "label": each} for n, each in enumerate(labels)]
     made = trained(home, tmp_path / "run", "classify", write(tmp_path / "a.jsonl", rows), steps=1)
     if names is None:
-        problem = r"a.jsonl:\d: the label is a .*, and a .* at .*; write all labels in one way"
+        problem = r"a.jsonl:\d: the label is a .*, but a .* at .*; write all labels in the same"
         with pytest.raises(ConfigError, match=problem):
             made.train()
         return
@@ -232,7 +232,7 @@ def test_a_classifier_keeps_its_labels(home: Path, tmp_path: Path) -> None:
     assert [*again.model.predict(["w1"])[0]] == ["egg", "ham", "spam"]
     assert [*load(tmp_path / "again" / "model").predict(["w1"])[0]] == ["egg", "ham", "spam"]
     other = write(tmp_path / "other.jsonl", golden.labelled())
-    with pytest.raises(ConfigError, match="the model has the labels egg, ham, spam, and none is a"):
+    with pytest.raises(ConfigError, match="the model has the labels egg, ham, spam, but not a"):
         Trainer(first.folder, other, Settings(**settings, out=tmp_path / "no")).train()
     (line,) = json.loads(run_evaluate(tmp_path / "again", some))
     assert line["texts"] == 2
@@ -246,13 +246,13 @@ def test_a_classifier_keeps_its_labels(home: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"text": "w1"}, "holds text, and no label; write text and label"),
-        ({"label": "a"}, "holds label, and no text"),
+        ({"text": "w1"}, "has the columns text, but no label; write text and la"),
+        ({"label": "a"}, "has the columns label, but no text"),
         ({"text": "w1", "label": None}, "label is null; write label as a name, an integer"),
         ({"text": "w1", "label": {}}, "label is {}; write"),
         ({"text": "w1", "label": [0.5]}, r"label is 0\.5; write"),
         ({"text": "", "label": "a"}, "text is empty"),
-        ({"premise": "w1", "hypothesis": "w2", "label": 1}, "holds two texts .*join them as text"),
+        ({"premise": "w1", "hypothesis": "w2", "label": 1}, "holds two texts .*join them in the"),
         ({"text": "w1", "label": "a", "weight": 2}, "holds weight beside text and label; remove"),
         ({"messages": [], "label": "a"}, "write messages as text"),
         ([1], "is \\[1\\], not an object"),
@@ -267,12 +267,12 @@ def test_rows_without_a_label_are_refused(row: Any, said: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("labels", "said"),
     [
-        ([[1], [0], [1]], "labels are lists of one 0 or 1 each, a mark or the name of a class; w"),
-        ([[1, 0, 0], [0, 1], [1, 1]], "the label 1, 0, 0 holds a number twice; write the names of"),
-        ([[1, 0, 0], [0, 2, 0], [1, 1, 1]], "the label 1, 0, 0 holds a number twice; write"),
+        ([[1], [0], [1]], "labels are lists of a single 0 or 1, either a vector or a class name"),
+        ([[1, 0, 0], [0, 1], [1, 1]], "the label 1, 0, 0 repeats a number; write class names, or"),
+        ([[1, 0, 0], [0, 2, 0], [1, 1, 1]], "the label 1, 0, 0 repeats a number; write"),
         (["[1 0 0]", "[0 1 0]", "[0 0 1]"], r"label is \[1 0 0\]; write label as a name, an"),
-        (["['a']", "['b']", "[]"], r"label is \['a'\]; write label as a name, .* in JSON"),
-        ([[1, 0], [0, 1], [1, 1]], "vectors have 2 entries, and the model 3 labels; name another"),
+        (["['a']", "['b']", "[]"], r"label is \['a'\]; write label as a name, .* JSON list"),
+        ([[1, 0], [0, 1], [1, 1]], "vectors have 2 entries, but the model has 3 labels; use an"),
     ],
 )
 def test_labels_that_may_be_vectors_or_names_are_refused(
@@ -312,7 +312,7 @@ def test_vectors_are_the_lists_of_the_classes_that_they_mark(tmp_path: Path) -> 
 def test_labels_that_tell_nothing_are_refused(home: Path, tmp_path: Path) -> None:
     rows = [{"text": "w1", "label": "a"}, {"text": "w2", "label": "a"}]
     path = write(tmp_path / "a.jsonl", rows)
-    with pytest.raises(ConfigError, match="all rows have the label a; give rows of two labels"):
+    with pytest.raises(ConfigError, match="all rows have the label a; add another label"):
         trained(home, tmp_path / "run", "classify", path).train()
     with pytest.raises(ConfigError, match="choose the method classify, or remove the column"):
         read_data(path)
@@ -409,16 +409,16 @@ def test_related_texts_of_every_form(row: Any, texts: list[str], tmp_path: Path)
     data = read_data(write(tmp_path / "a.jsonl", rows), method="embed")
     (record,) = (each for each in (*data.train, *data.held_out) if each.line == 1)
     assert METHODS["embed"].texts(record) == texts
-    assert ("not read: the column id" in data.note) == ("id" in row)
+    assert ("unused column: id" in data.note) == ("id" in row)
 
 
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"anchor": "a"}, "holds anchor; write anchor and positive, or query and document"),
-        ({"query": "a", "pos": ["b", "c"]}, "pos holds 2 texts; write a row for each"),
+        ({"anchor": "a"}, "has the columns anchor; write anchor and positive, or"),
+        ({"query": "a", "pos": ["b", "c"]}, "pos holds 2 texts; write one row per text"),
         ({"sentence1": "a", "sentence2": "b", "score": 0.3}, "holds score beside sentence1, sente"),
-        ({"anchor": "a", "positive": "b", "negative_1": "c"}, "write them as one list"),
+        ({"anchor": "a", "positive": "b", "negative_1": "c"}, "write them as a list"),
         ({"anchor": "a", "positive": 3}, "positive is 3, not text"),
         ([1], "is \\[1\\], not an object"),
     ],
@@ -433,7 +433,7 @@ def test_texts_of_a_step_are_compared_together(home: Path, tmp_path: Path) -> No
     rows = related(1)
     del rows[2]["negative"]
     data = write(tmp_path / "some.jsonl", rows)
-    with pytest.raises(ConfigError, match=r"has . negatives, and .*:. has .; give all rows as man"):
+    with pytest.raises(ConfigError, match=r"has . negatives, and .*:. has .; give all rows the sa"):
         trained(home, tmp_path / "run", "embed", data).train()
     with pytest.raises(ConfigError, match="method=embed compares all texts of a step with each"):
         trained(home, tmp_path / "run", "embed", data, accumulate=2)

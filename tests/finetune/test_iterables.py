@@ -95,13 +95,13 @@ def test_a_row_is_refused_as_in_a_file(row: Any, method: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        ([{"text": "a"}, "b.jsonl"], r"row 2 is of type str; give mappings .* a list of paths"),
+        ([{"text": "a"}, "b.jsonl"], r"row 2 is of type str; pass mappings .* or only paths"),
         (iter(["a"]), r"row 1 is of type str"),
         (np.zeros(3), r"row 1 is of type float64"),
-        ({"text": ["a", "b"]}, r"\(dict\): is one mapping; give a list of rows"),
+        ({"text": ["a", "b"]}, r"\(dict\): this is a single mapping; pass a list of rows"),
         ([{"text": "a"}, {"text": object()}], r"row 2: column text cannot be written as JSON \(it"),
         ([{"text": {1j}}], r"row 1: column text cannot .*holds a set"),
-        ([{("a", "b"): "c"}], r"row 1: has the column \('a', 'b'\); name columns by text"),
+        ([{("a", "b"): "c"}], r"row 1: has the column \('a', 'b'\); use strings as column"),
         (iter([]), r"is empty"),
         ([{1: "a", "1": "b"}], r"row 1: .*has the key 1 twice"),
         (3, r"pass a path"),

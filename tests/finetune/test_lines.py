@@ -128,10 +128,10 @@ class TestRecords:
             (b'{"text": "\xff"}', "is not UTF-8: byte 10 is 0xff; convert"),
             (b'{"text": NaN}', "text is NaN, not text; write text as a string"),
             (b'{"text": null}', "text is null, not text"),
-            (b'{"text": "  "}', "text is empty; write what is to be learned"),
+            (b'{"text": "  "}', "text is empty; write a text"),
             (b'{"text": "\\ud800"}', "text holds half a character"),
-            (b'{"title": "x", "body": "y"}', "holds 'title', 'body'; write one of these forms: me"),
-            (b"{}", "holds nothing; write one of these forms"),
+            (b'{"title": "x", "body": "y"}', "has the columns 'title', 'body'; write one of"),
+            (b"{}", "has the columns (none); write one of these forms"),
             (b'{"prompt": "x"}', "has prompt but no completion; add completion"),
             (b'{"output": "x"}', "has output but no instruction; add instruction"),
             (b'{"prompt": "x", "completion": ["y"]}', 'completion is ["y"], not text'),
@@ -141,7 +141,7 @@ class TestRecords:
             (b'{"messages": ["hello"]}', "messages[0] is hello; write {"),
             (b'{"messages": [{"role": "user"}]}', "messages[0] has no content"),
             (b'{"messages": [{"role": "bot", "content": "x"}]}', "role bot; choose from system"),
-            (b'{"messages": [{"role": "user", "content": "x"}]}', "no message is the assistant's"),
+            (b'{"messages": [{"role": "user", "content": "x"}]}', "no message has the role ass"),
             (
                 b'{"messages": [{"role": "assistant", "content": ""}]}',
                 "messages[0].content is empty",
@@ -169,7 +169,7 @@ class TestRecords:
             ([], "is empty"),
             ([{"text": "x"}], "holds one record"),
             ([{"text": "x"}] * 9, "holds only equal lines"),
-            ([{"text": "x"}, {"text": "y"}], "too short: it has 1 token to learn in all its lines"),
+            ([{"text": "x"}, {"text": "y"}], "too short: all its lines have 1 target token, and"),
         ],
     )
     def test_too_little(self, lines: list[Any], said: str, tmp_path: Path) -> None:
@@ -433,7 +433,7 @@ class TestChat:
 
     @pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ messages | length }}"])
     def test_a_template_that_leaves_out_the_answer(self, template: str, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="does not write an answer behind"):
+        with pytest.raises(ConfigError, match="omits the reply to a question"):
             Chat(folder_with(tmp_path, template)).spans(CHAT[:2])
 
     def test_a_line_that_the_template_refuses_is_named(self, tmp_path: Path) -> None:
@@ -661,10 +661,10 @@ class TestPacking:
         packed: Any = training_data.batches
         assert sorted(len(e.tokens) for e in packed.examples) == [15, 16, 16]
         assert training_data.note == (
-            "1 of 2 completions, 1 of 1 texts are learned (42 of 47 tokens), 1 dropped, 2 cut at"
-            " tokens=16 (which lose 1 answers)"
+            "training on 1 of 2 completions, 1 texts (42 of 47 tokens); 1 dropped, 2 truncated at"
+            " tokens=16 (answers lost: 1)"
         )
-        with pytest.raises(ConfigError, match="gets to its answer in tokens=3; give more"):
+        with pytest.raises(ConfigError, match="reaches its answer within tokens=3; increase"):
             from_records(records, tokenizer, model.config, Shape(2, 3, True, 0), 0, chat)
 
 

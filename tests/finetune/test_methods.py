@@ -425,8 +425,8 @@ def test_what_a_run_says(home: Path, tmp_path: Path) -> None:
         *words, "--steps", 2, "--tokens", 9, "--out", tmp_path / "run", "--evaluate-every", 1
     )
     assert done.exit_code == 0, done.output
-    assert "5 of 5 pairs are learned" in done.output
-    assert "cut at --tokens 9" in done.output
+    assert "training on 5 pairs (" in done.output
+    assert "truncated at --tokens 9" in done.output
     assert "step 0/2: held-out loss 0.693, accuracy 0.000, margin 0.000" in done.output
     assert "held-out reward chosen" in done.output
     assert "unigram" not in done.output
@@ -460,9 +460,9 @@ def test_questions_that_fill_a_row_are_dropped_by_name(home: Path, tmp_path: Pat
     made = trainer(home, tmp_path / "run", method="dpo", data=data, eval=home / "pairs.jsonl")
     made.listener = Hears()
     made.train()
-    expected = "7 of 8 pairs are learned (64 of 118 tokens), 1 dropped, whose question fills"
+    expected = "training on 7 of 8 pairs (64 of 118 tokens); 1 dropped: the question fills"
     assert any(text.startswith(expected) for text in said), said[1]
-    assert any("of 1 both answers are equal" in text for text in said)
+    assert any("1 pairs have equal answers" in text for text in said)
 
 
 @pytest.mark.slow
@@ -495,7 +495,7 @@ def test_a_plan_of_a_method(home: Path) -> None:
     assert "rollouts: 6 answers of 8 tokens to 2 prompts: " in done.output
     for words, said in (
         ((*draws[2:], "--max-new-tokens", 32), "--max-new-tokens 32 leaves no prompt in --tokens"),
-        (("--method", "distill"), "distill has nobody to learn from; give --teacher"),
+        (("--method", "distill"), "distill needs a teacher; give --teacher"),
         (("--teacher", LLAMA), "--method sft does not use --teacher; leave it out, or choose dis"),
     ):
         assert_one_clear_error(run("plan", home / "model-1.0", *words), said)
@@ -512,11 +512,11 @@ def test_a_plan_of_a_method(home: Path) -> None:
         ({"method": "dpo", "beta": 0.0}, "beta must be above 0"),
         ({"method": "kto", "beta": 0.0}, "beta must be above 0"),
         ({"method": "dpo", "loss": "aot", "accumulate": 2}, "loss=aot compares all pairs of a st"),
-        ({"method": "distill", "teacher": None}, "nobody to learn from; give teacher"),
+        ({"method": "distill", "teacher": None}, "needs a teacher; give teacher"),
         ({"method": "distill", "loss": "tvd", "beta": 0.5}, "does not use beta"),
         ({"method": "dop"}, "method=dop is not known; choose from sft, dpo"),
-        ({"method": "dpo", "data": "rated"}, "rated.jsonl:1: holds prompt, completion, label; wr"),
-        ({"method": "kto", "data": "texts"}, "texts.jsonl:1: holds prompt, completion, and no la"),
+        ({"method": "dpo", "data": "rated"}, "rated.jsonl:1: has the columns prompt, completion"),
+        ({"method": "kto", "data": "texts"}, "texts.jsonl:1: .*completion, but no label"),
         ({"method": "sft", "data": "pairs"}, "holds preference pairs .*choose the method dpo, i"),
         ({"method": "dpo", "reference": "other"}, "has another vocabulary: 'w199' is none there"),
         ({"method": "dpo", "tokens": 200}, "tokens=200 is more than the 128 positions"),
@@ -611,7 +611,7 @@ def test_pairs_of_every_form(row: Any, chosen: Any, rejected: Any, tmp_path: Pat
     assert record.messages == ([] if asked else chosen)
     assert record.rejected == rejected
     assert [side.desirable for side in record.sides] == [True, False]
-    assert ("not read: the column id" in data.note) == ("id" in row)
+    assert ("unused column: id" in data.note) == ("id" in row)
 
 
 def test_pairs_of_whole_texts_have_two_answers() -> None:
@@ -636,14 +636,14 @@ def test_pairs_of_whole_texts_have_two_answers() -> None:
         ({"prompt": "a", "chosen": "b"}, "has chosen but no rejected; write prompt, chosen and r"),
         ({"prompt": "a", "chosen": "b", "rejected": " "}, "rejected is empty; write"),
         ({"prompt": "a", "chosen": "b", "rejected": None}, "has chosen but no rejected; write"),
-        ({"prompt": "a", "chosen": "b", "rejected": [GOOD]}, "differ: text and messages"),
-        ({"text": "a"}, "holds text; write prompt, chosen and rejected"),
+        ({"prompt": "a", "chosen": "b", "rejected": [GOOD]}, "one is text, one is messages"),
+        ({"text": "a"}, "has the columns text; write prompt, chosen and"),
         ({"prompt": "a", "completion": "b", "label": True}, "or choose the method kto"),
-        ({"chosen": [ASK], "rejected": [ASK, GOOD]}, "no message is the assistant's"),
-        ({"chosen": [ASK, GOOD], "rejected": [GOOD]}, "does not answer what both chats ask"),
+        ({"chosen": [ASK], "rejected": [ASK, GOOD]}, "no message has the role assistant"),
+        ({"chosen": [ASK, GOOD], "rejected": [GOOD]}, "has no reply after the shared messages"),
         ({"chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
         ({"prompt": "b", "chosen": "a", "rejected": "c", "margin": 1}, "margin.*remove the column"),
-        ({"prompt": "b", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "prompt is not what chos"),
+        ({"prompt": "b", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "prompt differs from"),
         ({"prompt": "b", "chosen": 3, "rejected": 4}, "chosen is 3, not text"),
         ([1], "is \\[1\\], not an object"),
     ],
@@ -671,7 +671,7 @@ def test_answers_are_rated_in_every_form(tmp_path: Path) -> None:
     assert [side.desirable for side in records[3].sides] == [True, False]
     assert records[2].messages == [ASK, QUIET, ASK, BAD]
     for row, said in (
-        ({"prompt": "a", "completion": "b"}, "holds prompt, completion, and no label; write prom"),
+        ({"prompt": "a", "completion": "b"}, "has the columns prompt, completion, but no label;"),
         ({"prompt": "a", "completion": "b", "label": 2}, "label is 2; write true"),
         ({"prompt": "a", "completion": "", "label": True}, "completion is empty"),
         ({"text": "a", "label": True}, "without a question"),
@@ -749,10 +749,10 @@ class TestTaught:
     @pytest.mark.parametrize(
         ("settings", "said"),
         [
-            ({"tokens": 9}, "texts.jsonl:.: .* has no predictions of this text; teach with all"),
-            ({"loss": "tvd"}, "all but the forward divergence need others; leave loss and"),
-            ({"beta": 1.0}, "all but the forward divergence need others"),
-            ({"temperature": 2.0}, "at the temperature 1; leave temperature out, or teach at 2"),
+            ({"tokens": 9}, "texts.jsonl:.: .* has no predictions for this text; run teach"),
+            ({"loss": "tvd"}, "most likely tokens, which suffice for the forward divergence; lea"),
+            ({"beta": 1.0}, "which suffice for the forward divergence"),
+            ({"temperature": 2.0}, "at the temperature 1; leave temperature out, or run teach"),
         ],
     )  # fmt: skip
     def test_what_does_not_fit_is_one_error(

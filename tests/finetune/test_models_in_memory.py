@@ -152,7 +152,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
     "labels": (
         lambda f: load(f, **SEQUENCE, labels=3),
         {"method": "classify"},
-        "the model has the labels 0, 1, 2, and none is a",
+        "the model has the labels 0, 1, 2, but not a",
     ),
 }
 

@@ -115,7 +115,7 @@ def test_a_text_is_split_as_a_whole_one(
         actual = read_text(path)
         assert trained(actual) == text[:cut]
         assert actual.held_out == "\n\n".join(end_part if repeats else new)
-        assert ("repeats what comes before it" in actual.note) == repeats == (number == 2)
+        assert ("repeats earlier paragraphs" in actual.note) == repeats == (number == 2)
 
 
 def test_a_text_whose_end_repeats_its_beginning_trains(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_a_text_whose_end_repeats_its_beginning_trains(tmp_path: Path) -> None:
     path.write_text(text + "\n\n" + text)
     result = run("finetune", "--text", path, "--steps", 1, "--out", tmp_path / "run")
     assert result.exit_code == 0, result.output
-    assert "the end of the text repeats what comes before it" in result.stderr
+    assert "the end of the text repeats earlier paragraphs" in result.stderr
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
@@ -197,14 +197,12 @@ def test_a_disk_that_is_too_small_is_named_before_it_is_full(
     with monkeypatch.context() as patch:
         patch.setattr(files.shutil, "disk_usage", lambda _: Usage)  # type: ignore[attr-defined]
         result = run("finetune", "--text", large, *SMALL, "--out", tmp_path / "run")
-    assert_one_clear_error(
-        result, f"the file of --data's tokens ({tokens.CACHE}) takes", "make room"
-    )
+    assert_one_clear_error(result, f"the token file of --data ({tokens.CACHE}) needs", "make room")
     assert not [*(tmp_path / "cache").iterdir()]
     assert not (tmp_path / "run").exists()
     monkeypatch.setenv(tokens.CACHE, str(large))
     result = run("finetune", "--text", large, *SMALL, "--out", tmp_path / "run")
-    assert_one_clear_error(result, f"{tokens.CACHE}={large} cannot be made", "set it to a folder")
+    assert_one_clear_error(result, f"{tokens.CACHE}={large} cannot be created", "set it to a")
 
 
 @pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
@@ -327,7 +325,7 @@ def test_a_file_that_gets_shorter_during_a_run_is_an_error(large: Path, tmp_path
     (file,) = (tmp_path / "cache").iterdir()
     os.truncate(file, 100)
     assert made[:9].tolist() == expected[:9].tolist()
-    with pytest.raises(ConfigError, match="got shorter during the run; start it again"):
+    with pytest.raises(ConfigError, match="got shorter during the run; start the run"):
         Batches(made, batch=2, length=16, seed=0).at(1)
     assert tokens_of(text, tokenizer)[:].tolist() == expected.tolist()
 

@@ -185,9 +185,9 @@ def rendered(template: str, messages: list[Any]) -> str:
 @pytest.mark.parametrize(
     ("template", "said"),
     [
-        (CHATML + "{{ messages | length }}", "earlier answer differently"),
+        (CHATML + "{{ messages | length }}", "formats earlier answers"),
         ("{{ messages | length }}" + CHATML, "depends on the other messages"),
-        (CHATML.replace("assistant\n", "assistant\n<think>\n"), "earlier answer differently"),
+        (CHATML.replace("assistant\n", "assistant\n<think>\n"), "formats earlier answers"),
     ],
 )  # fmt: skip
 def test_templates_that_no_pieces_tell(template: str, said: str, tmp_path: Path) -> None:

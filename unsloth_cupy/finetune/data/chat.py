@@ -1,18 +1,18 @@
-"""What is learned of a chat: every answer of the assistant, in a text that ends like it.
+"""Finds the target characters of a chat: all replies of the assistant, in the template's format.
 
     <|im_start|>user
     What is the tallest mountain?<|im_end|>
     <|im_start|>assistant
     Mount Everest.<|im_end|>
-    --------------------------              learned
+    --------------------------              target
 
-An answer is compared in texts that the template writes: of the messages up to it, of those before
-it, and of the same with a placeholder in its place.  What does not depend on the answer and stands
-before the model's turn is its header; what stands after it, up to the next header, is its end.
+To find a reply, the module renders the messages up to the reply, the messages before it, and the
+messages with a placeholder instead of the reply, and compares the three texts.  The common text
+before the reply is its header; the common text after it, up to the next header, is its end.
 
-Some templates write the last answer in another way than earlier ones, for example with reasoning
-that they drop later.  The model is asked for an answer when it is the last one, so it is learned in
-the text in which it is the last; answers that are written alike share a text.
+Some templates format the last reply differently from earlier replies, for example with reasoning
+that they omit later.  At inference a reply is always the last message, so each reply is a target in
+a text that ends with it.  Replies that are formatted in the same way share one text.
 """
 
 import functools
@@ -39,41 +39,41 @@ from ...models.text.chat import Chat as Template
 from .messages import shown
 from .tokenizer import SETTINGS
 
-KNOWN = {"role", "content", "tool_calls", "tool_call_id", "weight", *REASONING}  # of a message
-MOST_KEYS = 100  # of messages, that an account counts
+KNOWN = {"role", "content", "tool_calls", "tool_call_id", "weight", *REASONING}  # message keys
+MOST_KEYS = 100  # the summary lists at most this many kinds of omissions
 MARKS = re.compile(r"\{%[-+]?\s*generation\b")
-TAG = re.compile(r"\s*(<[^<>]*>|\[[^\[\]]*\]|\n)")  # the end of a turn, as most templates write it
+TAG = re.compile(r"\s*(<[^<>]*>|\[[^\[\]]*\]|\n)")  # the end of a turn in most templates
 TAGS = re.compile(r"<[^<>]*>|\[[^\[\]]*\]")
-ENDED = re.compile(rf"(\s*({TAGS.pattern}))+\s*")  # one or more of them, no words
-OPEN = re.compile(r"(<[^<>]*|\[[^\[\]]*)$")  # the beginning of such a tag
+ENDED = re.compile(rf"(\s*({TAGS.pattern}))+\s*")  # one or more tags and no words
+OPEN = re.compile(r"(<[^<>]*|\[[^\[\]]*)$")  # an incomplete tag at the end
 
 
 Render = Callable[[list[tuple[Sequence[Message], bool]]], list[Rendered]]
 
 
 class LeftOut(NamedTuple):
-    """What a template leaves out, in words; between them is the number of such units."""
+    """A kind of content that a template omits: the text before the count, and the counted unit."""
 
     before: str
     unit: str
 
     def said(self, count: int) -> str:
-        """Return it with a number."""
-        return f"the template leaves out {self.before}{count:,} {self.unit}"
+        """Return the message for ``count`` omissions."""
+        return f"the template omits {self.before}{count:,} {self.unit}"
 
 
-ANSWERS = "answers"
+ANSWERS = "replies"
 
 
 def left_out_by(texts: Sequence[Counter[LeftOut]]) -> Counter[LeftOut]:
-    """Return what is left out of texts that answer one question: of that, it counts once."""
-    every = dict.fromkeys(each for text in texts for each in text)
-    counts = {each: [text[each] for text in texts] for each in every}
-    return Counter({e: sum(n) if e.unit == ANSWERS else max(n) for e, n in counts.items()})
+    """Return the omissions in texts with a common question, which counts once."""
+    kinds = dict.fromkeys(kind for text in texts for kind in text)
+    counts = {kind: [text[kind] for text in texts] for kind in kinds}
+    return Counter({k: sum(n) if k.unit == ANSWERS else max(n) for k, n in counts.items()})
 
 
 class Lesson(NamedTuple):
-    """A text of a chat and what is learned of it: the places, and which message each belongs to."""
+    """A training text of a chat, its target spans, and the index of the message of each span."""
 
     text: str
     spans: list[Span]
@@ -81,7 +81,7 @@ class Lesson(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An answer in the text in which it is the last: its places, and where its own words end."""
+    """A reply in the text that ends with it: its target spans, and the end of its content."""
 
     turn: int
     text: str
@@ -90,13 +90,13 @@ class Answer(NamedTuple):
 
 
 class Chat(Template):
-    """A template that also says which characters of a chat the assistant writes.
+    """A chat template that also returns the target characters of a chat.
 
     Attributes
     ----------
     left_out : Counter of LeftOut
-        Of how many answers the template does not write the reasoning, or words beside a call; how
-        many other messages it does not write, by their role; and what it does not read.
+        Omissions of the template: replies without their reasoning or the content beside a call,
+        other messages by role, and keys or options that the template does not read.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -107,15 +107,15 @@ class Chat(Template):
 
     @functools.cached_property
     def marked(self) -> bool:
-        """Whether the template itself marks what the assistant writes."""
+        """Whether the template marks replies with ``{% generation %}``."""
         return bool(MARKS.search(self.source))
 
     def asked(
         self, messages: Sequence[Message], tools: Tools = None, options: Options = None
     ) -> str:
-        """Return messages as the text behind which an answer is asked for, as ``question`` does.
+        """Return the prompt for a reply to these messages, as ``question`` does.
 
-        Its date is that of training, so that a run that goes on has equal prompts.
+        It uses the fixed date of training texts, so that a resumed run has equal prompts.
 
         Raises
         ------
@@ -134,18 +134,18 @@ class Chat(Template):
     def spans(
         self, messages: Sequence[Message], tools: Tools = None, options: Options = None
     ) -> list[Lesson]:
-        """Return the texts from which the answers of a chat are learned, the whole chat first.
+        """Return the training texts of a chat with their target spans, the whole chat first.
 
-        ``{% generation %}`` marks of the template are obeyed.  An answer of weight 0 is not
-        learned, and what follows the last answer that is learned is left out.
+        ``{% generation %}`` marks of the template take precedence.  A reply of weight 0 is no
+        target, and messages after the last target are omitted.
 
         Raises
         ------
         ConfigError
-            The template does not take the messages, or leaves an answer, its ``tool_calls`` or the
-            ``tools`` out; or a weight is neither 0 nor 1.
+            The template refuses the messages, or omits a reply, its ``tool_calls`` or the
+            ``tools``; or a weight is neither 0 nor 1.
         """
-        turns = _learned_turns(messages)
+        turns = _target_turns(messages)
         if not turns:
             return []
         render = functools.partial(self.rendered, tools=tools, options=options)
@@ -163,9 +163,9 @@ class Chat(Template):
         return lessons
 
     def _accepted(self, messages: list[dict[str, Any]], render: Render) -> list[dict[str, Any]]:
-        """Return messages in the form that the template takes, as templates differ in two points.
+        """Return messages in the form that the template accepts; templates differ in two points.
 
-        Arguments of a call are an object or its JSON; an absent content is null or empty.
+        The arguments of a call are an object or JSON text; absent content is null or empty.
         """
         if not any(each.get("tool_calls") for each in messages):
             return messages
@@ -176,13 +176,13 @@ class Chat(Template):
         ]
         results = render([(form, False) for form in forms])
         whole = [pair for pair in zip(forms, results, strict=True) if not pair[1].error]
-        if not whole:  # that of an empty text: of null, some errors are Python's alone
+        if not whole:  # show the error for empty content: with null, Python itself may raise
             raise self.refused(results[1].error)
         calls = [call for each in forms[0] for call in _calls(each)]
         written = [repr(each["arguments"]) for each in calls if each.get("arguments")]
 
         def faults(pair: tuple[list[dict[str, Any]], Rendered]) -> tuple[bool, int, int]:
-            """Objects and nulls as Python writes them, and calls that are left out."""
+            """Rank a form: objects in Python syntax, then omitted calls, then texts of None."""
             text = pair[1].text
             python = any(each in text for each in written if each.startswith("{"))
             named = sum(text.count(str(call.get("name"))) for call in calls)
@@ -193,9 +193,9 @@ class Chat(Template):
     def _answers(
         self, messages: list[dict[str, Any]], turns: list[int], render: Render
     ) -> tuple[list[Answer], str | None]:
-        """Return the answers in these turns, each where it is the last message.
+        """Return the replies in these turns, each in the text that ends with it.
 
-        Beside them is the text of all messages, if the template takes them so.
+        Also return the text of all messages, or None if the template refuses them.
         """
         mark = placeholder(messages)
         requests: list[tuple[Sequence[Message], bool]] = []
@@ -222,8 +222,8 @@ class Chat(Template):
                 raise self._left_out(f"messages[{turn}].tool_calls")
             if whole.text == without.text:
                 raise ConfigError(
-                    f"the template of {self.where} does not write an answer behind its question;"
-                    " give prompt and completion instead of messages"
+                    f"the template of {self.where} omits the reply to a question; write prompt and"
+                    " completion instead of messages"
                 )
             answer = self._placed(messages, turn, whole, asked, plain, without)
             if not self.marked and not ENDED.fullmatch(answer.text, answer.end):
@@ -232,41 +232,41 @@ class Chat(Template):
         return answers, None if whole.error else whole.text
 
     def _check_words(self, message: dict[str, Any], turn: int, text: str) -> None:
-        """Count what an answer says and its text does not; raise if that is all of it."""
+        """Count the parts of a reply that its text omits; raise a ConfigError if it omits all."""
         content, calls = message.get("content"), message.get("tool_calls")
         content = content.strip() if isinstance(content, str) else ""
         thoughts = [message[key].strip() for key in REASONING if message.get(key)]
         if any(each not in text for each in thoughts):
             if not content and not calls:
-                raise self._left_out(f"the reasoning of messages[{turn}], which is all of it")
+                raise self._left_out(f"the reasoning of messages[{turn}], its only content")
             self.left_out[LeftOut("the reasoning of ", ANSWERS)] += 1
         if calls and content not in text:
             self.left_out[LeftOut("the content beside tool_calls of ", ANSWERS)] += 1
         if _longest(content.rpartition("</think>")[0]) not in text:
-            self.left_out[LeftOut("what stands before </think> in ", ANSWERS)] += 1
+            self.left_out[LeftOut("the text before </think> in ", ANSWERS)] += 1
 
     def _check_tools(self, text: str, without: str) -> None:
-        """Raise if a text is as the one without tools."""
+        """Raise a ConfigError if a text equals the text without tools."""
         if text.split() == without.split():
             raise self._left_out("tools")
 
     def _count(self, messages: list[dict[str, Any]], text: str, options: Options) -> None:
-        """Count the messages that a text leaves out, and the keys and options that none reads."""
+        """Count the messages that a text omits, and the keys and options that nothing reads."""
         for message in messages:
             role = message["role"]
             if role != "assistant" and _longest(str(message.get("content") or "")) not in text:
-                self.left_out[LeftOut("", f"messages of the role {role}")] += 1
+                self.left_out[LeftOut("", f"messages with the role {role}")] += 1
             for key in (each for each in message if each not in KNOWN):
                 self._count_unread(key, "the key {} of", "messages")
         for key in options or ():
             self._count_unread(key, "the chat_template_kwargs {} of", "chats")
 
     def _count_unread(self, key: str, what: str, unit: str) -> None:
-        """Count a name that the template does not hold."""
-        left = LeftOut(f"{what.format(shown(key))} ", unit)
-        known = left in self.left_out or len(self.left_out) < MOST_KEYS
-        if known and not re.search(rf"\b{re.escape(key)}\b", self.source):
-            self.left_out[left] += 1
+        """Count a key that does not occur in the source of the template."""
+        kind = LeftOut(f"{what.format(shown(key))} ", unit)
+        is_counted = kind in self.left_out or len(self.left_out) < MOST_KEYS
+        if is_counted and not re.search(rf"\b{re.escape(key)}\b", self.source):
+            self.left_out[kind] += 1
 
     def _placed(
         self,
@@ -277,16 +277,16 @@ class Chat(Template):
         plain: Rendered,
         other: Rendered,
     ) -> Answer:
-        """Return where an answer is in the text ``whole``.
+        """Locate a reply in the text ``whole``.
 
-        ``asked`` and ``plain`` are the messages before it, with and without the beginning of an
-        answer; ``other`` has a placeholder instead of it.
+        ``asked`` and ``plain`` are the messages before the reply, with and without a generation
+        prompt; ``other`` has a placeholder instead of the reply.
         """
         text = whole.text
         header = common(text, other.text)
         tail = min(common(text[::-1], other.text[::-1]), len(text) - header)
         start, stop = header, len(text)
-        end = _outside(text, header, stop - tail, after=True)  # of the last tag of a call
+        end = _outside(text, header, stop - tail, after=True)  # the end of the last tag of a call
         tail = stop - end
         if self.marked:
             marks = [each for each in whole.marks if each.stop > max(header, each.start)]
@@ -300,12 +300,12 @@ class Chat(Template):
                 opens = TAGS.match(text, start, header)
                 again = turn > 0 and messages[turn - 1]["role"] == messages[turn]["role"]
                 if fixed or (again and opens and opens[0] in _leading(text)):
-                    # the template does not begin an answer when it is asked to
+                    # the template ignores add_generation_prompt
                     start = max(start, len(text[:header].rstrip(" ")))
             else:
                 request = asked.text[common(asked.text, plain.text) :]
                 began = text[shared : _outside(text, shared, agreed)]
-                # behind a text that the template puts first, be it with other spaces
+                # after the text that the template adds first, perhaps with other spaces
                 words = r"\s*".join(map(re.escape, request.split()))
                 forms = (re.escape(request), rf"{words}\s*") if words else ()
                 matches = [re.compile(form).finditer(text, shared, header) for form in forms]
@@ -314,7 +314,7 @@ class Chat(Template):
                     start = places[-1].end()
                 elif shared < agreed < header and began.strip():
                     start = shared + len(began)
-            if fixed and text[:header].rstrip() == asked.text.rstrip():  # or always begins one
+            if fixed and text[:header].rstrip() == asked.text.rstrip():  # or always adds the prompt
                 again = common(text[::-1], asked.text[::-1])
                 first = TAG.match(text, end)
                 stop -= again if again < tail else tail - (first.end() - end if first else tail)
@@ -324,7 +324,7 @@ class Chat(Template):
     def _within(
         self, turn: int, messages: list[dict[str, Any]], render: Render, why: str
     ) -> Answer:
-        """Return an answer in the whole chat, as the template takes none that ends with it."""
+        """Locate a reply in the whole chat: the template refuses a chat that ends with it."""
         other = [*messages]
         other[turn] = {"role": messages[turn]["role"], "content": placeholder(messages)}
         whole, without = render([(messages, False), (other, False)])
@@ -340,11 +340,11 @@ class Chat(Template):
         return Answer(turn, text[:stop], [Span(start, stop)], end)
 
     def _followed(self, answer: Answer, messages: list[dict[str, Any]], render: Render) -> Answer:
-        """Return an answer with the end that it has once a question, or its results, follow.
+        """Extend a reply by the end that it has when a question or tool results follow.
 
-        A template may write none behind the last answer: then the tag of the next message is the
-        end, by which a model may stop.  Words behind the end that are not there once a message
-        follows, as a request to the model, are not the answer's.
+        A template may write no end after the last reply: then the tag of the next message is the
+        end, and a model may stop at it.  Words after the end that disappear once a message follows,
+        such as a request to the model, do not belong to the reply.
         """
         mark, message = placeholder(messages), messages[answer.turn]
         question: list[dict[str, Any]] = [{"role": "user", "content": mark}]
@@ -358,12 +358,12 @@ class Chat(Template):
         (start, stop), text, end = answer.spans[0], answer.text, answer.end
         own, content = text[start:end], message.get("content")
         if isinstance(content, str) and content.strip() and own.endswith(content.strip()):
-            own = content.strip()  # reasoning may be left out once a question follows
+            own = content.strip()  # the template may omit reasoning once a question follows
         whole = next((each.text for each in after if mark in each.text), "")
         before, asks, _ = whole.partition(mark)
         tags = TAGS.findall(own)
         if own not in before and tags and own.endswith(tags[-1]):
-            own = tags[-1]  # the call is written in another way once its result follows
+            own = tags[-1]  # the template may format the call differently once its result follows
         behind = before.rfind(own) + len(own)
         if not asks or behind < len(own):
             return answer
@@ -381,10 +381,10 @@ class Chat(Template):
         return answer._replace(text=text[:end] + tag[0], spans=spans)
 
     def _closed(self, answer: Answer, messages: list[dict[str, Any]], other: str) -> Answer:
-        """Return an answer without the tags behind it that begin the next message.
+        """Remove the tags at the end of a reply that begin the next message.
 
-        Texts begin with these; in ``other``, which has a placeholder instead of the answer, they
-        never stand directly behind the words of a message.
+        Such tags also begin the text; in ``other``, which has a placeholder instead of the reply,
+        they never follow the content of a message directly.
         """
         words = [message.get("content") for message in messages[: answer.turn]]
         places = [
@@ -401,15 +401,15 @@ class Chat(Template):
         )
 
     def _left_out(self, what: str) -> ConfigError:
-        """Return the error for a part of a chat that the template does not write."""
+        """Return the error for a part of a chat that the template omits."""
         return ConfigError(
-            f"the template of {self.where} does not write {what}, so it cannot be learned; remove"
-            " it, or take a model whose template knows it"
+            f"the template of {self.where} omits {what}, so the model cannot be trained on it;"
+            " remove it, or use a model whose template supports it"
         )
 
 
 def common(a: str, b: str) -> int:
-    """Return how many characters two texts share at their beginning."""
+    """Return the length of the common prefix of two texts."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -423,24 +423,24 @@ def _longest(text: str) -> str:
 
 
 def _leading(text: str) -> set[str]:
-    """Return the tags that a text begins with."""
+    """Return the tags at the beginning of a text."""
     match = ENDED.match(text)
     return set(TAGS.findall(match[0]) if match else [])
 
 
 def _outside(text: str, start: int, stop: int, *, after: bool = False) -> int:
-    """Return ``stop``, or where the tag begins, or ends, that it is within; from ``start`` on."""
+    """Return ``stop``, or the start (with ``after`` the end) of the tag that contains ``stop``."""
     opened = OPEN.search(text[start:stop])
     tag = TAG.match(text, start + opened.start()) if opened else None
     return (tag.end() if after else tag.start()) if tag else stop
 
 
 def _added(lesson: Lesson, answer: Answer) -> bool:
-    """Add an answer to a text if that writes it and the end of its turn in the same way."""
+    """Add a reply to a text that formats it and the end of its turn in the same way."""
     if not lesson.text.startswith(answer.text[: answer.end]):
         return False
     shared, stop = common(lesson.text, answer.text), max((s.stop for s in answer.spans), default=0)
-    if shared < stop:  # not up to the middle of a tag
+    if shared < stop:  # do not end inside a tag
         shared = _outside(answer.text, answer.end, shared)
         if answer.text[shared:stop].strip() and not answer.text[answer.end : shared].strip():
             return False
@@ -449,31 +449,31 @@ def _added(lesson: Lesson, answer: Answer) -> bool:
     return True
 
 
-def _learned_turns(messages: Sequence[Message]) -> list[int]:
-    """Return the messages of the assistant without those of weight 0."""
+def _target_turns(messages: Sequence[Message]) -> list[int]:
+    """Return the indices of the assistant messages, except those of weight 0."""
     turns = []
     for number, message in enumerate(messages):
         weight, mine = message.get("weight"), message["role"] == "assistant"
         if weight is not None and (weight not in (0, 1) or (not mine and weight)):
-            cure = "1 (an answer is learned) or 0 (it is not)" if mine else "it in answers alone"
-            raise ConfigError(f"messages[{number}].weight is {json.dumps(weight)}; write {cure}")
+            cure = "write 1 (train on this reply) or 0" if mine else "only replies have a weight"
+            raise ConfigError(f"messages[{number}].weight is {json.dumps(weight)}; {cure}")
         if mine and (weight is None or weight):
             turns.append(number)
     return turns
 
 
 def _unweighted(message: Message) -> dict[str, Any]:
-    """Return a message as the template reads it."""
+    """Return a message without its weight, as the template reads it."""
     return {key: value for key, value in message.items() if key != "weight"}
 
 
 def _calls(message: Message) -> list[Any]:
-    """Return what holds name and arguments in the calls of a message."""
+    """Return the objects with name and arguments in the tool calls of a message."""
     return [each.get("function", each) for each in message.get("tool_calls") or []]
 
 
 def _with_calls(message: dict[str, Any], as_text: bool, empty: str | None) -> dict[str, Any]:
-    """Return a message with the arguments of its calls as text or object, and an empty content."""
+    """Return a message with call arguments as text or object, and ``empty`` as absent content."""
     calls = message.get("tool_calls")
     if not calls:
         return message

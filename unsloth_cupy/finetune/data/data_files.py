@@ -1,8 +1,8 @@
-"""Finds the files of training data, and opens them: by content, packed or not, within bounds.
+"""Finds and opens the files of training data, and checks their kind and their unpacked size.
 
-    located(["chat.jsonl:2", "more.parquet.gz", "docs"])   their files, kinds and weights
+    located(["chat.jsonl:2", "more.parquet.gz", "docs"])   # files with kinds and weights
 
-What a name says and what a file holds must agree.
+The kind in the name of a file must agree with its content.
 """
 
 import bz2
@@ -29,15 +29,15 @@ KINDS = {
     ".jsonl": "JSON lines", ".ndjson": "JSON lines", ".json": "JSON", ".csv": "CSV", ".tsv": "TSV",
     ".parquet": "Parquet", ".arrow": "Arrow", ".txt": "text", ".md": "text",
 }  # fmt: skip
-ROWS = "rows"  # the kind of what Python gave: a temporary file of JSON lines
+ROWS = "rows"  # rows passed from Python, stored in a temporary file of JSON lines
 PACKINGS = {".gz": "gzip", ".zst": "Zstandard", ".bz2": "bzip2"}
-MAGIC = {  # how files of a kind begin
+MAGIC = {  # the first bytes of a file of each kind
     b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "Zstandard", b"BZh": "bzip2", b"PAR1": "Parquet",
     b"ARROW1": "Arrow", b"\xff\xff\xff\xff": "Arrow", b"PK\x03\x04": "a ZIP archive or a workbook",
     b"%PDF": "PDF", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16", b"\x80\x04": "a pickle",
     b"version https://git-lfs": "a pointer of Git LFS",
     b"<!DOCTYPE": "HTML", b"<!doctype": "HTML", b"<html": "HTML", b"SQLite": "SQLite",
-    # a frame to be skipped, as of the number of threads or an index
+    # skippable frames, such as an index
     **{bytes([first]) + b"\x2a\x4d\x18": "Zstandard" for first in range(0x50, 0x60)},
 }  # fmt: skip
 CURES = {
@@ -45,11 +45,11 @@ CURES = {
     "a pointer of Git LFS": "fetch the file with git lfs pull",
     "HTML": "download the file itself, not the page about it",
 }
-HEAD = 2**16  # bytes from which a kind is told
-UNPACKED, RATIO = 2**30, 100  # a packed file may grow to this many bytes, or times its size
-WINDOW = 2**27  # bytes of a Zstandard window, at most
-STEP = 2**10  # packed bytes at a time: they may grow to 32,768 times as many
-MOST_FILES = 10_000  # in a folder
+HEAD = 2**16  # bytes read to detect the kind
+UNPACKED, RATIO = 2**30, 100  # limit of unpacked bytes: the larger of 1 GiB and 100x the size
+WINDOW = 2**27  # maximum bytes of a Zstandard window
+STEP = 2**10  # packed bytes per read: they may unpack to 32,768 times as many
+MOST_FILES = 10_000  # maximum files in a folder
 SPLITS = {"train": True, "test": False, "valid": False, "validation": False, "val": False,
           "dev": False, "eval": False}  # fmt: skip
 ABOUT = re.compile(r"(readme|license|dataset_infos?|dataset_dict|state|config)\.\w+", re.I)
@@ -60,21 +60,21 @@ SUFFIXES = f"{' '.join(KINDS)}, each also {' '.join(PACKINGS)}"
 class Located(NamedTuple):
     """A file of training data."""
 
-    path: Path  # what is read; a temporary file for standard input
-    name: str  # for messages
-    kind: str  # a value of KINDS
+    path: Path  # the file to read; a temporary file for standard input
+    name: str  # the name in messages
+    kind: str  # a value of KINDS, or ROWS
     packing: str  # a value of PACKINGS, or ""
     weight: float
-    keep: Any = None  # removes a temporary file when it is no longer needed
+    keep: Any = None  # owner of a temporary file, which is removed with it
 
     @property
     def before(self) -> str:
-        """What stands before the number of a line in a message."""
+        """The text before a line number in messages."""
         return "row " if self.kind == ROWS else f"{self.name}:"
 
 
 class Temporary:
-    """A file that this user alone can read, and that is removed with this object."""
+    """A temporary file that only this user can read; it is removed with this object."""
 
     def __init__(self) -> None:
         handle, name = tempfile.mkstemp(dir=temporary_folder())
@@ -88,14 +88,14 @@ class Temporary:
 
 
 def located(data: Any, call: str = "read_data") -> tuple[list[Located], str]:
-    """Return the files that ``data`` names, and a message about those left out in folders.
+    """Return the files that ``data`` names, and a message about skipped files in folders.
 
     ``data`` is a path, "path:weight", (path, weight), "-" for standard input, or a list of these.
 
     Raises
     ------
     ConfigError
-        A file is missing, or holds something else than its name says.
+        A file is missing, or its content does not match its name.
     """
     several = isinstance(data, list) or (
         isinstance(data, tuple) and not (len(data) == 2 and _is_weight(data[1]))
@@ -112,12 +112,12 @@ def located(data: Any, call: str = "read_data") -> tuple[list[Located], str]:
         else:
             files.append(_located(path, weight))
     if not files:
-        raise ConfigError(f"{call}({data!r}): no file; name at least one")
+        raise ConfigError(f"{call}({data!r}): no file; pass at least one")
     return files, "; ".join(notes)
 
 
 def name_of(files: Sequence[Located]) -> str:
-    """Return a name for files, without suffixes: of the first, and how many more there are."""
+    """Return a name for files without suffixes, such as "chat" or "chat-and-2-more"."""
     if (first := files[0]).keep is not None:
         return first.name.replace(" ", "-")
     stem = Path(first.path.stem).stem if first.packing else first.path.stem
@@ -129,7 +129,7 @@ def _is_weight(value: Any) -> bool:
 
 
 def _weighed(each: Any, call: str) -> tuple[Path, float]:
-    """Return the path and the weight that "path:2" or (path, 2) names; the weight is 1 if none."""
+    """Return the path and the weight of "path", "path:2" or (path, 2); the default weight is 1."""
     weight: Any = 1
     if isinstance(each, tuple) and len(each) == 2:
         each, weight = each
@@ -139,15 +139,15 @@ def _weighed(each: Any, call: str) -> tuple[Path, float]:
             each, weight = name, float(number)
     path = path_of(call, each)
     if not (_is_weight(weight) and math.isfinite(weight) and 0 < weight <= 1000):
-        raise ConfigError(f"{path}: its weight {weight!r} is not a number above 0, of at most 1000")
+        raise ConfigError(f"{path}: weight {weight!r}; pass a number above 0 and at most 1000")
     return path, float(weight)
 
 
 def _standard_input(weight: float) -> Located:
-    """Return standard input as a temporary file."""
+    """Copy standard input to a temporary file."""
     kept = Temporary()
     if sys.stdin is None or sys.stdin.isatty():
-        raise ConfigError("- is standard input, which is a terminal; pipe a file into the command")
+        raise ConfigError("- reads standard input, but that is a terminal; pipe a file into it")
     while data := sys.stdin.buffer.read(HEAD):
         kept.file.write(data)
     kept.file.flush()
@@ -155,17 +155,18 @@ def _standard_input(weight: float) -> Located:
 
 
 def _in_folder(folder: Path) -> tuple[list[Path], str]:
-    """Return the files of training data in a folder, and a message about those left out.
+    """Return the files of training data in a folder, and a message about skipped files.
 
-    Of a folder that the package ``datasets`` saved, the files that it names; of splits, the one
-    called train; a table is preferred to texts, which may describe it.
+    In a folder saved by the package ``datasets``, these are the files that it lists.  If there are
+    splits, only train is read.  If there are tables, text files are skipped: they may describe the
+    tables.
     """
     state, splits = folder / "state.json", folder / "dataset_dict.json"
     if splits.is_file():
         names = _listed(splits, "splits")
         chosen = split_of(names, f"{folder}")
         others = [name for name in names if name != chosen]
-        note = f"{folder}: the split {chosen} is read, and not {', '.join(others)}" * bool(others)
+        note = f"{folder}: reading split {chosen}; skipping {', '.join(others)}" * bool(others)
         return _in_folder(folder / chosen)[0], note
     if state.is_file():
         return [folder / name for name in _listed(state, "_data_files")], ""
@@ -174,25 +175,25 @@ def _in_folder(folder: Path) -> tuple[list[Path], str]:
         folders[:] = sorted(name for name in folders if name[0] not in "._")
         paths += [Path(place) / name for name in sorted(names) if name[0] not in "._"]
         if len(paths) > MOST_FILES:
-            raise ConfigError(f"{folder} holds more than {MOST_FILES:,} files; name those to read")
+            raise ConfigError(f"{folder} holds over {MOST_FILES:,} files; name the files to read")
     data = [path for path in paths if _kind_named(path)[0] and not ABOUT.match(path.name)]
     tables = [path for path in data if _kind_named(path)[0] != "text"]
     read = tables or data
-    known = {path: _split_of(path.relative_to(folder)) for path in read}
-    if True in known.values():
-        read = [path for path in read if known[path] is not False]
-    elif False in known.values() and len(set(known.values())) > 1:
+    is_train = {path: _split_of(path.relative_to(folder)) for path in read}
+    if True in is_train.values():
+        read = [path for path in read if is_train[path] is not False]
+    elif False in is_train.values() and len(set(is_train.values())) > 1:
         raise ConfigError(f"{folder} holds splits but none called train; name the files to read")
     if not read:
         problem = f"{folder}: Is a directory without training data"
-        raise ConfigError(f"{problem}; name files that end in {SUFFIXES}")
+        raise ConfigError(f"{problem}; pass files with one of the suffixes {SUFFIXES}")
     others = [path.relative_to(folder).as_posix() for path in data if path not in read]
     shown = ", ".join(others[:5]) + ", ..." * (len(others) > 5)
-    return read, f"{folder}: {len(read)} files are read, and not {shown}" * bool(others)
+    return read, f"{folder}: reading {len(read)} files; skipping {shown}" * bool(others)
 
 
 def split_of(names: Sequence[Any], where: str) -> Any:
-    """Return the name of the split to train on: train, or the only one."""
+    """Return the name of the training split: "train", or the only split."""
     if "train" not in names and len(names) != 1:
         each = ", ".join(map(str, names))
         raise ConfigError(f"{where} holds the splits {each}; name one of them")
@@ -200,7 +201,7 @@ def split_of(names: Sequence[Any], where: str) -> Any:
 
 
 def _listed(path: Path, key: str) -> list[str]:
-    """Return the names of files or folders beside it that a file of ``datasets`` lists."""
+    """Return the names of files or folders that a JSON file of ``datasets`` lists."""
     from ...files import read_json
 
     values = read_json(path).get(key)
@@ -215,13 +216,13 @@ def _listed(path: Path, key: str) -> list[str]:
 
 
 def _split_of(path: Path) -> bool | None:
-    """Return whether a name says that a file is for training, or for tests; None: neither."""
+    """Return True for the path of a training split, False for a test split, None for neither."""
     words = [re.split(r"[-_.\d]", part.lower())[0] for part in path.parts]
     return next((SPLITS[word] for word in reversed(words) if word in SPLITS), None)
 
 
 def _kind_named(path: Path) -> tuple[str, str, str]:
-    """Return the kind, the packing and the suffix that a file's name says; "": none."""
+    """Return the kind, the packing and the suffix in the name of a file, "" for none."""
     suffixes = [suffix.lower() for suffix in path.suffixes[-2:]]
     packing = PACKINGS.get(suffixes[-1], "") if suffixes else ""
     rest = suffixes[:-1] if packing else suffixes[-1:]
@@ -230,7 +231,7 @@ def _kind_named(path: Path) -> tuple[str, str, str]:
 
 
 def _located(path: Path, weight: float, name: str = "", keep: Any = None) -> Located:
-    """Return a file with its kind; raise a ConfigError if name and content differ."""
+    """Return a file with its kind; raise a ConfigError if name and content disagree."""
     shown = name or str(path)
     kind, packing, suffix = ("", "", "") if name else _kind_named(path)
     with readable(shown):
@@ -242,7 +243,7 @@ def _located(path: Path, weight: float, name: str = "", keep: Any = None) -> Loc
         if head and packing != packed and (packed or packing):
             holds = packed or content(head, kind) or "text"
             raise ConfigError(
-                f"{shown} is named {suffix} and holds {holds}; {_renamed(holds, packing)}"
+                f"{shown} is named {suffix} but holds {holds}; {_renamed(holds, packing)}"
             )
         file = Located(path, shown, kind or "text", packed, weight, keep)
         with opened(file) as stream:
@@ -251,24 +252,24 @@ def _located(path: Path, weight: float, name: str = "", keep: Any = None) -> Loc
     if not head and kind in ("Parquet", "Arrow"):
         raise ConfigError(f"{shown} is empty; copy it again")
     if holds and kind and holds != kind:
-        raise ConfigError(f"{shown} is named {suffix} and holds {holds}; {_renamed(holds)}")
+        raise ConfigError(f"{shown} is named {suffix} but holds {holds}; {_renamed(holds)}")
     if holds and holds not in KINDS.values():
         raise ConfigError(f"{shown} holds {holds}; {_renamed(holds)}")
     return file._replace(kind=kind or holds or "text")
 
 
 def _renamed(holds: str, packing: str = "") -> str:
-    """Return the cure for a file that is named as another kind, or another ``packing``."""
+    """Return the advice for a file whose name has the suffix of another kind or packing."""
     ends = {kind: suffix for suffix, kind in reversed([*KINDS.items(), *PACKINGS.items()])}
     if holds in PACKINGS.values():
-        return f"let its name end in {ends[holds]}" if packing else f"add {ends[holds]} to its name"
+        return f"rename it to end in {ends[holds]}" if packing else f"add {ends[holds]} to its name"
     if holds in ends:
-        return f"let its name end in {ends[holds]}"
-    return CURES.get(holds, f"write it as one of {SUFFIXES}")
+        return f"rename it to end in {ends[holds]}"
+    return CURES.get(holds, f"convert it to one of {SUFFIXES}")
 
 
 def content(head: bytes, kind: str) -> str:
-    """Return what a file holds by its beginning; "" if it may well be of this kind."""
+    """Return the kind of content by the first bytes; "" if it can be of this ``kind``."""
     for begin, name in MAGIC.items():
         if head.startswith(begin):
             return name
@@ -278,20 +279,20 @@ def content(head: bytes, kind: str) -> str:
         return "binary data"
     text_kind = _text_kind(head)
     if kind == "JSON" and text_kind == "JSON lines":
-        return ""  # both are called .json
-    long = len(head) == HEAD and b"\n" not in head  # a list that may be one of many lines
+        return ""  # both use the suffix .json
+    long = len(head) == HEAD and b"\n" not in head  # perhaps a list in one long line
     if kind in ("JSON lines", "JSON") and (text_kind == "" or (long and kind == "JSON lines")):
-        return ""  # the error of its first line says more
+        return ""  # the error of its first line is more precise
     return text_kind
 
 
 def _text_kind(head: bytes) -> str:
-    """Return the kind of a text if its beginning is a table, JSON or JSON lines; else ""."""
+    """Return the kind of a text that begins like a table, JSON or JSON lines; else ""."""
     text = head.decode("utf-8", "ignore").removeprefix("\ufeff").lstrip()
     line, ended, rest = text.partition("\n")
     if re.match(r"\[\s*(\{|$)", text):
         if line.rstrip().endswith("]") and rest.lstrip().startswith("["):
-            return "JSON lines"  # each a list
+            return "JSON lines"  # each line is a list
         return "JSON" if re.match(r'\[\s*\{\s*"', text) else ""
     if text.startswith("{"):
         try:
@@ -309,7 +310,7 @@ def _text_kind(head: bytes) -> str:
 
 
 class _Counted(io.RawIOBase):
-    """An unpacked stream that ends in an error beyond a number of bytes."""
+    """An unpacked stream that raises an error beyond a number of bytes."""
 
     def __init__(self, stream: BinaryIO, most: int, name: str) -> None:
         super().__init__()
@@ -319,7 +320,7 @@ class _Counted(io.RawIOBase):
         return True
 
     def readinto(self, buffer: Any) -> int:
-        """Read bytes into a buffer, and return their number."""
+        """Read bytes into a buffer; return their number."""
         data = self.stream.read(len(buffer))
         self.left -= len(data)
         check_growth(self.left, self.name)
@@ -328,23 +329,23 @@ class _Counted(io.RawIOBase):
 
 
 def check_growth(left: float, name: str) -> None:
-    """Raise if a packed file has grown beyond what is left of its bound."""
+    """Raise a ConfigError if the remaining bytes of the limit of a packed file are negative."""
     if left < 0:
         raise ConfigError(
-            f"{name} grows to more than {UNPACKED >> 30} GiB and {RATIO} times its size, its rows"
-            " as objects, as a file that is made to fill a machine does; unpack it first if it is"
-            " yours"
+            f"{name} expands to more than {UNPACKED >> 30} GiB and {RATIO} times its size, with its"
+            " rows as objects, which is typical of a decompression bomb; if you trust it, unpack"
+            " it first"
         )
 
 
 def bound(path: Path) -> int:
-    """Return the number of bytes to which a packed file may grow."""
+    """Return the maximum unpacked size of a file in bytes."""
     return max(UNPACKED, RATIO * path.stat().st_size)
 
 
 @contextmanager
 def opened(file: Located) -> Iterator[BinaryIO]:
-    """Open a file, unpacked; what it grows to is bounded."""
+    """Open a file and unpack it, up to its maximum size."""
     with readable(file.name), regular(file.path).open("rb") as raw:
         if not file.packing:
             yield raw
@@ -352,12 +353,12 @@ def opened(file: Located) -> Iterator[BinaryIO]:
         stream = _OPENERS[file.packing](raw, file.name)
         counted = _Counted(stream, bound(file.path), file.name)
         with io.BufferedReader(counted, HEAD) as buffered:
-            buffered.packed = raw  # type: ignore[attr-defined]  # whose place is the progress
+            buffered.packed = raw  # type: ignore[attr-defined]  # for the progress bar
             yield buffered
 
 
 class _Zstandard:
-    """A stream that the package ``zstandard`` unpacks; its own reader takes a cut file as whole."""
+    """Unpacks with the package ``zstandard``, whose own reader accepts truncated files."""
 
     def __init__(self, raw: BinaryIO, name: str) -> None:
         try:
@@ -369,12 +370,12 @@ class _Zstandard:
         self.frame: Any = None
 
     def read(self, size: int) -> bytes:
-        """Return at most ``size`` bytes; none at the end."""
+        """Return at most ``size`` bytes; b"" at the end."""
         while not self.rest:
             self.packed = self.packed or self.raw.read(STEP)
             if not self.packed:
                 if self.frame is not None:
-                    problem = f"{self.name} is cut off or broken: it ends within a frame"
+                    problem = f"{self.name} is truncated or broken: it ends within a frame"
                     raise ConfigError(f"{problem}; copy it again")
                 break
             self.frame = self.frame or self.unpacker.decompressobj()
@@ -386,7 +387,7 @@ class _Zstandard:
 
 
 def _zstandard(raw: BinaryIO, name: str) -> Any:
-    """Open a Zstandard stream by Python's own module, or by the package ``zstandard``."""
+    """Open a Zstandard stream with the standard library, or with the package ``zstandard``."""
     if sys.version_info >= (3, 14):
         from compression import zstd
 
@@ -395,7 +396,7 @@ def _zstandard(raw: BinaryIO, name: str) -> Any:
 
 
 def needs(name: str, package: str) -> str:
-    """Return the message about a file that needs a package."""
+    """Return the message for a file that needs a package."""
     return f"{name} needs the package {package}; install it with pip install 'unsloth_cupy[data]'"
 
 
@@ -412,24 +413,24 @@ def readable(name: str) -> Iterator[None]:
     try:
         yield
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ConfigError(f"{name} is cut off or broken: {error}; copy it again") from None
+        raise ConfigError(f"{name} is truncated or broken: {error}; copy it again") from None
     except OSError as error:
         if error.strerror is None:  # of bz2
-            raise ConfigError(f"{name} is cut off or broken: {error}; copy it again") from None
-        cure = "name a readable file"
-        named = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not _kind_named(Path(name))[0]
-        if error.errno == 2 and named:
-            cure = f"a dataset of huggingface.co: hf download {name} --repo-type dataset"
-            cure += f" --local-dir {name.partition('/')[2]}, then name that folder"
+            raise ConfigError(f"{name} is truncated or broken: {error}; copy it again") from None
+        cure = "pass a readable file"
+        is_repository = re.fullmatch(r"[\w.-]+/[\w.-]+", name) and not _kind_named(Path(name))[0]
+        if error.errno == 2 and is_repository:
+            cure = f"for a dataset of huggingface.co: hf download {name} --repo-type dataset"
+            cure += f" --local-dir {name.partition('/')[2]}, then pass that folder"
         raise ConfigError(f"{name}: {error.strerror}; {cure}") from None
     except Exception as error:
         if type(error).__name__ != "ZstdError":
             raise
-        raise ConfigError(f"{name} is cut off or broken: {error}; copy it again") from None
+        raise ConfigError(f"{name} is truncated or broken: {error}; copy it again") from None
 
 
 def unpacked(file: Located) -> Located:
-    """Return a file that is not packed: the same, or a temporary one with its content."""
+    """Return an unpacked file: the file itself, or a temporary unpacked copy."""
     if not file.packing:
         return file
     kept = Temporary()

@@ -1,13 +1,15 @@
-"""The forms of training data: which one a row has by its columns, and what a model reads of it.
+"""The forms of training rows: detects the form by the columns, and converts a row to a Content.
 
-    {"text": "..."}                                                  all of it is learned
-    {"prompt": "...", "completion": "..."}                           the completion is learned
-    {"instruction": "...", "input": "...", "output": "..."}          the output, as in a chat
-    {"question": "...", "answer": "..."}                             the answer, as in a chat
-    {"messages": [{"role": "user", "content": "..."}, ...]}          what the assistant says
-    {"conversations": [{"from": "human", "value": "..."}, ...]}      what the assistant says
+    form                                                             target tokens
+    {"text": "..."}                                                  all
+    {"prompt": "...", "completion": "..."}                           the completion
+    {"instruction": "...", "input": "...", "output": "..."}          the output, as a chat
+    {"question": "...", "answer": "..."}                             the answer, as a chat
+    {"messages": [{"role": "user", "content": "..."}, ...]}          the assistant's messages
+    {"conversations": [{"from": "human", "value": "..."}, ...]}      the assistant's messages
 
-Rows that are for other methods are told by name; ``preferences`` reads pairs and rated answers.
+Rows for another method raise an error that names the method.  ``preferences`` reads pairs and rated
+answers.
 """
 
 import functools
@@ -23,7 +25,7 @@ from .rows import LABELLED, PROMPTS, RATED, RELATED, methods_of
 from .rows import PAIRS as PREFERENCES
 
 CHATS = ("messages", "conversations", "conversation", "dialogue", "dialog")
-# The first of each that a row has counts: a published file may have several.
+# A row uses the first name of each tuple that it has; published files may have several.
 QUESTIONS = ("instruction", "prompt", "question", "query", "problem", "inputs", "input", "user")
 ANSWERS = ("output", "completion", "response", "solution", "answer", "targets", "assistant")
 USUAL = {"instruction": "output", "prompt": "completion", "problem": "solution", "input": "output",
@@ -43,41 +45,41 @@ WEIGHTS = (
     "completion_mask",
 )
 TOKENS = ("input_ids", "labels", "attention_mask")
-# Columns that change what the others mean: with one of them a row is not learned as it is.
+# Columns that change the meaning of a row: sft refuses rows with one of them.
 MEANING = {"chosen", "rejected", "margin", *LABELS, *SCORES, *WEIGHTS, *MEDIA, *TOKENS}
-LEARNS = "finetune learns the next token of texts"
+TRAINS = "finetune trains next-token prediction on texts"
 SIDES = ("chosen", "rejected")
-# Messages as Python prints them.
+# The repr of messages in Python.
 PYTHON = re.compile(r"\s*\[\s*\{\s*'(role|from|content|value)'\s*:")
-RAW = ("completion", "chosen", "rejected")  # behind a prompt in text: not a chat
+RAW = ("completion", "chosen", "rejected")  # after a text prompt: plain text, not a chat
 WRITE = (
     "messages; conversations; instruction and output; prompt and completion; question and answer;"
     " text"
 )
-RESERVED = ("messages", "tools", "add_generation_prompt", "now", "strftime_now")  # to a template
-INDEX = re.compile(r"(Unnamed: \d+)?")  # a column of numbers of rows, as pandas writes and names it
-LONGEST_NAME = 40  # characters of a column that may be a known one
-NAMES = 12  # of columns in a message
+RESERVED = ("messages", "tools", "add_generation_prompt", "now", "strftime_now")  # in templates
+INDEX = re.compile(r"(Unnamed: \d+)?")  # the index column of pandas, without a name or renamed
+LONGEST_NAME = 40  # characters; longer column names match no known name
+NAMES = 12  # maximum column names in a message
 
 
 class Form(NamedTuple):
-    """The form of rows with certain columns: the names that they have in the file, by role."""
+    """The form of rows with certain columns: the columns of the file by role."""
 
-    name: str  # for the account of a file
+    name: str  # in the summary of a file
     kind: str  # "chat", "pair", "text"
-    columns: dict[str, str]  # the role of a column: its name
+    columns: dict[str, str]  # role: name of the column
     unused: tuple[str, ...]
 
 
 class Refusal(NamedTuple):
-    """Why rows with certain columns are not learned, and the column without which they may be."""
+    """Why rows with certain columns are refused, and the column to ignore to accept them."""
 
     why: str
     column: str = ""
 
 
 class Content(NamedTuple):
-    """What a row holds: a chat, or a prompt (perhaps empty) and the answer to it."""
+    """The content of a row: a chat, or a prompt (may be empty) and its answer."""
 
     form: Form
     messages: list[dict[str, Any]]
@@ -86,17 +88,17 @@ class Content(NamedTuple):
     tools: list[Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     rejected: Any = None  # the other answer of a pair: text, or the whole chat
-    desirable: bool | None = None  # of an answer that is rated
-    value: Any = None  # the margin of a pair, the label of a text, what rewards know of a prompt
+    desirable: bool | None = None  # the rating of an answer
+    value: Any = None  # margin of a pair, label of a text, or columns for reward functions
 
 
 def normal(name: str) -> str:
-    """Return a column's name in the spelling of this module: Instruction is instruction."""
+    """Return a column name in the spelling of this module: "System Prompt" is system_prompt."""
     return re.sub(r"[\s-]+", "_", name.strip().lower()) if len(name) <= LONGEST_NAME else name
 
 
 def is_header(cells: Sequence[str]) -> bool:
-    """Return whether words are the names of columns that make a form, as a table begins."""
+    """Return whether cells are column names of a known form, as in the first line of a table."""
     cells = [cell for cell in cells if not INDEX.fullmatch(cell)]
     names = {normal(cell) for cell in cells}
     if len(cells) < 2 or not all(re.fullmatch(r"[\w -]{1,40}", cell) for cell in cells):
@@ -109,13 +111,13 @@ def is_header(cells: Sequence[str]) -> bool:
 def content_of(
     values: Any, ignore: Collection[str] = (), answers: tuple[str, ...] = ANSWERS
 ) -> Content:
-    """Return what a row holds; ``answers`` are the columns that may be the answer to a question.
+    """Return the content of a row; ``answers`` names the columns that may answer a question.
 
     Raises
     ------
     ConfigError
-        It has no form, or the form of another method, or a value is wrong; the message has the
-        column and the cure.
+        The row has no known form or the form of another method, or a value is invalid; the message
+        names the column and the cure.
     """
     check_object(values, 'write {"text": "..."} or another form')
     if ignore:
@@ -125,11 +127,11 @@ def content_of(
         some = tuple(name for name in some if name not in blank)
     form = _form(some, answers) or _form(tuple(values), answers)
     if isinstance(form, Refusal):
-        leave = f", or leave columns out by {named(ignore=form.column)}" if form.column else ""
+        leave = f", or skip the column with {named(ignore=form.column)}" if form.column else ""
         raise ConfigError(form.why + leave)
     if form is None:
-        keys = ", ".join(map(repr, values)) or "nothing"
-        _wrong(f"holds {shown(keys)}", f"write one of these forms: {WRITE}")
+        keys = ", ".join(map(repr, values)) or "(none)"
+        _wrong(f"has the columns {shown(keys)}", f"write one of these forms: {WRITE}")
     row = {role: values[name] for role, name in form.columns.items()}
     unused = tuple(name for name in values if name not in form.columns.values())
     form = form._replace(unused=unused)
@@ -145,11 +147,11 @@ def content_of(
 
 
 def check_object(values: Any, cure: str) -> None:
-    """Raise a ConfigError for a row that is no object."""
+    """Raise a ConfigError for a row that is not an object."""
     if isinstance(values, dict):
         return
     if isinstance(values, list) and values and isinstance(values[0], dict):
-        cure = "let the name of a file that is one list of rows end in .json"
+        cure = "rename a file that is one list of rows to end in .json"
         if {"role", "from"} & values[0].keys():
             cure = 'write a chat as {"messages": [...]}'
     _wrong(f"is {shown(values)}, not an object", cure)
@@ -159,7 +161,7 @@ _BLANK: tuple[Any, ...] = ("", [], {})
 
 
 def _pair(row: Any, form: Form, tools: Any, options: Any) -> Content:
-    """Return the content of a question and its answer: texts, or lists of messages."""
+    """Return the content of a row with a question and an answer: texts, or lists of messages."""
     names = form.columns
     request, reply, (question, _, answer) = row["question"], row["answer"], form.name.partition("/")
     raw = question == "prompt" and answer in RAW
@@ -171,14 +173,14 @@ def _pair(row: Any, form: Form, tools: Any, options: Any) -> Content:
             _wrong(f"{names['question']} is a list of messages, {names['answer']} is text", cure)
         before = checked_messages(request, names["question"], answered=False)
         after = checked_messages(reply, names["answer"])
-        # the completion alone is learned
+        # only the completion is a target
         before = [m | {"weight": 0} if m["role"] == "assistant" else m for m in before]
         chat = _with_system(row, form, before + after)
         form = form._replace(name=f"{form.name} of messages")
         return Content(form, chat, "", "", tools, options)
     if raw:
         if extra := [names[each] for each in ("system", "tools", "options") if row.get(each)]:
-            _wrong(f"has {extra[0]} beside prompt and completion", "write messages in their place")
+            _wrong(f"has {extra[0]} beside prompt and completion", "write messages instead")
         prompt = text_of(row["question"], names["question"], 0)
         return Content(form, [], prompt, text_of(row["answer"], names["answer"]))
     question = text_of(request, names["question"])
@@ -191,7 +193,7 @@ def _pair(row: Any, form: Form, tools: Any, options: Any) -> Content:
 
 
 def _history(pairs: Any, name: str) -> list[dict[str, Any]]:
-    """Return earlier turns of a chat, written as a list of [question, answer]."""
+    """Return the messages of a chat history, a list of [question, answer]."""
     turns: list[dict[str, Any]] = []
     pairs = parsed(pairs) or []
     if not (isinstance(pairs, list) and all(isinstance(p, list) and len(p) == 2 for p in pairs)):
@@ -203,7 +205,7 @@ def _history(pairs: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _with_system(row: Any, form: Form, chat: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat that begins with the system message of its own column, if there is one."""
+    """Return a chat with the system message of its own column first, if there is one."""
     if row.get("system") in (None, "") or chat[0]["role"] == "system":
         return chat
     text = text_of(row["system"], form.columns["system"])
@@ -211,20 +213,20 @@ def _with_system(row: Any, form: Form, chat: list[dict[str, Any]]) -> list[dict[
 
 
 def _tools(row: Any, form: Form) -> list[Any] | None:
-    """Return the tools of a chat: a list of objects, or one in JSON."""
+    """Return the tools of a chat: a list of objects, or such a list as JSON."""
     tools, name = parsed(row.get("tools")), form.columns.get("tools")
     if tools in (None, "", []):
         return None
     if not (isinstance(tools, list) and all(isinstance(each, dict) for each in tools)):
         _wrong(f"{name} is {shown(tools)}", 'write it as [{"type": "function", ...}, ...]')
     check_plain(tools, str(name))
-    if normal(str(name)) == "functions":  # as OpenAI wrote them before there were tools
+    if normal(str(name)) == "functions":  # the format of OpenAI before tools
         tools = [{"type": "function", "function": each} for each in tools]
     return tools
 
 
 def _object(value: Any, name: str | None) -> dict[str, Any] | None:
-    """Return an object, or one in JSON; None if it is empty."""
+    """Return an object, perhaps written as JSON; None if it is empty."""
     value = parsed(value)
     if value in (None, "", {}):
         return None
@@ -232,25 +234,25 @@ def _object(value: Any, name: str | None) -> dict[str, Any] | None:
         _wrong(f"{name} is {shown(value)}", 'write it as an object: {"enable_thinking": false}')
     check_plain(value, str(name))
     if own := [key for key in value if key in RESERVED]:
-        _wrong(f"{name} holds {listed(own)}, which the row itself gives", "leave it out")
+        _wrong(f"{name} holds {listed(own)}, which the library sets", "leave it out")
     return value
 
 
 def parsed(value: Any) -> Any:
-    """Return a value that a table holds as JSON; raise a ConfigError for messages of Python."""
+    """Parse a cell that holds JSON; raise a ConfigError for messages in Python syntax."""
     if isinstance(value, str) and value.lstrip()[:1] in ("[", "{"):
         try:
             return json.loads(value)
         except (ValueError, RecursionError):
             if PYTHON.match(value):
                 cure = "write them as JSON, for example with json.dumps"
-                _wrong(f"{shown(value)} is messages as Python prints them", cure)
+                _wrong(f"{shown(value)} is in Python syntax, not JSON", cure)
     return value
 
 
 @functools.lru_cache(1000)
 def _form(names: tuple[str, ...], answers: tuple[str, ...]) -> Form | Refusal | None:
-    """Return the form of rows with these columns, a reason why they have none, or None."""
+    """Return the form of rows with these columns, a Refusal, or None if no column is known."""
     known = {normal(name): name for name in reversed(names)} | {
         name: name for name in names if name == normal(name)
     }
@@ -278,7 +280,7 @@ def _form(names: tuple[str, ...], answers: tuple[str, ...]) -> Form | Refusal | 
         if reference := first(REFERENCES):
             return Refusal(_prompts(known[question], known[reference]))
         partner = USUAL.get(question, "answer")
-        why = f"; {LEARNS}, and prompts alone are for the method {methods_of(PROMPTS)}"
+        why = f"; {TRAINS}, and prompts alone are for the method {methods_of(PROMPTS)}"
         why *= question == "prompt"
         return Refusal(f"has {shown(known[question])} but no {partner}; add {partner}{why}")
     elif answer:
@@ -293,7 +295,7 @@ def _form(names: tuple[str, ...], answers: tuple[str, ...]) -> Form | Refusal | 
 def _other_method(
     known: dict[str, str], base: str, question: str, answers: tuple[str, ...]
 ) -> Refusal | None:
-    """Return why rows with these columns are for another method; None if they are not."""
+    """Return a Refusal for rows of another method; None for other rows."""
 
     def have(*roles: str) -> list[str]:
         return [known[role] for role in roles if role in known]
@@ -302,21 +304,21 @@ def _other_method(
     several = have(*SEVERAL) if question and "completion" not in known else []
     is_text = not base or base in TEXTS
     for what, columns, cure in (
-        ("tokens", have(*TOKENS) if "input_ids" in known else [], "write the texts themselves"),
-        ("images or sounds", have(*MEDIA), "leave these rows out"),
+        ("tokens", have(*TOKENS) if "input_ids" in known else [], "write the texts instead"),
+        ("images or audio", have(*MEDIA), "remove these rows"),
         ("preference pairs", have(*(each for each in SIDES if each not in answers)),
          f"choose the method {methods_of(PREFERENCES)}, or write the chosen answers as"
          " completion or messages"),
         ("pairs for embedding", pairs[0] if pairs else [],
          f"choose the method {methods_of(RELATED)}, or write texts"),
-        ("several answers to a question", several, "write the one to learn as completion"),
+        ("several answers to a question", several, "write the one to train on as completion"),
         ("labels for classification", have(*LABELS) if is_text else [],
          f"choose the method {methods_of(LABELLED)}, or remove the column"),
         ("unpaired preferences", have(*LABELS),
-         f"choose the method {methods_of(RATED)}, or keep the good examples, without the column"),
-        ("scored texts", have(*SCORES), "keep the rows to learn, without the column"),
+         f"choose the method {methods_of(RATED)}, or keep only good rows, without the column"),
+        ("scored texts", have(*SCORES), "keep only the rows to train on, without the column"),
         ("weighted rows", have(*WEIGHTS),
-         "give messages their weight, 0 or 1, and files theirs as FILE:2"),
+         "set the weight of messages, 0 or 1, or of files, as FILE:2"),
         ("margins", have("margin"), "remove the column"),
         ("messages of a chat", have("role") if base == "content" else [],
          'write a chat in each row, as {"messages": [...]}'),
@@ -326,22 +328,22 @@ def _other_method(
                 known[role] for role in (question, base) if role and known[role] not in columns
             ]
             every = [*dict.fromkeys([*beside, *columns])]
-            learns = LEARNS if answers is ANSWERS else "a pair is a question and two answers"
-            return Refusal(f"holds {what} ({listed(every)}); {learns}: {cure}", columns[-1])
+            trains = TRAINS if answers is ANSWERS else "a pair is a question and two answers"
+            return Refusal(f"holds {what} ({listed(every)}); {trains}: {cure}", columns[-1])
     return None
 
 
 def _prompts(prompt: str, answer: str) -> str:
-    """Return the message about prompts whose answers are for rewards."""
-    cure = f"choose the method {methods_of(PROMPTS)}, or write what is to be learned as"
-    cure += f" completion, {shown(answer)} does not say it"
+    """Return the message for prompts with a reference answer for reward functions."""
+    cure = f"choose the method {methods_of(PROMPTS)}, or write the target text as completion"
+    cure += f" ({shown(answer)} may be only a reference)"
     return (
-        f"holds prompts with an answer for rewards ({listed((prompt, answer))}); {LEARNS}: {cure}"
+        f"holds prompts with an answer for rewards ({listed((prompt, answer))}); {TRAINS}: {cure}"
     )
 
 
 def listed(names: Collection[str]) -> str:
-    """Return names of columns for a message."""
+    """Return column names as text for a message."""
     some = [shown(name) for name in list(names)[:NAMES]]
     return ", ".join(some) + f" and {len(names) - NAMES} more" * (len(names) > NAMES)
 

@@ -1,8 +1,8 @@
-"""Rows from Python: any iterable of mappings is stored once, as a file of JSON lines.
+"""Rows from Python: stores any iterable of mappings in a temporary file of JSON lines.
 
     stored([{"text": "..."}, ...])      also a datasets.Dataset, a DataFrame, a generator
 
-From there on they are read as any file is, so that the same checks and the same hash apply.
+The file is then read like any other file, with the same checks and the same hash.
 """
 
 import json
@@ -22,27 +22,27 @@ from ...files import atomic_path
 from .data_files import ROWS, Located, Temporary, split_of
 from .table_process import plain, without_absent
 
-NAME = "rows"  # of all iterables, in messages and in the folder of a run
-MISSING = ("NAType", "NaTType")  # classes of what pandas has in place of a value, beside NaN
+NAME = "rows"  # name of all iterables, in messages and in the name of a run
+MISSING = ("NAType", "NaTType")  # classes of missing values in pandas, besides NaN
 
 
 def is_rows(data: Any) -> bool:
-    """Return whether data are an iterable of rows, and neither a path nor a list of paths."""
+    """Return whether ``data`` is an iterable of rows, not a path or a list of paths."""
     if data is None or isinstance(data, str | bytes | PathLike):
         return False
-    if isinstance(data, list | tuple):  # a named tuple is what read_data has returned
+    if isinstance(data, list | tuple):  # read_data returns named tuples
         return not hasattr(data, "_fields") and any(isinstance(each, Mapping) for each in data)
-    has_items = getattr(data, "ndim", 1) != 0  # those of NumPy's numbers are none
+    has_items = getattr(data, "ndim", 1) != 0  # NumPy scalars have no items
     return has_items and (hasattr(data, "__iter__") or hasattr(data, "__getitem__"))
 
 
 def stored(data: Any, call: str) -> tuple[Located, str]:
-    """Return the file with all rows of an iterable, and a message about splits that are left out.
+    """Store all rows of an iterable; return the file, and a message about skipped splits.
 
     Raises
     ------
     ConfigError
-        A row is no mapping, or holds what JSON cannot; the message has its number and column.
+        A row is not a mapping, or JSON cannot store a value; the message has row and column.
     """
     note = ""
     if isinstance(data, Mapping):
@@ -51,7 +51,7 @@ def stored(data: Any, call: str) -> tuple[Located, str]:
     kept = Temporary()
     for number, row in enumerate(_rows(data, call), 1):
         if not isinstance(row, Mapping):
-            cure = "give mappings of columns to values; a list of paths names files"
+            cure = "pass mappings of columns to values, or only paths"
             raise ConfigError(f"{call}: row {number} is of type {type(row).__name__}; {cure}")
         values = without_absent(dict(row)) if is_table else dict(row)
         kept.file.write(_line(number, values).encode() + b"\n")
@@ -60,24 +60,24 @@ def stored(data: Any, call: str) -> tuple[Located, str]:
 
 
 def keep(files: Sequence[Located], path: Path) -> None:
-    """Copy the file of ``stored`` rows to a path, if data are that and it is not there yet."""
+    """Copy the file of ``stored`` rows to a path, unless the path exists."""
     if files and files[0].kind == ROWS and not path.exists():
         with atomic_path(path) as partial:
             shutil.copyfile(files[0].path, partial)
 
 
 def _split(splits: Mapping[Any, Any], call: str) -> tuple[Any, str]:
-    """Return the split called train of several datasets, as of a folder of them, and a message."""
+    """Return the split "train" of a mapping of datasets, and a message about the other splits."""
     if not splits or not all(hasattr(each, "column_names") for each in splits.values()):
-        cure = "give a list of rows, as [{...}, ...]; a datasets.Dataset or a DataFrame has columns"
-        raise ConfigError(f"{call}({type(splits).__name__}): is one mapping; {cure}")
+        cure = "pass a list of rows, as [{...}, ...], a datasets.Dataset or a DataFrame"
+        raise ConfigError(f"{call}({type(splits).__name__}): this is a single mapping; {cure}")
     name = split_of([*splits], f"{call}({type(splits).__name__})")
     others = ", ".join(str(each) for each in splits if each != name)
-    return splits[name], f"the split {name} is read, and not {others}" * bool(others)
+    return splits[name], f"reading split {name}; skipping {others}" * bool(others)
 
 
 def _rows(data: Any, call: str) -> Iterable[Any]:
-    """Return an iterable of rows; of a DataFrame those without a value have None there."""
+    """Return an iterable of rows; missing values of a DataFrame become None."""
     if hasattr(data, "itertuples"):  # pandas
         names = [*data.columns]
         if twice := [name for name in names if names.count(name) > 1]:
@@ -94,7 +94,7 @@ def _rows(data: Any, call: str) -> Iterable[Any]:
 
 
 def _value(value: Any) -> Any:
-    """Return a cell of a DataFrame; None where there is none."""
+    """Return a cell of a DataFrame; None for a missing value."""
     is_nan = isinstance(value, float | np.floating) and np.isnan(value)
     return None if is_nan or type(value).__name__ in MISSING else value
 
@@ -102,7 +102,7 @@ def _value(value: Any) -> Any:
 def _line(number: int, row: dict[Any, Any]) -> str:
     """Return a row as JSON."""
     if wrong := [name for name in row if not isinstance(name, str | int)]:
-        _wrong(number, f"has the column {wrong[0]!r}", "name columns by text")
+        _wrong(number, f"has the column {wrong[0]!r}", "use strings as column names")
     cells = []
     for name, value in row.items():
         try:
@@ -110,7 +110,7 @@ def _line(number: int, row: dict[Any, Any]) -> str:
         except RecursionError:
             _wrong(number, f"column {name} is nested too deeply", "write it flat")
         except (TypeError, ValueError) as error:
-            cure = "give texts, numbers, lists and mappings, or leave it out"
+            cure = "use strings, numbers, lists and mappings, or leave it out"
             _wrong(number, f"column {name} cannot be written as JSON ({error})", cure)
     return "{" + ", ".join(cells) + "}"
 
@@ -120,13 +120,13 @@ def _wrong(number: int, problem: str, cure: str) -> NoReturn:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON has in place of a value of another kind."""
-    if hasattr(value, "tolist"):  # of NumPy, CuPy, torch
+    """Convert a value that JSON cannot store."""
+    if hasattr(value, "tolist"):  # arrays of NumPy, CuPy, torch
         return value.tolist()
     if isinstance(value, Mapping):
         return dict(value)
     if isinstance(value, bytes | date | time | timedelta | Decimal | UUID):
-        return plain(value)  # as of a column of Parquet
+        return plain(value)  # as in a Parquet file
     if isinstance(value, Sequence):
         return [*value]
     raise ConfigError(f"it holds a {type(value).__name__}")

@@ -1,9 +1,9 @@
-"""The rows of labelled texts: a text, and its class, its classes, or a number.
+"""Rows of labelled texts: a text with one class, several classes, or a number.
 
-{"text": "...", "label": "good"}                 a class: a name, an integer, true or false
-{"text": "...", "labels": ["short", "funny"]}    several at once, perhaps none
-{"text": "...", "labels": [1, 0, 1]}             the same as a vector: a mark for each class
-{"text": "...", "label": 0.5}                    a number to predict
+{"text": "...", "label": "good"}                 one class: a name, an integer, true or false
+{"text": "...", "labels": ["short", "funny"]}    any number of classes
+{"text": "...", "labels": [1, 0, 1]}             the same as a vector of 0 and 1
+{"text": "...", "label": 0.5}                    regression
 """
 
 from collections.abc import Collection
@@ -32,12 +32,12 @@ WRITE = "write text and label"
 
 
 def labelled_of(values: Any, ignore: Collection[str] = ()) -> Content:
-    """Return what a row holds: a text, and its label.
+    """Return the content of a row: a text and its label.
 
     Raises
     ------
     ConfigError
-        It has no text or no label, or a column of another method; the message has the column.
+        The row has no text or label, or has a column of another method, which the message names.
     """
     check_object(values, WRITE)
     row = {name: value for name, value in values.items() if name not in ignore}
@@ -47,12 +47,12 @@ def labelled_of(values: Any, ignore: Collection[str] = ()) -> Content:
     for pair in PAIRS:
         if {*pair} <= known.keys():
             both = listed([known[each] for each in pair])
-            _wrong(f"holds two texts ({both}), and a label is of one", "join them as text")
+            _wrong(f"holds two texts ({both}) for one label", "join them in the column text")
     if text is None or label is None:
         missing = "text" if text is None else "label"
         chat = next((known[each] for each in CHATS if each in known), None)
         cure = f"write {chat} as text" if chat and text is None else WRITE
-        _wrong(f"holds {listed(row) or 'nothing'}, and no {missing}", cure)
+        _wrong(f"has the columns {listed(row) or '(none)'}, but no {missing}", cure)
     others = {normal(text), normal(label)}
     if more := [known[each] for each in known if each in MEANING - others - {*NAMES}]:
         leave = "remove the column, or ignore it"
@@ -64,9 +64,9 @@ def labelled_of(values: Any, ignore: Collection[str] = ()) -> Content:
 
 
 def _label(value: Any, name: str) -> Any:
-    """Return a label as it is stored: a number, a name, or a list of names."""
+    """Return a label to store: a number, a name, or a list of names."""
     if isinstance(value, list):
-        # marks of a vector may be false and true, or 0.0 and 1.0: labels.py tells them from names
+        # a vector of false/true or 0.0/1.0 becomes "0"/"1"; labels.py distinguishes it from names
         marks = all(isinstance(each, bool | float) and each in (0, 1) for each in value)
         return [str(int(each)) if marks else _name(each, name) for each in value]
     if isinstance(value, float) and value - value == 0:  # finite
@@ -81,8 +81,8 @@ def _name(value: Any, column: str) -> str:
     if is_integer(value, -(2**53)):
         return str(int(value))
     text = value.strip() if isinstance(value, str) else ""
-    if not text or (text[0] == "[" and text[-1] == "]"):  # a list that is not JSON
-        cure = f"write {column} as a name, an integer, a list of these in JSON, or a number"
+    if not text or (text[0] == "[" and text[-1] == "]"):  # a list, but not in JSON
+        cure = f"write {column} as a name, an integer, a JSON list of these, or a number"
         _wrong(f"{column} is {shown(value)}", cure)
     return text_of(text, column)
 

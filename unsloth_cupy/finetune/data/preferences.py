@@ -1,13 +1,12 @@
-"""The rows of preference data: pairs of answers to one question, and answers that are rated.
+"""Rows of preference data: pairs of answers to one question, and rated answers.
 
     {"prompt": "...", "chosen": "...", "rejected": "..."}            two texts, or lists of messages
-    {"chosen": [...], "rejected": [...]}                             what both begin with is asked
+    {"chosen": [...], "rejected": [...]}                             the prompt is the common prefix
     {"conversations": [...], "chosen": {...}, "rejected": {...}}     the last message of a chat
-    {"prompt": "...", "chosen": "...", "rejected": "...", "margin": 1.5}    for rewards alone
-    {"prompt": "...", "completion": "...", "label": true}            an answer, good or not
+    {"prompt": "...", "chosen": "...", "rejected": "...", "margin": 1.5}    only for --method reward
+    {"prompt": "...", "completion": "...", "label": true}            a rated answer
 
-The question may have the columns that it has in a row to be learned: instruction, question, system,
-tools, ...
+The question may use the same columns as in sft rows: instruction, question, system, tools, ...
 """
 
 import math
@@ -29,31 +28,32 @@ from .forms import (
 from .messages import checked_messages, shown, text_of
 
 RATINGS = ("label", "labels", "kto_tag")
-RATED: dict[Any, bool] = {  # a table holds texts alone
+RATED: dict[Any, bool] = {  # tables hold text only
     True: True, False: False, "true": True, "false": False, "1": True, "0": False,
 }  # fmt: skip
 WRITE = "write prompt, chosen and rejected"
 
 
 def pair_of(values: Any, ignore: Collection[str] = ()) -> Content:
-    """Return what a row holds: the chosen answer, with the rejected one beside it.
+    """Return the content of a pair: the chosen answer, with the other one as ``rejected``.
 
     Raises
     ------
     ConfigError
-        It holds no pair, an answer is empty, or a value is wrong; the message has the column.
+        The row is no pair, an answer is empty, or a value is invalid; the message has the column.
     """
     row, known = _columns(values, ignore)
     if missing := [side for side in SIDES if row.get(known.get(side, "")) in (None, "", [])]:
         there = [known[side] for side in SIDES if side in known and side not in missing]
         absent = [side for side in missing if side not in known]
-        has = f"has {listed(there)} but no {missing[0]}" if there else f"holds {listed(row)}"
+        has = f"has the columns {listed(row)}"
+        has = f"has {listed(there)} but no {missing[0]}" if there else has
         other = "" if there or not known.keys() & {*RATINGS} else ", or choose the method kto"
         _wrong(has if absent else f"{missing[0]} is empty", WRITE + other)
     names = [known[side] for side in SIDES]
     sides = [_side(row.pop(name), name) for name in names]
     if len({type(side) for side in sides}) > 1:
-        _wrong(f"{names[0]} and {names[1]} differ: text and messages", "write two of a kind")
+        _wrong(f"{names[0]} and {names[1]}: one is text, one is messages", "write both alike")
     prompts = [known[each] for each in (*CHATS, *QUESTIONS) if known.get(each) in row]
     if isinstance(sides[0], str) and not prompts:
         if sides[0] == sides[1]:
@@ -76,12 +76,12 @@ def pair_of(values: Any, ignore: Collection[str] = ()) -> Content:
 
 
 def rated_of(values: Any, ignore: Collection[str] = ()) -> Content:
-    """Return what a row holds: an answer and whether it is desirable; or a pair, which is two.
+    """Return the content of a row: a rated answer, or a pair, which is two rated answers.
 
     Raises
     ------
     ConfigError
-        It holds neither, or a value is wrong; the message has the column.
+        The row is neither, or a value is invalid; the message has the column.
     """
     row, known = _columns(values, ignore)
     if {*SIDES} <= known.keys():
@@ -89,11 +89,11 @@ def rated_of(values: Any, ignore: Collection[str] = ()) -> Content:
     name = next((known[each] for each in RATINGS if each in known), None)
     if name is None:
         cure = "write prompt, completion and label, which is true or false"
-        _wrong(f"holds {listed(row)}, and no label", cure)
+        _wrong(f"has the columns {listed(row)}, but no label", cure)
     value = row.pop(name)
     key = value.lower() if isinstance(value, str) else value
     if isinstance(key, list | dict) or key not in RATED:
-        cure = "write true, the answer is good, or false"
+        cure = "write true (desirable) or false"
         _wrong(f"{name} is {shown(value)}", cure)
     content = _last_alone(content_of(row, ignore))
     if not (content.messages or content.prompt):
@@ -103,7 +103,7 @@ def rated_of(values: Any, ignore: Collection[str] = ()) -> Content:
 
 
 def scored_of(values: Any, ignore: Collection[str] = ()) -> Content:
-    """Return what a row holds: a pair, perhaps with a margin.
+    """Return the content of a row: a pair with an optional margin.
 
     Raises
     ------
@@ -120,7 +120,7 @@ def scored_of(values: Any, ignore: Collection[str] = ()) -> Content:
 
 
 def number_of(value: Any, name: str) -> float:
-    """Return a finite number, in a table as text; raise a ConfigError for another value."""
+    """Return a finite number, perhaps written as text; raise a ConfigError for other values."""
     try:
         number = math.nan if isinstance(value, bool | list | dict) else float(value)
     except (TypeError, ValueError):
@@ -131,46 +131,48 @@ def number_of(value: Any, name: str) -> float:
 
 
 def _columns(values: Any, ignore: Collection[str]) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a row without the columns to ignore, and its columns by their usual names."""
+    """Return a row without the ignored columns, and its column names by normalized name."""
     check_object(values, WRITE)
     row = {name: value for name, value in values.items() if name not in ignore}
     return row, {normal(name): name for name, value in row.items() if value is not None}
 
 
 def _side(value: Any, name: str) -> Any:
-    """Return an answer: text, or a list of messages."""
+    """Return an answer: text, or a list of checked messages."""
     value = parsed(value)
     value = [value] if isinstance(value, dict) else value
     return checked_messages(value, name) if isinstance(value, list) else text_of(value, name)
 
 
 def _shared(chosen: str, rejected: str) -> str:
-    """Return what two texts begin with, without a space at its end."""
+    """Return the common prefix of two texts, without a trailing space."""
     pairs = enumerate(zip(chosen, rejected, strict=False))
-    # of a text with which the other begins, the last character is the answer
+    # if one text is a prefix of the other, its last character counts as the answer
     most = min(len(each.rstrip()) for each in (chosen, rejected)) - 1
     stop = min(next((n for n, (a, b) in pairs if a != b), most), most)
     return chosen[: stop - (stop > 0 and chosen[stop - 1] == " ")]
 
 
 def _whole_chats(row: Any, prompts: list[str], sides: list[Any], names: list[str]) -> None:
-    """Divide chats that begin with the question into that, the row's prompt, and two answers."""
+    """Split two chats with a common prefix into the prompt of the row and two answers."""
     chosen, rejected = sides
     pairs = enumerate(zip(chosen, rejected, strict=False))
     stop = next((n for n, (a, b) in pairs if a != b), min(len(chosen), len(rejected)) - 1)
     shared = chosen[:stop]
     for name, side in zip(names, (chosen[stop:], rejected[stop:]), strict=True):
         if not shared or all(message["role"] != "assistant" for message in side):
-            _wrong(f"{name} does not answer what both chats ask", "begin both with one question")
+            _wrong(f"{name} has no reply after the shared messages", "begin both with one question")
     for name in prompts:
         value, question = parsed(row.pop(name)), shared[-1]["content"]
         if isinstance(value, str) and value.strip() != str(question).strip():
-            _wrong(f"{name} is not what {names[0]} asks", f"leave {name} out, or write it in both")
+            _wrong(
+                f"{name} differs from the question in {names[0]}", "remove it, or make both equal"
+            )
     row["prompt"], sides[:] = shared, [chosen[stop:], rejected[stop:]]
 
 
 def _as_prompt(row: Any, prompts: list[str], sides: list[Any]) -> None:
-    """Let a question that is messages have answers that are messages, and the other way round."""
+    """Convert the question or the answers to messages if the other side is messages."""
     chat = next((name for name in prompts if normal(name) in CHATS), prompts[0])
     value = parsed(row[chat])
     if isinstance(value, list) and isinstance(sides[0], str):
@@ -183,16 +185,16 @@ def _as_prompt(row: Any, prompts: list[str], sides: list[Any]) -> None:
 
 
 def _last_alone(content: Content) -> Content:
-    """Return a chat of which the answers behind the last question alone are learned."""
+    """Return a chat whose only targets are the replies after the last question."""
     messages = content.messages
     if any("weight" in message for message in messages):
         return content
     last = max((n for n, m in enumerate(messages) if m["role"] == "user"), default=-1)
-    quiet = [
+    weighted = [
         m | {"weight": 0} if n < last and m["role"] == "assistant" else m
         for n, m in enumerate(messages)
     ]
-    return content._replace(messages=quiet)
+    return content._replace(messages=weighted)
 
 
 def _wrong(problem: str, cure: str) -> NoReturn:

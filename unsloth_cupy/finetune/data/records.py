@@ -1,7 +1,7 @@
-"""The records of training data: texts, instructions and chats, checked in advance.
+"""The records of training data: texts, instructions and chats, all checked before training.
 
-A tenth of them is held out.  Many are stored in a temporary file, so that memory holds a few bytes
-for each.
+A tenth of the records is held out.  Large data sets are stored in a temporary file, so memory holds
+only a few bytes per record.
 """
 
 import bisect
@@ -31,12 +31,12 @@ from .rows import KINDS, LABELLED, PAIRS, PROMPTS, RATED, RELATED, SCORED, TEXTS
 from .tables import PROCESSED, ROW, Row, rows_of
 from .text import HELD_OUT_CHARACTERS, HELD_OUT_SHARE, SMALL
 
-RECORDS = 1000  # records of a large file that a new tokenizer reads at a time
-FIRST = 100  # rows of each file that are looked at before all are read
-HELD_OUT_PROMPTS = 100  # each of which is answered; a share of right answers is exact to 0.05
-MOST_NAMES = 1000  # of columns that are not read
-IN_MEMORY = 2**26  # bytes of records that are kept in memory
-ITEM = 100  # bytes of an item of lists and objects, beside its characters
+RECORDS = 1000  # records per block of text to train a tokenizer on
+FIRST = 100  # rows of each file to check before any file is read whole
+HELD_OUT_PROMPTS = 100  # an answer is sampled for each: accuracy is exact to 0.05
+MOST_NAMES = 1000  # unused columns to remember
+IN_MEMORY = 2**26  # bytes of records in memory; more are stored in a file
+ITEM = 100  # bytes of Python objects per item, besides its characters
 READERS: Mapping[str, Callable[..., Content]] = {
     TEXTS: content_of, PAIRS: pair_of, RATED: rated_of, SCORED: scored_of,
     LABELLED: labelled_of, RELATED: related_of, PROMPTS: prompt_of,
@@ -44,26 +44,26 @@ READERS: Mapping[str, Callable[..., Content]] = {
 
 
 class Record(NamedTuple):
-    """One row of a file: a chat, or a prompt (perhaps empty) and the answer to it."""
+    """One row of a file: a chat, or a prompt (may be empty) and its answer."""
 
-    line: int  # in its file, beyond those of the files before it
+    line: int  # its line, numbered through all files
     messages: list[dict[str, Any]]
     prompt: str
     answer: str
     tools: list[Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     rejected: Any = None  # the other answer of a pair: text, or the whole chat
-    desirable: bool | None = None  # of an answer that is rated
-    value: Any = None  # margin of a pair, label of a text, texts unrelated to two, columns
+    desirable: bool | None = None  # the rating of an answer
+    value: Any = None  # margin of a pair, label of a text, negatives, or columns for rewards
 
     @property
     def asks(self) -> bool:
-        """Whether it is a question alone, with what rewards know of it."""
+        """Whether the record is a prompt with columns for reward functions."""
         return isinstance(self.value, dict)
 
     @property
     def sides(self) -> "list[Record]":
-        """The record, or of a pair that of the chosen answer and that of the rejected one."""
+        """A list of the record; for a pair, the record of each of the two answers."""
         if self.rejected is None:
             return [self]
         chosen = self._replace(rejected=None, desirable=True)
@@ -71,7 +71,7 @@ class Record(NamedTuple):
         return [chosen, chosen._replace(desirable=False, **other)]
 
     def texts(self, chat: Chat) -> list[Lesson]:
-        """Return the texts that it is learned from, with the spans of them that are learned."""
+        """Return the training texts of the record, with their target spans."""
         beside = (self.messages, self.tools, self.chat_template_kwargs)
         if self.asks:
             return [Lesson(chat.asked(*beside) if self.messages else self.prompt, [], [])]
@@ -82,24 +82,24 @@ class Record(NamedTuple):
 
     @property
     def answers(self) -> int:
-        """The number of answers in it."""
+        """The number of replies of a chat; 1 for other records."""
         mine = sum(message["role"] == "assistant" for message in self.messages)
         return mine if self.messages else 1
 
     @property
     def kind(self) -> str:
-        """What it holds, in the plural."""
+        """The kind of targets of the record, in the plural."""
         return "answers" if self.messages else "completions" if self.prompt else "texts"
 
     def content(self) -> str:
-        """Return all that is read of a record, in a form in which equal ones are equal."""
+        """Return the content of a record as text, equal for equal records."""
         return repr((*self[1:4], *(each for each in self[4:] if each is not None)))
 
 
 class Records(NamedTuple):
-    """The rows of files in two parts that share no record."""
+    """A training part and a held-out part of the rows of files, without common records."""
 
-    path: Path | None  # None: of several files, or standard input
+    path: Path | None  # None for several files or standard input
     name: str
     digest: str
     size: int  # bytes
@@ -107,25 +107,25 @@ class Records(NamedTuple):
     held_out: Sequence[Record]
     files: tuple[
         tuple[int, str, str], ...
-    ] = ()  # the line before each, its name, what precedes lines
-    note: str = ""  # what was recognised, in one line
-    forms: dict[str, int] = {}  # noqa: RUF012 -- how many records have each form
-    method: str = "sft"  # for which they were read
-    evaluated: Any = None  # the records of another file that are held out: their lines are below 0
+    ] = ()  # per file: the number of the line before it, its name, the text before a line number
+    note: str = ""  # a summary of the forms, in one line
+    forms: dict[str, int] = {}  # noqa: RUF012 -- number of records by form
+    method: str = "sft"  # the method that reads the records
+    evaluated: Any = None  # records of a separate evaluation file, whose lines are negative
 
     @property
     def chats(self) -> bool:
-        """Whether some record is a chat."""
+        """Whether any training record is a chat."""
         return any(record.messages for record in self.train)
 
     @property
     def where(self) -> str:
-        """The files in words."""
+        """The names of the files, for messages."""
         names = [name for _, name, _ in self.files] or [str(self.path)]
         return names[0] + f" and {len(names) - 1} more" * (len(names) > 1)
 
     def place(self, line: int) -> str:
-        """Return the file and the line in it of a record's line."""
+        """Return the file and the line of a record, for messages."""
         if line < 0:
             return str(self.evaluated.place(-line))
         if not self.files:
@@ -134,16 +134,16 @@ class Records(NamedTuple):
         return f"{before}{line - start}"
 
     def texts(self, record: Record, chat: Chat) -> list[Lesson]:
-        """Return ``record.texts(chat)``; an error names its place."""
+        """Return ``record.texts(chat)``; errors name the file and the line."""
         try:
             return record.texts(chat)
         except ConfigError as error:
             raise ConfigError(f"{self.place(record.line)}: {error}") from None
 
     def blocks(self) -> Iterator[tuple[str, str]]:
-        """Yield the text to train a new tokenizer on, in blocks of which a small file is one.
+        """Yield blocks of text to train a new tokenizer on; a small file is one block.
 
-        Each is (text, text), a pair like those of ``Text.blocks``.
+        Each block is (text, text), in the format of ``Text.blocks``.
         """
         records = iter(self.train)
         count = len(self.train) if self.size <= SMALL else RECORDS
@@ -153,7 +153,7 @@ class Records(NamedTuple):
 
 
 def _words(record: Record) -> str:
-    """Return all text of a record, with the roles of messages."""
+    """Return all text of a record, including roles of messages."""
     values = (value for message in record.messages for value in message.values())
     texts = (value if isinstance(value, str) else json.dumps(value) for value in values if value)
     tools = [json.dumps(record.tools)] if record.tools else []
@@ -161,10 +161,7 @@ def _words(record: Record) -> str:
 
 
 class Stored(Sequence[Record]):
-    """Records in a temporary file, from which each is read when it is needed.
-
-    A view of some of them shares the file.
-    """
+    """Records in a temporary file, read on access; slices share the file."""
 
     def __init__(self, kept: Temporary, starts: "array[int]", chosen: Array) -> None:
         self.kept, self.starts, self.chosen = kept, starts, chosen
@@ -183,10 +180,10 @@ class Stored(Sequence[Record]):
 
 
 class _Collected:
-    """Records as they are read: in memory, and in a temporary file beyond ``IN_MEMORY``."""
+    """Collects records in memory, and in a temporary file beyond ``IN_MEMORY`` bytes."""
 
     def __init__(self) -> None:
-        self.records, self.waiting = list[Record](), 0  # those in memory, and their bytes
+        self.records, self.waiting = list[Record](), 0  # records in memory, and their bytes
         self.kept: Temporary | None = None
         self.starts = array("q", [0])
         self.digests, self.sizes = bytearray(), array("q")
@@ -210,7 +207,7 @@ class _Collected:
         self.records, self.waiting = [], 0
 
     def some(self, chosen: Array) -> Sequence[Record]:
-        """Return the records with these numbers."""
+        """Return the records at these indices."""
         if not self.kept:
             return [self.records[number] for number in chosen.tolist()]
         self._store()
@@ -228,14 +225,14 @@ def read_records(
 ) -> Records:
     """Return the records of files, split into training and held-out records.
 
-    ``data`` is what ``located`` takes, or what it returns; ``ignore`` names columns that are not
-    read, ``more`` is a message to add to the account of the files, ``method`` is what reads rows.
-    With ``whole`` none is held out, as of a file to evaluate on.
+    ``data`` is an argument or a result of ``located``.  ``ignore`` names columns to skip, ``more``
+    is a message to append to the summary, ``method`` is the method that reads the rows.  With
+    ``whole``, no record is held out, for a file to evaluate on.
 
     Raises
     ------
     ConfigError
-        A file cannot be read, or a row is not a record; the message names file, line and cure.
+        A file cannot be read, or a row is invalid; the message names file, line and cure.
     """
     if not (isinstance(data, list) and data and all(isinstance(e, Located) for e in data)):
         data, more = located(data)
@@ -244,7 +241,7 @@ def read_records(
     collected, digest = _Collected(), hashlib.sha256()
     counts, unused, starts, ends = Counter[str](), dict[str, None](), list[int](), list[int]()
     line, size, absent = 0, 0, {*ignore}
-    for file in files[1:]:  # what is wrong at their beginning is said before the first is read
+    for file in files[1:]:  # report errors in their first rows before reading the first file
         if file.kind not in PROCESSED:
             for number, row in enumerate(islice(rows_of(file, hashlib.sha256()), FIRST), 1):
                 _content(file, number, row, ignore, method)
@@ -271,12 +268,12 @@ def read_records(
     weights = np.repeat([file.weight for file in files], np.diff([0, *ends]))
     most = HELD_OUT_PROMPTS if PROMPTS in KINDS[method] else len(weights)
     train, held_out = _split(where, collected, weights, most=most, whole=whole)
-    # objects of JSON are counted: several may be in one line
+    # JSON counts objects, not lines: one line may hold several
     before = (f"{f.name}, object " if f.kind == "JSON" else f.before for f in files)
     return Records(
         alone, name or name_of(files), digest.hexdigest(), size, train,
         held_out, tuple(zip(starts, (file.name for file in files), before, strict=True)),
-        _account(where, counts, ignore, unused, more) + _never(absent), dict(counts), method,
+        _summary(where, counts, ignore, unused, more) + _absent(absent), dict(counts), method,
     )  # fmt: skip
 
 
@@ -289,26 +286,26 @@ def _content(file: Located, number: int, row: Row, ignore: Collection[str], meth
         raise ConfigError(f"{file.before}{row.line}: {of_list}{error}") from None
 
 
-def _account(
+def _summary(
     where: str, counts: "Counter[str]", ignore: Collection[str], unused: Collection[str], more: str
 ) -> str:
-    """Return in one line what was recognised in files."""
+    """Return a summary of the forms and unused columns of files, in one line."""
     forms = [f"{count:,} of {form}" for form, count in counts.most_common()]
     text = f"{where}: {forms[0].replace(' of ', ' rows of ', 1)}"
     if len(forms) > 1:
         text = f"{where}: {counts.total():,} rows, {', '.join(forms)}"
     if unused := [name for name in unused if name not in ignore]:
-        text += f"; not read: the column{'s' * (len(unused) > 1)} {listed(unused)}"
+        text += f"; unused column{'s' * (len(unused) > 1)}: {listed(unused)}"
     return text + f"; {more}" * bool(more)
 
 
-def _never(columns: Collection[str]) -> str:
-    """Return in words which columns to ignore no row has."""
-    return f"; no row has {listed(sorted(columns))}, to ignore" * bool(columns)
+def _absent(columns: Collection[str]) -> str:
+    """Return a message about columns to ignore that no row has."""
+    return f"; no row has the columns to ignore: {listed(sorted(columns))}" * bool(columns)
 
 
 def split(records: Records, share: float) -> Records:
-    """Return records of which another random share is held out, with its duplicates."""
+    """Return records with another random held-out share; duplicates stay together."""
     times = Counter(record.line for record in records.train)
     every = {record.line: record for part in (records.train, records.held_out) for record in part}
     collected = _Collected()
@@ -327,16 +324,16 @@ def _split(
     most: int | None = None,
     whole: bool = False,
 ) -> tuple[Sequence[Record], Sequence[Record]]:
-    """Return training and held-out records: a random share is held out, with its duplicates.
+    """Split records at random into training and held-out records; duplicates stay together.
 
-    None: a tenth, but not more than a loss needs that is exact to 0.02 nats, and at most ``most``.
-    With ``whole``, none is held out.
+    ``share`` is the held-out share.  If it is None, a tenth is held out, up to ``most`` records and
+    ``HELD_OUT_CHARACTERS``.  With ``whole``, nothing is held out.
 
-    A record of weight 2 is among those of training twice, one of weight 0.5 with this chance.
+    A record of weight 2 occurs twice in the training part; one of weight 0.5, with probability 0.5.
     """
     digests = np.frombuffer(bytes(collected.digests), "V16")
     if len(digests) < 2 - whole:
-        cure = "write a line" if whole else "write two lines or more: one is held out"
+        cure = "add a line" if whole else "write two lines or more: one is held out"
         raise ConfigError(f"{where} {'holds one record' if len(digests) else 'is empty'}; {cure}")
     if whole:
         return collected.some(np.arange(len(digests))), []
@@ -354,6 +351,6 @@ def _split(
     train = np.repeat(np.arange(len(digests)), times)
     if not len(train):
         cure = "write lines that differ" if len(first) < 2 else "give more lines, or more weight"
-        only = "only equal lines" if len(first) < 2 else "no line to learn beside the held-out ones"
+        only = "only equal lines" if len(first) < 2 else "no training line besides held-out ones"
         raise ConfigError(f"{where} holds {only}; {cure}")
     return collected.some(train), collected.some(np.array(sorted(held)))

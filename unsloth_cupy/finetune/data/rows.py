@@ -1,13 +1,13 @@
-"""Kinds of rows, the methods of training that read them, and what examples need of a method."""
+"""Kinds of rows, the training methods that read them, and the format of examples of a method."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-TEXTS, PAIRS, RATED = "texts", "pairs", "rated"  # what rows hold
-SCORED = "scored pairs"  # pairs that may have margins
+TEXTS, PAIRS, RATED = "texts", "pairs", "rated"  # kinds of rows
+SCORED = "scored pairs"  # pairs with an optional margin
 LABELLED, RELATED, PROMPTS = "labelled texts", "related texts", "prompts"
-KINDS: Mapping[str, tuple[str, ...]] = {  # that a method reads; files are read as the first of them
+KINDS: Mapping[str, tuple[str, ...]] = {  # of rows, by method; files are read as the first kind
     "sft": (TEXTS,),
     **dict.fromkeys(("dpo", "ipo", "simpo", "cpo", "orpo"), (PAIRS,)),
     "kto": (RATED, PAIRS),
@@ -25,31 +25,31 @@ def methods_of(kind: str) -> str:
 
 
 def listing(names: Iterable[str]) -> str:
-    """Return names in words."""
+    """Return names as text: "a, b or c"."""
     *others, last = names
     return f"{', '.join(others)} or {last}" if others else last
 
 
 @dataclasses.dataclass(frozen=True)
 class Format:
-    """How rows become examples: each is a text of which the answers are learned.
+    """The format of the examples of a method; by default texts whose answers are the targets.
 
     Attributes
     ----------
     losses : tuple of str
-        What the setting ``loss`` may be; the first is the default.
+        Values of the setting ``loss``; the first is the default.
     group : int
-        Texts that belong together.
+        Number of consecutive texts that belong together.
     unit : str
-        What the loss is a mean of, in the plural.
+        What the loss averages over, in the plural.
     sums : int
-        How many numbers the loss adds to the sink; 0: rows are texts, any number in an example.
+        Number of values that the loss appends to the sink; 0: examples are plain texts.
     plain : bool
-        Whether all of a text is learned, as the tokenizer writes it.
+        Whether texts are tokenized whole, without prompts and chat templates.
     is_on_policy : bool
-        Whether rows are prompts, to which the model draws the answers.
+        Whether rows are prompts, and the model samples the answers.
     max_new_tokens : int
-        The tokens of such an answer at most.
+        Maximum number of tokens of a sampled answer.
     """
 
     losses: tuple[str, ...] = ()
@@ -62,23 +62,23 @@ class Format:
 
     @property
     def compares(self) -> bool:
-        """Whether examples have the log-probabilities of a reference model."""
+        """Whether examples store the log-probabilities of a reference model."""
         return False
 
     @property
     def summary(self) -> str:
-        """What the data tell, in words."""
+        """A summary of the method for messages, completed from the data."""
         return ""
 
     @property
     def samples(self) -> int:
-        """The number of answers to a prompt, if it draws them."""
+        """The number of sampled answers per prompt."""
         return 1
 
     def texts(self, record: Any) -> list[str]:
-        """Return the texts of a record, all of which is read."""
+        """Return the texts of a record, for a method with ``plain``."""
         return [record.answer]
 
     def value(self, record: Any) -> float:
-        """Return what it knows of a record, as a number."""
+        """Return the value of a record as a number, such as its margin or label."""
         return record.value or 0.0

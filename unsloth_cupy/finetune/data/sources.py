@@ -1,4 +1,4 @@
-"""Reads training data of any form: files, folders, standard input, rows of Python.
+"""Reads training data from files, folders, standard input, or rows in Python.
 
 data = read_data(["chat.jsonl:2", "more.parquet"])
 """
@@ -17,9 +17,9 @@ from .text import Text, python_documentation, read_text, split
 
 
 class DataFiles(NamedTuple):
-    """Files of training data that are found, and not read yet."""
+    """Files of training data before they are read."""
 
-    files: list[Located]  # none: Python's documentation
+    files: list[Located]  # empty: Python's documentation
     name: str
     ignore: tuple[str, ...]
     note: str
@@ -27,11 +27,11 @@ class DataFiles(NamedTuple):
 
     @property
     def lines(self) -> bool:
-        """Whether they are records: one text alone is running text."""
+        """Whether the files are records; a single text file is running text."""
         return len(self.files) > 1 or any(file.kind != "text" for file in self.files)
 
     def read(self, *, whole: bool = False) -> Text | Records:
-        """Return the text or the records; of ``whole`` files no record is held out."""
+        """Return the text or the records; with ``whole``, no record is held out."""
         if not self.files:
             return split("python-docs", python_documentation())
         if self.lines:
@@ -40,7 +40,7 @@ class DataFiles(NamedTuple):
         (file,) = self.files
         if self.ignore or file.weight != 1:
             what = "a weight" if file.weight != 1 else "a column to ignore"
-            raise ConfigError(f"{file.name} is one running text, for which {what} has no meaning")
+            raise ConfigError(f"{file.name} is one running text; {what} has no meaning for it")
         plain = unpacked(file)
         return read_text(plain.path, self.name, plain.keep)
 
@@ -48,11 +48,11 @@ class DataFiles(NamedTuple):
 def find_data(
     data: Any, ignore: Collection[str] = (), call: str = "read_data", method: str = "sft"
 ) -> DataFiles:
-    """Return the files of training data that ``read_data`` reads."""
+    """Return the files that ``read_data(data)`` reads."""
     every: Any = ignore
     check_choice(call, "method", method, tuple(KINDS))
     if not isinstance(every, list | tuple | set | frozenset):
-        raise ConfigError(f"{call}(ignore={ignore!r}): give a list of columns")
+        raise ConfigError(f"{call}(ignore={ignore!r}): pass a list of columns")
     if is_rows(data):
         file, note = stored(data, call)
         return DataFiles([file], NAME, tuple(ignore), note, method)
@@ -64,35 +64,36 @@ def find_data(
 
 
 def read_data(data: Any, *, ignore: Collection[str] = (), method: str = "sft") -> Text | Records:
-    """Return the texts, instructions or chats in files, a tenth of them held out.
+    """Read texts, instructions or chats from files, and hold out a tenth.
 
     Parameters
     ----------
     data : path, str, list of these, or iterable of mappings
-        ``.jsonl .ndjson .json .csv .tsv .parquet .arrow .txt .md``, each also ``.gz .zst .bz2``; a
-        folder of them, or one that the package ``datasets`` saved; ``"-"``: standard input.
-        ``"FILE:2"`` or ``(path, 2)`` gives a file the weight 2: an epoch has its rows twice; of
-        weight 0.5, a random half.  None: Python's documentation.
-        Or rows, each a mapping of columns to values: a list, a ``datasets.Dataset``, a generator,
-        which is read once, or a DataFrame, whose NaN is no value.  Values of NumPy and torch count
-        as numbers and lists.  Messages name a row by its number: row 3.
+        Files ``.jsonl .ndjson .json .csv .tsv .parquet .arrow .txt .md``, optionally compressed as
+        ``.gz .zst .bz2``; a folder of such files, or a folder saved by the package ``datasets``;
+        ``"-"`` for standard input.  ``"FILE:2"`` or ``(path, 2)`` sets the weight of a file to 2:
+        each epoch contains its rows twice; a weight of 0.5 selects a random half.  None reads
+        Python's documentation.
+        Or rows that map columns to values: a list, a ``datasets.Dataset``, a generator (read once),
+        or a DataFrame (NaN is a missing value).  Values may be arrays of NumPy and torch.  Messages
+        name such a row by its number, for example row 3.
     ignore : collection of str, optional
-        Columns that are not read.
+        Columns to skip.
     method : str
-        The method of training that the rows are for: of dpo and its relatives they are pairs, of
-        kto answers that are good or bad.
+        The training method, which determines the kind of rows: pairs for dpo and its relatives,
+        rated answers for kto.
 
     Returns
     -------
     Text or Records
-        Running text, if ``data`` is one text; else its rows, of which each is a text of its own.
-        ``note`` says what was recognised.
+        Running text if ``data`` is one text file; else records, one per row.  ``note`` is a summary
+        of the forms and of unused columns.
 
     Raises
     ------
     ConfigError
-        A file cannot be read, holds something else than its name says, has a row that is not one,
-        or is for another method; the message has file, line, column and cure.  A row may have
-        1 MiB; a packed file may grow to 1 GiB or 100 times its size.
+        A file cannot be read, its content does not match its name, or a row is invalid or for
+        another method; the message has file, line, column and cure.  The limit of a row is 1 MiB;
+        a compressed file may unpack to 1 GiB or 100 times its size.
     """
     return find_data(data, ignore, method=method).read()

@@ -1,8 +1,8 @@
-"""Reads Parquet and Arrow files in a separate process: the library for them trusts its input.
+"""Reads Parquet and Arrow files in a separate process, as pyarrow trusts its input.
 
-This file is run as a script that writes JSON lines: [rows, ""] first, then an object for each row,
-or ["", problem] where it cannot go on.  Its memory is limited, where the system can, so that a
-small file that grows ends in an error.
+This file runs as a script that writes JSON lines: first [number of rows, ""], then an object per
+row, and [0, problem] if it fails.  Its memory is limited where the system supports limits, so a
+decompression bomb ends in an error.
 """
 
 import json
@@ -12,22 +12,22 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any
 
-MEMORY = 1 << 30  # bytes beyond those of the libraries
-ROWS = 100  # at a time
-BUFFER = 1 << 16  # bytes read at a time: pages come one by one
+MEMORY = 1 << 30  # limit in bytes, in addition to the libraries
+ROWS = 100  # rows per batch
+BUFFER = 1 << 16  # bytes per read: reads pages one by one
 
 
 def plain(value: Any) -> Any:
-    """Return what JSON has in place of a value of another kind."""
+    """Convert a value that JSON cannot store."""
     if isinstance(value, bytes):
         with suppress(UnicodeDecodeError):
             return value.decode()
-        return {"bytes": len(value)}  # no text, and said so where one is read
+        return {"bytes": len(value)}  # not text; code that expects text reports it
     return str(value)
 
 
 def without_absent(value: Any, inner: bool = False) -> Any:
-    """Return a value without the keys that have none: a table gives all objects the same keys."""
+    """Remove the null keys of nested objects: in a table, all objects have the same keys."""
     if isinstance(value, dict):
         items = value.items()
         return {k: without_absent(v, True) for k, v in items if v is not None or not inner}
@@ -37,7 +37,7 @@ def without_absent(value: Any, inner: bool = False) -> Any:
 
 
 def batches(path: str, kind: str) -> tuple[int, Iterator[Any]]:
-    """Return the number of rows, or 0 if only reading tells it, and batches of them."""
+    """Return the number of rows, 0 if unknown before reading, and an iterator of batches."""
     import pyarrow as pa
 
     pa.set_cpu_count(1)
@@ -58,13 +58,13 @@ def batches(path: str, kind: str) -> tuple[int, Iterator[Any]]:
 
 
 def write(path: str, kind: str) -> str:
-    """Write the rows of a file, and return what is wrong with it, or ""."""
+    """Write the rows of a file; return the problem of an invalid file, or ""."""
     count, parts = batches(path, kind)
     print(json.dumps([count, ""]), flush=True)
     for part in parts:
         for name, times in Counter(part.schema.names).items():
             if times > 1:
-                return f"{times} columns are called {name}"
+                return f"{times} columns have the name {name}"
         for start in range(0, part.num_rows, ROWS):
             for row in part.slice(start, ROWS).to_pylist():
                 print(json.dumps(without_absent(row), default=plain))
@@ -72,10 +72,10 @@ def write(path: str, kind: str) -> str:
 
 
 def main() -> None:
-    """Write the rows of the file that the command names, within the limit of memory."""
-    import pyarrow.parquet  # noqa: F401 -- before the limit, which is for what it reads
+    """Write the rows of the file in the command line, within the memory limit."""
+    import pyarrow.parquet  # noqa: F401 -- before the limit, which does not count it
 
-    with suppress(ImportError, ValueError, OSError):  # systems without such a limit
+    with suppress(ImportError, ValueError, OSError):  # systems without memory limits
         import resource
 
         with open("/proc/self/statm", encoding="ascii") as file:
@@ -88,7 +88,7 @@ def main() -> None:
     except BrokenPipeError:
         pass
     except MemoryError:
-        problem = f"a part of it needs more than {MEMORY >> 30} GiB of memory"
+        problem = f"a batch of rows needs more than {MEMORY >> 30} GiB of memory"
     except Exception as error:  # a broken file may fail in any way
         problem = " ".join(str(error).split())[:300] or type(error).__name__
     if problem:

@@ -1,6 +1,6 @@
-"""The rows of a file, one at a time: JSON lines, JSON, CSV, Parquet, Arrow, or a text as one row.
+"""Yields the rows of a file: JSON lines, JSON, CSV, TSV, Parquet, Arrow, or a text as one row.
 
-A row is the number of its line (of its row, in Parquet and Arrow) and its columns by name.
+A row has a line number (a row number in Parquet and Arrow) and its values by column name.
 """
 
 import codecs
@@ -23,18 +23,18 @@ from .data_files import ROWS, Located, bound, check_growth, needs, opened, unpac
 from .messages import shown
 from .text import BREAK, PIECE, SMALL
 
-PROCESSED = ("Parquet", "Arrow")  # kinds that a process of its own reads
-LONGEST = SMALL  # bytes of a row: its text is tokenised as a whole
-ROW = 256  # bytes that a row takes in memory, however short: a small file may hold very many
+PROCESSED = ("Parquet", "Arrow")  # kinds that a separate process reads
+LONGEST = SMALL  # maximum bytes of a row: its text is tokenized as a whole
+ROW = 256  # minimum memory of a row in bytes: a small file may hold very many short rows
 MARK = b"\xef\xbb\xbf"
 PROCESS = Path(__file__).with_name("table_process.py")
-BLANK = 100_000  # lines one after another: a small packed file may hold a billion
-TOKEN = 10  # characters of a word of JSON, which a piece may cut
-DELIMITERS = ",;"  # that a CSV may have
+BLANK = 100_000  # maximum consecutive blank lines: a small packed file may hold a billion
+TOKEN = 10  # characters of a JSON token, which the end of a piece may split
+DELIMITERS = ",;"  # of CSV files
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object; raise a ConfigError if it has a key twice, of which json takes the last."""
+    """Return an object; raise a ConfigError for duplicate keys, of which json keeps the last."""
     values = dict(pairs)
     if len(values) < len(pairs):
         ((twice, _),) = Counter(key for key, _ in pairs).most_common(1)
@@ -48,18 +48,18 @@ DECODER = json.JSONDecoder(object_pairs_hook=_once)
 class Row(NamedTuple):
     """A row of a file."""
 
-    read: range  # as long as the bytes of the file that it takes, for a bar of progress
+    read: range  # its length is the number of bytes read for the row, for progress bars
     line: int
     values: Any
 
 
 def rows_of(file: Located, digest: Any) -> Iterator[Row]:
-    """Yield the rows of a file; ``digest`` takes what is read.
+    """Yield the rows of a file; update ``digest`` with all bytes read.
 
     Raises
     ------
     ConfigError
-        The file cannot be read, or a row is not one; the message has file, line and cure.
+        The file cannot be read, or a row is invalid; the message has file, line and cure.
     """
     most = bound(file.path) if file.packing or file.kind in PROCESSED else math.inf
     for count, row in enumerate(_read(file, digest), 1):
@@ -68,7 +68,7 @@ def rows_of(file: Located, digest: Any) -> Iterator[Row]:
 
 
 def _read(file: Located, digest: Any) -> Iterator[Row]:
-    """Yield the rows of a file."""
+    """Yield the rows of a file without the size limit."""
     if file.kind in PROCESSED:
         yield from _from_process(unpacked(file), digest)
         return
@@ -81,15 +81,15 @@ def _wrong(file: Located, line: int, problem: str, cure: str) -> NoReturn:
 
 
 class _Place:
-    """Tells how many bytes of a file were read, whose stream may be packed."""
+    """Counts the bytes read from a file, also from a packed one."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self.packed, self.before = getattr(stream, "packed", None), 0
 
     def read(self, count: int) -> range:
-        """Return a range as long as the bytes since the last call, which were ``count`` unpacked.
+        """Return a range whose length is the bytes of the file read since the last call.
 
-        A listener takes the length of what it is told.
+        ``count`` is the number of unpacked bytes.  Progress bars use the length of the range.
         """
         if self.packed is None:
             return range(count)
@@ -100,23 +100,23 @@ class _Place:
 def _lines(
     file: Located, stream: BinaryIO, digest: Any, first: int = 1
 ) -> Iterator[tuple[range, int, bytes]]:
-    """Yield the lines of a file, with their ends and without a byte order mark."""
+    """Yield the lines of a file, including line ends, without a byte order mark."""
     place, blank = _Place(stream), 0
     for number, whole in enumerate(iter(lambda: stream.readline(LONGEST + 1), b""), first):
         if len(whole) > LONGEST:
-            cure = "divide its text into several lines"
-            _wrong(file, number, f"has more than {LONGEST >> 20} MiB, whose tokens would take"
+            cure = "split its text into several lines"
+            _wrong(file, number, f"has more than {LONGEST >> 20} MiB, and tokenizing it would take"
                    " hundreds of MiB of memory", cure)  # fmt: skip
         line = whole.removeprefix(MARK) if number == 1 else whole
         digest.update(line)
         blank = 0 if line.strip() else blank + 1
         if blank > BLANK:
-            _wrong(file, number, f"more than {BLANK:,} lines without text end here", "remove them")
+            _wrong(file, number, f"more than {BLANK:,} blank lines end here", "remove them")
         yield place.read(len(whole)), number, line
 
 
 def _decoded(file: Located, number: int, line: bytes) -> str:
-    """Return a line as text."""
+    """Decode a line; raise a ConfigError if it is not UTF-8."""
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -137,19 +137,19 @@ def _json_lines(file: Located, stream: BinaryIO, digest: Any) -> Iterator[Row]:
 
 
 def _json(file: Located, number: int, line: bytes) -> Any:
-    """Return the value of a line of JSON."""
+    """Parse a line of JSON."""
     text = _decoded(file, number, line)
     try:
         return DECODER.decode(text)
     except json.JSONDecodeError as error:
         problem = f"is not JSON ({error.msg.removesuffix(' at')} at column {error.colno})"
-        _wrong(file, number, problem, "write one object in each line")
+        _wrong(file, number, problem, "write one object per line")
     except (ValueError, RecursionError) as error:
-        _wrong(file, number, f"cannot be read as JSON ({error})", "write one object in each line")
+        _wrong(file, number, f"cannot be read as JSON ({error})", "write one object per line")
 
 
 def _json_values(file: Located, stream: BinaryIO, digest: Any) -> Iterator[Row]:
-    """Yield the objects of a JSON list, or objects one after another; each may take many lines."""
+    """Yield the objects of a JSON list, or consecutive objects; each may span many lines."""
     line, inside, read = 1, False, 0
     pieces, text, more = _characters(file, stream, digest), "", True
     while True:
@@ -160,7 +160,7 @@ def _json_values(file: Located, stream: BinaryIO, digest: Any) -> Iterator[Row]:
             continue
         if text[:1] == "]" and inside:
             if (text[1:] + "".join(piece for _, piece in pieces)).strip():
-                _wrong(file, line, "goes on behind its list", "write one list")
+                _wrong(file, line, "has text after its list", "write one list")
             return
         if value := _first_value(file, line, text, more):
             yield Row(range(read), line, value[0])
@@ -168,11 +168,11 @@ def _json_values(file: Located, stream: BinaryIO, digest: Any) -> Iterator[Row]:
             continue
         if not more:
             if inside:
-                _wrong(file, line, "the list has no end", "write a ] there, or copy it again")
+                _wrong(file, line, "the list has no end", "add a ], or copy the file again")
             return
         if len(text) > LONGEST:
-            _wrong(file, line, f"an object has more than {LONGEST >> 20} MiB", "divide its text")
-        # as much again: a long object is not decoded at every piece
+            _wrong(file, line, f"an object has more than {LONGEST >> 20} MiB", "split its text")
+        # read as much again, so that a long object is not decoded after every piece
         remainder, parts, more = max(2**12, len(text)), [text], False
         for share, piece in pieces:
             parts.append(piece)
@@ -183,9 +183,9 @@ def _json_values(file: Located, stream: BinaryIO, digest: Any) -> Iterator[Row]:
 
 
 def _first_value(file: Located, line: int, text: str, more: bool) -> tuple[Any, int] | None:
-    """Return the object with which a text begins, and its end; None if ``more`` of it is needed."""
+    """Return the first object of a text and its end; None if it continues in the next piece."""
     if text and text[0] != "{":
-        cure = "write a list of objects, or one object in each line of a .jsonl file"
+        cure = "write a list of objects, or one object per line in a .jsonl file"
         _wrong(file, line, f"holds {text.split(None, 1)[0][:20]!r} where an object begins", cure)
     try:
         return DECODER.raw_decode(text)
@@ -200,7 +200,7 @@ def _first_value(file: Located, line: int, text: str, more: bool) -> tuple[Any, 
 
 
 def _characters(file: Located, stream: BinaryIO, digest: Any) -> Iterator[tuple[range, str]]:
-    """Yield the characters of a file in pieces, without a byte order mark."""
+    """Yield the text of a file in pieces, without a byte order mark."""
     decoder, line, place = codecs.getincrementaldecoder("utf-8-sig")(), 1, _Place(stream)
     while True:
         data = stream.read(PIECE)
@@ -217,7 +217,7 @@ def _characters(file: Located, stream: BinaryIO, digest: Any) -> Iterator[tuple[
 
 
 def _table(file: Located, stream: BinaryIO, digest: Any) -> Iterator[Row]:
-    """Yield the rows of a CSV or a TSV, whose first row holds the names of its columns."""
+    """Yield the rows of a CSV or TSV; its first row holds the column names."""
     at, read = 1, 0
 
     def lines() -> Iterator[str]:
@@ -230,28 +230,28 @@ def _table(file: Located, stream: BinaryIO, digest: Any) -> Iterator[Row]:
     first = next(source, "")
     delimiter = "\t" if file.kind == "TSV" else max(DELIMITERS, key=first.count)
     if file.kind == "CSV" and "\t" in first and delimiter not in first:
-        raise ConfigError(f"{file.name} is named .csv and holds TSV; let its name end in .tsv")
+        raise ConfigError(f"{file.name} is named .csv but holds TSV; rename it to end in .tsv")
     before = csv.field_size_limit(LONGEST)
     try:
         reader = csv.reader(_behind(first, source), delimiter=delimiter, strict=True)
         header = next(reader, [])
         blank = (n for n, name in enumerate(header) if name.strip())
-        for place in range(next(blank, 0)):  # of row numbers, which pandas writes without a name
-            header[place] = f"Unnamed: {place}"  # as it reads them
+        for place in range(next(blank, 0)):  # index columns, which pandas writes without a name
+            header[place] = f"Unnamed: {place}"  # as pandas reads them
         if len({*header}) < len(header) or not all(map(str.strip, header)):
-            cure = "write the names of the columns there, each once"
+            cure = "write unique column names there"
             _wrong(file, 1, f"its first line is {', '.join(map(repr, header))[:80]}", cure)
         at = reader.line_num + 1
         for cells in reader:
             if cells and len(cells) != len(header):
-                cure = f"quote cells that hold {delimiter!r} or a line's end"
-                problem = f"has {len(cells)} cells, and the first line {len(header)}"
+                cure = f"quote cells that contain {delimiter!r} or a line break"
+                problem = f"has {len(cells)} cells, but the first line has {len(header)}"
                 _wrong(file, at, problem, cure)
             if cells:
                 yield Row(range(read), at, dict(zip(header, cells, strict=True)))
             at, read = reader.line_num + 1, 0
     except csv.Error as error:
-        cure = "close its quotes, and write a quote inside of quotes twice"
+        cure = "close its quotes, and double a quote inside quotes"
         _wrong(file, at, f"is not a row ({error})", cure)
     finally:
         csv.field_size_limit(before)
@@ -263,24 +263,24 @@ def _behind(first: str, rest: Iterator[str]) -> Iterator[str]:
 
 
 def _paragraphs(file: Located, stream: BinaryIO, digest: Any) -> Iterator[Row]:
-    """Yield a text as one row; a longer one than a row may be in several, of whole paragraphs."""
-    held, size, start, read = list[str](), 0, 1, 0
+    """Yield a text as one row, or split at paragraphs into rows of at most ``LONGEST`` bytes."""
+    lines, size, start, read = list[str](), 0, 1, 0
     for share, number, line in _lines(file, stream, digest):
         read += len(share)
         if size + len(line) > LONGEST:
-            whole = "".join(held)
+            whole = "".join(lines)
             parts = re.split(f"({BREAK})", whole)
-            keep = parts.pop() if len(parts) > 1 else ""
-            yield Row(range(read), start, {"text": whole[: len(whole) - len(keep)]})
-            held, size, start, read = [keep], len(keep.encode()), number - keep.count("\n"), 0
-        held.append(_decoded(file, number, line))
+            rest = parts.pop() if len(parts) > 1 else ""
+            yield Row(range(read), start, {"text": whole[: len(whole) - len(rest)]})
+            lines, size, start, read = [rest], len(rest.encode()), number - rest.count("\n"), 0
+        lines.append(_decoded(file, number, line))
         size += len(line)
-    if (text := "".join(held)).strip():
+    if (text := "".join(lines)).strip():
         yield Row(range(read), start, {"text": text})
 
 
 def _from_process(file: Located, digest: Any) -> Iterator[Row]:
-    """Yield the rows of a Parquet or an Arrow file, which a process of limited memory reads."""
+    """Yield the rows of a Parquet or Arrow file from a process with limited memory."""
     if importlib.util.find_spec("pyarrow") is None:
         raise ConfigError(needs(f"{file.name} ({file.kind})", "pyarrow"))
     left, size = bound(file.path), file.path.stat().st_size
@@ -293,7 +293,7 @@ def _from_process(file: Located, digest: Any) -> Iterator[Row]:
         try:
             stream: Any = process.stdout
             for _, number, line in _lines(file, stream, digest, first=0):
-                if line.startswith(b"["):  # of the process itself
+                if line.startswith(b"["):  # a status line
                     count, problem = json.loads(line)
                     if problem:
                         cure = "copy it again, or write it as JSON lines"
@@ -307,7 +307,7 @@ def _from_process(file: Located, digest: Any) -> Iterator[Row]:
             process.kill()
             raise
     if process.returncode:
-        problem = f"what reads it ends behind row {number}, by a fault or for want of memory"
+        problem = f"its reader ended after row {number}: it crashed or ran out of memory"
         raise ConfigError(f"{file.name} cannot be read: {problem}; copy it again")
 
 

@@ -1,4 +1,4 @@
-"""Reads running text to train on, holds a part of it out, and shuffles its batches."""
+"""Reads running text, splits it into training and held-out text, and shuffles its batches."""
 
 import codecs
 import functools
@@ -20,14 +20,14 @@ from ..listener import reading
 from ..naming import named
 
 HELD_OUT_SHARE = 0.1
-HELD_OUT_CHARACTERS = 50_000  # enough for a loss exact to 0.02 nats; evaluation stays cheap
+HELD_OUT_CHARACTERS = 50_000  # the held-out loss is exact to 0.02 nats, and evaluation is cheap
 PARAGRAPH = "\n\n"
 BREAK = r"\r?\n\r?\n"  # between paragraphs
-SMALL = 2**20  # bytes of the largest text that is tokenised as a whole, in memory
-PIECE = 2**15  # bytes of a piece of a larger text: an encoding takes 200 bytes for each
-BLOCK = 2**22  # bytes read at a time if nothing is tokenised
-FARTHEST = 2**20  # bytes before the intended split in which a paragraph's end is searched
-COUNTED = 2**20  # tokens counted at a time
+SMALL = 2**20  # bytes; a text up to this size is tokenized as a whole, in memory
+PIECE = 2**15  # bytes per piece of a larger text: an encoding takes 200 bytes per byte of text
+BLOCK = 2**22  # bytes per read if nothing is tokenized
+FARTHEST = 2**20  # search this many bytes before the split for the end of a paragraph
+COUNTED = 2**20  # count this many tokens at a time
 IGNORE = -100
 
 
@@ -35,17 +35,17 @@ class Batch(NamedTuple):
     """Rows of tokens and their labels."""
 
     tokens: Array  # (batch, length)
-    labels: Array  # a token, or IGNORE if it is not learned
-    offsets: Array | None  # starts of the texts that share rows, see Transformer.logits
-    label_count: int  # number of labels that count in the loss, or of units of texts
-    real: int  # number of tokens that are not padding
-    group: int = 1  # consecutive texts that belong together
-    beside: Mapping[str, Array] = {}  # of each token, what a method knows of it
-    facts: Mapping[str, Array] = {}  # of the batch as a whole, which ranks do not divide
+    labels: Array  # the token, or IGNORE if it is no target
+    offsets: Array | None  # starts of packed texts, see Transformer.logits
+    label_count: int  # target tokens, or units of texts, for the mean of the loss
+    real: int  # number of tokens without padding
+    group: int = 1  # number of consecutive texts that belong together
+    beside: Mapping[str, Array] = {}  # arrays of a method with one value per token
+    facts: Mapping[str, Array] = {}  # arrays for the whole batch, which ranks do not divide
 
 
 def without_texts(batch: Batch) -> Batch:
-    """Return a batch of the same kind that holds no text."""
+    """Return a batch with the same arrays but no text."""
     where = np.s_[:0] if batch.offsets is None else np.s_[:, :0]
     beside = {name: array[where] for name, array in batch.beside.items()}
     offsets = None if batch.offsets is None else batch.offsets[:1]
@@ -54,7 +54,7 @@ def without_texts(batch: Batch) -> Batch:
 
 
 def tensors_of(batches: Sequence[Batch]) -> dict[str, Array]:
-    """Return all that batches hold as arrays, by names that begin with their numbers."""
+    """Return the content of batches as arrays named "NUMBER.NAME", to store them."""
     result = dict[str, Array]()
     for number, batch in enumerate(batches):
         arrays = {"tokens": batch.tokens, "labels": batch.labels}
@@ -67,7 +67,7 @@ def tensors_of(batches: Sequence[Batch]) -> dict[str, Array]:
 
 
 def batches_of(tensors: Mapping[str, Array]) -> list[Batch]:
-    """Return the batches that ``tensors_of`` returned arrays of."""
+    """Return the batches from the arrays that ``tensors_of`` returned."""
     result = list[Batch]()
     for number in range(len({name.partition(".")[0] for name in tensors})):
         own = {n.partition(".")[2]: a for n, a in tensors.items() if n.startswith(f"{number}.")}
@@ -87,12 +87,12 @@ class Example(NamedTuple):
     tokens: Array
     labels: Array
     line: int
-    desirable: bool = True  # whether its answer is good
-    reference: Array | None = None  # log-probabilities of its labels by another model
-    taught: Array | None = None  # rows of a teacher's stored predictions
-    value: float = 0.0  # of a text, what a method knows of it
-    routes: Array | None = None  # of a token, the experts that drew it
-    base: Array | None = None  # log-probabilities of its labels by the model before the run
+    desirable: bool = True  # the rating of the answer
+    reference: Array | None = None  # log-probabilities of the labels under another model
+    taught: Array | None = None  # rows in the stored predictions of a teacher
+    value: float = 0.0  # a number of the method, such as a margin, a label or an advantage
+    routes: Array | None = None  # experts that the model chose when it sampled each token
+    base: Array | None = None  # log-probabilities of the labels under the initial model
 
 
 class Tokens(Protocol):
@@ -110,16 +110,16 @@ class Source(Protocol):
         """Return the batch of one step."""
 
     def where(self, step: int) -> str:
-        """Return where in the text a batch comes from, in words."""
+        """Return the place of a batch in the text, for messages."""
 
     def count(self, epochs: float) -> int:
         """Return the number of batches in ``epochs`` passes through the text."""
 
     def epoch(self, step: int) -> float:
-        """Return how often the text was passed through in the first ``step`` batches."""
+        """Return the number of epochs in the first ``step`` batches."""
 
     def largest(self, steps: int, accumulate: int) -> list[int]:
-        """Return the steps that may need most memory."""
+        """Return the steps that may need the most memory."""
 
 
 class TrainingData(NamedTuple):
@@ -127,37 +127,37 @@ class TrainingData(NamedTuple):
 
     batches: Source
     held_out: list[Batch]
-    baseline: float | None  # held-out loss of predictions by token frequency only
-    learned: int  # number of tokens to train on
-    held_out_tokens: int  # number of held-out tokens
-    prompt: list[int]  # tokens from which a sample starts
-    note: str  # message about truncated or repeated texts, or empty
-    largest: tuple[int, int]  # rows, and tokens in a row, of the largest batch
-    examples: Sequence[Any] = ()  # texts to train on and those that are held out, of a method
+    baseline: float | None  # held-out loss of predictions from token frequencies
+    learned: int  # number of target tokens in the training data
+    held_out_tokens: int  # number of target tokens in the held-out data
+    prompt: list[int]  # the prompt of samples, as tokens
+    note: str  # summary of the data, or a warning; may be empty
+    largest: tuple[int, int]  # rows and tokens per row of the largest batch
+    examples: Sequence[Any] = ()  # training and held-out examples, for methods that need them
 
 
 class Text(NamedTuple):
-    """A text in two parts that share no paragraph; its file is read in pieces when needed."""
+    """A training part and a held-out part of a text, which share no paragraph; read in pieces."""
 
     name: str
     path: Path | None  # None: Python's documentation
     opened: Callable[[], BinaryIO]  # opens the text
     size: int  # bytes
-    cut: int  # bytes of the training part, at the beginning
+    cut: int  # bytes of the training part, which comes first
     held_out: str
     digest: str  # SHA-256 of both parts
-    note: str  # message about paragraphs that both parts hold, or empty
+    note: str  # warning about paragraphs in both parts, or empty
 
     def blocks(self) -> Iterator[tuple[bytes, str]]:
-        """Yield the training part in blocks of (bytes, their characters); one if it is small."""
+        """Yield the training part as blocks of (bytes, text); a small text is one block."""
         with self.opened() as file:
             yield from decoded(file, self.cut, SMALL if self.cut <= SMALL else PIECE)
 
 
 def decoded(file: BinaryIO, stop: int, size: int) -> Iterator[tuple[bytes, str]]:
-    """Yield the first ``stop`` bytes of a file in blocks, and the characters that end in each.
+    """Yield the first ``stop`` bytes of a file as blocks of (bytes, characters that end in them).
 
-    A byte order mark at the beginning is not a character.
+    A byte order mark at the beginning is skipped.
     """
     decoder, read = codecs.getincrementaldecoder("utf-8-sig")(), 0
     while read < stop and (data := file.read(min(size, stop - read))):
@@ -171,9 +171,9 @@ def decoded(file: BinaryIO, stop: int, size: int) -> Iterator[tuple[bytes, str]]
 
 
 def read_text(path: Path | None, name: str = "", keep: Any = None) -> Text:
-    """Return the text of a file, or the documentation that ships with CPython, split in two.
+    """Return the text of a file, or CPython's documentation for None, with a held-out part.
 
-    ``keep`` is an object that must live as long as the file.
+    ``keep`` is an object that must outlive the text, such as a temporary file.
     """
     if path is None:
         return split("python-docs", python_documentation())
@@ -189,7 +189,7 @@ def read_text(path: Path | None, name: str = "", keep: Any = None) -> Text:
 
 
 def text_byte(error: UnicodeDecodeError) -> str:
-    """Return the byte that is not UTF-8, in hexadecimal."""
+    """Return the invalid byte in hexadecimal."""
     return f"0x{error.object[error.start]:02x}"
 
 
@@ -200,35 +200,35 @@ def python_documentation() -> str:
     except ImportError:
         raise ConfigError(
             "this Python comes without pydoc_data.topics, the default text;"
-            f" name a text of your own with {named(text='FILE')}"
+            f" pass your own text with {named(text='FILE')}"
         ) from None
     return PARAGRAPH.join(topics.values())
 
 
 def split(name: str, text: str) -> Text:
-    """Return a text that is in memory, split into a training part and a held-out part."""
+    """Return a string as a Text with a training part and a held-out part."""
     data = text.encode()
     return _split(name, None, lambda: io.BytesIO(data))
 
 
 def resplit(text: Text, share: float) -> Text:
-    """Return a text of which this share is held out."""
+    """Return a text with another held-out share."""
     return _split(text.name, text.path, text.opened, share)
 
 
 def _split(
     name: str, path: Path | None, opened: Callable[[], BinaryIO], share: float | None = None
 ) -> Text:
-    """Hold out the end of a text, without the paragraphs that the training part holds too.
+    """Hold out the end of a text, except paragraphs that the training part also contains.
 
-    The Python documentation repeats a fifth of its paragraphs, and a held-out loss on them would
-    say what the model remembers.  An end that has no others is held out as it is.
+    Repeated paragraphs would measure memorization: the Python documentation repeats a fifth of its
+    paragraphs.  If the end has no other paragraphs, it is held out unchanged, with a warning.
     """
     with opened() as file:
         size = file.seek(0, os.SEEK_END)
         characters, blank = _counted(file, size, path)
         if blank:
-            raise ConfigError(f"{named(text=path or name)} is empty; name a file with text in it")
+            raise ConfigError(f"{named(text=path or name)} is empty; pass a file with text in it")
         most = math.inf if share else HELD_OUT_CHARACTERS
         end = _last(file, size, int(min(characters * (share or HELD_OUT_SHARE), most)))
         least = max(size // 2, end - FARTHEST)
@@ -243,15 +243,15 @@ def _split(
     note = ""
     if any(map(str.strip, paragraphs)) and not any(map(str.strip, new)):
         new = paragraphs
-        note = "the end of the text repeats what comes before it: the held-out loss says what the"
-        note += " model remembers, not how it does on new text"
+        note = "the end of the text repeats earlier paragraphs: the held-out loss measures"
+        note += " memorization, not performance on new text"
     held_out = PARAGRAPH.join(new)
     digest.update(held_out.encode())
     return Text(name, path, opened, size, cut, held_out, digest.hexdigest(), note)
 
 
 def _counted(file: BinaryIO, size: int, path: Path | None) -> tuple[int, bool]:
-    """Return how many characters a file has, and whether all of them are blank."""
+    """Return the number of characters of a file, and whether all of them are blank."""
     characters, blank = 0, True
     file.seek(0)
     try:
@@ -265,14 +265,14 @@ def _counted(file: BinaryIO, size: int, path: Path | None) -> tuple[int, bool]:
 
 
 def _last(file: BinaryIO, size: int, characters: int) -> int:
-    """Return the byte at which the last ``characters`` characters begin."""
+    """Return the byte offset of the last ``characters`` characters."""
     file.seek(max(0, size - 4 * characters))  # a character is at most 4 bytes
     tail = file.read().decode(errors="ignore")  # ignores an incomplete character at the start
     return size - len(tail[len(tail) - characters :].encode())
 
 
 def _seen(file: BinaryIO, cut: int, paragraphs: set[str]) -> tuple[set[str], Any]:
-    """Return which of the wanted paragraphs are in a file before the cut, and its digest so far."""
+    """Return the ``paragraphs`` that occur before the cut, and the digest up to the cut."""
     seen, digest, rest = set[str](), hashlib.sha256(), ""
     for data, text in reading(decoded(file, cut, BLOCK), cut, "comparing"):
         digest.update(data)
@@ -285,9 +285,9 @@ def _seen(file: BinaryIO, cut: int, paragraphs: set[str]) -> tuple[set[str], Any
 
 
 class Batches:
-    """Rows of tokens in a shuffled order; batch ``step`` depends only on the seed and the step.
+    """Shuffled windows of a text; batch ``step`` depends only on the seed and the step.
 
-    Every epoch splits the text into windows from a different start, and shuffles them again.
+    Every epoch shifts the start of the windows and shuffles them again.
     """
 
     def __init__(self, tokens: Tokens, *, batch: int, length: int, seed: int) -> None:
@@ -295,8 +295,8 @@ class Batches:
         self.windows = len(tokens) // length - 1
         if self.windows < 1:
             raise ConfigError(
-                f"the text is too short: {len(tokens)} tokens to train on; rows of {length} need"
-                f" {2 * length}; give more text, or a smaller {named('tokens')}"
+                f"the text is too short: it has {len(tokens)} training tokens; rows of {length}"
+                f" need {2 * length}; add text, or reduce {named('tokens')}"
             )
 
     def at(self, step: int) -> Batch:
@@ -306,7 +306,7 @@ class Batches:
         return Batch(rows, rows, None, self.batch * (self.length - 1), rows.size)
 
     def where(self, step: int) -> str:
-        """Return where in the tokens of the text the rows of a batch start, in words."""
+        """Return the first tokens of the rows of a batch, for messages."""
         return f"rows from tokens {', '.join(map(str, self._rows(step)))}"
 
     def count(self, epochs: float) -> int:
@@ -314,22 +314,22 @@ class Batches:
         return math.ceil(epochs * self.windows / self.batch)
 
     def epoch(self, step: int) -> float:
-        """Return how often the text was passed through in the first ``step`` batches."""
+        """Return the number of epochs in the first ``step`` batches."""
         return step * self.batch / self.windows
 
     def largest(self, steps: int, accumulate: int) -> list[int]:
-        """Return the first step: all need the same memory."""
+        """Return the first step: all steps need the same memory."""
         return [0]
 
     def _rows(self, step: int) -> list[int]:
-        """Return the indices of the tokens at which the rows of a batch start."""
+        """Return the index of the first token of each row of a batch."""
         numbers = range(step * self.batch, (step + 1) * self.batch)
         places = [divmod(number, self.windows) for number in numbers]
         return [int(self._starts(epoch)[place]) for epoch, place in places]
 
     @functools.lru_cache(maxsize=2)  # noqa: B019 -- lives as long as the run
     def _starts(self, epoch: int) -> Array:
-        """Return the shuffled starts of the windows of an epoch."""
+        """Return the shuffled first tokens of the windows of an epoch, (windows,)."""
         random = np.random.default_rng([self.seed, epoch])
         shift = random.integers(self.length)
         starts = random.permutation(self.windows)
@@ -339,12 +339,12 @@ class Batches:
 
 
 def held_out_rows(tokens: Array, *, batch: int, length: int) -> list[Batch]:
-    """Return batches in which every token but the first is a label once.
+    """Return batches in which every token except the first is a label exactly once.
 
-    Consecutive rows share a token: the last of one is the first of the next, without its label.
+    The last token of a row is also the first of the next row, where it is no label.
     """
     if len(tokens) < 2:
-        raise ConfigError("the text is too short to hold a part of it out; give more text")
+        raise ConfigError("the text is too short for a held-out part; add text")
     batches = []
     for first in range(0, len(tokens) - 1, batch * (length - 1)):
         starts = range(first, min(first + batch * (length - 1), len(tokens) - 1), length - 1)
@@ -360,9 +360,9 @@ def held_out_rows(tokens: Array, *, batch: int, length: int) -> list[Batch]:
 
 
 def unigram_baseline(train: Tokens, labels: Array, vocabulary: int) -> float:
-    """Return the loss of predicting the tokens in ``labels`` by frequency only, in nats per token.
+    """Return the loss of a unigram model on ``labels``, in nats per token.
 
-    Frequencies are those of the training tokens, with one added to each count.
+    The model is the frequency of the training tokens, with one added to each count.
     """
     counts = np.ones(vocabulary)
     for start in range(0, len(train), COUNTED):

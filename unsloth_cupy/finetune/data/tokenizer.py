@@ -13,7 +13,7 @@ from ..naming import named
 __all__ = ["BYTES", "END", "SETTINGS", "encode", "load_tokenizer", "token_kind", "train_tokenizer"]
 END = "<|endoftext|>"
 BYTES = 256
-# tokenizer_config.json: tells other libraries which token ends a text and which one pads a row
+# tokenizer_config.json, from which other libraries read the end-of-text and the padding token
 SETTINGS = {
     "tokenizer_class": "PreTrainedTokenizerFast",
     "bos_token": END,
@@ -27,9 +27,9 @@ SETTINGS = {
 def train_tokenizer(text: str | Iterable[str], vocabulary: int, special: Sequence[str] = ()) -> Any:
     """Return a byte-level BPE tokenizer of at most ``vocabulary`` tokens, trained on a text.
 
-    ``text`` may be in pieces.  The end of text is one token, and so is each of ``special``.
+    ``text`` may be an iterable of pieces.  The end of text and each of ``special`` is one token.
 
-    Every byte is a token, so that any text has an encoding (Sennrich et al., Neural Machine
+    Every byte is a token, so any text can be encoded (Sennrich et al., Neural Machine
     Translation of Rare Words with Subword Units, 2016).
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -55,11 +55,11 @@ def train_tokenizer(text: str | Iterable[str], vocabulary: int, special: Sequenc
 
 
 def encode(tokenizer: Any, text: str) -> Array:
-    """Return the tokens of a text as int64, without special tokens at its start and end."""
+    """Return the tokens of a text as int64, (tokens,), without special tokens at its ends."""
     return np.asarray(tokenizer.encode(text, add_special_tokens=False).ids, np.int64)
 
 
 def token_kind(tokenizer: Any) -> np.dtype[Any]:
-    """Return the smaller of uint16 and uint32 that holds all tokens of a tokenizer."""
+    """Return uint16 or uint32, the smaller dtype that can store all token ids."""
     most = max(tokenizer.get_vocab().values(), default=0)
     return np.dtype(np.uint16 if most < 2**16 else np.uint32)

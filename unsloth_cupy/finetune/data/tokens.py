@@ -1,8 +1,8 @@
-"""The tokens of a text: in memory if it is small, else in a file from which rows are read.
+"""The tokens of a text: in memory for a small text, else in a cached file that is read by rows.
 
-The file is named by a digest of text and tokenizer, so each text is tokenised only once.  It is
-written to a temporary name and renamed.  It ends with a digest of its name and its tokens; one that
-others may have written, or whose digest differs, is made again.
+The name of the file is a digest of text and tokenizer, so each text is tokenized only once.  The
+file is written under a temporary name and renamed.  It ends with a digest of its name and tokens; a
+file that other users may have written, or whose digest differs, is replaced.
 """
 
 import hashlib
@@ -24,17 +24,18 @@ from ..naming import named
 from .text import COUNTED, PIECE, SMALL, Text
 from .tokenizer import encode, token_kind
 
-CONTEXT = 256  # characters on either side of a seam: longer than the context of a token
+CONTEXT = 256  # overlap of pieces in characters: longer than the context of a token
 AGREED = 8  # tokens before a seam that must be equal in both pieces
-DIGEST = 32  # bytes at the end of a file
-LOCK = threading.Lock()  # of seeking and reading
+DIGEST = 32  # bytes of SHA-256 at the end of a file
+LOCK = threading.Lock()  # held from seek to read
 SPARE = 1.2  # required disk space, as a multiple of the estimate from the first piece
 
 
 class StoredTokens:
-    """Tokens in an open file: slices of it are read, so that no run holds all of them.
+    """Tokens in an open file; slices are read on demand.
 
-    A file that gets shorter during the run is an error; a memory map would end the process.
+    A file that gets shorter during the run raises an error; with a memory map, it would kill the
+    process.
     """
 
     def __init__(self, file: BinaryIO, kind: np.dtype[Any], count: int) -> None:
@@ -55,7 +56,7 @@ class StoredTokens:
         if len(data) < size:
             raise ConfigError(
                 f"{self.file.name}, with the tokens of {named('text')}, got shorter during the run;"
-                " start it again, which makes them again"
+                " start the run again, which tokenizes the text again"
             )
         return np.frombuffer(data, self.kind)
 
@@ -70,7 +71,7 @@ def tokens_of(text: Text, tokenizer: Any) -> Array | StoredTokens:
     Raises
     ------
     ConfigError
-        The token file would not fit on its disk, or the text changes while it is read.
+        The token file does not fit on its disk, or the text changes while it is read.
     """
     if text.cut <= SMALL:
         return encode(tokenizer, "".join(part for _, part in text.blocks()))
@@ -81,13 +82,13 @@ def tokens_of(text: Text, tokenizer: Any) -> Array | StoredTokens:
         return _stored(path, kind) or _write(path, text, tokenizer, kind)
     except OSError as error:
         raise ConfigError(
-            f"{path.parent} cannot take the tokens of {named('text')}"
+            f"{path.parent} cannot store the tokens of {named('text')}"
             f" ({error.strerror or error}); make room there, or set {CACHE} to another folder"
         ) from None
 
 
 def _stored(path: Path, kind: np.dtype[Any]) -> StoredTokens | None:
-    """Return the tokens of a file; None unless it is whole and nobody else can have written it."""
+    """Return the tokens of a file; None if it is incomplete or other users could write it."""
     if not path.is_file() or doubt(path):
         return None
     file = path.open("rb", buffering=0)
@@ -104,7 +105,7 @@ def _stored(path: Path, kind: np.dtype[Any]) -> StoredTokens | None:
 
 
 def _write(path: Path, text: Text, tokenizer: Any, kind: np.dtype[Any]) -> StoredTokens:
-    """Tokenise a text into a file, or wait for another run that does the same."""
+    """Tokenize a text into a file, or wait for another run that does the same."""
     partial = path.with_suffix(path.suffix + ".partial")
     while True:
         with _turn(path), open(partial, "ab", opener=_private) as file:
@@ -116,7 +117,7 @@ def _write(path: Path, text: Text, tokenizer: Any, kind: np.dtype[Any]) -> Store
                 if tokens is None:
                     _fill(file, text, tokenizer, kind, hashlib.sha256(path.name.encode()))
                     if not locked:
-                        file.close()  # Windows moves and removes no open file
+                        file.close()  # Windows cannot rename or remove an open file
                     partial.replace(path)
                     tokens = _stored(path, kind)
             finally:
@@ -125,32 +126,32 @@ def _write(path: Path, text: Text, tokenizer: Any, kind: np.dtype[Any]) -> Store
                 partial.unlink(missing_ok=True)
             if tokens is None:
                 cure = f"set {CACHE} to a folder on another disk"
-                raise ConfigError(f"{path}: what is read is not what was written; {cure}")
+                raise ConfigError(f"{path}: the file read differs from the file written; {cure}")
             return tokens
 
 
 def _fill(file: BinaryIO, text: Text, tokenizer: Any, kind: np.dtype[Any], digest: Any) -> None:
     """Write the tokens of a text to an open file, after a check of the disk space."""
     file.truncate(0)
-    checked, seen = False, hashlib.sha256()
+    checked, text_digest = False, hashlib.sha256()
 
     def pieces() -> Iterator[str]:
         for data, piece in reading(text.blocks(), text.cut, "tokenising"):
-            seen.update(data)
+            text_digest.update(data)
             yield piece
-        seen.update(text.held_out.encode())
+        text_digest.update(text.held_out.encode())
 
     for part in tokenised(tokenizer, pieces()):
         if not checked:
             needed = SPARE * len(part) * kind.itemsize * text.cut / PIECE
-            what = f"the file of {named('text')}'s tokens ({CACHE})"
+            what = f"the token file of {named('text')} ({CACHE})"
             check_room("finetune", Path(file.name), int(needed), what)
             checked = True
         data = part.astype(kind).tobytes()
         digest.update(data)
         file.write(data)
-    if seen.hexdigest() != text.digest:
-        cure = "start again when it is complete"
+    if text_digest.hexdigest() != text.digest:
+        cure = "start again when the file is complete"
         raise ConfigError(f"{named(text=text.path)} has changed since the run began; {cure}")
     file.write(digest.digest())
     file.flush()
@@ -171,7 +172,7 @@ def _has(path: Path, file: BinaryIO) -> bool:
 
 @contextmanager
 def _turn(path: Path) -> Iterator[None]:
-    """Hold a lock on the name of a file, where the system cannot lock the file itself."""
+    """Hold a lock on the name of a file on systems that cannot lock the file itself."""
     try:
         import fcntl  # noqa: F401
     except ImportError:  # Windows
@@ -182,7 +183,7 @@ def _turn(path: Path) -> Iterator[None]:
 
 
 def _lock(file: BinaryIO) -> bool:
-    """Lock a file and return True, where the system can; wait if another run holds the lock."""
+    """Lock a file, waiting for other runs; return False on systems that cannot lock files."""
     try:
         import fcntl
     except ImportError:  # Windows
@@ -190,16 +191,16 @@ def _lock(file: BinaryIO) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        announce("another run tokenises this text: waiting for it")
+        announce("waiting for another run that tokenizes this text")
         fcntl.flock(file, fcntl.LOCK_EX)
     return True
 
 
 def tokenised(tokenizer: Any, pieces: Iterable[str], context: int = CONTEXT) -> Iterator[Array]:
-    """Yield the tokens of a text that comes in pieces, as if it were encoded as a whole.
+    """Yield the tokens of a text in pieces, equal to the encoding of the whole text.
 
-    Each piece is encoded with the end of the previous one; their tokens are joined at a seam where
-    both encodings agree.  A word longer than the context may be split where pieces meet.
+    Each piece is encoded together with the end of the previous piece, and the tokens are joined at
+    a seam where both encodings agree.  Only a word longer than the context may differ at a seam.
     """
     text, done, before = "", 0, np.empty(0, np.int64)
     remaining = iter(pieces)
@@ -219,10 +220,9 @@ def tokenised(tokenizer: Any, pieces: Iterable[str], context: int = CONTEXT) -> 
 
 
 def _encoded(tokenizer: Any, text: str, done: int, before: Array) -> tuple[Any, Array, int | None]:
-    """Return an encoding, its tokens, and the index of the first one after ``done`` characters.
+    """Return an encoding, its tokens, and the index of the token at character ``done``.
 
-    The index is None if no token begins there, or if the tokens before it are not those of
-    ``before``.
+    The index is None if no token begins there, or if the preceding tokens differ from ``before``.
     """
     encoding = tokenizer.encode(text, add_special_tokens=False)
     tokens = np.asarray(encoding.ids, np.int64)
@@ -237,9 +237,9 @@ def _encoded(tokenizer: Any, text: str, done: int, before: Array) -> tuple[Any, 
 
 
 def _seam(encoding: Any, count: int, most: int, end: int) -> tuple[int, int]:
-    """Return index and first character of the last token that begins at or before ``most``.
+    """Return (index, first character) of the last token that begins at or before ``most``.
 
-    If none is suitable, return the number of tokens and the end of the text.
+    If no token is suitable, return (number of tokens, end of the text).
     """
     for token in range(count - 1, 0, -1):
         place = encoding.token_to_chars(token)
@@ -254,7 +254,7 @@ def _seam(encoding: Any, count: int, most: int, end: int) -> tuple[int, int]:
 
 
 def _begins(encoding: Any, token: int, place: int) -> bool:
-    """Return whether a token begins at this character, and no other token has a part of it."""
+    """Return whether a token begins at this character and no earlier token contains it."""
     here = encoding.token_to_chars(token)
     last = encoding.token_to_chars(token - 1) if token else (0, 0)
     return bool(here and last and here[0] == place and last[1] <= place and last[0] < place)

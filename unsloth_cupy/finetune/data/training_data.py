@@ -1,8 +1,8 @@
 """Training batches and held-out batches of a run, from running text or from a file of records.
 
-An example is the tokens of a text and, for each, whether it is a label to be learned.  Each epoch
-shuffles the examples; batch n takes as many as fit of those that follow batch n - 1, so it depends
-only on the seed and n.
+An example is the tokens of a text, with a mask of the target tokens.  Each epoch shuffles the
+examples.  Batch n contains as many examples as fit, starting after the last example of batch n - 1,
+so it depends only on the seed and on n.
 """
 
 import functools
@@ -40,15 +40,16 @@ from .turns import end_tokens
 if TYPE_CHECKING:
     from ...models.configs.config import Config
 
-PROMPT_TOKENS = 12  # tokens of running text from which a sample starts
-SEEN = 20_000  # batches among which the largest is looked for: later ones are as large
-LEAST = 4  # minimum of tokens to learn: as many as running text has in two rows of 2
+PROMPT_TOKENS = 12  # length of the prompt of a sample, from running text
+SEEN = 20_000  # search this many batches for the largest; later ones are of the same size
+LEAST = 4  # minimum number of target tokens: two rows of 2 tokens of running text
 
 
 class Examples(Sequence[Example]):
-    """Many examples in little memory: 2 or 4 bytes for a token, and 1 for whether it is learned.
+    """A compact list of examples: 2 or 4 bytes per token, and 1 byte for its target mask.
 
-    Log-probabilities of a reference model, if a method compares with them, are beside the tokens.
+    ``reference`` holds the log-probabilities of a reference model for all tokens, if a method needs
+    them; ``taught`` the rows of the stored predictions of a teacher.
     """
 
     def __init__(self, kind: np.dtype[Any]) -> None:
@@ -57,7 +58,7 @@ class Examples(Sequence[Example]):
         self.reference: Array | None = None
         self.taught: Array | None = None
         self.ends, self.lines, self.values = [0], list[int](), array("d")
-        self.counts = Counter[str]()  # of answers, by what they are, and of their chats
+        self.counts = Counter[str]()  # replies, chats, tokens, ...: the numbers of the summary
         self.left_out = Counter[LeftOut]()
 
     def append(self, example: Example) -> None:
@@ -75,26 +76,26 @@ class Examples(Sequence[Example]):
     def __getitem__(self, index: Any) -> Any:
         start, stop = self.ends[index], self.ends[index + 1]
         tokens = np.frombuffer(self.tokens, self.kind, stop - start, start * self.kind.itemsize)
-        learned = np.frombuffer(self.learned, bool, stop - start, start)
+        is_target = np.frombuffer(self.learned, bool, stop - start, start)
         tokens = tokens.astype(np.int64)
-        labels, good = np.where(learned, tokens, IGNORE), bool(self.desirable[index])
-        known, taught = (
+        labels, good = np.where(is_target, tokens, IGNORE), bool(self.desirable[index])
+        reference, taught = (
             None if a is None else a[start:stop] for a in (self.reference, self.taught)
         )
         value = self.values[index]
-        return Example(tokens, labels, self.lines[index], good, known, taught, value)
+        return Example(tokens, labels, self.lines[index], good, reference, taught, value)
 
     def labels(self) -> Array:
-        """Return the learned tokens of all examples."""
+        """Return the target tokens of all examples, (targets,)."""
         labels: Array = np.frombuffer(self.tokens, self.kind)[np.frombuffer(self.learned, bool)]
         return labels
 
     def lengths(self) -> Iterator[int]:
-        """Return the number of tokens of each example."""
+        """Yield the number of tokens of each example."""
         return (stop - start for start, stop in pairwise(self.ends))
 
     def largest(self, shape: "Shape") -> tuple[int, int]:
-        """Return the rows, and the tokens in a row, of the largest batch of these examples."""
+        """Return the number of rows and the tokens per row of the largest batch."""
         longest, group = max(self.lengths()), shape.method.group
         tokens = min(shape.batch * group * shape.length, self.ends[-1])
         rows = -(-tokens // longest) if shape.pack else min(shape.batch * group, len(self))
@@ -102,7 +103,7 @@ class Examples(Sequence[Example]):
 
     @property
     def most(self) -> int:
-        """The largest token."""
+        """The largest token id."""
         return int(np.frombuffer(self.tokens, self.kind).max(initial=0))
 
 
@@ -112,18 +113,18 @@ class Shape(NamedTuple):
     batch: int  # rows, or groups of rows that belong together
     length: int  # tokens in a row
     pack: bool  # whether examples share rows
-    pad: int  # the token that fills rows up
-    method: Format = Format()  # of the method of training
+    pad: int  # the padding token
+    method: Format = Format()  # what the training method needs
 
     def fits(self, count: int, used: int) -> bool:
-        """Return whether ``count`` groups of ``used`` tokens in all fit into one batch."""
+        """Return whether ``count`` groups with ``used`` tokens in total fit into one batch."""
         most = self.batch * self.method.group * self.length
         return used <= most if self.pack else count <= self.batch
 
     def batch_of(self, examples: Sequence[Example]) -> Batch:
-        """Return examples as one batch: packed end to end, or one in each row.
+        """Return examples as one batch: packed into one row without padding, or one per row.
 
-        Packed examples need no padding; else rows are as long as the longest example.
+        Unpacked rows are padded to the length of the longest example.
         """
         lengths = [len(example.tokens) for example in examples]
         ends = np.cumsum([0, *lengths])
@@ -163,15 +164,15 @@ class Packed:
         shape: Shape,
         seed: int,
         name: str,
-        place: Callable[[int], str] | None = None,  # the file of a line, if there are several
+        place: Callable[[int], str] | None = None,  # file and line, if there are several files
     ) -> None:
         self.examples, self.shape, self.seed, self.name = examples, shape, seed, name
         self.place = place
-        self.starts = [0]  # number of the first group of each batch, counted over all epochs
+        self.starts = [0]  # first group of each batch, numbered through all epochs
         self.group = shape.method.group
-        known = examples.lengths() if isinstance(examples, Examples) else None
-        each = np.fromiter(known or (len(example.tokens) for example in examples), np.int64)
-        self.longest = each.reshape(-1, self.group).max(axis=1)  # text of each group
+        stored = examples.lengths() if isinstance(examples, Examples) else None
+        each = np.fromiter(stored or (len(example.tokens) for example in examples), np.int64)
+        self.longest = each.reshape(-1, self.group).max(axis=1)  # (groups,) longest text
         self.lengths = array("q", each.reshape(-1, self.group).sum(axis=1).tolist())
 
     def at(self, step: int) -> Batch:
@@ -179,7 +180,7 @@ class Packed:
         return self.shape.batch_of(self._examples(step))
 
     def where(self, step: int) -> str:
-        """Return the lines of the file that a batch comes from, as text."""
+        """Return the lines of the file that a batch contains, as text."""
         lines = sorted({example.line for example in self._examples(step)})
         shown = ", ".join(map(self.place or str, lines[:20])) + (", ..." if len(lines) > 20 else "")
         if self.place:
@@ -196,7 +197,7 @@ class Packed:
         return step
 
     def epoch(self, step: int) -> float:
-        """Return how often the examples were passed through in the first ``step`` batches."""
+        """Return the number of epochs in the first ``step`` batches."""
         self._find_batches(step)
         return self.starts[step] / len(self.lengths)
 
@@ -207,7 +208,7 @@ class Packed:
         return [self.examples[number + place] for number in first for place in group]
 
     def _find_batches(self, count: int) -> None:
-        """Find the limits of the first ``count`` batches."""
+        """Compute the first group of each of the first ``count`` batches."""
         while len(self.starts) <= count:
             first = last = self.starts[-1]
             used = self.lengths[self._index(last)]
@@ -217,10 +218,10 @@ class Packed:
             self.starts.append(last)
 
     def largest(self, steps: int, accumulate: int) -> list[int]:
-        """Return the steps that may need most memory, of ``accumulate`` batches each.
+        """Return the steps of ``accumulate`` batches that may need the most memory.
 
-        They have the largest of their first batches, and of the others: the gradients of earlier
-        batches are in memory while those run.
+        One contains the largest first batch of a step, another the largest later batch: later
+        batches run while the gradients of earlier batches are in memory.
         """
         count = min(steps, max(1, SEEN // accumulate)) * accumulate
         self._find_batches(count)
@@ -231,7 +232,7 @@ class Packed:
         return list(dict.fromkeys(number // accumulate for number in chosen))
 
     def _size(self, batch: int) -> int:
-        """Return the tokens of a batch, with its padding."""
+        """Return the number of tokens of a batch, including padding."""
         own = self._indices(batch)
         if self.shape.pack:
             return sum(self.lengths[index] for index in own)
@@ -241,7 +242,7 @@ class Packed:
         return [self._index(n) for n in range(self.starts[batch], self.starts[batch + 1])]
 
     def _index(self, number: int) -> int:
-        """Return the index of a group by its number, counted over all epochs."""
+        """Return the index of a group; ``number`` counts groups through all epochs."""
         epoch, place = divmod(number, len(self.lengths))
         return self._order(epoch)[place]
 
@@ -263,7 +264,7 @@ def sequential_batches(examples: Sequence[Example], shape: Shape) -> list[Batch]
 
 
 def consecutive(examples: Sequence[Example], shape: Shape) -> Iterator[tuple[int, int]]:
-    """Yield the first example of each batch that fits, and the one after its last."""
+    """Yield (first, last + 1): the range of examples of each consecutive batch."""
     group, first, used = shape.method.group, 0, 0
     for start in range(0, len(examples), group):
         own = sum(len(examples[number].tokens) for number in range(start, start + group))
@@ -277,7 +278,7 @@ def consecutive(examples: Sequence[Example], shape: Shape) -> Iterator[tuple[int
 def from_text(
     text: Text, tokenizer: Any, config: "Config", shape: Shape, seed: int
 ) -> TrainingData:
-    """Return the batches of running text, each row a window of it."""
+    """Return the batches of running text; each row is a window of the text."""
     held_out, train = encode(tokenizer, text.held_out), tokens_of(text, tokenizer)
     most = [int(part.max()) for part in (train, held_out) if len(part)]
     check_tokens(tokenizer, most, config.vocab)
@@ -292,7 +293,7 @@ def from_text(
 
 
 def ends_of(records: Records, tokenizer: Any, config: "Config", chat: Chat) -> list[int]:
-    """Return the tokens at which a model stops after a run: in chats, what ends an answer too."""
+    """Return the tokens that stop generation after a run; for chats, the end of a turn too."""
     if records.chats:
         return end_tokens(chat, tokenizer, config)
     return [token for token in config.end_tokens if token < config.vocab]
@@ -301,13 +302,13 @@ def ends_of(records: Records, tokenizer: Any, config: "Config", chat: Chat) -> l
 def from_records(
     records: Records, tokenizer: Any, config: "Config", shape: Shape, seed: int, chat: Chat
 ) -> TrainingData:
-    """Return the batches of the records in a file, in which prompts are not learned.
+    """Return the batches of records; the tokens of prompts are not targets.
 
     Raises
     ------
     ConfigError
-        No record has a label in its first ``shape.length`` tokens, or all records together
-        have fewer than 4.
+        No record has a target in its first ``shape.length`` tokens, or all records together have
+        fewer than 4 targets.
     """
     ends = ends_of(records, tokenizer, config, chat)
     method = shape.method
@@ -323,92 +324,97 @@ def from_records(
     (train, long, lost), (held_out, *without) = (
         cut(part, *more) for part in (records.train, records.held_out)
     )
-    for part, which in ((train, "learned"), (held_out, "held out")):
+    for part, which in ((train, "training"), (held_out, "held-out")):
         if not part:
-            problem = f"no text that is {which} gets to its answer in {named(tokens=shape.length)}"
-            cure = f"give more {named('tokens')}"
+            problem = f"no {which} text reaches its answer within {named(tokens=shape.length)}"
+            cure = f"increase {named('tokens')}"
             if method.is_on_policy:
-                problem = f"no prompt that is {which} leaves room for"
+                problem = f"no {which} prompt leaves room for"
                 room = named(max_new_tokens=method.max_new_tokens)
-                problem += f" {room} in {named(tokens=shape.length)}"
-                cure += f", or fewer {named('max_new_tokens')}"
+                problem += f" {room} within {named(tokens=shape.length)}"
+                cure += f", or reduce {named('max_new_tokens')}"
             other = records.evaluated if part is held_out else None
             where = named(eval=other.where) if other else named(text=records.where)
             raise ConfigError(f"{where}: {problem}; {cure}")
     check_tokens(tokenizer, [train.most, held_out.most], config.vocab)
     name = records.path.name if records.path else records.where
-    lines_of_one = [before for *_, before in records.files] in ([], [f"{records.where}:"])
-    place = None if lines_of_one else records.place
+    is_one_file = [before for *_, before in records.files] in ([], [f"{records.where}:"])
+    place = None if is_one_file else records.place
     batches = Packed(train, shape, seed, name, place)
-    learned, held_out_labels = train.labels(), held_out.labels()
+    targets, held_out_labels = train.labels(), held_out.labels()
     if method.compares:
         for part in (train, held_out):
             part.reference = np.zeros(part.ends[-1], np.float32)
-    if len(learned) < LEAST:
+    if len(targets) < LEAST:
         raise ConfigError(
-            f"{named(text=records.where)} is too short: it has {len(learned)} token"
-            f"{'s' * (len(learned) > 1)} to learn in all its lines; {LEAST} are the minimum: give"
-            " more lines"
+            f"{named(text=records.where)} is too short: all its lines have {len(targets)} target"
+            f" token{'s' * (len(targets) != 1)}, and the minimum is {LEAST}; add more lines"
         )
     first, (rows, longest), held_shape = held_out[0], train.largest(shape), shape
     begin = int((first.labels != IGNORE).argmax())
-    if method.is_on_policy:  # one answer to each prompt is held out, of a step many
+    if method.is_on_policy:  # evaluation samples 1 answer per prompt, a step several
         begin, longest = len(first.tokens), longest + method.max_new_tokens
         held_shape = shape._replace(batch=shape.batch * method.samples)
     prompt = first.tokens[: begin if begin > 1 else PROMPT_TOKENS].tolist()
     if method.sums:
         note, baseline = account_of_answers(train, method, long, lost, shape.length), None
-        counts = [part.counts["learned"] for part in (train, held_out)]
+        counts = [part.counts["targets"] for part in (train, held_out)]
     else:
         note = account(train, long, lost, shape.length)
-        counts = [len(learned), len(held_out_labels)]
-        baseline = unigram_baseline(learned, held_out_labels, config.vocab)
-        baseline = None if method.losses else baseline  # another loss has none
+        counts = [len(targets), len(held_out_labels)]
+        baseline = unigram_baseline(targets, held_out_labels, config.vocab)
+        baseline = None if method.losses else baseline  # only cross-entropy has this baseline
     if any(without) and records.held_out is not records.train:
-        note += "; of those held out {1:,} are dropped and {0:,} are cut".format(*without)
+        note += "; held-out: {1:,} dropped, {0:,} truncated".format(*without)
     return TrainingData(batches, sequential_batches(held_out, held_shape), baseline, counts[0],
                    counts[1], prompt, note, (rows, longest), (train, held_out))  # fmt: skip
 
 
 def account(examples: Examples, cut: int, dropped: int, length: int) -> str:
-    """Return in words what of the texts is learned."""
+    """Return a summary of the training texts: replies, target tokens, truncation."""
     counts, parts = examples.counts, []
-    for kind in ("answers", "completions", "texts"):
-        if every := counts[f"all {kind}"]:
-            parts.append(f"{counts[kind]:,} of {every:,} {kind}")
-            parts[-1] += f" of {counts['chats']:,} chats" * (kind == "answers")
-    learned = f"{len(examples.labels()):,} of {examples.ends[-1]:,} tokens"
-    text = f"{', '.join(parts)} are learned ({learned}), {dropped:,} dropped"
-    text += f", {cut:,} cut at {named(tokens=length)} (which lose {counts['lost']:,} answers)"
+    for kind, noun in (("answers", "replies"), ("completions",) * 2, ("texts",) * 2):
+        if total := counts[f"all {kind}"]:
+            some = f"{counts[kind]:,}" + f" of {total:,}" * (counts[kind] < total)
+            parts.append(f"{some} {noun}" + f" in {counts['chats']:,} chats" * (kind == "answers"))
+    tokens = f"{len(examples.labels()):,} of {examples.ends[-1]:,} tokens"
+    text = f"training on {', '.join(parts)} ({tokens}); "
+    if dropped or cut:
+        text += f"{dropped:,} dropped, {cut:,} truncated at {named(tokens=length)}"
+        text += f" (answers lost: {counts['lost']:,})"
+    else:
+        text += "none dropped or truncated"
     if (more := counts["lessons"] - counts["chats"]) > 0:
-        text += f"; {more:,} more texts, as the template writes the last answer in its own way"
+        text += f"; {more:,} additional texts, as the template formats the last reply differently"
     if endless := counts["endless"]:
-        text += f"; {endless:,} answers end without a token that stops generation"
+        text += f"; {endless:,} replies end without a stop token"
     return text + _left_out(examples)
 
 
 def account_of_answers(
     examples: Examples, method: Format, cut: int, dropped: int, length: int
 ) -> str:
-    """Return in words what of pairs, or of answers that are good or not, is learned."""
+    """Return a summary of the training units, such as pairs, rated answers or prompts."""
     units, counts = len(examples) // method.group, examples.counts
+    some = f"{units:,}" + f" of {units + dropped:,}" * bool(dropped)
     if method.is_on_policy:
-        text = f"{units:,} of {units + dropped:,} prompts are answered, {method.summary}"
-        few = f"{named(max_new_tokens=method.max_new_tokens)} in {named(tokens=length)}"
-        text += f"; {dropped:,} dropped, which leave no room for {few}" * bool(dropped)
+        text = f"sampling answers to {some} prompts, {method.summary}"
+        room = f"{named(max_new_tokens=method.max_new_tokens)} within {named(tokens=length)}"
+        text += f"; {dropped:,} dropped: no room for {room}" * bool(dropped)
         return text + _left_out(examples)
-    of_kind = f"{method.unit} ({counts['good']:,} of them good)" if counts["good"] else method.unit
-    text = f"{units:,} of {units + dropped:,} {of_kind} are learned"
-    text += f" ({counts['learned']:,} of {counts['tokens']:,} tokens)"
-    text += f", {dropped:,} dropped, whose question fills {named(tokens=length)}" * bool(dropped)
-    text += f", {cut:,} cut at {named(tokens=length)}" * bool(cut)
+    good = f", {counts['good']:,} of them desirable" * bool(counts["good"])
+    text = f"training on {some} {method.unit}{good}"
+    text += f" ({counts['targets']:,} of {counts['tokens']:,} tokens)"
+    text += f"; {dropped:,} dropped: the question fills {named(tokens=length)}" * bool(dropped)
+    text += f"; {cut:,} truncated at {named(tokens=length)}" * bool(cut)
+    text += "; none dropped or truncated" * (not dropped and not cut)
     if same := counts["same"]:
-        text += f"; of {same:,} both answers are equal"
+        text += f"; {same:,} pairs have equal answers"
     return text + f"; {method.summary}" * bool(method.summary) + _left_out(examples)
 
 
 def _left_out(examples: Examples) -> str:
-    """Return in words what the template leaves out, to add to an account."""
+    """Return what the template omits, as text to append to a summary."""
     return "".join(f"; {each.said(count)}" for each, count in examples.left_out.items())
 
 
@@ -421,19 +427,19 @@ def _answers(
     part: Sequence[Record],
     method: Format,
 ) -> tuple[Examples, int, int]:
-    """Return the answers of records, how many units were truncated, and how many are dropped.
+    """Return the answers of records, the number of truncated units, and of dropped units.
 
-    The end of a text of more than ``most`` tokens is left out.  A unit is dropped if nothing of an
-    answer is left.  Of answers that are rated, each is followed by its question with the answer of
-    the record before it, if the method has groups of 2.
+    A text is truncated to ``most`` tokens.  A unit is dropped if one of its texts has no target
+    left.  If the method has groups of 2, each rated answer is followed by a second text: its
+    question with the answer of the previous record.
     """
     result, long, dropped = Examples(token_kind(tokenizer)), 0, 0
-    share = range(records.size // (len(records.train) + len(records.held_out)))  # as of _examples
+    share = range(records.size // (len(records.train) + len(records.held_out)))  # as in _examples
     counts = result.counts
-    other: tuple[Array, Array] | None = None  # the answer of the record before
+    other: tuple[Array, Array] | None = None  # the answer of the previous record
     rated = records.method == "kto"
     if rated and method.group == 2:
-        other = _said(*_text_of(records, tokenizer, ends, chat, part[-1].sides[0]))[1]
+        other = _split(*_text_of(records, tokenizer, ends, chat, part[-1].sides[0]))[1]
     for _, record in reading(((share, record) for record in part), records.size, "tokenising"):
         texts, without = list[tuple[Record, Array, Array]](), list[Counter[LeftOut]]()
         for side in record.sides:
@@ -441,26 +447,26 @@ def _answers(
             texts.append((side, *_text_of(records, tokenizer, ends, chat, side)))
             without.append(chat.left_out - before)
         result.left_out += left_out_by(without)
-        next_other = _said(*texts[0][1:])[1] if other is not None else None
+        next_other = _split(*texts[0][1:])[1] if other is not None else None
         for unit in [[text] for text in texts] if rated else [texts]:
             own: list[tuple[Array, Array, bool]] = []
-            for side, tokens, learned in unit:
-                own.append((tokens, learned, bool(side.desirable)))
+            for side, tokens, mask in unit:
+                own.append((tokens, mask, bool(side.desirable)))
                 if other is not None:
-                    asked = _said(tokens, learned)[0]
-                    both = [np.concatenate(each) for each in zip(asked, other, strict=True)]
+                    question = _split(tokens, mask)[0]
+                    both = [np.concatenate(each) for each in zip(question, other, strict=True)]
                     own.append((both[0], both[1], bool(side.desirable)))
-            if not all(learned[:most].any() for _, learned, _ in own):
+            if not all(mask[:most].any() for _, mask, _ in own):
                 dropped += 1
                 continue
             long += any(len(tokens) > most for tokens, *_ in own)
-            for tokens, learned, good in own:
-                labels = np.where(learned, tokens, IGNORE)[:most]
+            for tokens, mask, good in own:
+                labels = np.where(mask, tokens, IGNORE)[:most]
                 value = method.value(record)
                 result.append(Example(tokens[:most], labels, record.line, good, value=value))
             real = own if not rated else own[:1]
             counts["tokens"] += sum(min(len(tokens), most) for tokens, *_ in real)
-            counts["learned"] += sum(int(learned[:most].sum()) for _, learned, _ in real)
+            counts["targets"] += sum(int(mask[:most].sum()) for _, mask, _ in real)
             counts["good"] += rated and own[0][2]
             same = [np.array_equal(own[0][0], each[0]) for each in own[1:]]
             counts["same"] += not rated and all(same)
@@ -471,20 +477,20 @@ def _answers(
 def _plain(
     records: Records, tokenizer: Any, most: int, method: Format, part: Sequence[Record]
 ) -> tuple[Examples, int, int]:
-    """Return the texts of records, of which all is read, and how many units were truncated."""
+    """Return the texts of records without a mask, and the number of truncated units."""
     result, long = Examples(token_kind(tokenizer)), 0
-    share = range(records.size // (len(records.train) + len(records.held_out)))  # as of _examples
+    share = range(records.size // (len(records.train) + len(records.held_out)))  # as in _examples
     for _, record in reading(((share, record) for record in part), records.size, "tokenising"):
         texts = [np.asarray(tokenizer.encode(text).ids, np.int64) for text in method.texts(record)]
         if not all(map(len, texts)):
-            cure = "write a text that the tokenizer has tokens for"
+            cure = "use characters that the tokenizer can encode"
             raise ConfigError(f"{records.place(record.line)}: a text has no tokens; {cure}")
         long += any(len(tokens) > most for tokens in texts)
         value = method.value(record)
         for tokens in (each[:most] for each in texts):
             result.append(Example(tokens, tokens, record.line, value=value))
             result.counts["tokens"] += len(tokens)
-            result.counts["learned"] += len(tokens)
+            result.counts["targets"] += len(tokens)
     return result, long, 0
 
 
@@ -496,9 +502,9 @@ def _prompts(
     method: Format,
     part: Sequence[Record],
 ) -> tuple[Examples, int, int]:
-    """Return the prompts of records by their numbers, and how many leave no room for an answer."""
+    """Return the prompts of records, and the number of prompts without room for an answer."""
     result, dropped = Examples(token_kind(tokenizer)), 0
-    share = range(records.size // (len(records.train) + len(records.held_out)))  # as of _examples
+    share = range(records.size // (len(records.train) + len(records.held_out)))  # as in _examples
     begin, left_out = 0 if part is records.train else len(records.train), chat.left_out.copy()
     every = enumerate(part, begin)
     for _, (number, record) in reading(((share, one) for one in every), records.size, "tokenising"):
@@ -506,13 +512,13 @@ def _prompts(
         encoding = tokenizer.encode(text, add_special_tokens=not record.messages)
         tokens = np.array(encoding.ids, np.int64)
         if not len(tokens):
-            cure = "write a question that the tokenizer has tokens for"
+            cure = "use characters that the tokenizer can encode"
             raise ConfigError(f"{records.place(record.line)}: a prompt has no tokens; {cure}")
         if len(tokens) + method.max_new_tokens > most:
             dropped += 1
             continue
         result.append(Example(tokens, tokens, record.line, value=number))
-    result.counts["learned"] = len(result)
+    result.counts["targets"] = len(result)
     result.left_out = chat.left_out - left_out
     return result, 0, dropped
 
@@ -520,24 +526,24 @@ def _prompts(
 def _text_of(
     records: Records, tokenizer: Any, ends: Sequence[int], chat: Chat, record: Record
 ) -> tuple[Array, Array]:
-    """Return the tokens of a question and its answer, and which of them are learned."""
+    """Return the tokens of a question and its answer, and the mask of the target tokens."""
     lessons = records.texts(record, chat)
     if len(lessons) > 1:
-        problem = f"the template writes the answers in {len(lessons)} texts; give one answer"
+        problem = f"the template needs {len(lessons)} texts for the answers; give one answer"
         raise ConfigError(f"{records.place(record.line)}: {problem}")
     text, spans, _ = lessons[0]
     tokens, owners = encoded(tokenizer, text, spans, bool(record.messages), ends, chat)
-    owners[:1] = NOBODY  # no token before it predicts it
-    if not (learned := owners != NOBODY).any():
-        cure = "write an answer that the tokenizer has tokens for"
+    owners[:1] = NOBODY  # no earlier token predicts the first one
+    if not (mask := owners != NOBODY).any():
+        cure = "use characters that the tokenizer can encode"
         raise ConfigError(f"{records.place(record.line)}: an answer has no tokens; {cure}")
-    return tokens, learned
+    return tokens, mask
 
 
-def _said(tokens: Array, learned: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
-    """Return the question of a text and its answer, each as tokens and what of them is learned."""
-    start = int(learned.argmax())
-    return (tokens[:start], learned[:start]), (tokens[start:], learned[start:])
+def _split(tokens: Array, mask: Array) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """Split a text into question and answer, each as (tokens, mask of the target tokens)."""
+    start = int(mask.argmax())
+    return (tokens[:start], mask[:start]), (tokens[start:], mask[start:])
 
 
 def _examples(
@@ -548,41 +554,41 @@ def _examples(
     chat: Chat,
     part: Sequence[Record],
 ) -> tuple[Examples, int, int]:
-    """Return examples, the number of truncated records, and the number without labels.
+    """Return examples, the number of truncated records, and of records without targets.
 
-    Running text longer than a row is split into several examples; a record with a prompt is
+    Running text that is longer than a row becomes several examples; a record with a prompt is
     truncated.
     """
     result, long, lost = Examples(token_kind(tokenizer)), 0, 0
     counts, left_out = result.counts, chat.left_out.copy()
-    # for the progress bar: about the bytes of a record, as the length of a range
+    # for the progress bar: a range whose length is the mean number of bytes per record
     share = range(records.size // (len(records.train) + len(records.held_out)))
     for _, record in reading(((share, record) for record in part), records.size, "tokenising"):
         lessons = records.texts(record, chat)
         is_chat, running, is_long = bool(record.messages), record.kind == "texts", False
-        known, kept = set[int](), set[int]()  # answers, and those that stay when texts are cut
-        ended = set[int]()
+        # answers of the record, answers left after truncation, answers with a stop token
+        turns_all, turns_left, turns_ended = set[int](), set[int](), set[int]()
         for text, spans, turns in lessons:
             tokens, owners = encoded(tokenizer, text, spans, is_chat, ends, chat)
-            owners[:1] = NOBODY  # no token before it predicts it
-            known.update(turns[n] for n in np.unique(owners[owners != NOBODY]))
+            owners[:1] = NOBODY  # no earlier token predicts the first one
+            turns_all.update(turns[n] for n in np.unique(owners[owners != NOBODY]))
             stops = (owners != NOBODY) & np.isin(tokens, ends)
-            ended.update(turns[n] for n in np.unique(owners[stops]))
+            turns_ended.update(turns[n] for n in np.unique(owners[stops]))
             is_long |= len(tokens) > most and not running
             for start in range(0, len(tokens) if running else 1, most):
-                own, mine = tokens[start : start + most], owners[start : start + most].copy()
-                mine[:1] = NOBODY
-                if (mine != NOBODY).any():
-                    kept.update(turns[n] for n in np.unique(mine[mine != NOBODY]))
-                    labels = np.where(mine == NOBODY, IGNORE, own)
-                    result.append(Example(own, labels, record.line))
-        long, lost = long + is_long, lost + (not kept)
+                row, span = tokens[start : start + most], owners[start : start + most].copy()
+                span[:1] = NOBODY
+                if (span != NOBODY).any():
+                    turns_left.update(turns[n] for n in np.unique(span[span != NOBODY]))
+                    labels = np.where(span == NOBODY, IGNORE, row)
+                    result.append(Example(row, labels, record.line))
+        long, lost = long + is_long, lost + (not turns_left)
         counts[f"all {record.kind}"] += record.answers
-        counts[record.kind] += len(kept)
-        counts["lost"] += len(known - kept)
+        counts[record.kind] += len(turns_left)
+        counts["lost"] += len(turns_all - turns_left)
         if is_chat:
             counts["chats"] += 1
             counts["lessons"] += max(1, len(lessons))
-            counts["endless"] += len(known - ended)
+            counts["endless"] += len(turns_all - turns_ended)
     result.left_out = chat.left_out - left_out
     return result, long, lost

@@ -207,9 +207,8 @@ def evaluate(
                     training_data = from_records(held, tokenizer, config, shape, 0, chat)
                     of_source = training_data.held_out
                     announce(held.note)
-                    announce(
-                        f"{path}: {training_data.note.replace('are learned', 'are measured', 1)}"
-                    )
+                    note = training_data.note.replace("training on", "evaluating on", 1)
+                    announce(f"{path}: {note}")
                 elif learning.sums:
                     raise ConfigError(f"evaluate: {path} is running text, for sft alone; give rows")
                 else:

@@ -1,7 +1,7 @@
-"""Estimates memory by formulas, without a config; with one, ``plan_memory`` counts it.
+"""Estimates memory by formulas, without a config; ``plan_memory`` counts it exactly from a config.
 
-Training holds the weights, a gradient for each, the optimizer's averages, a float32 master of
-16-bit weights, the activations that the tape keeps for the backward pass, and the logits.
+Training holds the weights, their gradients, the averages of the optimizer, a float32 master copy of
+16-bit weights, the activations saved for backward, and the logits.
 """
 
 import math
@@ -12,13 +12,13 @@ from ..core.call import is_number
 from ..core.dtypes import FLOAT32, KERNEL_DTYPES, float_dtype
 from ..errors import ConfigError
 
-AVERAGES = 2  # of every weight, which AdamW keeps in float32
+AVERAGES = 2  # float32 averages that AdamW stores per weight
 PARTS = ("weights", "gradients", "optimizer", "master", "activations", "logits")
 
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Bytes that training needs, by part."""
+    """Memory of training in bytes, by part."""
 
     weights: int
     gradients: int
@@ -29,7 +29,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> int:
-        """The bytes of all parts."""
+        """The sum of all parts in bytes."""
         return sum(getattr(self, part) for part in PARTS)
 
 
@@ -38,10 +38,10 @@ def estimate_training_memory(
 ) -> MemoryEstimate:
     """Estimate the memory of training with AdamW from the number of weights alone.
 
-    Weights, gradients, averages and master follow from the number.  For activations and logits
-    the model is assumed to be a Llama of the usual proportions: ``layers = hidden / 128``,
-    ``weights = 12 * layers * hidden**2``, 18 arrays of the hidden size kept per layer, 32,000
-    tokens in the vocabulary.  With a config, ``plan_memory`` counts instead.
+    The number of weights determines weights, gradients, averages and master copies.  For
+    activations and logits, the model is assumed to be a Llama of common proportions: ``layers =
+    hidden / 128``, ``weights = 12 * layers * hidden**2``, 18 saved arrays of the hidden size per
+    layer, and a vocabulary of 32,000 tokens.  With a config, use ``plan_memory``.
     """
     sizes = {"model_params": model_params, "batch_size": batch_size, "seq_len": seq_len}
     itemsize, model_params, *rows_of = _checked("estimate_training_memory", dtype, **sizes)
@@ -65,7 +65,7 @@ def estimate_forward_memory(
     recompute_every: int = 1,
     dtype: Any = "float32",
 ) -> int:
-    """Return the bytes of the hidden states that are kept: one per ``recompute_every`` layers.
+    """Return the bytes of the saved hidden states: one per ``recompute_every`` layers.
 
     ``batch_size * seq_len * hidden_size * itemsize * ceil(num_layers / recompute_every)``
     """
@@ -78,7 +78,7 @@ def estimate_forward_memory(
 def estimate_attention_memory(
     batch_size: int, seq_len: int, hidden_size: int, num_heads: int, dtype: Any = "float32"
 ) -> int:
-    """Return the bytes of q, k, v, out and of a whole score matrix for every head.
+    """Return the bytes of q, k, v, out and of the full score matrix of each head.
 
     ``(4 * seq_len * hidden_size + num_heads * seq_len**2) * batch_size * itemsize``
     """
@@ -91,7 +91,7 @@ def estimate_attention_memory(
 def estimate_flash_attention_memory(
     batch_size: int, seq_len: int, hidden_size: int, num_heads: int, dtype: Any = "float32"
 ) -> int:
-    """Return the bytes of q, k, v, out and of one float32 lse for every row of scores.
+    """Return the bytes of q, k, v, out and of one float32 lse per row of scores.
 
     ``(4 * hidden_size * itemsize + 4 * num_heads) * batch_size * seq_len``
     """
@@ -102,7 +102,7 @@ def estimate_flash_attention_memory(
 
 
 def _checked(call: str, dtype: Any, **sizes: Any) -> list[int]:
-    """Return the bytes of an element, then the sizes; raise ConfigError for invalid ones."""
+    """Return [itemsize, *sizes]; raise a ConfigError for invalid sizes."""
     for name, size in sizes.items():
         if not is_number(size) or not 1 <= size < 2**63 or size % 1:
             cure = "pass sizes of 1 or more, whole numbers below 2**63"

@@ -1,8 +1,8 @@
 """Counts the bytes of NumPy arrays with tracemalloc: see ``pool.py``.
 
-tracemalloc reports the bytes that are held, and their peak, at once, but including Python's own
-objects.  A walk over all allocations tells them apart.  Objects change slowly, so the result of
-the last walk is used until the peak has grown.
+tracemalloc reports the allocated bytes and their peak quickly, but they include Python objects.  A
+walk over all allocations separates arrays from objects.  Objects change slowly, so the result of
+the last walk is reused until the peak has grown.
 """
 
 import threading
@@ -20,11 +20,11 @@ from ..machine import format_bytes
 from ..ops.common.spans import Owner, forget_routes
 from ..training import offload
 
-GROWN = 1.25  # if the peak is higher by a quarter, walk again
+GROWN = 1.25  # walk again if the peak has grown by a quarter
 
 
 class Usage(NamedTuple):
-    """Bytes on one device: held by arrays now, held at most, and reserved by the pool now."""
+    """Bytes on one device: held by arrays now, their peak, and reserved by the pool now."""
 
     allocated: int
     peak: int
@@ -32,13 +32,13 @@ class Usage(NamedTuple):
 
 
 class HostCounter:
-    """Counts the bytes of arrays: ``held`` at the start, and all that are allocated since."""
+    """Counts the bytes of arrays: ``held`` at the start, plus all later allocations."""
 
-    active: ClassVar[list["HostCounter"]] = []  # nested pools, or those of several threads
+    active: ClassVar[list["HostCounter"]] = []  # nested pools, and pools of other threads
     lock: ClassVar[Any] = threading.RLock()  # guards these attributes
     before_all: ClassVar[tuple[bool, Any]]  # before the first pool: is_tracing(), target.watch
-    objects: ClassVar[int] = 0  # bytes of Python's own objects at the last walk
-    walked: ClassVar[int] = 0  # bytes of everything, up to which that walk is used
+    objects: ClassVar[int] = 0  # bytes of Python objects at the last walk
+    walked: ClassVar[int] = 0  # traced bytes up to which the last walk is valid
 
     def __init__(self, limit: int | None, held: int = 0) -> None:
         self.limit, self.held, self.moved = limit, held, dict(offload.moved)
@@ -58,7 +58,7 @@ class HostCounter:
             self.reset_peak()
 
     def stop(self) -> None:
-        """Keep the last numbers."""
+        """Stop counting, and store the final numbers."""
         with self.lock:
             self.last = self._now(), self.peak(), self.sizes - self.blocks
             self.active.remove(self)
@@ -71,12 +71,12 @@ class HostCounter:
                 tracemalloc.stop()
 
     def _walk(self) -> int:
-        """Return the bytes of arrays; all other bytes are Python's own objects."""
+        """Return the bytes of arrays; all other bytes belong to Python objects."""
         traces, numpy = tracemalloc.take_snapshot().traces, np.lib.tracemalloc_domain
         self.sizes = Counter(trace.size for trace in traces if trace.domain == numpy)
         arrays = sum(size * count for size, count in self.sizes.items())
         del traces
-        tracemalloc.reset_peak()  # the walk itself has raised it
+        tracemalloc.reset_peak()  # the walk itself raised the peak
         HostCounter.walked = tracemalloc.get_traced_memory()[0]
         HostCounter.objects = HostCounter.walked - arrays
         return arrays
@@ -103,21 +103,21 @@ class HostCounter:
         return {"cpu": Usage(now, peak, now)}
 
     def counts(self) -> Counter[int]:
-        """Return how many blocks of each size are held that were allocated since the start."""
+        """Return the number of blocks by size that were allocated since the start and are held."""
         if self.last is not None:
             return self.last[2]
         self._now()
         return self.sizes - self.blocks
 
     def peak(self) -> int:
-        """Return the most bytes held at a time."""
+        """Return the peak of the held bytes."""
         if self.last is not None:
             return self.last[1]
         self._settle()
         return self._beyond(self.most)
 
     def reset_peak(self) -> None:
-        """Restart the peak from the bytes that are held now."""
+        """Reset the peak to the bytes that are held now."""
         self._settle()  # for pools around this one
         self.most, HostCounter.walked = 0, tracemalloc.get_traced_memory()[0]
         tracemalloc.reset_peak()
@@ -127,7 +127,7 @@ class HostCounter:
         self._settle()
         held = self._beyond(tracemalloc.get_traced_memory()[0] - self.objects)
         if self.limit is not None and held > self.limit:
-            held = self._now()  # some may be new Python objects
+            held = self._now()  # some bytes may belong to new Python objects
         if self.limit is not None and held > self.limit:
             raise DeviceMemoryError(
                 f"memory_pool(limit={self.limit}): after {op} arrays hold {format_bytes(held)};"
@@ -141,7 +141,7 @@ WATCHED: Any = Owner()
 
 
 def _watch(op: Any, arrays: Sequence[Any], run: Run, defined: bool) -> Run:
-    """Return a call of an op that checks every pool after it."""
+    """Wrap a call of an op to check all pools after it."""
     run = HostCounter.before_all[1](op, arrays, run, defined)
 
     def checked(arrays: list[Any], options: dict[str, Any]) -> Any:

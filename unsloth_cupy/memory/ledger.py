@@ -1,4 +1,4 @@
-"""The ledger of a training step: what each op allocates and frees, and the plan of all of it."""
+"""The ledger of a training step: records allocations and frees by op, and computes the plan."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -19,12 +19,12 @@ from .planned import Planned
 
 ALL = (*PARTS, "workspace")
 WEIGHTS, GRADIENTS, OPTIMIZER, MASTER, ACTIVATIONS, LOGITS, WORKSPACE = range(len(ALL))
-ROLLOUTS = "rollouts"  # the moment of them
-HEAD = "linear_cross_entropy"  # its temporary arrays are logits
+ROLLOUTS = "rollouts"  # the moment of sampling answers
+HEAD = "linear_cross_entropy"  # temporary arrays of this op count as logits
 
 
 class Moment(NamedTuple):
-    """An op of a step: the most bytes that were held while it ran, by part."""
+    """The peak of the held bytes while an op of a step ran, by part."""
 
     op: str
     layer: str
@@ -32,7 +32,7 @@ class Moment(NamedTuple):
 
     @property
     def total(self) -> int:
-        """The bytes of all parts."""
+        """The sum of all parts in bytes."""
         return sum(self.held.values())
 
     def __str__(self) -> str:
@@ -42,10 +42,10 @@ class Moment(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryPlan(MemoryEstimate):
-    """Bytes of a step of training: the peak of each part, and all moments of the step.
+    """Memory of a training step in bytes: the peak of each part, and all moments of the step.
 
-    ``total`` is the peak of all parts together.  It is less than the sum of their peaks, which are
-    not at the same moment.
+    ``total`` is the peak of all parts together.  It is at most the sum of the peaks of the parts,
+    which occur at different moments.
 
     Attributes
     ----------
@@ -54,11 +54,11 @@ class MemoryPlan(MemoryEstimate):
     layers : dict of str to int
         Activations by layer, at the peak of their sum.
     workspaces : dict of str to int
-        The most that each op allocates for the time it runs.
+        Maximum workspace of each op while it runs.
     moments : tuple of Moment
-        One for every op that has run: ``op``, ``layer``, and ``held`` by part.
+        One per call of an op: ``op``, ``layer``, and ``held`` by part.
     peak : int
-        The index of the moment that holds most.
+        The index of the moment with the largest total.
     """
 
     workspace: int
@@ -69,25 +69,25 @@ class MemoryPlan(MemoryEstimate):
 
     @property
     def at_peak(self) -> Mapping[str, int]:
-        """Bytes that each part holds at the peak."""
+        """The bytes of each part at the peak."""
         return self.moments[self.peak].held
 
     @property
     def total(self) -> int:
-        """The most bytes that are held at a time."""
+        """The peak of the held bytes."""
         return self.moments[self.peak].total
 
     def beyond(self, limit: int) -> Moment | None:
-        """Return the first moment that holds more than limit bytes; None if all of them fit."""
+        """Return the first moment that exceeds ``limit`` bytes; None if all moments fit."""
         return next((moment for moment in self.moments if moment.total > limit), None)
 
 
 class Ledger:
-    """All allocations and frees in order, with the part and layer that each belongs to."""
+    """All allocations and frees in order, with the part and the layer of each allocation."""
 
     def __init__(self, granule: int) -> None:
         self.granule, self.layer, self.first, self.start = granule, "", 0, 0
-        self.sizes: list[int] = []  # by number of the allocation, as are the next two
+        self.sizes: list[int] = []  # by number of the allocation, like parts and layers
         self.parts: list[int] = []
         self.layers: list[str] = []
         self.held: set[int] = set()
@@ -135,7 +135,7 @@ class Ledger:
             tape.watch_results.reset(token)
 
     def on_op(self, op: Any, values: Any, result: Any) -> None:
-        """Assign what an op has allocated to parts: results, gradients among them, and the rest."""
+        """Assign the allocations of an op to parts: activations, gradients, workspace, logits."""
         weights = set()
         for operand, value in zip(op.contract.inputs, values, strict=True):
             home = value.home if isinstance(value, Stored) else value
@@ -161,18 +161,18 @@ class Ledger:
         self.note(op.__name__, self.layer)
 
     def plan(self) -> MemoryPlan:
-        """Return the plan that follows from all changes."""
+        """Compute the plan from all recorded changes."""
         numbers = np.array(self.changes)
-        taken = numbers >= 0
-        numbers = np.where(taken, numbers, ~numbers)
-        steps = np.where(taken, 1, -1) * np.array(self.sizes)[numbers]
+        is_allocation = numbers >= 0
+        numbers = np.where(is_allocation, numbers, ~numbers)
+        steps = np.where(is_allocation, 1, -1) * np.array(self.sizes)[numbers]
         by_part = np.array(self.parts)[numbers] == np.arange(len(ALL))[:, None]
         held = np.cumsum(by_part * steps, axis=1)
         total, moments, start = held.sum(axis=0), [], self.start
         workspaces: dict[str, int] = {}
         for stop, op, layer in self.notes:
             workspaces[op] = max(workspaces.get(op, 0), self._within(start, stop))
-            begin = max(start - 1, 0)  # bytes held before the op count too
+            begin = max(start - 1, 0)  # include the bytes held before the op
             top = begin + int(total[begin : max(stop, 1)].argmax())
             moments.append(Moment(op, layer, dict(zip(ALL, held[:, top].tolist(), strict=True))))
             start = stop
@@ -186,7 +186,7 @@ class Ledger:
         )
 
     def _within(self, start: int, stop: int) -> int:
-        """Return the peak of what was both allocated and freed between two notes."""
+        """Return the peak workspace that was allocated and freed between two notes."""
         changes = self.changes[start:stop]
         freed = {~change for change in changes if change < 0}
         own = {n for n in freed.intersection(changes) if self.parts[n] == WORKSPACE}  # not logits

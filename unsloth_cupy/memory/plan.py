@@ -1,10 +1,10 @@
-"""Plans the memory of a step of training, before anything is allocated.
+"""Plans the memory of a training step before anything is allocated.
 
     plan = plan_memory(config, batch=4, tokens=2048, dtype="bfloat16", recompute_every=2)
     plan.total, plan.at_peak, plan.moments[plan.peak]
 
-The code that trains also plans: the model, its tape and the optimizer run on arrays that have only
-a shape (``planned.py``), and a ledger records what they allocate and free.
+The plan runs the training code itself: the model, its tape and the optimizer run on planned arrays,
+which have a shape but no elements (``planned.py``), and a ledger records allocations and frees.
 """
 
 import reprlib
@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from ..models.configs.config import Config
     from .stage_plan import Layout
 
-ALIKE = 2  # forward passes to run: the first begins the sum of gradients, all others are alike
-CLIPPED = 0.5  # the factor of gradients: any but 1, which would save a copy
+ALIKE = 2  # forward passes to run: all passes after the first need the same memory
+CLIPPED = 0.5  # factor of the gradients; a factor of 1 would skip a copy
 
 
 @check_options
@@ -56,69 +56,69 @@ def plan_memory(
     inputs: Sequence[Mapping[str, Any]] = (),
     merge_into: str | None = None,
 ) -> MemoryPlan:
-    """Return the memory of a step of training, op by op, from a step on shapes alone.
+    """Plan the memory of a training step, op by op, from a step on planned arrays.
 
-    Weights are trained as ``unsloth-cupy finetune`` trains them: the optimizer owns them in
-    float32, and a 16-bit dtype adds copies of the matrices, which the model computes with.
+    Weights are trained as in ``unsloth-cupy finetune``: the optimizer stores them in float32, and
+    the model computes with 16-bit copies of the matrices if ``dtype`` has 16 bits.
 
     Parameters
     ----------
     config : dict
-        Of a Hugging Face config.json, or the ``config`` of a model.
+        Content of a Hugging Face config.json, or the ``config`` of a model.
     batch, tokens : int
-        Rows of a forward pass and tokens in a row.
+        Rows per forward pass and tokens per row.
     dtype : dtype or its name
-        The dtype of computation: float16, bfloat16 or float32.
+        Dtype of the computation: float16, bfloat16 or float32.
     optimizer : str
-        A name in ``models.optimizers.OPTIMIZERS`` (muon is for matrices, beside adamw), or none: a
-        forward and a backward pass, of weights in dtype.
+        A name in ``models.optimizers.OPTIMIZERS`` (muon trains matrices, and adamw the rest), or
+        "none": only a forward and a backward pass, with weights in ``dtype``.
     state_bits : int
-        Of the averages, 32 or, of adamw, 8.
+        Bits of the averages: 32, or 8 for adamw.
     rank : int, optional
-        Of adapters of all linear layers, which are trained in place of the weights.
+        Train adapters of this LoRA rank on all linear layers, with frozen weights.
     recompute_every : int or CheckpointConfig, optional
-        Blocks of one part, of which only the input is kept, or a CheckpointConfig; None: all
-        activations are kept.
+        Gradient checkpointing: the number of blocks per segment, of which only the input is saved,
+        or a CheckpointConfig.  None saves all activations.
     accumulate : int
-        Forward passes whose gradients make one step; ``moments`` has at most two of them, since
-        the others need as much as the second.
+        Forward passes per step.  ``moments`` contains at most two of them, since later passes need
+        the same memory as the second.
     chunked_mlp : bool
-        Whether ``swiglu_mlp`` computes the MLPs, by chunks of rows.
+        Whether ``swiglu_mlp`` computes the MLPs in chunks of rows.
     adapter : Adapter, optional
-        ``model.adapter``, instead of a rank: it is trained on the layers that it has.
+        ``model.adapter``, instead of a rank: it is trained on its own layers.
     quantization : str, optional
-        Of the linear layers, or of the experts alone, as ``models.quantize`` names it; with a
-        rank or an adapter.
+        Quantization of the linear layers, or of the experts only, as in ``models.quantize``; it
+        needs a rank or an adapter.
     tensor_parallel, pipeline_parallel : int
-        Ranks that divide each weight, and ranks that divide the blocks (``pipeline_schedule``'s
-        1f1b, of accumulate microbatches): the plan of the rank that holds most.
+        Number of ranks that divide each weight, and of ranks that divide the blocks (the schedule
+        1f1b with ``accumulate`` microbatches).  The result is for the rank with the highest peak.
     objective : callable, optional
-        The loss of a step, ``objective(model, tokens=tokens, labels=tokens, count=count)``; None:
-        that of the next tokens.  If it has ``planned(create)``, that returns the same loss with
-        what ``create(config)`` makes: another model, whose weights are counted.  If it has
-        ``rehearse(model, rows, tokens)``, that is what a step does before its passes; if it has
-        ``full(batch, tokens)``, that returns what it takes in place of tokens and labels.
+        The loss of a step, ``objective(model, tokens=tokens, labels=tokens, count=count)``; the
+        default is next-token prediction.  Optional methods of the objective: ``planned(create)``
+        returns the same loss with ``create(config)`` in place of other models, whose weights are
+        counted; ``rehearse(model, rows, tokens)`` runs the work of a step before its passes;
+        ``full(batch, tokens)`` returns the arguments to use instead of tokens and labels.
     device : str
-        cuda counts the arrays of kernels, in the pieces of CuPy's pool; cpu those of NumPy.
+        "cuda" counts the arrays of kernels, rounded as in CuPy's pool; "cpu" counts NumPy arrays.
     inputs : sequence of {"tokens": array, "labels": array, "offsets": array or None}, optional
-        What the forward passes of the step will take, in place of batch, tokens and accumulate:
-        NumPy arrays, of which a cpu also reads the values.  Packed texts and tokens without a label
-        take less memory than full rows.
+        The inputs of the forward passes, as NumPy arrays, instead of ``batch``, ``tokens`` and
+        ``accumulate``.  Packed texts and tokens without a label need less memory than full rows.
+        Only the device "cpu" reads their values.
     merge_into : str, optional
-        The kind of file through whose quantizer the adapter is trained, as in ``add_adapter``;
-        None: what the adapter itself says.
+        Train the adapter through the quantizer of this kind of file, as in ``add_adapter``.  None
+        uses the setting of the adapter.
 
     Returns
     -------
     plan : MemoryPlan
-        In bytes.
+        Sizes in bytes.
 
     Raises
     ------
     ConfigError
-        The config or an option is invalid, or ``swiglu_mlp`` is not the model's MLP.
+        The config or an option is invalid, or the model does not use ``swiglu_mlp``.
     ShapeError
-        An array cannot have such sizes.
+        An array would be too large.
     """
     from ..models.configs.config import Config
     from ..models.objective import next_token
@@ -134,7 +134,7 @@ def plan_memory(
     }  # fmt: skip
     for name, size in sizes.items():
         if not 1 <= size < 2**31:
-            raise ConfigError(f"plan_memory: {name}={size}; pass 1 or more, less than 2**31")
+            raise ConfigError(f"plan_memory: {name}={size}; pass at least 1 and less than 2**31")
     check_choice("plan_memory", "device", device, tuple(DEVICES))
     layout = Layout(tensor_parallel, pipeline_parallel)
     _check_optimizer(optimizer, state_bits, layout)
@@ -197,7 +197,7 @@ def plan_memory(
 def _adapter_of(
     config: "Config", rank: int | None, adapter: "Adapter | None", merge_into: str | None
 ) -> "Adapter | None":
-    """Return the adapter that is planned, with the quantizer through which it is trained."""
+    """Return the adapter to plan, with the quantizer that it is trained through."""
     from ..models.adapters.into import Into
 
     adapter = new_adapter(config, rank) if rank is not None else adapter
@@ -212,7 +212,7 @@ def _adapter_of(
 def _batches(
     arrays: Any, sizes: tuple[int, int], count: int, inputs: Sequence[Mapping[str, Any]]
 ) -> Iterator[Mapping[str, Any]]:
-    """Yield what each pass takes: inputs, on a GPU without their values, or else full rows."""
+    """Yield the inputs of each pass: ``inputs`` as planned arrays, or full rows."""
     for number in range(count):
         if not inputs:
             rows = arrays.of(sizes, np.int64)
@@ -222,13 +222,13 @@ def _batches(
 
 
 def _check_inputs(inputs: Any, ranks: int) -> None:
-    """Raise ConfigError unless inputs are those of the passes of one rank."""
+    """Raise a ConfigError unless ``inputs`` is a list of valid inputs for one rank."""
     listed = isinstance(inputs, list | tuple) and all(isinstance(each, Mapping) for each in inputs)
     if not listed or not all({"tokens", "labels"} <= each.keys() for each in inputs):
         cure = 'pass a list of {"tokens": array, "labels": array, "offsets": array or None}'
         raise ConfigError(f"plan_memory(inputs={reprlib.repr(inputs)}): {cure}")
     if inputs and ranks > 1:
-        raise ConfigError(f"plan_memory(inputs=..., {ranks} ranks): inputs are those of one rank")
+        raise ConfigError(f"plan_memory(inputs=..., {ranks} ranks): inputs need a single rank")
 
 
 def _check_optimizer(optimizer: str, state_bits: int, layout: "Layout") -> None:
@@ -244,7 +244,7 @@ def _check_optimizer(optimizer: str, state_bits: int, layout: "Layout") -> None:
     if optimizer == "none" and layout.ranks > 1:
         options = f"optimizer='none', tensor_parallel={layout.tensor}"
         options += f", pipeline_parallel={layout.pipeline}"
-        raise ConfigError(f"plan_memory({options}): ranks have an optimizer; pass 'adamw'")
+        raise ConfigError(f"plan_memory({options}): ranks need an optimizer; pass 'adamw'")
 
 
 def _check_adapter(
@@ -267,10 +267,10 @@ def _check_adapter(
         raise ConfigError(f"plan_memory(adapter={reprlib.repr(adapter)}): pass model.adapter")
     through = merge_into is not None or getattr(adapter, "into", None) is not None
     if merge_into is not None and rank is None and adapter is None:
-        cure = "it is of adapters: pass a rank too, as in rank=16"
+        cure = "it applies to adapters: pass a rank too, as in rank=16"
         raise ConfigError(f"plan_memory(merge_into={merge_into!r}): {cure}")
     if through and ranks > 1:
-        problem = "ranks would cut the blocks that a merged file has"
+        problem = "ranks would split the quantization blocks of the merged file"
         cure = "leave tensor_parallel and pipeline_parallel out"
         raise ConfigError(f"plan_memory(merge_into={merge_into!r}): {problem}; {cure}")
     if quantization is not None and rank is None and adapter is None:
@@ -282,7 +282,7 @@ def _check_adapter(
 
 @contextmanager
 def _counted(call: str) -> Iterator[None]:
-    """Raise ConfigError for sizes beyond a kernel's integers: no GPU holds so large an array."""
+    """Raise a ConfigError for sizes beyond the integers of kernels, which fit no GPU."""
     try:
         yield
     except OverflowError as error:

@@ -1,7 +1,7 @@
-"""Planned arrays, which have only a shape, a dtype and strides: code runs on them to plan memory.
+"""Planned arrays, which have a shape, a dtype and strides, but no elements, to plan memory.
 
-NumPy's functions and operators return planned arrays for them, so that a definition or a launch
-allocates and frees what it would for real arrays.
+NumPy functions and operators return planned arrays for planned arrays, so a definition or a launch
+allocates and frees as much memory as with real arrays.
 """
 
 import itertools
@@ -24,7 +24,7 @@ from .planned_functions import FUNCTIONS, METHODS, SCIPY, broadcast, contiguous_
 
 
 class Ledger(Protocol):
-    """A record of memory that is allocated and freed."""
+    """A record of allocations and frees."""
 
     def take(self, size: int) -> int:
         """Record an allocation of ``size`` bytes; return its number."""
@@ -35,7 +35,7 @@ class Ledger(Protocol):
 
 _ledger: ContextVar[tuple[Ledger, int] | None] = ContextVar("ledger", default=None)
 NUMBERS = int, np.integer
-_addresses = itertools.count(256, 256)  # no two arrays have the same
+_addresses = itertools.count(256, 256)  # unique, and aligned to 256 bytes
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def _times(count: int) -> Iterator[None]:
 
 
 class Memory:
-    """The memory of an array and its views; it is freed when the last of them is deleted."""
+    """The memory of an array and its views, freed with the last of them."""
 
     __slots__ = "address", "ledger", "number"
 
@@ -85,9 +85,9 @@ HERE = Cpu("cpu")
 
 
 class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
-    """An array of a GPU that has no elements, and takes no memory.
+    """A GPU array without elements, which needs no memory.
 
-    Its ``form`` is a NumPy array with the same strides; it is backed by one element and never read.
+    ``form`` is a NumPy array with the same shape and strides, backed by one element and never read.
     """
 
     memory: Memory
@@ -112,11 +112,11 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         return self.of(shape, dtype)
 
     def steps(self, steps: Iterable[Any]) -> Iterable[Any]:
-        """Return the first step of a loop, as all use equal memory."""
+        """Return only the first step of a loop: all steps use the same memory."""
         return itertools.islice(steps, 1)
 
     def side_by_side(self, count: int) -> AbstractContextManager[None]:
-        """Count allocations inside a ``with`` block ``count`` times: for as many threads."""
+        """Count allocations inside a ``with`` block ``count`` times, once per thread."""
         return _times(count)
 
     def placed(self, array: Any) -> Any:
@@ -131,7 +131,7 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
     device = property(lambda self: HERE)
     ctypes = property(lambda self: SimpleNamespace(data=self.memory.address))
     data = property(lambda self: SimpleNamespace(ptr=self.memory.address))
-    __dlpack__ = None  # code that looks for it sees an array; nobody can export it
+    __dlpack__ = None  # looks like an array, but cannot be exported
     __hash__ = object.__hash__
 
     def __len__(self) -> int:
@@ -153,7 +153,7 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
     __float__ = lambda self: 0.0  # noqa: E731 -- as __int__
 
     def __getitem__(self, index: Any) -> Any:
-        """Return a view, or a new array if arrays are in the index."""
+        """Return a view, or a new array if the index contains arrays."""
         index = index if isinstance(index, tuple) else (index,)
         arrays = [part for part in index if isinstance(part, ARRAYS)]
         if not arrays:
@@ -161,7 +161,7 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         gap = next((i for i, part in enumerate(index) if part is Ellipsis), len(index))
         rest = self.ndim - sum(part is not Ellipsis for part in index)
         index = (*index[:gap], *(slice(None),) * rest, *index[gap + 1 :])
-        if any(array.dtype == bool for array in arrays):  # elements are zeros: none is chosen
+        if any(array.dtype == bool for array in arrays):  # elements count as False
             return self.of((0, *self.shape[arrays[0].ndim :]), self.dtype)
         plain = tuple(slice(1) if isinstance(i, ARRAYS) else i for i in index)
         chosen = [at for at, part in enumerate(index) if isinstance(part, (*ARRAYS, int))]
@@ -207,7 +207,7 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         return self if not copy and self.dtype == dtype else self.of(self.shape, dtype)
 
     def view(self, dtype: Any) -> Any:
-        """Return the same memory as numbers of another dtype, along the last axis."""
+        """Return a view of the memory with another dtype, along the last axis."""
         return self._view(self.form.view(dtype))
 
     def copy(self, *_: Any) -> Any:
@@ -232,7 +232,7 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
     mean = partialmethod(_reduced, "mean")
 
     def argmax(self, axis: Any = None) -> Any:
-        """Return the places of the largest elements."""
+        """Return the indices of the largest elements."""
         return self._reduced("max", axis, np.dtype(np.int64))
 
     def clip(self, *bounds: Any, **_: Any) -> Any:
@@ -240,11 +240,11 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         return self.copy()
 
     def cumsum(self, *_: Any, **__: Any) -> Any:
-        """Return the sums; integers are added in 64 bits."""
+        """Return the cumulative sums; integers are summed in 64 bits."""
         return self.of(self.shape, np.ones(1, self.dtype).cumsum().dtype)
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        """Return the result of a ufunc: an array of the broadcast shape, or ``out``."""
+        """Return the result of a ufunc: a planned array of the broadcast shape, or ``out``."""
         out = options.get("out")
         if method == "reduce":
             names = {np.add: "sum", np.maximum: "max", np.minimum: "min"}
@@ -268,7 +268,7 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         return (*results,) if len(results) > 1 else results[0]
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
-        """Return the result of a function of NumPy; NumPy raises TypeError for an unknown one."""
+        """Return the result of a NumPy function; NumPy raises a TypeError for other functions."""
         if function.__name__ in METHODS:
             return getattr(args[0], function.__name__)(*args[1:], **options)
         known = FUNCTIONS.get(function.__name__)
@@ -279,20 +279,20 @@ ARRAYS = Planned, np.ndarray
 
 
 class PlannedOnHost(Planned, np.ndarray[Any, Any]):  # type: ignore[misc]
-    """A NumPy array that has no elements."""
+    """A planned array that is an instance of ``np.ndarray``."""
 
     def __new__(cls) -> Any:
-        """Return an array without axes: ``form`` has them."""
+        """Return an array without axes; ``form`` has the shape."""
         return super().__new__(cls, ())
 
 
 def as_input(array: Any, like: Any) -> Any:
-    """Return an array for a planned model: on a host, where ops read values, the array itself."""
+    """Return an input of a planned model: the array itself on a host, where ops read values."""
     return array if isinstance(like, np.ndarray) else like.placed(array)
 
 
 def placed_inputs(inputs: Mapping[str, Any], arrays: Any) -> dict[str, Any]:
-    """Return the inputs of a pass for planned arrays: on a GPU without their values."""
+    """Return the inputs of a pass: planned arrays on a GPU, the same arrays on a host."""
     if arrays is not Planned:
         return {**inputs}
     each = inputs.items()
@@ -300,10 +300,10 @@ def placed_inputs(inputs: Mapping[str, Any], arrays: Any) -> dict[str, Any]:
 
 
 class Shapes:
-    """The target of planned arrays of a GPU: it runs nothing, and has the limits of an H200."""
+    """The target of planned GPU arrays: runs nothing, and has the limits of an H200."""
 
     def owns(self, array: Any) -> bool:
-        """Return whether array is a planned array of a GPU."""
+        """Return whether ``array`` is a planned GPU array."""
         return array.__class__ is Planned
 
     def compile(self, name: str, source: str) -> Callable[..., None]:
@@ -315,7 +315,7 @@ class Shapes:
         return Limits(90, 227 * 1024, 132, clusters=True)
 
     def tensor_map(self, box: tuple[int, ...], array: Any) -> None:
-        """Return None as the map, which takes no memory: kernels that get maps are planned too."""
+        """Return None: a tensor map needs no memory, and kernels with maps are planned too."""
 
     def empty(self, shape: Any, dtype: Any, like: Any) -> Any:
         """Return a new planned array."""

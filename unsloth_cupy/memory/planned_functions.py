@@ -1,4 +1,4 @@
-"""NumPy's and SciPy's functions for planned arrays: see ``planned.py``."""
+"""Functions of NumPy and SciPy for planned arrays: see ``planned.py``."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ New = Callable[[Any, Any], Any]  # (shape, dtype) -> a new planned array
 
 
 class Sparse:
-    """SciPy's csr_matrix, of planned arrays: indices are copied to 32 bits if they fit."""
+    """A csr_matrix of planned arrays: like SciPy, it copies indices to 32 bits if they fit."""
 
     def __init__(self, arrays: Sequence[Any], shape: tuple[int, int]) -> None:
         data, *indices = arrays
@@ -32,7 +32,7 @@ SCIPY = {
     "sparse": SimpleNamespace(csr_matrix=Sparse),
     "special": SimpleNamespace(erfc=lambda x, out: out),
 }
-METHODS = (  # methods of arrays that do the same as the functions
+METHODS = (  # methods of arrays, equivalent to the functions
     "sum",
     "max",
     "min",
@@ -136,7 +136,7 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
 
 @lru_cache(maxsize=4096)
 def contiguous_form(shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
-    """Return an array with strides in C order, backed by one element; it is never read."""
+    """Return a C-contiguous array that is backed by one element and never read."""
     strides = [dtype.itemsize * math.prod(shape[i + 1 :]) for i in range(len(shape))]
     try:
         return np.lib.stride_tricks.as_strided(np.empty((), dtype), shape, strides)
@@ -150,8 +150,8 @@ broadcast = lru_cache(maxsize=4096)(np.broadcast_shapes)
 
 @cache
 def dtypes_of(ufunc: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the dtypes of a ufunc's results for arguments of these dtypes and number types."""
-    values = [np.empty(0, g) if isinstance(g, np.dtype) else g(1) for g in arguments]
+    """Return the result dtypes of a ufunc for arguments of these dtypes or Python types."""
+    values = [np.empty(0, a) if isinstance(a, np.dtype) else a(1) for a in arguments]
     with np.errstate(all="ignore"):
         results = ufunc(*(v.reshape(0, 0) if ufunc is np.matmul else v for v in values))
     return tuple(a.dtype for a in (results if type(results) is tuple else (results,)))
@@ -159,7 +159,7 @@ def dtypes_of(ufunc: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
 
 @cache
 def reduced_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of a sum, a maximum, ... of an array of this dtype, by the method's name."""
+    """Return the result dtype of a reduction, such as "sum", of an array of this dtype."""
     result: np.dtype[Any] = getattr(np.ones(1, dtype), name)().dtype
     return result
 
@@ -168,7 +168,7 @@ def reduced_dtype(name: str, dtype: np.dtype[Any]) -> np.dtype[Any]:
 def view_of(
     shape: tuple[int, ...], strides: tuple[int, ...], dtype: np.dtype[Any], target: tuple[int, ...]
 ) -> Any:
-    """Return an array that has another shape in the same memory; None if it takes a copy."""
+    """Return a view with another shape; None if the reshape needs a copy."""
     new_strides = reshaped(shape, strides, target)
     if new_strides is None:
         return None
@@ -178,15 +178,15 @@ def view_of(
 def reshaped(
     shape: Sequence[int], strides: Sequence[int], target: Sequence[int]
 ) -> list[int] | None:
-    """Return the strides of a view in another shape of equal size; None if it takes a copy.
+    """Return the strides of a view with another shape; None if the reshape needs a copy.
 
-    NumPy would show it only by making the copy.
+    NumPy has no function for this that does not make the copy.
     """
     axes = [(n, stride) for n, stride in zip(shape, strides, strict=True) if n != 1]
     result: list[int] = []
     if 0 in target:
         return [0] * len(target)
-    for size in reversed(target):  # the last axis first: each takes a part of an old axis
+    for size in reversed(target):  # from the last axis: each new axis is a part of an old axis
         if size == 1:
             result.append(0)
             continue

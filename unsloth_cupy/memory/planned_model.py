@@ -1,4 +1,4 @@
-"""Creates a model and its optimizer of planned arrays, as they are before a step of training."""
+"""Creates a model and its optimizer with planned arrays, in their state before a training step."""
 
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..models.adapters.adapter import Adapter
     from ..models.configs.config import Config
 
-# class of arrays, and the bytes that the allocator rounds to: CuPy's pool has pieces of 512
+# class of arrays, and the granularity of allocations: CuPy's pool rounds to 512 bytes
 DEVICES: Mapping[str, tuple[Any, int]] = {"cuda": (Planned, 512), "cpu": (PlannedOnHost, 1)}
 
 
@@ -30,9 +30,9 @@ def new_adapter(
     modules: Collection[str] = (),
     **unsized: Any,
 ) -> "Adapter":
-    """Return adapters of linear layers, which are not counted in the plan.
+    """Return planned adapters of linear layers, which are not counted yet.
 
-    The options are those of ``models.create_adapter``; ``unsized`` are those that change no size.
+    The options are those of ``models.create_adapter``; ``unsized`` options do not change a size.
     """
     from ..models.adapters.adapter import (
         DOWN,
@@ -88,9 +88,9 @@ def new_adapter(
 def with_planned_models(
     ledger: "Ledger", objective: Any, arrays: Any, kind: Any, here: bool = True
 ) -> Any:
-    """Return an objective with its frozen models, whose weights are counted if they are ``here``.
+    """Return an objective with planned models; count their weights if they are ``here``.
 
-    ``objective.planned(create)`` returns it with what ``create`` makes of the config of each.
+    ``objective.planned(create)`` returns the objective with ``create(config)`` for each model.
     """
     from ..models.transformer import Transformer
 
@@ -108,7 +108,7 @@ def with_planned_models(
 def rehearse(
     ledger: "Ledger", objective: Any, model: "Transformer", rows: int, tokens: int
 ) -> None:
-    """Do what the objective does before the passes of a step of so many rows, if it does."""
+    """Run the work that the objective does before the passes of a step, such as sampling."""
     if hasattr(objective, "rehearse"):
         objective.rehearse(model, rows, tokens)
         ledger.note(ROLLOUTS)
@@ -126,9 +126,9 @@ def planned_training(
     shapes: Mapping[str, Any] | None = None,
     ranks: Any = None,
 ) -> "tuple[Transformer, Optimizer | Joined | None]":
-    """Return a model as it is before a step, and its optimizer.
+    """Return a model in its state before a step, and its optimizer.
 
-    ``shapes`` are those of a part of the model; ``ranks``, if passed, divide parameters by Zero3.
+    ``shapes`` are the shapes of a part of the model; ``ranks`` divide the parameters by Zero3.
     """
     from ..models.optimizers import optimizer_of
     from ..models.transformer import Transformer

@@ -1,6 +1,6 @@
-"""A rank without peers: its exchanges return planned arrays.
+"""A rank without peers, whose exchanges return planned arrays.
 
-The collectives of ``parallel`` themselves run, so that their buffers are planned too.
+The real collectives of ``parallel`` run on it, so that the plan includes their buffers.
 """
 
 from collections.abc import Sequence
@@ -21,11 +21,11 @@ class PlannedRanks(Exchanges):
     ----------
     rank, size : int
     groups : int
-        Ranks in each group that ``split`` makes.
+        Size of each group that ``split`` returns.
     ahead : bool
         Whether ranks communicate while they compute, as on GPUs.
     inbox : Inbox, optional
-        Where messages of ranks of hosts wait, for all groups of this rank.
+        Received messages of ranks on hosts, shared by all groups of this rank.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class PlannedRanks(Exchanges):
         return PlannedRanks(self.rank % self.groups, self.groups, inbox=self.inbox)
 
     def all_to_all_rows(self, x: Any, counts: Sequence[int]) -> tuple[Any, list[int]]:
-        """Return as many rows as ranks send that all do as this one; back, as many as it sent."""
+        """Return the rows to receive if all ranks send like this one; back, the rows it sent."""
         check_counts(self, x, counts)
         x = self._own("all_to_all_rows", x)
-        came = Came(getattr(counts, "sent", [counts[self.rank]] * self.size))
-        came.sent = counts
-        out = empty((sum(came), *x.shape[1:]), x.dtype, x)
-        rows = (pieces(a, np.array([*n])) for a, n in ((x, counts), (out, came)))
+        received = Received(getattr(counts, "sent", [counts[self.rank]] * self.size))
+        received.sent = counts
+        out = empty((sum(received), *x.shape[1:]), x.dtype, x)
+        rows = (pieces(a, np.array([*n])) for a, n in ((x, counts), (out, received)))
         self._exchange("all_to_all_rows", *rows)
-        return out, came
+        return out, received
 
     def _exchange(self, call: str, sends: list[Any], receives: list[Any]) -> None:
         if self.inbox is not None:
@@ -72,23 +72,23 @@ class PlannedRanks(Exchanges):
 
 
 class Inbox:
-    """Messages on hosts, which arrive before a rank asks for them if another one is ahead of it.
+    """Messages on hosts that arrive before a rank reads them, because another rank is ahead.
 
-    They are held in addition to the arrays that they are copied to.  Another rank is ahead by one
-    exchange at most: what one receives is held since the one before.
+    Messages need memory in addition to the arrays that they are copied to.  A rank is at most one
+    exchange ahead, so the messages of an exchange are held since the previous exchange.
     """
 
     def __init__(self, ledger: Ledger) -> None:
         self.ledger, self.number = ledger, ledger.take(0)
 
     def empty(self, size: int) -> None:
-        """Record that messages of ``size`` bytes have waited since the last call, and are freed."""
+        """Record messages of ``size`` bytes, held since the last call and freed now."""
         self.ledger.sizes[self.number] = size
         self.ledger.give_back(self.number)
         self.number = self.ledger.take(0)
 
 
-class Came(list[int]):
-    """How many rows came from each rank, and how many were ``sent``."""
+class Received(list[int]):
+    """The number of rows received from each rank, and the numbers ``sent``."""
 
     sent: Sequence[int] = ()

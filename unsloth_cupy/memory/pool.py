@@ -1,11 +1,11 @@
-"""Measures memory while a program runs: the bytes that arrays hold, their peak, and a limit.
+"""Measures memory while a program runs: the bytes of arrays, their peak, and an optional limit.
 
     with memory_pool(limit=8 << 30) as pool:
         train()
     print(format_bytes(pool.peak), pool.efficiency)
 
-With a GPU this watches CuPy's pool; without one, NumPy's allocations through tracemalloc, which
-makes small ops up to twice as slow.
+With a GPU, it watches the pool of CuPy; without one, NumPy allocations through tracemalloc, which
+slows small ops down by up to a factor of 2.
 """
 
 import threading
@@ -23,7 +23,7 @@ from .host import HostCounter, Usage
 
 
 class MemoryPool:
-    """The bytes that arrays hold inside a ``with`` block; see ``memory_pool``."""
+    """Counts the bytes of arrays inside a ``with`` block; see ``memory_pool``."""
 
     def __init__(self, limit: int | None, device: int | None, held: Iterable[Any]) -> None:
         self.limit, self.device = None if limit is None else int(limit), device
@@ -69,28 +69,28 @@ class MemoryPool:
 
     @property
     def by_device(self) -> dict[str, Usage]:
-        """The usage of each device: "cuda:0" and so on, or "cpu" without a GPU."""
+        """The usage by device: "cuda:0" and so on, or "cpu" without a GPU."""
         return dict(self._source.usage()) if self._source else {}
 
     @property
     def allocated(self) -> int:
-        """Bytes that arrays hold now, on all devices."""
+        """The bytes of all arrays now, on all devices."""
         return sum(usage.allocated for usage in self.by_device.values())
 
     @property
     def peak(self) -> int:
-        """The most bytes that arrays held at a time since the block or ``reset_peak`` began."""
+        """The peak of ``allocated`` since the start of the block or since ``reset_peak``."""
         return int(self._source.peak()) if self._source else 0
 
     @property
     def efficiency(self) -> float:
-        """Share of the reserved bytes that arrays use: 1 if nothing else is reserved."""
+        """The share of the reserved bytes that arrays use: 1 if nothing else is reserved."""
         reserved = sum(usage.reserved for usage in self.by_device.values())
         return self.allocated / reserved if reserved else 1.0
 
     @property
     def sizes(self) -> dict[int, int]:
-        """By bytes, how many blocks that arrays hold now were allocated since the block began."""
+        """The number of memory blocks by size, allocated in the ``with`` block and held now."""
         return dict(sorted(self._source.counts().items())) if self._source else {}
 
     @property
@@ -100,17 +100,17 @@ class MemoryPool:
 
     @property
     def fragmentation(self) -> float:
-        """Share of the reserved bytes that no array holds, as the pool keeps them: 0 on a CPU."""
+        """The share of the reserved bytes that no array uses: 0 on a CPU."""
         return 1 - self.efficiency
 
     @property
     def transferred(self) -> dict[str, int]:
-        """Bytes moved since the block began, by ``to_host``, ``to_device`` and checkpoints."""
+        """Bytes copied in the block by ``to_host``, ``to_device`` and checkpoints."""
         before = self._source.moved if self._source else offload.moved
         return {name: offload.moved[name] - count for name, count in before.items()}
 
     def reset_peak(self) -> None:
-        """Restart ``peak`` from the bytes that are held now."""
+        """Reset ``peak`` to the bytes that are held now."""
         if self._source:
             self._source.reset_peak()
 
@@ -118,27 +118,27 @@ class MemoryPool:
 def memory_pool(
     limit: int | None = None, device: int | None = None, *, held: Iterable[Any] = ()
 ) -> MemoryPool:
-    """Return a context manager that counts the bytes of arrays, and keeps them below a limit.
+    """Return a context manager that counts the bytes of arrays and enforces a limit.
 
     Parameters
     ----------
     limit : int, optional
-        Bytes that arrays may hold on a device.  CuPy's pool refuses to allocate beyond it.  Without
-        a GPU the limit is checked when an op returns, and at the end of the block.
+        Maximum bytes of arrays per device.  CuPy's pool refuses to allocate more.  Without a GPU,
+        the limit is checked when an op returns, and at the end of the block.
     device : int, optional
-        The GPU to watch; None: all of them.
+        The GPU to watch; None watches all GPUs.
     held : iterable of array
-        Arrays that exist already, such as a model's: tracemalloc does not know NumPy arrays that
-        were created before the block, nor memory that is not NumPy's: of ``np.memmap`` and of torch
-        (a model that ``load`` reads inside the block is in NumPy's).  CuPy's pool counts all that
-        it has allocated.
+        Arrays that exist before the block, such as the weights of a model, for a CPU: tracemalloc
+        does not count them, nor memory that NumPy did not allocate (``np.memmap``, torch).  A model
+        that ``load`` reads inside the block is counted.  On a GPU, the pool of CuPy counts all its
+        allocations.
 
     Returns
     -------
     pool : MemoryPool
-        ``allocated``, ``peak`` and ``efficiency`` in all, ``by_device``, ``transferred``;
-        ``count``, ``sizes`` and ``fragmentation`` of the blocks; ``reset_peak()``.  All are 0
-        before the block.
+        ``allocated``, ``peak`` and ``efficiency`` over all devices, ``by_device``,
+        ``transferred``; ``count``, ``sizes`` and ``fragmentation`` of memory blocks;
+        ``reset_peak()``.  All numbers are 0 before the block.
 
     Raises
     ------
@@ -147,7 +147,7 @@ def memory_pool(
     DeviceError
         There is no such device.
     DeviceMemoryError
-        From inside the block: arrays do not fit.
+        Raised inside the block if arrays do not fit.
     """
     if limit is not None and not is_integer(limit, 1):
         raise ConfigError(f"memory_pool(limit={limit!r}): pass bytes, as in limit=8 << 30")
@@ -157,24 +157,25 @@ def memory_pool(
 
 
 def _total(device: int | None) -> int:
-    """Return the bytes of memory of a GPU, or of all GPUs for None, whether counted or not."""
+    """Return the total memory of a GPU in bytes, or of all GPUs for None."""
     numbers = range(gpu.count()) if device is None else [device]
     return sum(gpu_memory(number)[1] for number in numbers)
 
 
-_limits: dict[int, list[tuple[Any, Any]]] = {}  # by GPU: (who set it, limit); None: set before
+# by GPU: (pool, limit) of all active pools; the first pair is (None, limit before them)
+_limits: dict[int, list[tuple[Any, Any]]] = {}
 _limits_lock = threading.Lock()
 
 
 class OnDevices:
-    """Counts allocations of CuPy's pool by a hook, for the thread that entered the block."""
+    """Counts allocations of CuPy's pool with a hook, for the thread that entered the block."""
 
     def __init__(self, devices: Any, limit: int | None) -> None:
         self.cupy = gpu.cupy()
         self.devices, self.limit, self.moved = [*devices], limit, dict(offload.moved)
         self.pool = self.cupy.get_default_memory_pool()
         self.last: dict[str, Usage] | None = None
-        self.sizes = Counter[int]()  # of blocks that are held, by their bytes
+        self.sizes = Counter[int]()  # number of held blocks by size in bytes
 
     def start(self) -> None:
         """Install a hook into the pool, then set the limit."""
@@ -192,7 +193,7 @@ class OnDevices:
                 self.pool.set_limit(size=self.limit)
 
     def note(self, device: int, size: int) -> None:
-        """Add the bytes of an allocation, or subtract those of a free: their size is negative."""
+        """Count an allocation of ``size`` bytes, or a free if ``size`` is negative."""
         if device in self.held and self.last is None:
             self.sizes[abs(size)] += 1 if size > 0 else -1
             self.held[device] += size
@@ -200,14 +201,14 @@ class OnDevices:
             self.top = max(self.top, sum(self.held.values()))
 
     def stop(self) -> None:
-        """Keep the last numbers, and restore the limit."""
+        """Store the final numbers, remove the hook, and restore the limit."""
         self.last = self.usage()
         self.hook.__exit__(None, None, None)
         for device in self.devices if self.limit is not None else ():
             with _limits_lock, self.cupy.cuda.Device(device):
                 left = [pair for pair in _limits.pop(device) if pair[0] is not self]
                 self.pool.set_limit(size=left[-1][1])
-                if len(left) > 1:  # those of other threads
+                if len(left) > 1:  # pools of other threads
                     _limits[device] = left
 
     def usage(self) -> dict[str, Usage]:
@@ -222,21 +223,21 @@ class OnDevices:
         return result
 
     def peak(self) -> int:
-        """Return the most bytes held at a time."""
+        """Return the peak of the held bytes."""
         return self.top
 
     def counts(self) -> Counter[int]:
-        """Return how many blocks of each size are held; frees of earlier ones do not count."""
+        """Return the number of held blocks by size; frees of earlier blocks do not count."""
         return +self.sizes
 
     def reset_peak(self) -> None:
-        """Restart the peaks from the bytes that are held now."""
+        """Reset the peaks to the bytes that are held now."""
         self.most = dict(self.held)
         self.top = sum(self.held.values())
 
 
 def _hook(pool: OnDevices) -> Any:
-    """Return a memory hook for CuPy that reports every block that is allocated or freed."""
+    """Return a memory hook for CuPy that reports allocations and frees to a pool."""
 
     class Hook(pool.cupy.cuda.MemoryHook):  # type: ignore[name-defined]
         name = f"unsloth_cupy {id(pool)}"  # CuPy accepts each name once; pools may be nested

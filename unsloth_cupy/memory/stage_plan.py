@@ -1,11 +1,11 @@
-"""Plans the memory of the ranks of a grid in a step of training, before anything is allocated.
+"""Plans the memory of the ranks of a grid in a training step, before anything is allocated.
 
     plans = plan_ranks(config, Layout(tensor=8, pipeline=4, data=64, zero=1), batch=1, tokens=4096,
                        dtype="bfloat16", microbatches=32)
     max(plan.total for plan in plans)
 
-The steps of each stage of the model run in the order of its schedule on planned arrays, with the
-collectives of real ranks.
+The steps of each pipeline stage run on planned arrays in the order of the schedule, with the real
+collectives.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,12 +34,12 @@ from .planned import placed_inputs, recording_in
 from .planned_model import DEVICES, new_adapter, planned_training, rehearse, with_planned_models
 from .planned_ranks import Inbox, PlannedRanks
 
-SPARE = 2  # microbatches beyond those that fill a pipeline: later ones need the same as these
-ROUNDS = 4  # of as many microbatches as stages: the same, if stages have chunks
+SPARE = 2  # microbatches after the pipeline is full; later ones need the same memory
+ROUNDS = 4  # with chunks: rounds of one microbatch per stage; later ones need the same memory
 
 
 class Layout(NamedTuple):
-    """The sizes of a grid of ranks, and what data ranks divide by ZeRO: 1 the averages, 3 all."""
+    """The sizes of a grid of ranks, and the ZeRO stage: 1 divides the averages, 3 everything."""
 
     tensor: int = 1
     pipeline: int = 1
@@ -55,14 +55,14 @@ class Layout(NamedTuple):
 
     @property
     def alike(self) -> int:
-        """The number of ranks that hold the same weights, but for experts, for other tokens."""
+        """The number of ranks with the same weights (except experts) and different tokens."""
         return self.data * self.context * self.expert
 
 
 class Job(NamedTuple):
-    """The settings of a step: ``rank`` of new adapters, or an adapter, or neither.
+    """The settings of a step: the LoRA ``rank`` of new adapters, an ``adapter``, or neither.
 
-    ``objective`` and ``inputs``, of a pass in one data rank, are as in ``plan_memory``.
+    ``objective`` and ``inputs`` (of one pass in a data rank) are as in ``plan_memory``.
     """
 
     batch: int
@@ -83,11 +83,11 @@ class Job(NamedTuple):
 
     @property
     def rows(self) -> int:
-        """The rows of a microbatch: pairs and answers have several."""
+        """The rows of a microbatch: a pair or a rated answer may have several."""
         return self.batch if self.inputs is None else len(self.inputs["tokens"])
 
     def as_arrays(self, arrays: Any) -> dict[str, Any]:
-        """Return what a pass takes: inputs, on a GPU without their values, or else full rows."""
+        """Return the arguments of a pass: ``inputs`` as planned arrays, or full rows."""
         if self.inputs is None:
             rows = arrays.of((self.batch, self.tokens), np.int64)
             return {"tokens": rows, "labels": rows, "count": 1}
@@ -106,7 +106,7 @@ def plan_ranks(
     chunks: int | None = None,
     **options: Any,
 ) -> list[MemoryPlan]:
-    """Return what a rank of each pipeline stage holds: the one with the largest parts.
+    """Plan the memory of one rank per pipeline stage: the rank with the largest parts.
 
     Parameters
     ----------
@@ -115,27 +115,27 @@ def plan_ranks(
     layout : Layout
         The grid of ranks.
     batch, tokens : int
-        Rows of a microbatch in one data rank, and tokens in a row.
+        Rows of a microbatch per data rank, and tokens per row.
     dtype : dtype or its name
         Dtype of the computation.
     microbatches : int
-        Microbatches of each data rank in a step.
+        Microbatches per step in each data rank.
     schedule, chunks
         As in ``pipeline_schedule``.
     options
         As in ``plan_memory``: optimizer, state_bits, rank, adapter, quantization, recompute_every,
-        chunked_mlp, device, objective; context_attention, as of a model; and ``inputs``, of one
-        pass in a data rank.
+        chunked_mlp, device, objective; ``context_attention``, as in a model; and ``inputs``, of
+        one pass in a data rank.
 
     Returns
     -------
     plans : list of MemoryPlan
-        In bytes, by stage.
+        Sizes in bytes, one plan per stage.
 
     Raises
     ------
     ConfigError
-        The model cannot be divided among these ranks, or a number is not valid.
+        The model cannot be divided among these ranks, or a number is invalid.
     """
     sizes = {**layout._asdict(), "microbatches": microbatches, "zero": layout.zero + 1}
     if min(sizes.values()) < 1 or layout.zero not in (0, 1, 3):
@@ -147,7 +147,7 @@ def plan_ranks(
     parsed = config if isinstance(config, Config) else parse(config)
     kind = float_dtype("plan_ranks", dtype, KERNEL_DTYPES)
     steps = pipeline_schedule(layout.pipeline, microbatches, schedule, chunks=chunks)
-    if schedule != "gpipe":  # which keeps all of them to the end; here later ones need no more
+    if schedule != "gpipe":  # gpipe holds all microbatches; otherwise later ones need no more
         most = ROUNDS * layout.pipeline if schedule == "interleaved" else layout.pipeline + SPARE
         run = min(microbatches, most)
         steps = pipeline_schedule(layout.pipeline, run, schedule, chunks=chunks)
@@ -161,7 +161,7 @@ def plan_ranks(
 def plan_stage(
     config: Config, layout: Layout, stage: int, steps: Sequence[Step], job: Job
 ) -> MemoryPlan:
-    """Run the steps of a stage on planned arrays, in its first tensor rank."""
+    """Plan a stage: run its steps on planned arrays, as its first tensor rank."""
     arrays, granule = DEVICES[job.device]
     ledger = Ledger(granule)
     inbox = Inbox(ledger) if job.device == "cpu" else None
@@ -172,7 +172,7 @@ def plan_stage(
             (stage, layout.pipeline, 2), (0, layout.context), (0, layout.expert),
         )
     )  # fmt: skip
-    same = layout.data * layout.context  # ranks with the same experts
+    same = layout.data * layout.context  # number of ranks with the same experts
     data = PlannedRanks(0, layout.alike, same, ahead=job.device == "cuda", inbox=inbox)
     stages = Stages(config, pipeline, job.chunks) if layout.pipeline > 1 else None
     whole = layout.tensor == layout.pipeline == layout.expert == 1
@@ -196,16 +196,16 @@ def plan_stage(
         model.chunked_mlp, model.context_attention = job.chunked_mlp, job.context_attention
         _place(model, division, context, job.dtype)
         states = _divided(ledger, optimizer, data, division) if zero == 1 else None
-        # answers are rewarded before the passes, by the first stage; losses are of the last
+        # the first stage rewards answers before the passes; the last stage computes the loss
         first = hasattr(job.objective, "rehearse")
         here = stage == 0 if first else stages is None or stages.last
         objective = with_planned_models(ledger, job.objective, arrays, job.dtype, here)
         runs = _Runs(model, job.as_arrays(arrays), job._replace(objective=objective))
         if zero == 3:
-            runs.learn_the_order()
+            runs.record_order()
         ledger.begin()
         drawing = model.on_tape(model.parameters, model.step)
-        drawing.context = None  # context ranks draw a share of the answers each, without the others
+        drawing.context = None  # each context rank samples its share of the answers alone
         rows = -(-job.batch // layout.context) * (job.rows // job.batch)
         rehearse(ledger, objective, drawing, rows, job.tokens)
         del drawing
@@ -224,7 +224,7 @@ def plan_stage(
 
 
 def _adapter(config: Config, division: Division | None, job: Job) -> Adapter | None:
-    """Return this rank's part of the adapter that is trained."""
+    """Return the part of the trained adapter that this rank holds."""
     whole = job.adapter if job.rank is None else new_adapter(config, job.rank)
     if whole is None:
         return None
@@ -233,7 +233,7 @@ def _adapter(config: Config, division: Division | None, job: Job) -> Adapter | N
 
 
 def _divided(ledger: Ledger, adamw: Any, data: PlannedRanks, division: Division | None) -> Zero1:
-    """Return an optimizer that holds a part of the states and of the float32 masters."""
+    """Return an optimizer that holds a share of the states and of the float32 masters."""
     apart = None
     if division is not None and division.experts is not None:
         apart = division.of_experts, data.split(0)
@@ -251,7 +251,7 @@ def _sums(
     states: Zero1 | None,
     division: Division | None,
 ) -> dict[str, Any]:
-    """Return the sums of gradients that this rank's step uses, over ranks with other tokens."""
+    """Return the gradients summed over ranks with other tokens, for the step of this rank."""
     if states is not None:
         return states.sums(gradients)
     sums: dict[str, Any] = {}
@@ -266,26 +266,26 @@ def _sums(
 
 
 class _Runs:
-    """Runs the steps of a stage, and sums their gradients."""
+    """Runs the steps of a stage and sums their gradients."""
 
     def __init__(self, model: Any, batch: Mapping[str, Any], job: Job) -> None:
         self.model, self.batch, self.objective = model, batch, job.objective
         every = job.recompute_every
         every = CheckpointConfig(True, every) if isinstance(every, int) else every
         self.how = TrainingStep(checkpoint=every)
-        self.learns = model if model.gather is None else model.gather.__self__
+        self.trainer = model if model.gather is None else model.gather.__self__
         division = model.division
         staged = division is not None and division.stages is not None
         stage = ModelStage(model, model.trainable, self.how, job.objective) if staged else None
         self.stage = stage
         self.sums: dict[str, Any] = {} if self.stage is None else self.stage.sums
 
-    def learn_the_order(self) -> None:
-        """Run a step from which Zero3 learns the order of blocks, as in the first step of a run."""
+    def record_order(self) -> None:
+        """Run a step in which Zero3 records the order of blocks, as in the first step of a run."""
         self._gradients()
 
     def run(self, step: Step) -> None:
-        """Run a step forward or backward; with a single stage the backward step does both."""
+        """Run a forward or backward step; with a single stage, the backward step runs both."""
         stage = self.stage
         if stage is None:
             if step.backward:
@@ -303,7 +303,7 @@ class _Runs:
         """Return the gradients of a single stage."""
         function = partial(self.objective, **self.batch)
         gradients: dict[str, Any]
-        _, gradients = self.learns.value_and_gradients(function, **self.how._asdict())
+        _, gradients = self.trainer.value_and_gradients(function, **self.how._asdict())
         return gradients
 
     def _add(self, gradients: dict[str, Any]) -> None:
@@ -315,7 +315,7 @@ class _Runs:
 
 
 def _place(model: Any, division: Division | None, context: Any, dtype: Any) -> None:
-    """Set the part of a model that this rank has."""
+    """Set the part of a model that this rank holds."""
     model.division, model.context = division, context if context.size > 1 else None
     if division is not None and model.gather is not None:
         division.kept = model.gather.__self__.kept

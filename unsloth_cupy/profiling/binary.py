@@ -1,4 +1,4 @@
-"""Compiles kernels with NVRTC without a GPU, and reads their resources from the log of ptxas."""
+"""Compiles kernels with NVRTC, without a GPU, and reads their resources from the ptxas log."""
 
 import functools
 import re
@@ -8,7 +8,7 @@ from ..core import gpu
 from ..errors import KernelError
 
 VERBOSE = ("--ptxas-options=-v",)
-# Limits of an SM: threads, blocks, bytes of shared memory.  All have 65,536 registers.
+# Limits per SM: threads, blocks, bytes of shared memory.  All SMs have 65,536 registers.
 PROCESSOR = {
     80: (2048, 32, 164 << 10),
     86: (1536, 16, 100 << 10),
@@ -25,10 +25,10 @@ PROCESSOR = {
 class Resources(NamedTuple):
     """The resources of a compiled kernel, as ptxas reports them."""
 
-    registers: int  # of a thread
-    shared: int  # bytes of static shared memory of a block
-    local: int  # bytes of a thread's stack frame
-    spilled: int  # bytes of spill stores and loads
+    registers: int  # registers per thread
+    shared: int  # bytes of static shared memory per block
+    local: int  # bytes of the stack frame per thread
+    spilled: int  # bytes of register spill stores and loads
 
 
 def version() -> tuple[int, int]:
@@ -49,9 +49,9 @@ def compiled(
     more: tuple[str, ...] = VERBOSE,
     options: tuple[str, ...] | None = None,
 ) -> tuple[bytes, str]:
-    """Return the cubin of a translation unit, as ``cupy.RawModule`` compiles it, and ptxas's log.
+    """Return the cubin of a translation unit, compiled like ``cupy.RawModule``, and the ptxas log.
 
-    ``options`` are by default those that the library uses for this source; ``more`` are added.
+    ``options`` defaults to the options of the library for this source; ``more`` are added.
 
     Raises
     ------
@@ -66,7 +66,7 @@ def compiled(
     program = nvrtc.createProgram(source, "unit.cu", (), ())
     try:
         nvrtc.compileProgram(program, (*with_includes, *cupy_options))
-        # CuPy's getCUBIN drops the last byte
+        # getCUBIN of CuPy drops the last byte
         return nvrtc.getCUBIN(program) + b"\0", nvrtc.getProgramLog(program)
     except nvrtc.NVRTCError as error:
         raise KernelError(f"{nvrtc.getProgramLog(program)}\n{source}") from error
@@ -85,7 +85,7 @@ def resources(source: str, kernel: str, architecture: int) -> Resources | None:
 
 
 def read_log(log: str) -> dict[str, Resources]:
-    """Return the resources of every kernel in a log of ptxas, by name."""
+    """Return the resources of each kernel in a ptxas log, by name."""
     pattern = (
         r"entry function '(\w+)'.*?(\d+) bytes stack frame, (\d+) bytes spill stores,"
         r" (\d+) bytes spill loads.*?Used (\d+) registers([^\n]*)"
@@ -99,9 +99,9 @@ def read_log(log: str) -> dict[str, Resources]:
 
 
 def occupancy(architecture: int, registers: int, shared: int, threads: int) -> int:
-    """Return the share of an SM's threads that can be resident, in percent, rounded down.
+    """Return the occupancy in percent, rounded down: the resident share of the threads of an SM.
 
-    ``shared`` is the static and the dynamic shared memory of a block in bytes.
+    ``shared`` is the static plus dynamic shared memory per block in bytes.
     """
     most, blocks, per_sm = PROCESSOR[architecture]
     warps = -(-threads // 32)

@@ -1,4 +1,4 @@
-"""GPUs by name: the properties that launches depend on, and rates from datasheets for floors."""
+"""GPUs by name: the properties that launches depend on, and datasheet rates for the roofline."""
 
 import difflib
 import re
@@ -13,35 +13,35 @@ from ..kernel_cache import OLDEST
 
 
 class Card(NamedTuple):
-    """A GPU: bandwidth in GB/s, rates of products in TFLOP/s, without sparsity."""
+    """A GPU: bandwidth in GB/s, rates of matrix products in TFLOP/s, without sparsity."""
 
     name: str
     architecture: int
     processors: int
     bandwidth: float | None = None
-    products: float | None = None  # of float16 and bfloat16, summed in float32
-    products32: float | None = None  # of float32, without tensor cores (no TF32)
+    products: float | None = None  # float16 and bfloat16, with float32 accumulation
+    products32: float | None = None  # float32 without tensor cores (no TF32)
 
     @property
     def limits(self) -> Limits:
-        """The limits by which a kernel's launch chooses its configuration."""
+        """The limits from which a launch chooses its configuration."""
         shared = SHARED[self.architecture] << 10
         return Limits(self.architecture, shared, self.processors, self.architecture >= 90)
 
     def rate(self, dtype: Any, family: str = "") -> float | None:
-        """Return the TFLOP/s of products of a dtype, doubled for 8-bit codes; None if unknown."""
+        """Return the TFLOP/s of matrix products, doubled for 8-bit codes; None if unknown."""
         wide = getattr(dtype, "name", str(dtype)) in ("float32", "float64")
-        known = self.products32 if wide and family != "quantized" else self.products
-        return known if known is None or family != "quantized" else 2 * known
+        rate = self.products32 if wide and family != "quantized" else self.products
+        return rate if rate is None or family != "quantized" else 2 * rate
 
 
-# KiB of shared memory of a block: CUDA C++ Programming Guide, table of compute capabilities.
+# KiB of shared memory per block: CUDA C++ Programming Guide, table of compute capabilities.
 SHARED = {80: 163, 86: 99, 87: 163, 89: 99, 90: 227, 100: 227, 103: 227, 120: 99, 121: 99}
 # SMs of the largest GPU of each architecture: the default if only the architecture is known.
 PROCESSORS = {80: 108, 86: 84, 87: 16, 89: 142, 90: 132, 100: 148, 103: 148, 120: 188, 121: 48}
 
-# NVIDIA's datasheets of each GPU: SMs, GB/s, TFLOP/s.  Rates stated with sparsity are halved, those
-# of a board with eight GPUs are divided by 8.
+# NVIDIA's datasheets: SMs, GB/s, TFLOP/s.  Rates stated with sparsity are halved, and rates of a
+# board with eight GPUs are divided by 8.
 SERVERS = {
     "a100": Card("A100 80GB", 80, 108, 2039, 312, 19.5),
     "a100 40gb": Card("A100 40GB", 80, 108, 1555, 312, 19.5),
@@ -64,11 +64,11 @@ SERVERS = {
     "gh200 144gb": Card("GH200 144GB", 90, 132, 4900, 989.5, 67),
     "b200": Card("B200", 100, 148, 8000, 2250, 75),
     "b300": Card("B300", 103, 148, 8000, 2250, 75),
-    "gb10": (spark := Card("GB10", 121, 48, 273)),  # no rate of 16-bit products is stated
+    "gb10": (spark := Card("GB10", 121, 48, 273)),  # the rate of 16-bit products is not published
     "dgx spark": spark,
 }
-# Datasheets of the RTX workstation GPUs: a product of 16-bit floats runs at 4 times the rate of
-# float32, as is stated for float32 and for 8- or 4-bit floats.  RTX PRO 6000 Server: "RTX PRO 6000
+# Datasheets of the RTX workstation GPUs: 16-bit products run at 4 times the rate of float32, by the
+# published rates for float32 and for 8- or 4-bit floats.  RTX PRO 6000 Server: "RTX PRO 6000
 # Blackwell Server Edition", December 2025, page 3 (1597 GB/s, 120 TFLOP/s).  RTX PRO 6000 Max-Q:
 # 110 TFLOP/s are 188 SMs of 256 operations a cycle at a boost clock of 2288 MHz.
 WORKSTATIONS = {
@@ -127,7 +127,8 @@ OLDER = {
 }
 NAMES = (*CARDS, *(f"sm_{each}" for each in SHARED))
 EXAMPLE = 'a mapping such as {"architecture": 90, "bandwidth": 4800, "products": 989.5}'
-# Parts of a name that tell no GPU from another: makers, editions, memory and sockets.
+# TOKENS splits a name into words; SILENT are words that do not distinguish GPUs: makers, editions,
+# memory and sockets.
 TOKENS = r"\d{3}(?=\d{2}gb)|\d+gb|(?:sxm|hbm)\d*e?|[a-z]+|\d+"
 MAKERS = (
     "nvidia|tesla|geforce|rtx|jetson|blackwell|gpu|tensor|core|generation|founders|workstation"
@@ -137,7 +138,7 @@ SILENT = rf"{MAKERS}|\d+gb|(?:sxm|hbm)\d*e?|pcie"
 
 
 def card_of(device: Any) -> Card:
-    """Return the card of a name ("h200"), an architecture ("sm_90"), a mapping or a NamedTuple."""
+    """Return the card for a name ("h200"), architecture ("sm_90"), mapping or NamedTuple."""
     if hasattr(device, "_asdict"):
         device = device._asdict()
     if isinstance(device, Mapping):
@@ -149,7 +150,7 @@ def card_of(device: Any) -> Card:
 
 
 def card_named(name: str) -> Card:
-    """Return the card of a name in any spelling, or of an architecture; raise a ConfigError."""
+    """Return the card for a name in any spelling or an architecture, or raise a ConfigError."""
     plain = re.sub(r"[\W_]|nvidia|geforce|tesla", "", name.lower())
     number = re.fullmatch(r"(?:sm|compute|cc)_?(\d+)[af]?|(?:cc ?)?(\d+)\.(\d)", name.lower())
     older = [arch for arch, pattern in OLDER.items() if re.fullmatch(pattern, plain)]
@@ -158,7 +159,7 @@ def card_named(name: str) -> Card:
         return _checked({"architecture": architecture})
     if 0 < architecture < OLDEST:
         its = f"{name} is sm_{architecture}" if older else f"sm_{architecture} is older"
-        raise ConfigError(f"kernels need sm_{OLDEST} or newer, and {its}; name one as l4, rtx 3090")
+        raise ConfigError(f"kernels need sm_{OLDEST} or newer, and {its}; try l4 or rtx 3090")
     short = {re.sub(r"\W|rtx", "", key): key for key in CARDS}
     if card_key := short.get(plain.replace("rtx", "")) or _matching(name):
         return CARDS[card_key]
@@ -169,7 +170,7 @@ def card_named(name: str) -> Card:
 
 
 def _matching(name: str) -> str | None:
-    """Return the key of the card that has all words of a name that matter, and most of them."""
+    """Return the key of the card with all relevant words of a name and the most words, or None."""
     words = _words(name)
     terms = {word for word in words if not re.fullmatch(SILENT, word)}
     matches = [key for key in CARDS if terms <= _words(key) <= words | {"rtx"}]
@@ -181,9 +182,10 @@ def _words(name: str) -> set[str]:
 
 
 def card_here(number: int) -> Card:
-    """Return the GPU of this number in this machine, with the rates of its name if known.
+    """Return GPU ``number`` of this machine, with the datasheet rates if its name is known.
 
-    A part of a GPU, and one for laptops, has fewer processors than the card of that name.
+    Rates are left out if the number of SMs differs from the card: a MIG slice or a laptop GPU has
+    fewer.
     """
     gpu_name = gpu.cupy().cuda.runtime.getDeviceProperties(number)["name"].decode()
     limits, card_key = gpu.limits_of(number), _matching(gpu_name)
@@ -193,7 +195,7 @@ def card_here(number: int) -> Card:
 
 
 def _checked(fields: dict[str, Any]) -> Card:
-    """Return the card of these fields, or raise a ConfigError; missing rates are unknown."""
+    """Return a card with these fields, or raise a ConfigError; missing rates are unknown."""
     call = f"explain(device={fields!r})"
     if unknown := fields.keys() - set(Card._fields):
         names = ", ".join(sorted(map(str, unknown)))

@@ -1,10 +1,10 @@
-"""Explains what a call would do on a GPU, from a run of it on arrays without elements.
+"""Explains what a call does on a GPU, by running it on arrays without elements.
 
     print(explain(attention, q, k, v, causal=True, device="h200"))
     print(explain(model.loss_and_gradients, tokens, labels, device="rtx4090"))
 
-The launch code of the ops runs as it does on a GPU, on planned arrays, which have a shape and a
-dtype only.  A recorder notes the kernels, launches and arrays that it requests.
+The launch code of the ops runs as on a GPU, but on planned arrays, which have only a shape and a
+dtype.  A recorder stores the kernels, launches and allocations.
 """
 
 import re
@@ -30,25 +30,25 @@ from .watch import dtype_of, watching
 def explain(
     function: Callable[..., Any], *args: Any, device: Any = None, **options: Any
 ) -> Explanation:
-    """Return what a call does: kernels and why, launches, bytes, operations, floors in time.
+    """Explain a call: kernel or definition and why, launches, bytes, operations, roofline.
 
-    Nothing is computed: the call runs on arrays that have shapes and dtypes but no elements, and
-    its launches are recorded.  If an op repeats equal steps in a loop, such as chunks of rows, one
-    of them is recorded.  A floor is the longer of two times: that of the bytes that the call must
-    move, each array once, at the card's bandwidth, and that of its products at the card's rate.
-    The values of masks and lengths are unknown, so they are assumed to hide nothing.
+    Nothing is computed: the call runs on arrays without elements, and its launches are recorded.
+    If an op repeats equal steps in a loop, such as chunks of rows, one step is recorded.  The floor
+    is a lower bound of the time by the roofline model: the maximum of ``bytes / bandwidth``, where
+    each array is moved once, and ``operations / rate`` of the matrix products.  Values of masks and
+    lengths are unknown: no position counts as masked.
 
     Parameters
     ----------
     function : callable
         An op, a function made of ops, or a method of a model.
     *args, **options
-        Arguments of the call: arrays of any library, or ``shape(sizes, dtype)`` in their place.
+        Arguments of the call: arrays of any library, or ``shape(sizes, dtype)`` as placeholders.
     device : str or mapping, optional
         Name of a card ("h200", "rtx4090"), an architecture ("sm_86"), or a mapping or NamedTuple
-        with ``architecture`` and, if known, ``processors``, ``bandwidth`` in GB/s, ``products``
-        in TFLOP/s of 16-bit floats and ``products32`` of float32.  By default the device of the
-        arrays.
+        with ``architecture`` and optionally ``processors``, ``bandwidth`` in GB/s, ``products``
+        (16-bit matrix products) and ``products32`` (float32) in TFLOP/s.  The default is the device
+        of the arrays.
 
     Returns
     -------
@@ -58,9 +58,9 @@ def explain(
     Raises
     ------
     ConfigError
-        The device is unknown, shapes are passed without one, or function is not callable.
+        The device is unknown, shapes are passed without a device, or function is not callable.
     ShapeError, DTypeError
-        The call itself would raise it.
+        The call itself raises it.
     """
     if not callable(function):
         raise ConfigError(f"explain({function!r}): function is not callable; pass an op")
@@ -86,15 +86,15 @@ def explain(
 
 
 class HasLaunches(Protocol):
-    """A recorder of launches."""
+    """An object that stores launches."""
 
     launches: list[Launch]
 
 
 class Described:
-    """A target for a described GPU: it owns planned arrays; launches are recorded, not run.
+    """A target for a GPU described by its limits: owns planned arrays, and records launches.
 
-    ``maps`` says whether compiler and driver support tensor maps.
+    ``maps`` is whether compiler and driver support tensor maps.
     """
 
     def __init__(self, limits: Limits, *, maps: bool = True) -> None:
@@ -109,7 +109,7 @@ class Described:
         return hash(self.known)
 
     def owns(self, array: Any) -> bool:
-        """Return whether an array is a planned array of a GPU."""
+        """Return whether an array is a planned GPU array."""
         return array.__class__ is Planned
 
     def compile(self, name: str, source: str) -> Callable[..., None]:
@@ -146,15 +146,15 @@ class Described:
 
 
 class Recorder:
-    """Records calls of ops: a step for each call that is not inside another op's."""
+    """Records calls of ops: one step per call that is not inside a call of another op."""
 
     def __init__(self, card: Card | None) -> None:
         self.card = card
         self.steps: list[Step] = []
-        self.launches: list[Launch] = []  # of the running call
-        self.outside: list[Launch] = []  # launches of no op, such as those of an optimizer
-        self.sizes: list[int] = []  # bytes of all arrays
-        self.defined: list[str] = []  # reasons why definitions ran in the running call
+        self.launches: list[Launch] = []  # launches of the running call
+        self.outside: list[Launch] = []  # launches outside ops, such as an optimizer step
+        self.sizes: list[int] = []  # bytes of all allocated arrays
+        self.defined: list[str] = []  # why definitions ran in the running call
         self.depth = 0  # 1 inside a call, else 0
 
     def take(self, size: int) -> int:
@@ -166,11 +166,11 @@ class Recorder:
         """Do nothing when an array is freed."""
 
     def begin(self) -> None:
-        """Forget what was recorded before the call."""
+        """Discard all records before the call."""
         self.steps, self.launches, self.outside, self.sizes = [], [], [], []
 
     def wrapped(self, op: Any, run: Run, why: str | None) -> Run:
-        """Return a function that records a call, or the definition inside one, and runs it."""
+        """Wrap ``run`` to record a call, or the definition inside a call."""
 
         def definition(arrays: list[Any], options: dict[str, Any]) -> Any:
             if self.depth == 1:
@@ -197,7 +197,7 @@ class Recorder:
     def step(
         self, op: Any, operands: dict[str, Any], options: Any, result: Any, sizes: list[int]
     ) -> Step:
-        """Return the step of a finished call; ``sizes`` are the bytes of each allocated array."""
+        """Return the step of a finished call; ``sizes`` are the bytes of the allocated arrays."""
         from ..bench.timing import counts
 
         arrays = {name: a for name, a in operands.items() if hasattr(a, "nbytes")}
@@ -222,7 +222,7 @@ class Recorder:
         )
 
     def floor(self, moved: int, count: int, dtype: Any, family: Any) -> tuple[float | None, str]:
-        """Return the minimum seconds of a call, and what bounds it: memory or products."""
+        """Return the roofline time of a call in seconds, and its bound: "memory" or "products"."""
         card = self.card
         if card is None or card.bandwidth is None:
             return None, ""
@@ -239,7 +239,7 @@ _recorder: ContextVar[HasLaunches | None] = ContextVar("recorder", default=None)
 
 @contextmanager
 def recording(recorder: HasLaunches) -> Iterator[None]:
-    """Record the launches of described GPUs inside a ``with`` block."""
+    """Record launches on a ``Described`` target inside a ``with`` block."""
     token = _recorder.set(recorder)
     try:
         yield
@@ -248,12 +248,12 @@ def recording(recorder: HasLaunches) -> Iterator[None]:
 
 
 def _is_shown(value: Any) -> bool:
-    """Return whether an option is shown: not None, False or an array."""
+    """Return whether to show an option: it is not None, False or an array."""
     return value is not None and value is not False and not hasattr(value, "nbytes")
 
 
 def _card_of_arrays(arrays: list[Any]) -> Card | None:
-    """Return the GPU that the arrays are on; None for the host."""
+    """Return the GPU of the arrays; None for the host."""
     for array in arrays:
         if gpu.is_cupys(array.__class__):
             return card_here(gpu.number(array))
@@ -264,5 +264,5 @@ def _card_of_arrays(arrays: list[Any]) -> Card | None:
         if gpu.count():
             return card_here(0)
         cure = 'pass the name of a GPU, as device="h200"'
-        raise ConfigError(f"explain(shape(...)): a shape is on no device; {cure}")
+        raise ConfigError(f"explain(shape(...)): a shape has no device; {cure}")
     return None

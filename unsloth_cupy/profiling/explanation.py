@@ -1,4 +1,4 @@
-"""The result of ``explain``: the calls of ops with their launches, and the tables of them."""
+"""The result of ``explain``: calls of ops with their launches, and their tables."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,8 +14,8 @@ from .cards import Card
 class Launch(NamedTuple):
     """One launch of a kernel.
 
-    ``shared`` is the dynamic shared memory of a block in bytes, ``source`` the translation unit,
-    ``architecture`` the compute capability that it is compiled for, as 86 for sm_86.
+    ``shared`` is the dynamic shared memory per block in bytes, ``source`` the translation unit,
+    ``architecture`` its compute capability, such as 86 for sm_86.
     """
 
     kernel: str
@@ -29,27 +29,27 @@ class Launch(NamedTuple):
 
     @property
     def resources(self) -> Resources | None:
-        """Resources of the compiled kernel; None without NVRTC.  Compiling takes about a second."""
+        """The resources of the compiled kernel; None without NVRTC.  Compiles for about 1 s."""
         return resources(self.source, self.kernel, self.architecture) if self.source else None
 
     @property
     def occupancy(self) -> int | None:
-        """The share of an SM's threads that can be resident, in percent; None without NVRTC."""
-        used = self.resources
-        if used is None:
+        """The occupancy in percent; None without NVRTC."""
+        own = self.resources
+        if own is None:
             return None
-        shared, threads = used.shared + self.shared, math.prod(self.block)
-        return occupancy(self.architecture, used.registers, shared, threads)
+        shared, threads = own.shared + self.shared, math.prod(self.block)
+        return occupancy(self.architecture, own.registers, shared, threads)
 
     @property
     def tiles(self) -> str:
-        """What the blocks of a grouped product compute, in words; of other kernels empty."""
+        """The tiles of a grouped product, as text; empty for other kernels."""
         if not self.file.startswith("grouped"):
             return ""
         tile, blocks = f"{self.constants['ROWS']} x {self.constants['COLUMNS']}", self.grid[0]
         if self.constants["FORM"] == "2":
-            return f"tiles of {tile} of the gradients of all experts: {blocks:,}, one a block"
-        return f"tiles of {tile}, one a block: {blocks:,} at most, the last of an expert in part"
+            return f"tiles of {tile} for the gradients of all experts: {blocks:,}, one per block"
+        return f"tiles of {tile}, one per block: at most {blocks:,}, the last of an expert partial"
 
     def __str__(self) -> str:
         """Return the launch as a line of text."""
@@ -61,9 +61,10 @@ class Launch(NamedTuple):
 class Step(NamedTuple):
     """One call of an op.
 
-    ``arrays`` and ``allocated_bytes`` count the arrays that it allocates, with its results;
-    ``moved`` is the bytes that it must move, ``operations`` those of its products; ``floor`` is in
-    seconds, None if no rate is known, and ``bound`` is what determines it: memory or products.
+    ``arrays`` and ``allocated_bytes`` count the allocated arrays, including results; ``moved`` is
+    the minimum number of bytes to move, ``operations`` the number of operations in matrix products.
+    ``floor`` is the roofline time in seconds, None if a rate is unknown, and ``bound`` is its
+    bound: "memory" or "products".
     """
 
     op: str
@@ -80,7 +81,7 @@ class Step(NamedTuple):
 
     @property
     def ran_as(self) -> str:
-        """Return kernel or definition."""
+        """Either "kernel" or "definition"."""
         return "kernel" if self.kernel else "definition"
 
     def __str__(self) -> str:
@@ -93,12 +94,10 @@ class Step(NamedTuple):
                 rows.append(("", constants))
             if tiles := launch.tiles:
                 rows.append(("", tiles))
-            if (used := launch.resources) is not None:
-                spilled = f", {used.spilled} bytes spilled" if used.spilled else ""
-                registers = f"{used.registers} registers per thread{spilled}"
-                static = f", {format_bytes(used.shared)} of static shared memory" * bool(
-                    used.shared
-                )
+            if (own := launch.resources) is not None:
+                spilled = f", {own.spilled} bytes spilled" if own.spilled else ""
+                registers = f"{own.registers} registers per thread{spilled}"
+                static = f", {format_bytes(own.shared)} of static shared memory" * bool(own.shared)
                 rows.append(("", f"{registers}{static}, occupancy {launch.occupancy} %"))
         rows.append(("allocates", f"{self.arrays} arrays, {format_bytes(self.allocated_bytes)}"))
         rows.append(("moves", f"{format_bytes(self.moved)} at least"))
@@ -111,18 +110,18 @@ class Step(NamedTuple):
 
 @dataclass(frozen=True)
 class Explanation:
-    """What a call does; ``print`` shows it as a table.
+    """The explanation of a call; ``print`` shows it as a table.
 
     Attributes
     ----------
     card : Card or None
-        The GPU that is described; None if arrays are NumPy's.
+        The GPU; None for NumPy arrays.
     steps : tuple of Step
-        One for every call of an op, in order.
+        One step per call of an op, in order.
     outside : tuple of Launch
-        Launches that belong to no op, such as an optimizer's.
+        Launches outside ops, such as an optimizer step.
     graph : str
-        Of a call with ``graph=True``: whether it becomes a CUDA graph, or why not.
+        For a call with ``graph=True``: whether it becomes a CUDA graph, or why not.
     """
 
     card: Card | None
@@ -132,13 +131,13 @@ class Explanation:
 
     @property
     def floor(self) -> float | None:
-        """Sum of the floors in seconds; None if a floor is unknown."""
+        """The sum of all floors in seconds; None if a floor is unknown."""
         floors = [step.floor for step in self.steps]
         return sum(each for each in floors if each is not None) if None not in floors else None
 
     @property
     def ops(self) -> Mapping[str, Sequence[Step]]:
-        """The steps by op, those with the longest floors first."""
+        """The steps by op; the op with the longest floor comes first."""
         by_op: dict[str, list[Step]] = {}
         for step in self.steps:
             by_op.setdefault(step.op, []).append(step)
@@ -147,7 +146,7 @@ class Explanation:
 
     @property
     def parts(self) -> Mapping[str, float]:
-        """The floors in seconds by family of ops: attention, linear, norms; the longest first."""
+        """The floors in seconds by family of ops, such as attention or norms; longest first."""
         floors: dict[str, float] = {}
         for step in self.steps:
             op = OPS.get(step.op)
@@ -188,35 +187,35 @@ class Explanation:
                 f"{part} {time(floor)} ({floor / whole:.0%})" for part, floor in parts.items()
             ]
             if whole and len(parts) > 1:
-                lines.append(f"on {name} this cannot be faster than {time(whole)}, of which are:")
+                lines.append(f"lower bound on {name}: {time(whole)}, by family of ops:")
                 lines.append(f"  {', '.join(shares)}")
         return "\n".join(lines)
 
     def _head(self) -> str:
-        """Return the first line: the card and its rates."""
+        """Return the first line: the GPU and its rates."""
         if self.card is None:
             return "on the host"
         card = self.card
-        rates = "no rates are known, so there are no floors"
+        rates = "unknown rates, so no floors"
         if card.bandwidth is not None:
             rates = f"{card.bandwidth:g} GB/s"
             rates += f", products {card.products:g} TFLOP/s" if card.products else ""
             rates += f", of float32 {card.products32:g}" if card.products32 else ""
             if self.floor is None:
-                lacking = [n for n in ("products", "products32") if getattr(card, n) is None]
-                rates += f"; there is no floor without {' and '.join(lacking)}: state the rate"
+                missing = [n for n in ("products", "products32") if getattr(card, n) is None]
+                rates += f"; the floor needs {' and '.join(missing)}: pass the rate in TFLOP/s"
         return f"on {card.name}: sm_{card.architecture}, {card.processors} SMs, {rates}"
 
 
 def time(seconds: float) -> str:
-    """Return a time with its unit."""
+    """Return a time as text with its unit."""
     if seconds < 1e-3:
         return f"{seconds * 1e6:.2f} us"
     return f"{seconds * 1e3:.2f} ms" if seconds < 1 else f"{seconds:.2f} s"
 
 
 def aligned(rows: Iterable[Sequence[Any]]) -> list[str]:
-    """Return rows of cells as lines; words are aligned to the left and numbers to the right."""
+    """Return a table as lines; text is left-aligned, and numbers are right-aligned."""
     cells = [[str(cell) for cell in row] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     number = [all(row[i][:1].isdigit() or row[i] == "-" for row in cells[1:]) for i in

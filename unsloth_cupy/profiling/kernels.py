@@ -1,7 +1,7 @@
-"""The table of the kernels launched during a profile, with their registers and occupancy.
+"""The table of the kernels launched in a profile, with their registers and occupancy.
 
-A profile stores the form of each call that ran as kernels.  The launches are then those that
-``explain`` finds for the form, and registers are those of the loaded functions.
+A profile stores the form (shapes, dtypes, options) of each call that ran as kernels.  ``explain``
+then determines the launches of each form, and the loaded functions report their registers.
 """
 
 import math
@@ -23,7 +23,7 @@ TITLES = ("kernel", "op", "calls", "grid", "block", "shared", "registers", "occu
 
 
 class Form:
-    """Calls of an op that agree in shapes, dtypes, strides and options."""
+    """Calls of an op with equal shapes, dtypes, strides and options."""
 
     def __init__(self, op: str, arrays: dict[str, Any], options: dict[str, Any]) -> None:
         on_gpu = next(a for a in arrays.values() if gpu.is_cupys(a.__class__))
@@ -32,7 +32,7 @@ class Form:
         self.maps = available(on_gpu)
 
     def launches(self) -> list[Launch]:
-        """Return the launches of such a call, with those of the ops inside it."""
+        """Return the launches of such a call, including ops inside it."""
         recorder, limits = Recorder(None), gpu.limits_of(self.device)
         with (
             recording(recorder),
@@ -59,7 +59,7 @@ class Forms:
             self.known[key] = Form(op, arrays, options)
 
     def table(self) -> str:
-        """Return a table with a line for each kernel and launch configuration; may be empty."""
+        """Return a table with one line per kernel and launch configuration; "" if there is none."""
         distinct: dict[Any, tuple[Form, Launch]] = {}
         for form in self.known.values():
             for each in form.launches():
@@ -72,12 +72,12 @@ class Forms:
 class Used(NamedTuple):
     """The resources of a loaded kernel."""
 
-    registers: int  # of a thread
-    shared: int  # bytes of static shared memory of a block
+    registers: int  # registers per thread
+    shared: int  # bytes of static shared memory per block
 
 
 def used_by(launch: Launch, device: int) -> Used:
-    """Return the resources of a launch's function, loaded on a GPU."""
+    """Return the resources of the function of a launch, loaded on a GPU."""
     cupy = gpu.cupy()
     with cupy.cuda.Device(device):
         module = unit(cupy, launch.source, gpu.compiler_options(launch.source))
@@ -86,19 +86,19 @@ def used_by(launch: Launch, device: int) -> Used:
 
 
 def _row(launch: Launch, form: Form) -> list[Any]:
-    """Return the cells of a launch in the table."""
-    used, limits = used_by(launch, form.device), gpu.limits_of(form.device)
+    """Return the table cells of a launch."""
+    function, limits = used_by(launch, form.device), gpu.limits_of(form.device)
     threads = math.prod(launch.block)
-    shared = used.shared + launch.shared
-    known = limits.architecture in PROCESSOR
-    share = f"{occupancy(limits.architecture, used.registers, shared, threads)}%" if known else "-"
+    shared, registers, share = function.shared + launch.shared, function.registers, "-"
+    if limits.architecture in PROCESSOR:
+        share = f"{occupancy(limits.architecture, registers, shared, threads)}%"
     sizes = [" x ".join(map(str, each)) for each in (launch.grid, launch.block)]
-    numbers = [format_bytes(shared), used.registers, share]
+    numbers = [format_bytes(shared), registers, share]
     return [launch.kernel, form.op, form.calls, *sizes, *numbers]
 
 
 def _key_of(pair: tuple[str, Any]) -> Any:
-    """Return a hashable key of an argument: of an array, its type, shape, dtype and strides."""
+    """Return a hashable key of an argument; for an array: type, shape, dtype and strides."""
     name, value = pair
     if hasattr(value, "shape"):
         return name, value.__class__, value.shape, str(value.dtype), getattr(value, "strides", None)

@@ -1,7 +1,7 @@
-"""Compiles every kernel that training and generation of a model will launch, ahead of time.
+"""Compiles all kernels for training and generation with a model, ahead of time.
 
-The step of ``plan_memory``, and a prompt followed by one token, run on arrays without elements; the
-kernels that they launch are compiled in parallel and written to disk.
+The training step of ``plan_memory``, and a prompt with one decoding step, run on arrays without
+elements; the kernels that they launch are compiled in parallel and written to disk.
 """
 
 import os
@@ -31,7 +31,7 @@ from .explain import Described, recording
 from .explanation import Launch
 from .watch import watching
 
-PROMPT = 2  # new tokens after a prompt: the decoding step, which a CUDA graph holds, runs once
+PROMPT = 2  # new tokens after a prompt, so that the decoding step runs once
 
 
 class Unit(NamedTuple):
@@ -51,13 +51,13 @@ class Compiled(NamedTuple):
 
 
 class Collector:
-    """Records all launches of calls."""
+    """Records all launches."""
 
     def __init__(self) -> None:
         self.launches: list[Launch] = []
 
     def wrapped(self, op: Any, run: Run, why: str | None) -> Run:
-        """Return ``run`` itself: calls are not changed."""
+        """Return ``run`` unchanged."""
         return run
 
 
@@ -71,7 +71,7 @@ def launches_of(
     quantization: str | None = None,
     **options: Any,
 ) -> list[Launch]:
-    """Return one launch of every kernel in a training step, a prompt and the next token.
+    """Return one launch of each kernel in a training step, a prompt and a decoding step.
 
     Parameters
     ----------
@@ -80,11 +80,11 @@ def launches_of(
     card : Card
         The GPU to compile for.
     batch, tokens : int
-        Rows, and tokens in a row, of a step and of a prompt.
+        Rows, and tokens per row, of a step and of a prompt.
     dtype : str
         Dtype of the computation.
     quantization : str, optional
-        Kind of the linear layers; without a rank among the options, there is no training step.
+        Quantization of the linear layers; without a ``rank``, there is no training step.
     **options
         Options of ``plan_memory``.
 
@@ -107,7 +107,7 @@ def launches_of(
 def _generate(
     values: Mapping[str, Any], dtype: str, quantization: str | None, sizes: tuple[int, int]
 ) -> None:
-    """Process a prompt and run one decoding step, as ``generate`` does on a GPU."""
+    """Run a prompt and one decoding step, as ``generate`` does on a GPU."""
     config = parse(values)
     kind = float_dtype("precompile", dtype, KERNEL_DTYPES)
     parameters: Any = {name: Planned.of(size, kind) for name, size in config.shapes().items()}
@@ -123,7 +123,7 @@ def _generate(
 
 
 def units_of(launches: Iterable[Launch], architecture: int) -> list[Unit]:
-    """Return the translation units to compile, each once for all its kernels."""
+    """Return the distinct translation units to compile."""
     number, name = version(), str(architecture)
     units = []
     for source, kernel in {launch.source: launch.kernel for launch in launches}.items():
@@ -135,7 +135,7 @@ def units_of(launches: Iterable[Launch], architecture: int) -> list[Unit]:
 def precompile(
     units: Iterable[Unit], root: Path, processes: int | None = None
 ) -> Iterator[Compiled]:
-    """Compile the units that are not in the cache, in parallel, and yield each when it is ready.
+    """Compile units that are not in the cache, in parallel; yield each unit when it is ready.
 
     Raises
     ------
@@ -172,7 +172,7 @@ def compile_unit(unit: Unit, root: Path) -> Compiled:
 
 
 def needs_compiler() -> None:
-    """Raise a ConfigError if CuPy or NVRTC is not installed."""
+    """Raise a ConfigError unless CuPy and NVRTC are installed."""
     try:
         version()
     except (ImportError, RuntimeError) as error:

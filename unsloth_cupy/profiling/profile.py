@@ -1,4 +1,4 @@
-"""Times every call of an op inside a ``with`` block.
+"""Times all calls of ops inside a ``with`` block.
 
 with profile() as seen:
 loss, gradients = model.loss_and_gradients(tokens, labels)
@@ -39,14 +39,14 @@ class Profile:
     Attributes
     ----------
     records : list of Record
-        One for every call of an op, in the order in which they ended.
+        One record per call of an op, in the order in which calls ended.
     """
 
     def __init__(self, parameters: Mapping[str, Any], nvtx: bool) -> None:
         named = ((layer_of(name), array) for name, array in held_arrays(parameters))
         self.names = {id(array): layer for layer, array in named}
         self.nvtx = gpu.cupy().cuda.nvtx if nvtx else None
-        self.here = threading.local()  # the running calls and the newest layer of each thread
+        self.here = threading.local()  # running calls and latest layer of each thread
         self.began = time.perf_counter()
         self.ended: list[Ended] = []
         self.timed: list[Record] = []
@@ -54,13 +54,13 @@ class Profile:
 
     @property
     def records(self) -> list[Record]:
-        """The calls so far; on a GPU the host waits for them."""
+        """The calls so far; on a GPU, the host waits until they end."""
         if len(self.timed) != len(self.ended):
             self.timed = [each.timed() for each in self.ended]
         return self.timed
 
     def wrapped(self, op: Any, run: Run, why: str | None) -> Run:
-        """Return a function that times a call, or notes the definition inside one, and runs it."""
+        """Wrap ``run`` to time a call, or to mark that its definition ran."""
         from ..bench.timing import counts
 
         name = op.__name__
@@ -84,7 +84,7 @@ class Profile:
 
     @contextmanager
     def span(self, name: str, like: Any, moved: int) -> Iterator[None]:
-        """Time work that is not an op; ops inside it count the bytes that they move themselves."""
+        """Time work outside ops; ops inside the block count their own bytes."""
         if is_planned(like):
             yield
             return
@@ -111,7 +111,7 @@ class Profile:
                 self.nvtx.RangePop()
 
     def enter(self, opened: Open, name: str, layer: str, counted: tuple[int, int]) -> None:
-        """Store a finished call, also in the call that it is inside of."""
+        """Store a finished call, also in the call that contains it."""
         start, seconds = opened.start - self.began, opened.seconds
         place = phase_of(name), layer, opened.ran_as
         record = Record(name, *place, start, seconds, seconds, *counted, threading.get_ident())
@@ -122,23 +122,23 @@ class Profile:
         self.ended.append(ended)
 
     def layer(self, arrays: list[Any]) -> str:
-        """Return the layer of a call: that of the parameter used last, by this or earlier calls."""
+        """Return the layer of the parameter that this or an earlier call used last."""
         layer = next((self.names[id(a)] for a in arrays if id(a) in self.names), None)
         if layer is not None:
             self.here.layer = layer
         return str(getattr(self.here, "layer", ""))
 
     def grouped(self, *fields: str) -> dict[tuple[str, ...], list[Record]]:
-        """Return the records grouped by the values of fields, the longest groups first."""
+        """Group the records by the values of fields; the longest group comes first."""
         groups: dict[tuple[str, ...], list[Record]] = {}
         for record in self.records:
             groups.setdefault(tuple(getattr(record, name) for name in fields), []).append(record)
         return dict(sorted(groups.items(), key=lambda pair: -sum(r.own for r in pair[1])))
 
     def table(self) -> str:
-        """Return the calls by phase and op, with rates, and also by layer if layers are known.
+        """Return a table of times and rates by phase and op, and by layer if layers are known.
 
-        The time of an op does not include that of the ops that it calls.
+        The time of an op excludes the ops that it calls.
         """
         if not self.records:
             return "no op was called"
@@ -163,11 +163,11 @@ class Profile:
         return "\n".join(lines)
 
     def kernels(self) -> str:
-        """Return the kernels that ran on a GPU: grid, block, shared memory, registers, occupancy.
+        """Return a table of the kernels that ran on a GPU; "" if there is none.
 
-        Registers are those of a thread, shared memory is that of a block, static and dynamic, and
-        occupancy is the share of an SM's threads that can be resident.  Arrays of a call are
-        assumed to begin at multiples of 16 bytes.  The text is empty if no kernel ran on a GPU.
+        Columns: grid, block, shared memory per block (static and dynamic), registers per thread,
+        and occupancy (resident share of the threads of an SM).  Arrays are assumed to be aligned
+        to 16 bytes.
         """
         return self.forms.table()
 
@@ -176,7 +176,7 @@ class Profile:
         return "\n\n".join(filter(None, [self.table(), self.kernels()])) + "\n"
 
     def save_trace(self, file: Any) -> None:
-        """Write the calls as JSON for Chrome and Perfetto; the file is complete or not written."""
+        """Write the calls as JSON for Chrome and Perfetto, atomically."""
         events = [
             {
                 "name": record.op,
@@ -200,7 +200,7 @@ class Profile:
             partial.write_text(text, encoding="utf-8")
 
     def plot(self, file: Any) -> None:
-        """Write a picture of the time by op, as PNG, PDF or SVG by the file's suffix."""
+        """Plot the time by op as PNG, PDF or SVG, by the suffix of the file."""
         path = path_of("plot", file)
         if path.suffix[1:].lower() not in FORMATS:
             raise ConfigError(f"plot({str(file)!r}): the suffix is not one of {', '.join(FORMATS)}")
@@ -224,28 +224,28 @@ class Profile:
 def profile(
     *, nvtx: bool = False, parameters: Mapping[str, Any] | None = None
 ) -> Iterator[Profile]:
-    """Time every call of an op inside a ``with`` block, on all threads.
+    """Time all calls of ops inside a ``with`` block, on all threads.
 
-    On a GPU, times are measured between device events; for definitions on NumPy arrays they are
-    wall time.  Calls outside of the block are not slowed down.
+    On a GPU, times are measured between device events; on NumPy arrays, they are wall time.  Calls
+    outside the block have no overhead.
 
     Parameters
     ----------
     nvtx : bool
-        Mark each call as an NVTX range, which Nsight shows; needs CuPy.
+        Mark each call as an NVTX range for Nsight; needs CuPy.
     parameters : {name: array}, optional
-        Parameters of a model, from which calls get the names of their layers.
+        Parameters of a model, to report times by layer.
 
     Returns
     -------
     seen : Profile
-        ``table()`` is text, ``save_trace(file)`` writes JSON for Perfetto, ``plot(file)`` a
-        picture, ``records`` holds the numbers.
+        ``table()`` and ``kernels()`` return text, ``save_trace(file)`` writes JSON for Perfetto,
+        ``plot(file)`` writes a picture, and ``records`` holds the numbers.
 
     Raises
     ------
     ConfigError
-        ``nvtx`` is set, and CuPy is not installed.
+        ``nvtx`` is set, but CuPy is not installed.
     """
     try:
         seen = Profile(parameters or {}, nvtx)
@@ -257,7 +257,7 @@ def profile(
 
 
 def event(arrays: list[Any]) -> Any:
-    """Return an event recorded on the arrays' GPU; None on the host or during graph capture."""
+    """Record an event on the GPU of the arrays; None on the host or during graph capture."""
     on_gpu = next((array for array in arrays if gpu.is_cupys(array.__class__)), None)
     if on_gpu is None:
         return None
@@ -272,7 +272,7 @@ def event(arrays: list[Any]) -> Any:
 
 
 def until_exit(write: Callable[[str], Any]) -> None:
-    """Profile from now on, and write the report when the program ends."""
+    """Start a profile, and write its report when the program ends."""
     block = profile()
     seen = block.__enter__()
     atexit.register(lambda: write(seen.report()))

@@ -1,4 +1,4 @@
-"""Timed calls of ops: their times, the calls inside them, and their phase and layer."""
+"""Timed calls of ops, with nested calls, phase and layer."""
 
 import re
 import time
@@ -18,16 +18,16 @@ class Record(NamedTuple):
     phase: str
     layer: str
     ran_as: str
-    start: float  # seconds since the block began
-    seconds: float  # with the calls inside it
-    own: float  # seconds without them
+    start: float  # seconds since the start of the block
+    seconds: float  # including nested calls
+    own: float  # seconds without nested calls
     moved: int  # bytes
     operations: int
     thread: int
 
 
 class Ended(NamedTuple):
-    """A finished call: its times on the host, GPU events (or None), and the calls inside it."""
+    """A finished call: its host times, GPU events (or None), and nested calls."""
 
     record: Record
     events: Any
@@ -35,7 +35,7 @@ class Ended(NamedTuple):
 
     @property
     def seconds(self) -> float:
-        """Seconds between the GPU events if there are any, else seconds on the host."""
+        """The seconds between the GPU events, or on the host without events."""
         if self.events is None:
             return self.record.seconds
         begin, end = self.events
@@ -43,14 +43,14 @@ class Ended(NamedTuple):
         return float(gpu.cupy().cuda.get_elapsed_time(begin, end)) / 1e3
 
     def timed(self) -> Record:
-        """Return the record with ``seconds``, and ``own`` without the calls inside."""
+        """Return the record with its final ``seconds`` and ``own``."""
         seconds = self.seconds
         own = max(0.0, seconds - sum(each.seconds for each in self.inside))
         return self.record._replace(seconds=seconds, own=own)
 
 
 class Open:
-    """A running call: how it runs, when it began, and the finished calls inside it."""
+    """A running call: kernel or definition, start time, and finished nested calls."""
 
     def __init__(self, events: Any) -> None:
         self.ran_as, self.inside = "kernel", list[Ended]()
@@ -59,12 +59,12 @@ class Open:
 
 
 def rate(count: int, seconds: float, unit: float) -> str:
-    """Return a count per second in a unit, as text; "-" if there is none."""
+    """Return a count per second in a unit as text; "-" without a count or a time."""
     return f"{count / seconds / unit:.3g}" if count and seconds else "-"
 
 
 def phase_of(name: str) -> str:
-    """Return the phase of a training step that an op or a span belongs to."""
+    """Return the phase of an op or a span: "forward", "backward" or "optimizer"."""
     if name not in OPS or ".ops.optimizers." in OPS[name].__module__:
         return "optimizer"
     return "backward" if name in backward_ops() else "forward"
@@ -72,12 +72,12 @@ def phase_of(name: str) -> str:
 
 @cache
 def backward_ops() -> frozenset[str]:
-    """Return the names of the ops that are backward ops of others."""
+    """Return the names of all backward ops."""
     return frozenset(op.backward.__name__ for op in OPS.values() if op.backward is not None)
 
 
 def layer_of(name: str) -> str:
-    """Return the layer of a parameter, as "layer 3", "embedding" or "head"."""
+    """Return the layer of a parameter: "layer 3", "embedding" or "head"."""
     number = re.search(r"\blayers\.(\d+)\.", name)
     if number is not None:
         return f"layer {number[1]}"

@@ -1,4 +1,4 @@
-"""Replaces the arrays in a call's arguments by planned arrays, which have no elements."""
+"""Replaces arrays in the arguments of a call by planned arrays, which have no elements."""
 
 import copy
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ DTYPES = {dtype.name: dtype for dtype in (*FLOATS, *(d for kind in KINDS.values(
 
 
 class Shape(NamedTuple):
-    """A placeholder for an array in a call of ``explain``: its shape and dtype."""
+    """A placeholder for an array in a call of ``explain``, with its shape and dtype."""
 
     sizes: tuple[int, ...]
     dtype: Any
@@ -26,7 +26,7 @@ def shape(sizes: Any, dtype: Any) -> Shape:
     Parameters
     ----------
     sizes : tuple of int
-        Sizes of the axes; an integer is one axis.
+        Sizes of the axes; an integer means one axis.
     dtype : dtype or its name
         Dtype of the elements.
 
@@ -62,7 +62,7 @@ def _is_array(value: Any) -> bool:
 
 
 def arrays_of(value: Any) -> list[Any]:
-    """Return the arrays in arguments, however nested."""
+    """Return all arrays in nested arguments."""
     if _is_array(value):
         return [value]
     inner = value.values() if isinstance(value, Mapping) else value
@@ -72,7 +72,7 @@ def arrays_of(value: Any) -> list[Any]:
 
 
 def placed(value: Any, kind: Any) -> Any:
-    """Return arguments with a planned array in place of every array or Shape."""
+    """Return arguments with planned arrays in place of all arrays and Shapes."""
     if isinstance(value, Shape):
         return kind.of(value.sizes, value.dtype)
     if isinstance(value, Stored):
@@ -87,7 +87,7 @@ def placed(value: Any, kind: Any) -> Any:
 
 
 def _like(array: Any, kind: Any) -> Any:
-    """Return a planned array with the shape, dtype and, if known, strides of a real one."""
+    """Return a planned array with the shape, dtype and (if known) strides of an array."""
     planned = kind.of(*shape(tuple(array.shape), array.dtype))
     strides = getattr(array, "strides", None)
     if isinstance(strides, tuple) and strides != planned.strides:

@@ -1,7 +1,7 @@
-"""Lets watchers, such as a profile, wrap every call of an op inside a ``with`` block.
+"""Lets watchers, such as a profile, wrap all calls of ops inside a ``with`` block.
 
-Outside of ``watching``, calls are unaffected: inside it, a target that owns no array is added to
-the targets (or ``machine``), so that calls there have ``Op.routes`` of their own.
+Inside ``watching``, the list of targets has one more target: ``machine``, or a marker that owns no
+array.  ``Op.routes`` depend on the targets, so calls outside the block are not affected.
 """
 
 import logging
@@ -25,8 +25,8 @@ class Watcher(Protocol):
     def wrapped(self, op: Any, run: Run, why: str | None) -> Run:
         """Return a function to run in place of ``run``.
 
-        ``run`` is a whole call if ``why`` is None; else it is the definition inside the call, and
-        ``why`` the reason why it runs instead of a kernel.
+        If ``why`` is None, ``run`` is a whole call; else ``run`` is the definition inside a call,
+        and ``why`` is the reason why it runs instead of a kernel.
         """
 
 
@@ -36,8 +36,8 @@ warned: set[str] = set()  # names of ops for which a warning was logged
 
 @contextmanager
 def watching(watcher: Watcher, machine: Any = None) -> Iterator[None]:
-    """Let a watcher wrap all calls inside a ``with`` block; ``machine`` is a target for them."""
-    global _watchers  # noqa: PLW0603 -- all threads are watched, as they share the targets
+    """Let a watcher wrap all calls inside a ``with`` block, with ``machine`` as their target."""
+    global _watchers  # noqa: PLW0603 -- watches all threads: they share the targets
     marker: Any = Owner() if machine is None else machine
     _watchers = (*_watchers, watcher)
     own = (watcher,) if hasattr(watcher, "span") else ()
@@ -52,7 +52,7 @@ def watching(watcher: Watcher, machine: Any = None) -> Iterator[None]:
 
 
 def watch(op: Any, arrays: Sequence[Any], run: Run, defined: bool) -> Run:
-    """Return ``run`` wrapped by all watchers; ``defined`` says that it is the op's definition."""
+    """Return ``run`` wrapped by all watchers; ``defined``: ``run`` is the definition of the op."""
     why = None
     if defined:
         why = why_defined(op, arrays)
@@ -63,9 +63,9 @@ def watch(op: Any, arrays: Sequence[Any], run: Run, defined: bool) -> Run:
 
 
 def by_products(op: Any) -> bool:
-    """Return whether an op needs no kernel: on a GPU its definition calls cuBLAS or moves values.
+    """Return whether an op needs no kernel: on a GPU, its definition calls cuBLAS or moves values.
 
-    Such ops have ``widen=False``: their definitions take 16-bit operands as they are.
+    Such ops have ``widen=False``: their definitions compute on 16-bit operands directly.
     """
     return op.launch is None and not op.widen
 
@@ -74,22 +74,22 @@ def why_defined(op: Any, arrays: Sequence[Any]) -> str:
     """Return the reason why a call runs its definition."""
     reason = reason_of()
     if not any(target.target_of(array) for array in arrays):
-        return "its arrays are NumPy's; kernels run on those of a GPU"
+        return "its arrays are NumPy arrays; kernels run on GPU arrays"
     if op.launch is None:
         if by_products(op):
-            return "it multiplies by cuBLAS or moves values, and needs no kernel"
+            return "it calls cuBLAS or moves values, and needs no kernel"
         return "the op has no kernel"
     for name, array in zip(op.names, arrays, strict=True):
         if array is not None and 0 in getattr(array, "shape", ()):
             return f"{name} has an empty axis: {tuple(array.shape)}"
     dtype = dtype_of(op, arrays)
     if dtype not in KERNEL_DTYPES:
-        return f"{dtype} has no kernel; float16, bfloat16 and float32 have one"
+        return f"there is no kernel for {dtype}, only for float16, bfloat16 and float32"
     return reason or "its kernel does not support these sizes, strides or options"
 
 
 def dtype_of(op: Any, arrays: Sequence[Any]) -> Any:
-    """Return the dtype of a call: that of its first float operand, or else of its first array."""
+    """Return the dtype of the first float operand of a call, or else of its first array."""
     dtypes = [
         (operand.kind, array.dtype)
         for operand, array in zip(op.contract.inputs, arrays, strict=True)
@@ -100,7 +100,7 @@ def dtype_of(op: Any, arrays: Sequence[Any]) -> Any:
 
 
 def _warn(op: Any, arrays: Sequence[Any], why: str) -> None:
-    """Log a warning, once for each op, that it runs its definition on a GPU."""
+    """Log a warning, once per op, that its definition runs on a GPU."""
     if op.__name__ in warned or by_products(op) or "empty axis" in why:
         return
     if any(gpu.is_cupys(array.__class__) for array in arrays):

@@ -274,7 +274,7 @@ def test_every_name_of_the_table_is_known(command: str, no_gpu: None) -> None:
     assert {"attention_layer", "rope_tables", "rope_qk_", "cast"} <= {*names}
     result = run(command, "rope_tables", "scale")
     assert result.exit_code == 1
-    assert "rope_tables: nothing to check or time: it takes no array" in result.output
+    assert "rope_tables: nothing to check or time: it has no array" in result.output
     ops = chosen(*(name for name in names if name != "rope_tables"))
     assert len({*ops}) == len(ops) > 40
     for name in names:
@@ -288,7 +288,7 @@ def test_every_name_of_the_table_is_known(command: str, no_gpu: None) -> None:
     assert several.exit_code == 0, several.output
     for shown in ("relu2", "cast_to_float16", "swiglu_backward_over_", "lora_up"):
         assert len(re.findall(rf"│ {shown} ", several.output)) == 1, several.output
-    assert "cast is made of cast_to_bfloat16, cast_to_float16, cast_to_float32" in several.output
+    assert "cast consists of cast_to_bfloat16, cast_to_float16, cast_to_float32" in several.output
 
 
 def test_ops_without_a_kernel_are_named(gpu: FakeGpu) -> None:
@@ -543,7 +543,7 @@ def test_attention_at_known_shapes(
     result = run("bench", "attention", "--json", numbers, "--plot", picture, *more)
     assert result.exit_code == 0, result.output
     said = re.sub(r"[\s│]+", " ", result.output)
-    for text in ("tiny 2 x 4 x 8 x 64", "both passes", "a GPU goes on to 32k"):
+    for text in ("tiny 2 x 4 x 8 x 64", "both passes", "up to 32k on a GPU"):
         assert text in said
     assert picture.read_bytes().startswith(b"\x89PNG")
     rows = json.loads(numbers.read_text())["attention"]

@@ -1,4 +1,4 @@
-"""``bench attention``: times shapes and a grid of lengths, with torch and the unfused chain."""
+"""``bench attention``: times attention shapes and lengths against torch and an unfused chain."""
 
 import itertools
 import math
@@ -27,7 +27,7 @@ LESS = f"less memory than {UNFUSED}"
 
 
 class Shape(NamedTuple):
-    """Sizes of the queries, keys and values of one call, with equal numbers of heads."""
+    """Sizes of queries, keys and values of a call, with equal numbers of heads."""
 
     name: str
     batch: int
@@ -36,7 +36,7 @@ class Shape(NamedTuple):
     dim: int
 
     def operations(self, causal: bool, backward: bool) -> float:
-        """Return the operations of the products: two forward, five backward; half if causal."""
+        """Return the operations of 2 matrix products forward, 5 backward; half if causal."""
         pairs = self.batch * self.heads * self.tokens**2 / (1 + causal)
         return (10 if backward else 4) * pairs * self.dim
 
@@ -54,15 +54,15 @@ DEVICE_GRID = tuple(
     for tokens in (512, 1024, 2048, 4096, 8192, 16384, 32768)
     for rest in ((16, tokens, 128),)
 )
-MEMORY_LINE = "memory: of a forward pass; in rows of backward, of both passes"
-GRID_LINE = "grid: 512 to 2048 tokens, as these are NumPy definitions; a GPU goes on to 32k"
+MEMORY_LINE = "memory: peak of a forward pass; in backward rows, of both passes"
+GRID_LINE = "lengths: 512 to 2048 tokens for NumPy definitions; up to 32k on a GPU"
 
 
 def shape_rows(clock: Any, on_gpu: bool, peers: bool) -> Iterator[Row]:
     """Time every shape, causal and full, forward and backward.
 
-    Bytes are those of a forward pass, or of both passes, with all that stays between them; CuPy's
-    pool, or tracemalloc, counts the fused and the unfused computation alike.
+    ``bytes`` is the peak memory of a forward pass, or of both passes including saved arrays.  The
+    pool of CuPy (or tracemalloc) counts fused and unfused computations in the same way.
     """
     dtype = BFLOAT16 if on_gpu else FLOAT32
     for shape in (*SHAPES, *(DEVICE_GRID if on_gpu else HOST_GRID)):
@@ -90,9 +90,9 @@ def shape_rows(clock: Any, on_gpu: bool, peers: bool) -> Iterator[Row]:
 def own_calls(
     arrays: tuple[Any, ...], dout: Any, causal: bool, backward: bool
 ) -> tuple[Calls, dict[str, int]]:
-    """Return the library's fused and unfused calls by name, and the bytes that each needs.
+    """Return the fused and the unfused calls of the library by name, and their peak bytes.
 
-    The unfused one is missing if its matrices do not fit into memory.
+    The unfused call is missing if its score matrices do not fit into memory.
     """
     calls: Calls = {}
     sizes: dict[str, int] = {}
@@ -115,7 +115,7 @@ def own_calls(
 
 
 def unfused(q: Any, k: Any, v: Any, *, causal: bool) -> tuple[Any, Any]:
-    """Return attention as a chain of ops of the library, and its whole matrix of weights."""
+    """Compute attention as a chain of ops; return (out, attention weights)."""
     q, k, v = (x.transpose(0, 2, 1, 3) for x in (q, k, v))
     scores = matmul(q, k.swapaxes(2, 3))
     if causal:
@@ -127,7 +127,7 @@ def unfused(q: Any, k: Any, v: Any, *, causal: bool) -> tuple[Any, Any]:
 def unfused_backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, weights: Any, *, causal: bool
 ) -> tuple[Any, ...]:
-    """Return the gradients of q, k and v; hidden pairs have weight 0, and with it no gradient."""
+    """Return the gradients of q, k and v; masked pairs have weight 0, so no gradient."""
     dout, q, k, v = (x.transpose(0, 2, 1, 3) for x in (dout, q, k, v))
     dweights, dv = matmul_backward(dout, weights, v)
     dscores = softmax_backward(dweights, weights, scale=q.shape[3] ** -0.5)
@@ -143,7 +143,7 @@ CHAINS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 @lru_cache(maxsize=1)
 def _hidden(tokens: int, dtype: Any, on_gpu: bool) -> Any:
-    """Return the causal mask, 0 and -inf, which every layer of a model shares."""
+    """Return the causal mask of 0 and -inf, (tokens, tokens)."""
     mask = np.where(np.tri(tokens, dtype=bool), 0, -np.inf).astype(dtype)
     return cupy().asarray(mask) if on_gpu else mask
 
@@ -155,7 +155,7 @@ def torch_calls(
     backward: bool,
     on_gpu: bool,
 ) -> Calls:
-    """Return torch's methods for the same computation by name: those that run on this machine."""
+    """Return the torch implementations of the call by name that run on this machine."""
     import torch
     from torch.nn import attention as torch_attention
     from torch.nn.functional import scaled_dot_product_attention
@@ -189,18 +189,18 @@ def torch_calls(
             gradient = partial(torch.autograd.grad, result, leaves, seed, retain_graph=True)
             call = gradient if backward else method
             call()
-        except (RuntimeError, torch.OutOfMemoryError):  # no such backend, or not enough memory
+        except (RuntimeError, torch.OutOfMemoryError):  # the backend is missing or out of memory
             return None
         return call
 
     calls = {name: call for name, method in methods.items() if (call := tried(method)) is not None}
     if on_gpu:
-        torch.cuda.empty_cache()  # free the memory of failed calls: CuPy needs it too
+        torch.cuda.empty_cache()  # free memory of failed calls for CuPy
     return calls
 
 
 def held(call: Callable[[], Any]) -> int:
-    """Return the peak bytes of a call, including its results."""
+    """Return the peak memory of a call in bytes, including its results."""
     with memory_pool() as pool:
         before = pool.allocated
         pool.reset_peak()
@@ -210,13 +210,13 @@ def held(call: Callable[[], Any]) -> int:
 
 
 def shape_table(rows: list[Row], on_gpu: bool) -> Any:
-    """Return a table for a terminal, with how many times as fast as each peer unsloth_cupy is."""
+    """Return a table for a terminal, with the speedup of unsloth_cupy over each peer."""
     from rich.table import Table
 
     peers = [n for n in dict.fromkeys(n for row in rows for n in row["microseconds"]) if n != OURS]
     result = Table(title_justify="left", title="attention, batch x heads x tokens x dim")
     ratios_of = [ratio_title(peer) for peer in peers]
-    folding = ("shape", TIME, LESS, *ratios_of)  # wrapped if the terminal is narrow
+    folding = ("shape", TIME, LESS, *ratios_of)  # columns to wrap in a narrow terminal
     for title in ("shape", "", "", TIME, "TFLOP/s", "memory", LESS, *ratios_of):
         result.add_column(
             title,
@@ -248,13 +248,13 @@ def shape_table(rows: list[Row], on_gpu: bool) -> Any:
 
 
 def draw_shapes(path: Path, report: dict[str, Any]) -> None:
-    """Draw TFLOP/s over tokens, a panel for each of forward and backward, causal and full."""
+    """Plot TFLOP/s over tokens, with panels for forward, backward, causal and full."""
     from matplotlib.figure import Figure
 
     names = {shape.name for shape in SHAPES}
     grid = [row for row in report["attention"] if row["name"] not in names]
     everyone = dict.fromkeys(name for row in grid for name in row["microseconds"])
-    colours = {name: f"C{number}" for number, name in enumerate(everyone)}  # same in all panels
+    colours = {name: f"C{number}" for number, name in enumerate(everyone)}  # the same in all panels
     lengths = sorted({row["tokens"] for row in grid})
     figure = Figure(figsize=(10, 6), dpi=150, layout="constrained")
     kinds = [(d, c) for d in ("forward", "backward") for c in (True, False)]

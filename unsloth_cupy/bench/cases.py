@@ -1,7 +1,7 @@
-"""Calls of every op with random arrays of a chosen scale, for checks and measurements.
+"""Creates calls of ops with random arrays, for ``check`` and ``bench``.
 
-Shapes and dtypes come from an op's signature.  Two tables hold what a signature does not say: the
-size of every axis, and the values of the few arrays that have a meaning or bounds.
+Shapes and dtypes come from the signature of an op.  Two tables add what a signature does not
+define: the size of every axis, and valid values for arrays such as offsets and indices.
 """
 
 import difflib
@@ -17,12 +17,12 @@ from ..core.op import OPS, Op
 from ..core.signature import Operand, shape_of
 from ..errors import ConfigError
 
-SEQUENCES, PAGE = 2, 16  # sequences packed in one row; tokens of a page of a cache
-EXPERTS, CHOSEN = 8, 2  # of a mixture; those of a row
+SEQUENCES, PAGE = 2, 16  # sequences packed into a row; tokens per page of a cache
+EXPERTS, CHOSEN = 8, 2  # number of experts; experts per token
 
 
 class Scale(NamedTuple):
-    """The sizes of the arrays of a call; the defaults are those of ``asv_benchmarks``."""
+    """The sizes of the arrays of a call; ``asv_benchmarks`` uses the defaults."""
 
     tokens: int = 1024
     hidden: int = 1024
@@ -34,12 +34,12 @@ class Scale(NamedTuple):
 
 
 def forward_ops() -> list[str]:
-    """Return the names of the library's ops that are not a backward op."""
+    """Return the names of all forward ops of the library."""
     ours = {name: op for name, op in OPS.items() if op.__module__.startswith("unsloth_cupy.")}
     return sorted(ours.keys() - {op.backward.__name__ for op in ours.values() if op.backward})
 
 
-# Public functions that call several ops: these are checked and measured instead.
+# Public functions that call several ops; the ops are checked and timed instead.
 COMPOSED = {
     "attention_layer": ["linear", "rope_qk", "attention_forward"],
     "cast": ["cast_to_bfloat16", "cast_to_float16", "cast_to_float32"],
@@ -48,15 +48,15 @@ COMPOSED = {
     "nf4_linear": ["linear"],
 }
 NOTHING = {
-    "rope_tables": "it takes no array, and a model calls it once",
-    "ternary_quantize": "it reads what it finds on the host, and a model calls it once",
+    "rope_tables": "it has no array argument, and a model calls it once",
+    "ternary_quantize": "it reads values on the host, and a model calls it once",
 }
 
 
 def chosen(*names: str) -> list[Op[..., Any]]:
-    """Return the forward ops for public names, ops and backward ops, each once.
+    """Return the distinct forward ops for names of public functions, ops or backward ops.
 
-    Without a name, return all of them.
+    Without names, return all forward ops.
     """
     public = {op.removesuffix("_forward").replace("_over_", "_"): [op] for op in forward_ops()}
     public |= COMPOSED
@@ -76,13 +76,13 @@ def chosen(*names: str) -> list[Op[..., Any]]:
 
 
 def composed(names: Iterable[str]) -> list[str]:
-    """Return a line about each name that is not a single op."""
+    """Return a message for each name that consists of several ops."""
     parts = [name for name in dict.fromkeys(names) if name in COMPOSED]
-    return [f"{name} is made of {', '.join(COMPOSED[name])}: those follow." for name in parts]
+    return [f"{name} consists of {', '.join(COMPOSED[name])}; results follow." for name in parts]
 
 
 def sizes(scale: Scale) -> dict[str, Any]:
-    """Return the size of every axis, and the values of required options."""
+    """Return the size of each axis, and the values of required options."""
     tokens, part = scale.tokens, scale.tokens // SEQUENCES
     return {
         **scale._asdict(),
@@ -92,7 +92,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
         "inputs": scale.hidden,
         **dict.fromkeys(("outputs", "outputs2", "outputs3"), scale.hidden),
         **dict.fromkeys(("rank", "rank2", "rank3"), 16),
-        "ranks": 32,  # of two adapters
+        "ranks": 32,  # the sum of the LoRA ranks of two adapters
         "few": 4,
         **{"one": 1, "state": 128, "bound": 1.0},
         "half": scale.dim // 2,
@@ -119,7 +119,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
         "assignments": CHOSEN * tokens,
         "assigned": (tokens, CHOSEN),
         "masked": (tokens,),
-        "int8": True,  # a kernel multiplies many rows only as integers
+        "int8": True,  # the kernel for many rows exists only with int8 products
         "key": np.s_[1:],
         "exponent": 2.0,
         "factor": 0.5,
@@ -132,16 +132,13 @@ def sizes(scale: Scale) -> dict[str, Any]:
 
 
 def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], Any]]:
-    """Return functions, by name, that create the arrays whose values have a meaning or bounds.
-
-    A name is that of an array, alone or after the name of its op.
-    """
+    """Return functions that create arrays whose values must be valid, by array name or OP.ARRAY."""
     tokens = scale.tokens
     angles = np.outer(np.arange(tokens), 1e4 ** (-2 * np.arange(scale.dim // 2) / scale.dim))
     offsets = np.linspace(0, tokens, SEQUENCES + 1).astype(int)
     return {
         "labels": lambda: rng.integers(0, scale.vocab, tokens),
-        # each token once in a row
+        # distinct tokens per row
         **dict.fromkeys(
             (f"linear_top_k_divergence_{side}.tokens" for side in ("forward", "backward")),
             lambda: (
@@ -161,7 +158,7 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         ),
         "route_backward.experts": lambda: rng.integers(0, EXPERTS, (tokens, CHOSEN), np.int32),
         "sort_by_expert_forward.experts": lambda: rng.integers(0, EXPERTS, (tokens, CHOSEN)),
-        # keys of length 1, whose corrections do not grow
+        # keys of length 1, so that corrections do not grow
         **dict.fromkeys(
             ("gated_delta_rule.q", "gated_delta_rule.k"),
             lambda: _unit(rng.standard_normal((1, tokens, scale.heads, scale.dim))),
@@ -172,16 +169,16 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         "page_table": lambda: rng.permutation(tokens // PAGE)[None],
         "lengths": lambda: np.array([tokens]),
         "starts": lambda: np.zeros(1, int),
-        "cos": lambda: np.cos(angles),  # a rotation: repeated in place, values do not grow
+        "cos": lambda: np.cos(angles),  # a rotation: values do not grow when repeated in place
         "sin": lambda: np.sin(angles),
         "alibi": lambda: 2.0 ** -np.arange(1, scale.heads + 1),
-        # codes 1 and -1 in half of the bits each, and never both
+        # each bit is set in exactly one of the two planes
         "ternary_linear_forward.planes": lambda: _planes(rng, scale.hidden, scale.hidden),
         "ternary_dense_.planes": lambda: _planes(rng, tokens, scale.hidden),
         "ternary_scores_forward.q": lambda: _planes(rng, tokens, scale.hidden),
         "ternary_scores_forward.k": lambda: _planes(rng, tokens, scale.hidden),
         "ternary_dense_.scale": lambda: rng.random((1, 1)),
-        # without a page_table, one row of slots
+        # without a page_table: one row of slots
         "latent_attention_forward.latents": lambda: rng.standard_normal((1, tokens, scale.dim)),
         **dict.fromkeys(
             ("kv_append_int8_.keys", "kv_append_int8_.values"),
@@ -202,14 +199,14 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
             ("rounded_sum_.sizes", "nf4_rounded_sum_.sizes"),
             lambda: rng.random(scale.hidden**2 // 64) + 1,
         ),
-        "square": lambda: rng.random((tokens, scale.hidden)),  # a mean of squares
-        # a log-probability is not above 0, the weight of a class not below
+        "square": lambda: rng.random((tokens, scale.hidden)),  # a mean of squares, at least 0
+        # log-probabilities are at most 0; class weights are at least 0
         **dict.fromkeys(
             ("log_probs", "old", "sampler", "reference", "log_sum_squares"),
             lambda: -rng.random((tokens, tokens)),
         ),
         "class_weights": lambda: rng.random(scale.vocab),
-        # positive: no logarithm of a negative number, no sum or quotient as small as its rounding
+        # positive: avoids logarithms of negative numbers, and cancellation
         **dict.fromkeys(
             ("log.x", "divide.b", "sum.x", "mean.x"),
             lambda: rng.random((tokens, scale.hidden)) + 0.5,
@@ -223,31 +220,31 @@ def _unit(rows: Any) -> Any:
 
 
 def _planes(rng: np.random.Generator, rows: int, columns: int) -> Any:
-    """Return a ternary weight in the format of its ops: (rows, 2, bytes)."""
+    """Return the bit planes of a random ternary weight, (rows, 2, bytes)."""
     plus = rng.integers(0, 256, (rows, 1, -(-columns // 32) * 4), np.uint8)
     return np.concatenate([plus, ~plus], axis=1)
 
 
 class Call(NamedTuple):
-    """An op, its arrays by name and its options."""
+    """A call: an op, its arrays by name, and its options."""
 
     op: Op[..., Any]
     arrays: dict[str, Any]
     options: dict[str, Any]
 
     def run(self) -> dict[str, Any]:
-        """Run the op and return its outputs by name, except those that are None."""
+        """Run the op; return its outputs by name, without None."""
         result = self()
         result = result if isinstance(result, tuple) else (result,)
         names = [operand.name for operand in self.op.contract.outputs]
         return {n: a for n, a in zip(names, result, strict=True) if a is not None}
 
     def __call__(self) -> Any:
-        """Run the op as a user's call would."""
+        """Run the op like a call of a user."""
         return self.op.call([self.arrays[name] for name in self.op.names], dict(self.options))
 
     def launched(self) -> Any:
-        """Return the result of the launch alone; NotImplemented if there is no kernel for it."""
+        """Return the result of the launch only; NotImplemented if there is no kernel."""
         op = self.op
         parameters = inspect.signature(op.definition).parameters  # a call passes every option
         defaults = {n: parameters[n].default for n in op.options}
@@ -255,18 +252,18 @@ class Call(NamedTuple):
         return op.launch(arrays, defaults | self.options) if op.launch else NotImplemented
 
     def launches(self) -> bool:
-        """Run the launch alone; return whether it has a kernel for these options and dtypes."""
+        """Run the launch only; return whether there is a kernel for these options and dtypes."""
         return self.launched() is not NotImplemented
 
     def mapped(self, place: Callable[[Any], Any]) -> "Call":
-        """Return the same call with other arrays: copies, or copies on a GPU."""
+        """Return the call with ``place(array)`` for each array, such as a copy on a GPU."""
         moved = {name: None if a is None else place(a) for name, a in self.arrays.items()}
         return self._replace(arrays=moved)
 
     def cast(self, dtype: Any, *, constants: bool = False) -> "Call":
-        """Return the same call with every float array in a dtype, or in the one that suits it.
+        """Return the call with its float arrays cast to a dtype, or to the nearest allowed dtype.
 
-        ``constants``: also those without a gradient, such as what a teacher says.
+        With ``constants``, also cast arrays without a gradient, such as teacher logits.
         """
         kinds = {o.name: o.kind for o in self.op.contract.inputs}
 
@@ -280,16 +277,16 @@ class Call(NamedTuple):
         return self._replace(arrays={n: converted(n, a) for n, a in self.arrays.items()})
 
     def backward(self, outputs: dict[str, Any], seeds: dict[str, Any]) -> "Call":
-        """Return the call of the backward op, its arguments found by name; op must have one."""
+        """Return the call of the backward op, with its arguments by name."""
         op: Any = self.op.backward
         known = self.arrays | outputs | seeds
         options = {name: value for name, value in self.options.items() if name in op.options}
         return Call(op, {name: known.get(name) for name in op.names}, options)
 
     def seeds(self, outputs: dict[str, Any], *, every: bool, rng: Any = None) -> dict[str, Any]:
-        """Return random gradients of outputs; without ``every``, only of required ones.
+        """Return random upstream gradients; without ``every``, only the required ones.
 
-        They are NumPy arrays, or arrays of the library of ``rng``.
+        The generator ``rng`` of NumPy or CuPy determines the library of the arrays.
         """
         op: Any = self.op.backward
         rng = np.random.default_rng(1) if rng is None else rng
@@ -309,16 +306,16 @@ def draw(
     random: bool = True,
     numbers: Any = None,
 ) -> Call:
-    """Return a call with random float32 arrays on the host, writable.
+    """Return a call with random, writable float32 arrays on the host.
 
-    ``optional`` also draws every optional array that a signature says how to draw. Without
-    ``random``, what can have any value is zero, which takes less time.  ``numbers``, a generator of
-    CuPy, draws those arrays on its GPU instead.
+    ``optional`` also creates optional arrays, where the signature defines their values.  Without
+    ``random``, arrays of arbitrary values are zero, which is faster.  ``numbers``, a generator of
+    CuPy, creates those arrays on its GPU.
     """
     rng, known = np.random.default_rng(0), sizes(scale)
     if op.__name__ == "broadcast_to":
         known["shape"] = (2, *known["axes"])
-    if op.__name__ == "latent_attention_forward":  # a scale has no default only here
+    if op.__name__ == "latent_attention_forward":  # the only op whose scale has no default
         known |= {"scale": scale.dim**-0.5, "rank": max(1, scale.dim // 2)}
     creators = meaning(scale, rng)
     arrays: dict[str, Any] = dict.fromkeys(op.names)
@@ -353,5 +350,5 @@ def _array(operand: Operand, known: dict[str, Any], rng: Any) -> Any:
     array = rng.standard_normal(shape, np.float32)
     matrix = operand.name.endswith(("weight", "gate_up", "down"))
     if matrix and len(shape) in (2, 3):
-        array *= shape[-1] ** -0.5  # as in a new layer, whose results are near 1
+        array *= shape[-1] ** -0.5  # as in a new layer: outputs have a size near 1
     return array

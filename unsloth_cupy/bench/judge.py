@@ -25,7 +25,7 @@ DEFINITION = "NumPy definition"
 
 
 class Result(NamedTuple):
-    """The worst output of an op in one dtype; error and allowed are shares of max|exact|."""
+    """The worst output of an op in one dtype; errors are relative to max|exact|."""
 
     op: str
     dtype: str
@@ -36,14 +36,14 @@ class Result(NamedTuple):
 
     @property
     def ok(self) -> bool:
-        """Return whether the error is at most the allowed one."""
+        """Whether the error is within the allowed error."""
         return not self.problem and self.error <= self.allowed
 
 
 def judged(op: Op[..., Any], gpu: str | None) -> Iterator[Result]:
-    """Yield the results of an op and of its backward op, each in every dtype.
+    """Yield the results of an op and of its backward op in every dtype.
 
-    Each is the worst of two calls: without optional arrays, and with all of them.
+    A result is the worse of two calls: without and with all optional arrays.
     """
     drawn = [draw(op, SCALE)]
     if any(operand.optional for operand in op.contract.inputs):
@@ -62,13 +62,13 @@ def _severity(result: Result) -> tuple[bool, float]:
 
 
 def turned(call: Call) -> Call:
-    """Return the call of the backward op, with the outputs of the forward definition."""
+    """Return the call of the backward op, with outputs of the forward definition."""
     outputs = call.mapped(np.copy).run()
     return call.backward(outputs, call.seeds(outputs, every=True))
 
 
 def _judge(call: Call, dtype: Any, gpu: str | None) -> Result:
-    """Run a call of NumPy arrays, on a GPU if there is one and a kernel; return its error."""
+    """Run a call, on a GPU if there is a GPU and a kernel; return its error."""
     on_gpu = gpu is not None and call.op.launch is not None
     name, where = call.op.__name__, f"kernel on {gpu}" if on_gpu else DEFINITION
     exact = call.cast(np.float64).mapped(np.copy).run()
@@ -95,7 +95,7 @@ def _judge(call: Call, dtype: Any, gpu: str | None) -> Result:
 
 
 def _nudged(call: Call) -> Call:
-    """Return the call in float64, with float inputs changed by 4 eps of float32."""
+    """Return the call in float64, with float inputs perturbed by 4 eps of float32."""
     rng = np.random.default_rng(2)
 
     def nudge(array: Any) -> Any:

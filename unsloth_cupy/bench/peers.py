@@ -1,4 +1,4 @@
-"""The peers of ops: torch and, on a GPU, torch.compile and Liger's Triton kernels."""
+"""Other implementations of ops: torch and, on a GPU, torch.compile and Liger's Triton kernels."""
 
 import functools
 import importlib
@@ -18,23 +18,23 @@ Options = Mapping[str, Any]
 
 
 def turned(x: Any, t: Tensors) -> Any:
-    """Return x with pairs of columns rotated by the angles of cos and sin."""
+    """Return x after rotary embedding with cos and sin."""
     cos, sin = t["cos"][None, :, None], t["sin"][None, :, None]
     first, second = x.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def attended(t: Tensors) -> Any:
-    """Return torch's attention of q, k and v, with our order of axes."""
+    """Return torch attention of q, k and v, with the axes (batch, tokens, heads, dim)."""
     q, k, v = (t[name].transpose(1, 2) for name in "qkv")
     return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
 
 
-# The functions for ``op.facts["torch"]``, which gets the arrays of ``cases.draw``, none optional.
+# Functions for ``op.facts["torch"]``, which receives the required arrays of ``cases.draw``.
 NN = SimpleNamespace(**vars(F), turned=turned, attended=attended)
 
-# From liger_kernel.transformers.functional.  Its geglu is the tanh form and its cross_entropy
-# overwrites the logits with gradients: these are not the same computations as ours.
+# From liger_kernel.transformers.functional.  Not comparable: geglu uses the tanh form, and
+# cross_entropy overwrites the logits with gradients.
 LIGER: dict[str, Callable[[Any, Tensors, Options], Any]] = {
     "rms_norm_forward": lambda liger, t, o: liger.liger_rms_norm(
         t["x"], t["weight"], o["eps"], 0.0, "llama", False
@@ -52,14 +52,14 @@ def contestants(
 ) -> tuple[dict[str, Callable[[], Any]], list[str]]:
     """Return the peers of a forward call by name, and a note about each peer that fails.
 
-    With seeds, which are gradients of its outputs, peers compute the gradients of its inputs.
+    With ``seeds`` (upstream gradients), the peers compute the gradients of the inputs.
     """
     name, notes = call.op.__name__, []
     functions: dict[str, Callable[..., Any]] = {}
     if ours := call.op.facts.get("torch"):
         functions["torch"] = plain = functools.partial(ours, NN)
     if gpu and ours:
-        torch.compiler.reset()  # else it stops compiling after a few shapes
+        torch.compiler.reset()  # otherwise it stops compiling after a few shapes
         torch._functorch.config.donated_buffer = False  # backward runs many times
         functions["torch.compile"] = torch.compile(plain, dynamic=False)
     if gpu and name in LIGER and not (seeds and name in LIGER_OVERWRITES):
@@ -75,7 +75,7 @@ def contestants(
         run = _run(call, function, seeds)
         try:
             run()
-        except Exception as error:  # code of others: note its failure and continue
+        except Exception as error:  # foreign code: note the failure and continue
             first = (str(error).strip() or repr(error)).splitlines()[0]
             notes.append(f"{peer} fails at {name} in {_dtype(call)}: {first}")
         else:
@@ -89,7 +89,7 @@ def _dtype(call: Call) -> str:
 
 
 def tensor(array: Any) -> Any:
-    """Return a copy of an array as a tensor of torch, on the device of the array."""
+    """Return a copy of an array as a torch tensor on the same device."""
     return FRAMEWORKS["torch"].give_back(array, None).clone()
 
 
@@ -109,7 +109,7 @@ def _run(call: Call, function: Any, seeds: dict[str, Any] | None) -> Callable[[]
     recorded: list[Any] = []
 
     def backward() -> Any:
-        if not recorded:  # in the first run, which is not measured
+        if not recorded:  # in the first run, which is not timed
             outputs = function(tensors, call.options)
             recorded.extend(outputs if isinstance(outputs, tuple) else (outputs,))
         cast = [g.to(out.dtype) for g, out in zip(gradients, recorded, strict=True)]

@@ -1,4 +1,4 @@
-"""The results of ``bench``: as a table, as a picture, and as the table of docs/performance.md."""
+"""Shows the results of ``bench`` as a table, a picture, and the table of docs/performance.md."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ COLOURS = {OURS: "#3b6fb6", "torch": "#d1495b", "torch.compile": "#e8a33d", "Lig
 
 
 def table(report: Report) -> Any:
-    """Return a table for a terminal, with how many times as fast as each peer unsloth_cupy is."""
+    """Return a table for a terminal, with the speedup of unsloth_cupy over each peer."""
     from rich.table import Table
 
     peers = _peers(report)
@@ -59,17 +59,17 @@ def table(report: Report) -> Any:
 
 
 def ratio_title(peer: str) -> str:
-    """Return the title of a column of ratios, which says what a large ratio means."""
+    """Return the title of a column of speedups over a peer."""
     return f"times as fast as {peer}"
 
 
 def ratio(peer: float, ours: float) -> str:
-    """Return how many times as fast ours is, from two times: above 1, ours is faster."""
+    """Return the speedup from two times: above 1, unsloth_cupy is faster."""
     return f"{peer / ours:.2f}x"
 
 
 def _ceilings(report: Report) -> str:
-    """Return the measured rates of copies and products, which rooflines are computed from."""
+    """Return the measured rates of copies and matrix products, which define the roofline."""
     products = [
         f"products of {dtype} {rate:.0f} TFLOP/s"
         for dtype, rate in report["product_tflop_per_s"].items()
@@ -93,7 +93,7 @@ def _time(microseconds: float) -> str:
 
 
 def timed(microseconds: float, percentiles: dict[str, float]) -> str:
-    """Return a median with the quartiles in brackets, in its unit."""
+    """Return a median with its quartiles in parentheses."""
     unit = 1.0 if microseconds < 1e3 else 1e3 if microseconds < 1e6 else 1e6
     low, high = (f"{percentiles[name] / unit:.{1 if unit == 1 else 2}f}" for name in QUARTILES)
     return f"{_time(microseconds)} ({low}-{high})"
@@ -108,16 +108,16 @@ def _share(value: float | None) -> str:
 
 
 def headline(report: Report) -> str:
-    """Return the title of a picture: the machine that was measured, and the date."""
+    """Return the title of a picture: machine and date."""
     here = report["machine"]
     where = here["gpu"] or f"NumPy definitions on {here['cores']} cores, {here['processor']}"
     return f"{where}, {report['date'][:10]}"
 
 
 def draw_times(path: Path, report: Report) -> None:
-    """Draw a PNG file: a panel for each dtype, a row for each op at the largest measured size.
+    """Plot a PNG file with a panel per dtype and a row per op, at the largest measured size.
 
-    Dots are GB/s on a GPU, with a line at the bandwidth of a copy; on a CPU they are times.
+    Dots are GB/s on a GPU, with a line at the bandwidth of a copy; on a CPU, dots are times.
     """
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
@@ -153,7 +153,7 @@ def draw_times(path: Path, report: Report) -> None:
             axes.set_xlabel("GB/s; dashed: a copy", color=INK)
         else:
             axes.set_xscale("log")
-            low, high = np.log10(axes.get_xlim())  # whole decades: their ticks can be read
+            low, high = np.log10(axes.get_xlim())  # whole decades have readable ticks
             axes.set_xlim(10 ** np.floor(low), 10 ** np.ceil(high))
             axes.xaxis.set_major_formatter("{x:g}")
             axes.xaxis.set_minor_formatter("")
@@ -181,14 +181,14 @@ def draw_times(path: Path, report: Report) -> None:
 
 
 def check_markers(page: Path) -> None:
-    """Raise unless a page has the two markers, once each and in order."""
+    """Raise a ConfigError unless a page has both markers, once each and in order."""
     text = page.read_text(encoding="utf-8")
     if [text.count(BEGIN), text.count(END)] != [1, 1] or text.index(BEGIN) > text.index(END):
         raise ConfigError(f"{page} must hold {BEGIN} and, further down, {END}, once each")
 
 
 def write_block(page: Path, report: Report) -> None:
-    """Save results of kernels to the JSON file next to a page, and renew the page's table."""
+    """Save results of kernels to the JSON file next to a page, and update the table of the page."""
     check_markers(page)
     excluded = ("ops", "rows", "attention")
     facts = {name: value for name, value in report.items() if name not in excluded}
@@ -203,7 +203,7 @@ def write_block(page: Path, report: Report) -> None:
 
 
 def renew(page: Path) -> None:
-    """Write the table of a page from the JSON file next to it; keep the rest of the page."""
+    """Update the table of a page from the JSON file next to it; preserve the rest."""
     text = page.read_text(encoding="utf-8")
     head, tail = text[: text.index(BEGIN)], text[text.index(END) :]
     with atomic_path(page) as partial:
@@ -212,13 +212,13 @@ def renew(page: Path) -> None:
 
 
 def confirmed(page: Path) -> dict[str, Any]:
-    """Return the facts and rows of each op that the JSON file next to a page has."""
+    """Return the facts and rows by op from the JSON file next to a page."""
     results = page.with_suffix(".json")
     return json.loads(results.read_text(encoding="utf-8")) if results.exists() else {}
 
 
 def block(confirmed: dict[str, Any]) -> str:
-    """Return the table: of every op that has a kernel the last results at the largest size."""
+    """Return the table: the latest results of each op with a kernel, at the largest size."""
     lines = [
         "| kernel | size | dtype | time | GB/s | fraction of the roofline |"
         " times as fast as the best peer | run |",
@@ -246,16 +246,16 @@ def block(confirmed: dict[str, Any]) -> str:
         return "\n".join(
             [*lines, "", "No kernel has run on a GPU yet: nothing is claimed about speed."]
         )
-    lines += ["", "The roofline is the longer of two times: that of a copy of as many bytes, and"]
-    lines += ["that of a matrix product of as many operations, both on the device in the same"]
-    lines += ["run. 2.00x: the peer takes twice as long.", ""]
-    lines += ["Changed since: the code of the kernel, or of a header that it includes, is not"]
-    lines += ["that of the run any more, so it may take another time today."]
+    lines += ["", "The roofline time is the maximum of two times, measured on the device in the"]
+    lines += ["same run: a copy of the same number of bytes, and a matrix product with the same"]
+    lines += ["number of operations. 2.00x: the peer takes twice as long.", ""]
+    lines += ["Changed since: the code of the kernel, or of a header that it includes, has changed"]
+    lines += ["after the run, so the current time may differ."]
     return "\n".join([*lines, *(f"\nRun {number}: {about}" for about, number in runs.items())])
 
 
 def changed(sources: dict[str, str] | None) -> bool:
-    """Return whether kernels were timed in another form, by the hashes of ``timing.sources``."""
+    """Return whether kernels have changed since the run, by the hashes of ``timing.sources``."""
     return sources is None or any(code_digest(f) != digest for f, digest in sources.items())
 
 

@@ -1,6 +1,6 @@
-"""Times calls by the host's clock, or by events on a GPU.
+"""Times calls with the clock of the host, or with events on a GPU.
 
-Contestants take turns, so that anything that slows the machine for a moment slows all of them.
+Calls take turns, so that a temporary slowdown of the machine affects all of them.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,15 +17,15 @@ Calls = Sequence[Callable[[], Any]]
 
 PERCENTILES = (5, 25, 75, 95)
 RUNS = 25
-HOST_SECONDS = 0.2  # for one contestant; slow calls run fewer times, but at least HOST_RUNS
+HOST_SECONDS = 0.2  # time budget per call; slow calls run fewer times, at least HOST_RUNS
 HOST_RUNS = 3
-FLUSH_BYTES = 512 << 20  # writing them takes 0.1 ms or more: the host queues the next call then
+FLUSH_BYTES = 512 << 20  # writing takes 0.1 ms or more, so the host can queue the next call
 COPY_BYTES = 1 << 30
-PRODUCT_ROWS = 8192  # 1.1 TFLOP: long enough for the GPU to reach the clock rate of long products
+PRODUCT_ROWS = 8192  # 1.1 TFLOP: long enough for the GPU to reach its sustained clock rate
 
 
 class Seconds(float):
-    """The median of the times of a call's runs; ``runs`` has all of them."""
+    """The median time of a call; ``runs`` holds the times of all runs."""
 
     runs: tuple[float, ...]
 
@@ -38,7 +38,7 @@ class Seconds(float):
 
     @property
     def percentiles(self) -> dict[str, float]:
-        """The percentiles of the runs, in microseconds: p25 and p75 are the quartiles."""
+        """Percentiles of the runs in microseconds; p25 and p75 are the quartiles."""
         values = np.percentile(self.runs, PERCENTILES) * 1e6
         return {f"p{share}": float(v) for share, v in zip(PERCENTILES, values, strict=True)}
 
@@ -52,7 +52,7 @@ class HostClock:
     )
 
     def __call__(self, calls: Calls) -> tuple[list[Seconds], int]:
-        """Return the seconds of each call, and the number of runs."""
+        """Return the times of the calls in seconds, and the number of runs."""
         for call in calls:
             call()
         times: list[list[float]] = []
@@ -68,7 +68,7 @@ class HostClock:
 
 
 class DeviceClock:
-    """Measures time between two events on the current stream of a GPU, with a flushed L2 cache."""
+    """Measures the time between two events on the current stream, with a flushed L2 cache."""
 
     method = (
         f"device events around each call, median of {RUNS} runs after 3 warm-up runs, a buffer"
@@ -82,7 +82,7 @@ class DeviceClock:
         self.buffer = self.cupy.zeros(max(FLUSH_BYTES, 4 * cache) // 4, np.float32)
 
     def __call__(self, calls: Calls) -> tuple[list[Seconds], int]:
-        """Return the seconds of each call, and the number of runs."""
+        """Return the times of the calls in seconds, and the number of runs."""
         event = self.cupy.cuda.Event
         for call in calls:
             for _ in range(3):
@@ -100,7 +100,7 @@ class DeviceClock:
         return [Seconds.of(column) for column in zip(*times, strict=True)], RUNS
 
     def copy_rate(self) -> float:
-        """Return the bytes a second, read and written, of a large copy on the device."""
+        """Return the bandwidth of a large copy in bytes per second, reads plus writes."""
         rng = self.cupy.random.default_rng(0)
         source = rng.integers(0, 2**32, COPY_BYTES // 4, np.uint32)
         target = self.cupy.empty_like(source)
@@ -108,7 +108,7 @@ class DeviceClock:
         return 2 * source.nbytes / seconds
 
     def product_rate(self, dtype: str) -> float:
-        """Return the operations a second of a large product of random square matrices."""
+        """Return the operations per second of a large product of random square matrices."""
         rng = self.cupy.random.default_rng(0)
         kind = next(kind for kind in KERNEL_DTYPES if kind.name == dtype)
         size = (PRODUCT_ROWS, PRODUCT_ROWS)

@@ -1,4 +1,4 @@
-"""Times ops, forward and backward, and compares them with the limits of the machine."""
+"""Times ops, forward and backward, and compares them with the roofline of the machine."""
 
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -26,10 +26,10 @@ DEVICE_SCALES = (
 
 
 def shares(row: dict[str, Any], report: dict[str, Any], clock: Any) -> dict[str, float | None]:
-    """Return the speed of a row as a share of a copy of as many bytes, and of its roofline.
+    """Return the speed of a row as a fraction of a copy of the same bytes, and of the roofline.
 
-    The roofline is the longer of two times: that of such a copy, and that of a matrix product of as
-    many operations.  It is None for products of integers, whose rate is not measured.
+    The roofline time is the longer of the time of such a copy and the time of a matrix product with
+    the same number of operations.  It is None for integer products, whose rate is not measured.
     """
     if not (report["copy_gb_per_s"] and row["bytes"]):
         return {"of_copy": None, "of_roofline": None}
@@ -52,7 +52,7 @@ def launches(op: Op[..., Any]) -> bool:
 def timed(
     op: Op[..., Any], clock: Any, gpu: str | None, peers: bool
 ) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """Time an op and its backward op in every size and dtype; on a GPU only those with a kernel."""
+    """Time an op and its backward op in all sizes and dtypes; on a GPU, only with a kernel."""
     place: Callable[[Any], Any] = np.copy
     rng = None
     if gpu is not None:
@@ -75,7 +75,7 @@ def timed(
 def _row(
     call: Call, forward: Call, seeds: Any, dtype: Any, clock: Any, gpu: str | None, peers: bool
 ) -> tuple[dict[str, Any], list[str]]:
-    """Time a call and its peers; return the row of the report, and notes."""
+    """Time a call and its peers; return a row of the report, and notes."""
     others: dict[str, Callable[[], Any]] = {}
     notes: list[str] = []
     if peers:
@@ -86,7 +86,7 @@ def _row(
     if gpu is not None:
         kernel = call.mapped(lambda a: a.copy()).launches()
         ran_as = f"{'kernel' if kernel else 'definition'} on {gpu}"
-    in_place = call.op.__name__.endswith("_")  # arrays that it overwrites are moved twice
+    in_place = call.op.__name__.endswith("_")  # overwritten arrays are read and written
     outputs = (call.mapped(lambda a: a.copy()) if in_place else call).run()
     moved = traffic(call, outputs)
     seconds, runs = clock([call, *others.values()])
@@ -111,7 +111,7 @@ def _row(
 
 
 class Sources(Shapes):
-    """The target of planned arrays that collects the files of kernels."""
+    """A target of planned arrays that collects the files of kernels."""
 
     def __init__(self) -> None:
         self.files: set[str] = set()
@@ -123,7 +123,7 @@ class Sources(Shapes):
 
 
 def sources(call: Call) -> dict[str, str | None]:
-    """Return a hash of the code of each file that a call's kernels are in, on an H200."""
+    """Return hashes of the kernel files that a call uses on an H200, by file."""
     target = Sources()
     with using(target):
         call.mapped(lambda a: Planned.of(a.shape, a.dtype)).launches()
@@ -131,9 +131,9 @@ def sources(call: Call) -> dict[str, str | None]:
 
 
 def traffic(call: Call, outputs: dict[str, Any]) -> int:
-    """Return the bytes that a call must move: inputs and outputs, each once.
+    """Return the minimum bytes that a call moves: each input and output once.
 
-    This is 0 if every output is a view of an input.
+    The result is 0 if every output is a view of an input.
     """
     special: Callable[[dict[str, Any]], int] | None = call.op.facts.get("traffic")
     inputs = {name: a for name, a in call.arrays.items() if a is not None}
@@ -146,13 +146,13 @@ def traffic(call: Call, outputs: dict[str, Any]) -> int:
 
 
 def operations(call: Call, outputs: dict[str, Any]) -> int:
-    """Return the operations of a call's matrix products: a multiply-add counts as two."""
+    """Return the operations of the matrix products of a call; a multiply-add counts as 2."""
     count: Callable[[dict[str, Any]], int] | None = call.op.facts.get("operations")
     return 0 if count is None else int(count(call.options | call.arrays | outputs))
 
 
 def counts(op: Any, operands: Mapping[str, Any], options: Any, result: Any) -> tuple[int, int]:
-    """Return bytes and operations of a call; an array updated in place is moved twice."""
+    """Return bytes and operations of a call; an array updated in place counts twice."""
     results = result if type(result) is tuple else (result,)
     pairs = zip(op.contract.outputs, results, strict=True)
     outputs = {operand.name: array for operand, array in pairs if array is not None}

@@ -1,11 +1,11 @@
 """Fast CUDA kernels for transformers, each next to its NumPy definition.
 
-Models and training are imported on first access: ``import unsloth_cupy`` does not take their time.
+Models and training are imported on first access, so ``import unsloth_cupy`` is fast.
 """
 
 import typing as _typing
 
-from . import starting as _starting  # noqa: F401 -- before all that takes time
+from . import starting as _starting  # noqa: F401 -- before slow imports
 from . import interop as interop
 from . import losses as losses
 from ._version import __version__ as __version__
@@ -195,7 +195,7 @@ from .ops.elements.reductions import broadcast_to as broadcast_to
 from .ops.elements.reductions import mean as mean
 from .ops.elements.reductions import sum as sum
 
-# Errors that kernels report
+# Errors reported by kernels
 from .ops.common.faults import check_errors as check_errors
 
 # Inference

@@ -1,4 +1,4 @@
-"""``python -m unsloth_cupy``: the command line from a bare checkout."""
+"""``python -m unsloth_cupy``: the command line, also from a checkout that is not installed."""
 
 from .cli import main
 

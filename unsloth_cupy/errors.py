@@ -1,17 +1,17 @@
-"""The exceptions of the package; every message shows the call and how to correct it."""
+"""The exceptions of the package; each message shows the call and how to correct it."""
 
 import functools
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar, cast
 
-# Characters that move a terminal's cursor, begin its commands or reorder what it shows, and halves
-# of characters, which no output can encode.
+# Characters that move the cursor of a terminal, start its commands or reorder its text, and lone
+# surrogates, which cannot be encoded.
 _CONTROL = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
 )
-MOST = 3000  # characters of a message: it is read in a terminal
-# More characters than the name of a file may have: a value that fills a message.
+MOST = 3000  # maximum characters of a message in a terminal
+# A word longer than any file name (255 characters), such as a value from a file.
 _ENDLESS = re.compile(r"[^\s/\\]{256,}")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -19,32 +19,30 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def printable(text: str) -> str:
     r"""Return a text with its control characters escaped: a carriage return becomes ``\r``.
 
-    All that is printed and may come from a file, a model or another process passes through here.
-    Lines and tabs stay.
+    All printed text from a file, a model or another process passes through this function.  Line
+    breaks and tabs are unchanged.
     """
     return _CONTROL.sub(lambda match: ascii(match[0])[1:-1], text)
 
 
 def shortened(text: str) -> str:
-    """Return a text whose endless words, and whose middle beyond ``MOST`` characters, are cut.
+    """Return a text without the middle of very long words, and of text beyond ``MOST`` characters.
 
-    A value from a file may be of any length; the beginning of a message says what is wrong, its end
-    how to correct it.
+    A message may contain a value of any length from a file; its beginning (the problem) and its end
+    (the cure) are preserved.
     """
     text = _ENDLESS.sub(lambda word: f"{word[0][:80]}...{word[0][-20:]}", text)
     return text if len(text) <= MOST else f"{text[: MOST - 1005]} ... {text[-1000:]}"
 
 
 class UnslothCupyError(Exception):
-    """Base of every error raised on purpose by this package; its message is ``printable``.
-
-    Values of any length in it are ``shortened``.
+    """Base class of the errors of this package; messages are ``printable`` and ``shortened``.
 
     Attributes
     ----------
     expected, actual : object
-        The required and the actual value, if the error is about a single one: a shape (names stand
-        for axes of any size), a dtype, a number.  None if only the message explains the error.
+        The required and the actual value, if the error concerns a single value: a shape (a name
+        stands for any size), a dtype or a number.  Else None.
     """
 
     def __init__(self, message: str = "", *, expected: Any = None, actual: Any = None) -> None:
@@ -53,15 +51,15 @@ class UnslothCupyError(Exception):
 
 
 class ShapeError(UnslothCupyError, ValueError):
-    """An array's shape does not match the op's signature."""
+    """The shape of an array does not match the signature of the op."""
 
 
 class DTypeError(UnslothCupyError, TypeError):
-    """An array's dtype does not match the op's signature."""
+    """The dtype of an array does not match the signature of the op."""
 
 
 class RangeError(UnslothCupyError, IndexError, ValueError):
-    """An integer (a token, a label, a position) is outside the axis that it selects from."""
+    """An index (a token, a label, a position) is out of range."""
 
 
 class FrameworkError(UnslothCupyError, TypeError):
@@ -73,19 +71,19 @@ class ConfigError(UnslothCupyError, ValueError):
 
 
 class ArgumentError(ConfigError, TypeError):
-    """A call lacks an argument, or has one that the function does not take."""
+    """A call lacks an argument, or has an unknown argument."""
 
 
 class UnknownNameError(UnslothCupyError, AttributeError):
-    """A package or an object does not have a name; what others name so is called otherwise."""
+    """A package or an object has no such attribute; the message may name an equivalent."""
 
 
 class NotFiniteError(ConfigError):
-    """An array that a loss reads holds a NaN or an infinity."""
+    """An input of a loss contains NaN or infinity."""
 
 
 class GradientError(UnslothCupyError, RuntimeError):
-    """A gradient was requested of an op, or for an input, that has none."""
+    """A gradient was requested from an op, or for an input, without a gradient."""
 
 
 class KernelError(UnslothCupyError, RuntimeError):
@@ -97,14 +95,14 @@ class DeviceError(UnslothCupyError, RuntimeError):
 
 
 class DeviceMemoryError(UnslothCupyError, MemoryError):
-    """There is not enough memory for a request.
+    """A request exceeds the available memory.
 
     Attributes
     ----------
     required : int
-        Bytes requested in all, including those that are in use already.
+        Total bytes requested, including bytes already in use.
     available : int
-        Bytes that could be used in all: a limit, the pages of a cache, the memory of a device.
+        Total bytes that may be used: a limit, the pages of a cache, the memory of a device.
     """
 
     def __init__(self, message: str = "", required: int = 0, available: int = 0) -> None:
@@ -113,14 +111,14 @@ class DeviceMemoryError(UnslothCupyError, MemoryError):
 
 
 class CommunicationError(UnslothCupyError, RuntimeError):
-    """A rank did not take part in an exchange, or ranks do not agree about it.
+    """A rank did not join an exchange, or the calls of ranks differ.
 
     Attributes
     ----------
     rank : int or None
-        The rank that is missing, or whose call differs from the others'.
+        The missing rank, or the rank whose call differs.
     told : bool
-        Whether another rank prints what has happened.
+        Whether another rank prints the error.
     """
 
     def __init__(self, message: str = "", *, rank: int | None = None, told: bool = False) -> None:
@@ -129,15 +127,15 @@ class CommunicationError(UnslothCupyError, RuntimeError):
 
 
 def naming(call: str, *others: str, **arguments: str) -> Callable[[_F], _F]:
-    """Decorate a function that calls others, so that errors name the function.
+    """Decorate a function so that errors of its inner calls name the function.
 
     >>> @naming("gate", "linear", bias="gate_bias")
     ... def gate(x, weight, gate_bias):
     ...     return linear(x, weight, gate_bias)
 
-    Where an error of ``linear`` says "linear: bias is int16", that of ``gate`` says "gate:
-    gate_bias is int16": ``others`` are the functions that errors name in place of ``call``, and
-    ``arguments`` maps the names of their arguments to those of the call.
+    The error "linear: bias is int16" becomes "gate: gate_bias is int16".  ``others`` are the inner
+    functions, whose names are replaced by ``call``; ``arguments`` maps the names of their arguments
+    to the argument names of the decorated function.
     """
     pattern = re.compile(rf"(?:{'|'.join(map(re.escape, others))})(?=[:(])")
 
@@ -157,7 +155,7 @@ def naming(call: str, *others: str, **arguments: str) -> Callable[[_F], _F]:
 
 
 def _renamed(message: str, arguments: Mapping[str, str]) -> str:
-    """Return a message with other names of arguments, and its table of arrays aligned again."""
+    """Rename arguments in a message, and realign its table of arrays."""
     for name, own in arguments.items():
         message = re.sub(rf"\b{name}\b(?=[.(?=]| (?:is|has|holds) )", own, message)
     problem, *rows = message.split("\n")

@@ -1,6 +1,6 @@
-"""Atomic writes, and folders in which nobody but the user and root can write.
+"""Atomic writes, locks, and folders in which only the user and root can write.
 
-A file is written under a temporary name, flushed to disk, then renamed.
+A file is written under a temporary name, flushed to disk, and then renamed.
 """
 
 import atexit
@@ -27,24 +27,24 @@ from .errors import ConfigError, printable, shortened
 T = TypeVar("T")
 
 PARTIAL = ".partial"
-TRIES = 100  # to open the files of one save
-NEW = ".new"  # a subfolder of complete files that are about to replace those of the folder
+TRIES = 100  # attempts to open the files of a single save
+NEW = ".new"  # subfolder with complete files that replace the files of the folder
 CACHE = "UNSLOTH_CUPY_CACHE_DIR"
-TOKENIZER = 2**26  # bytes of a tokenizer.json: the largest have 2**25
-MOST = 2**22  # bytes of a file of settings: the longest have 2**20; as objects they take 30 times
+TOKENIZER = 2**26  # maximum bytes of a tokenizer.json; the largest known have 2**25
+MOST = 2**22  # maximum bytes of a JSON file; known ones have up to 2**20, and 30x as objects
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def cache_folder(*, writing: bool = True) -> Path:
-    """Return the folder of cached files, which may be removed at any time and are made again.
+    """Return the folder of cached files, which may be deleted at any time.
 
-    It is made if ``writing``.  Where the user's cache folder does not suit, a temporary one takes
-    its place.
+    With ``writing``, the folder is created.  If the cache folder of the user cannot be used, the
+    result is a temporary folder.
 
     Raises
     ------
     ConfigError
-        UNSLOTH_CUPY_CACHE_DIR names a folder in which this user cannot write, or others can.
+        This user cannot write in the folder UNSLOTH_CUPY_CACHE_DIR, or other users can.
     """
     own = os.environ.get(CACHE)
     path = Path(own) if own else user_folder("XDG_CACHE_HOME", "~/.cache")
@@ -58,69 +58,69 @@ def cache_folder(*, writing: bool = True) -> Path:
 
 
 def user_folder(variable: str, default: str) -> Path | None:
-    """Return this package's part of a folder of the user; None if the user has no home."""
+    """Return the subfolder of this package in a folder of the user; None without a home."""
     with suppress(RuntimeError):
         return Path(os.environ.get(variable) or default).expanduser() / "unsloth_cupy"
     return None
 
 
 def doubt(path: Path) -> str:
-    """Return why others than this user and root may have made what is at a path; "" if not."""
+    """Return why other users (except root) may have written a path; "" if they cannot."""
     try:
         link, status = path.lstat(), path.stat()
     except FileNotFoundError:
         return ""
     except OSError as error:
         return f"cannot be reached ({error.strerror})"
-    if not hasattr(os, "geteuid"):  # Windows, where folders of a user are the user's own
+    if not hasattr(os, "geteuid"):  # Windows: the folders of a user are private
         return ""
     owners = {link.st_uid, status.st_uid} - {0, os.geteuid()}
     if owners:
         return f"belongs to user {min(owners)}"
-    return "can be written by others (chmod go-w mends that)" * bool(status.st_mode & 0o022)
+    return "can be written by others (fix it with chmod go-w)" * bool(status.st_mode & 0o022)
 
 
 def own_folder(path: Path | None, instead: str, cure: str) -> Path:
-    """Return a folder in which this user can write and no other, made if it is missing.
+    """Return ``path`` if only this user can write there, creating it if it is missing.
 
-    If ``path`` is not one, it is ``instead`` in a temporary folder; a warning says why, once.
+    Otherwise warn once, and return ``instead`` in a temporary folder.
     """
-    why = "is not known, as there is no home" if path is None else unsuited(path)
+    why = "is unknown without a home folder" if path is None else unsuited(path)
     if path is not None and not why:
         return path
     other = temporary_folder() / instead
     other.mkdir(0o700, exist_ok=True)
-    say_once(f"{path or 'a folder of the user'} {why}: {other} takes its place; {cure}")
+    say_once(f"{path or 'the cache folder'} {why}: using {other} instead; {cure}")
     return other
 
 
 def unsuited(path: Path) -> str:
-    """Make a folder, and return why this user cannot write there, or others can; "" if it suits."""
+    """Create a folder; return why it is not private and writable, or "" if it is."""
     try:
         path.mkdir(0o700, parents=True, exist_ok=True)
-    except OSError as error:  # os.access does not detect these: a full disk, too long a name
-        return f"cannot be made ({error.strerror})"
-    if why := doubt(path):  # a disk without permissions ignores those of a new folder, too
+    except OSError as error:  # os.access does not detect a full disk or a too long name
+        return f"cannot be created ({error.strerror})"
+    if why := doubt(path):  # a disk without permissions ignores the mode of a new folder
         return why
     return "cannot be written" * (not os.access(path, os.W_OK | os.X_OK))
 
 
 @functools.cache
 def say_once(text: str) -> None:
-    """Warn of something once, without a line of source code or a control character."""
+    """Warn once, without a line of source code or control characters."""
     warnings.warn_explicit(shortened(printable(text)), UserWarning, "unsloth_cupy", 0)
 
 
 def is_own(status: os.stat_result) -> bool:
-    """Return whether a file or folder belongs to this user, and nobody else can read it."""
+    """Return whether a file or folder belongs to this user and is not readable by others."""
     if not hasattr(os, "geteuid"):  # Windows
         return True
     return status.st_uid == os.geteuid() and not status.st_mode & 0o077
 
 
 def temporary_name() -> Path:
-    """Return the name of this user's folder among the temporary ones."""
-    try:  # Windows has no numbers of users, but a folder for each
+    """Return the path of the temporary folder of this user."""
+    try:  # Windows has no user ids, but a temporary folder per user
         return Path(tempfile.gettempdir()) / f"unsloth_cupy-{getattr(os, 'geteuid', str)()}"
     except OSError as error:
         raise ConfigError(f"{error.strerror}; set TMPDIR to a folder that can be written") from None
@@ -128,7 +128,7 @@ def temporary_name() -> Path:
 
 @functools.cache
 def temporary_folder() -> Path:
-    """Return a temporary folder that only this user can read; a new one if its name is taken."""
+    """Return a temporary folder that only this user can read, creating it if necessary."""
     path = temporary_name()
     with suppress(OSError):
         path.mkdir(0o700, exist_ok=True)
@@ -141,7 +141,7 @@ def temporary_folder() -> Path:
 
 
 def path_of(call: str, value: Any) -> Path:
-    """Return an argument as a Path; raise ConfigError if it is not a path."""
+    """Return an argument as a Path; raise a ConfigError if it is not a path."""
     try:
         path = Path(os.fspath(value))
     except TypeError:
@@ -150,7 +150,7 @@ def path_of(call: str, value: Any) -> Path:
         raise ConfigError(f"{call}({value!r}): a path has no null character; pass another")
     try:
         path.exists()
-    except OSError as error:  # such as a name that is too long
+    except OSError as error:  # such as a too long name
         raise ConfigError(f"{call}({value!r}): {error.strerror}; pass another path") from None
     return path
 
@@ -159,10 +159,10 @@ def path_of(call: str, value: Any) -> Path:
 def atomic_path(
     path: Path, call: str = "", commit: Callable[[Path, Path], object] = Path.replace
 ) -> Iterator[Path]:
-    """Yield a name next to path for a new file or folder; rename it to path once it is on disk.
+    """Yield a temporary name next to ``path``; rename it to ``path`` once it is on disk.
 
-    No other writer has this name.  If writing fails or is interrupted, the partial file or folder
-    is removed; the next writer removes those of processes that were killed.
+    The name is unique.  If writing fails or is interrupted, the partial file or folder is removed;
+    the next writer removes partial files of killed processes.
 
     Raises
     ------
@@ -180,13 +180,13 @@ def atomic_path(
     except OSError as error:
         with suppress(OSError):
             remove(partial)
-        named = Path(error.filename) if isinstance(error.filename, str) else None
+        place = Path(error.filename) if isinstance(error.filename, str) else None
         if error.errno in FULL:
             cure = "make room on its disk"
-        elif named is not None and (named == path.parent or partial in (named, *named.parents)):
+        elif place is not None and (place == path.parent or partial in (place, *place.parents)):
             cure = "pass a path in a folder that exists and can be written"
         else:
-            raise  # of another file
+            raise  # the error concerns another file
         problem = f"{path} cannot be written: {error.strerror}; {cure}"
         raise ConfigError(f"{call}: {problem}" if call else problem) from None
     except BaseException:
@@ -198,12 +198,12 @@ _numbers = itertools.count()
 
 
 def _writer() -> str:
-    """Return a name of this process: that of its machine, as a number, and its id."""
+    """Return a name of this process: a hash of the machine name, and the process id."""
     return f"{zlib.crc32(os.fsencode(platform.node())):08x}-{os.getpid()}"
 
 
 def _remove_leftovers(path: Path) -> None:
-    """Remove what writers of a path have left that were killed, and what is half removed."""
+    """Remove files of killed writers of a path, and partially removed folders."""
     form = re.compile(rf"{re.escape(path.name)}(\.([0-9a-f]{{8}})-(\d+)\.\d+)?{re.escape(PARTIAL)}")
     for leftover in path.parent.glob(f"*{PARTIAL}"):
         writer, machine = form.fullmatch(leftover.name), _writer().partition("-")[0]
@@ -212,26 +212,26 @@ def _remove_leftovers(path: Path) -> None:
 
 
 def _runs(process: int) -> bool:
-    """Return whether a process of this machine may still run."""
+    """Return whether a process of this machine may still be running."""
     if os.name == "nt":
-        return True  # there is no harmless question
+        return True  # no harmless check exists
     try:
         os.kill(process, 0)
     except (ProcessLookupError, OverflowError):
         return False
     except OSError:
-        pass  # of another user
+        pass  # a process of another user
     return True
 
 
 @contextmanager
 def replacing_files(folder: Path, key: str, call: str = "") -> Iterator[Path]:
-    """Yield a folder for new files that replace those of ``folder``, all of them or none.
+    """Yield a folder for new files that replace the files of ``folder``, all or none.
 
-    A folder that does not exist yet appears complete; an existing one keeps its other files.  New
-    files are moved into it once all of them are on disk.  During the moves it has no file ``key``,
-    without which no reader accepts it; if they are interrupted, ``complete_moves`` completes them.
-    Of writers at the same time, each replaces the files of those before it.
+    A new folder appears when it is complete; an existing folder keeps its other files.  New files
+    are moved once all of them are on disk.  During the moves, the folder has no file ``key``,
+    without which readers reject it; ``complete_moves`` completes interrupted moves.  If several
+    writers run at the same time, the last one wins.
     """
 
     def commit(partial: Path, place: Path) -> None:
@@ -241,7 +241,7 @@ def replacing_files(folder: Path, key: str, call: str = "") -> Iterator[Path]:
                 return
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-                raise  # otherwise another writer has made the folder
+                raise  # ENOTEMPTY, EEXIST: another writer has created the folder
         with folder_lock(folder):
             _move(folder, key)
             partial.replace(folder / NEW)
@@ -263,20 +263,20 @@ def complete_moves(folder: Path, key: str) -> None:
             _move(folder, key)
     except OSError as error:
         raise ConfigError(
-            f"{folder}: the files in {NEW} must replace those next to it, but {error.strerror};"
-            " load it once where it can be written, or move them"
+            f"{folder}: the files in {NEW} must be moved into the folder, but {error.strerror};"
+            " load the folder once with write access, or move them yourself"
         ) from None
 
 
 def of_one_save(folder: Path, key: str, read: Callable[[], T]) -> T:
-    """Return the result of a function that opens files which ``replacing_files`` may replace.
+    """Call a function that opens files which ``replacing_files`` may replace; return its result.
 
-    It is called again if they were replaced meanwhile, so that all are of one save.
+    The function is called again if files were replaced meanwhile, so all files belong to one save.
 
     Raises
     ------
     ConfigError
-        ``read`` raises one; or the files are replaced during every one of many tries.
+        ``read`` raises it, or the files are replaced during each of ``TRIES`` attempts.
     """
     for _ in range(TRIES):
         complete_moves(folder, key)
@@ -289,11 +289,11 @@ def of_one_save(folder: Path, key: str, read: Callable[[], T]) -> T:
         else:
             if files_state(folder) == before and NEW not in before:
                 return result
-    raise ConfigError(f"{folder} is saved again and again by another process; end that first")
+    raise ConfigError(f"{folder} is saved repeatedly by another process; stop that process")
 
 
 def files_state(folder: Path) -> dict[str, tuple[int, ...]]:
-    """Return what tells the files of a checkpoint from those of a later save, by their names."""
+    """Return a fingerprint of each file of a checkpoint by name, which every save changes."""
     state = dict[str, tuple[int, ...]]()
     for entry in folder.iterdir() if folder.is_dir() else ():
         if entry.name == NEW or entry.suffix in (".json", ".safetensors"):
@@ -318,10 +318,10 @@ def _move(folder: Path, key: str) -> None:
 
 @contextmanager
 def folder_lock(folder: Path, busy: str = "") -> Iterator[None]:
-    """Hold an exclusive lock on a folder against other processes and threads that call this.
+    """Hold an exclusive lock on a folder inside a ``with`` block.
 
-    They wait, or raise ConfigError(busy) if they pass ``busy``.  The end of the process, however it
-    happens, releases the lock.
+    Other processes and threads that call this function wait, or raise ConfigError(busy) if they
+    pass ``busy``.  The lock is released when the process ends, also when it is killed.
     """
     try:
         import fcntl
@@ -342,10 +342,10 @@ def folder_lock(folder: Path, busy: str = "") -> Iterator[None]:
 
 @contextmanager
 def name_lock(path: Path, busy: str = "") -> Iterator[None]:
-    """Hold an exclusive lock on a path against other processes of this user, as ``folder_lock``.
+    """Hold an exclusive lock on a path among the processes of this user, like ``folder_lock``.
 
-    The lock is that of an empty database in the temporary folder: SQLite locks files on every
-    system, and the system releases the lock of a process that ends.
+    The lock is an empty SQLite database in the temporary folder: SQLite locks files on every
+    system, and the system releases the lock when the process ends.
 
     Raises
     ------
@@ -368,7 +368,7 @@ def name_lock(path: Path, busy: str = "") -> Iterator[None]:
 
 
 def _locked(file: Path, *, once: bool) -> Any:
-    """Return a database that holds the lock of its file, until it is closed."""
+    """Return a database that holds the lock of its file until it is closed."""
     import sqlite3
 
     database = sqlite3.connect(file, timeout=0.0 if once else 1.0, isolation_level=None)
@@ -379,13 +379,13 @@ def _locked(file: Path, *, once: bool) -> Any:
         except sqlite3.OperationalError as error:
             if once or error.sqlite_errorcode != sqlite3.SQLITE_BUSY:
                 database.close()
-                raise  # else it tries again: Ctrl-C is handled in between
+                raise  # otherwise try again; Ctrl-C is handled in between
 
 
 def sync(path: Path) -> None:
-    """Wait until a file or the names in a folder are on disk."""
+    """Flush a file, or the entries of a folder, to disk."""
     if path.is_dir() and os.name == "nt":
-        return  # Windows cannot open folders, and writes their names to disk by itself
+        return  # Windows cannot open folders, and flushes their entries itself
     handle = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(handle)
@@ -396,7 +396,7 @@ def sync(path: Path) -> None:
 def remove(path: Path) -> None:
     """Remove a file or a folder if it exists.
 
-    A folder is renamed first, so that no incomplete one ever has its name.
+    A folder is renamed first, so no incomplete folder ever has its name.
     """
     if path.is_dir() and not path.is_symlink():
         doomed = path if path.name.endswith(PARTIAL) else path.with_name(path.name + PARTIAL)
@@ -408,51 +408,51 @@ def remove(path: Path) -> None:
 
 
 def check_room(call: str, path: Path, needed: int, what: str) -> None:
-    """Raise unless the disk of a path has room for ``needed`` bytes.
+    """Raise a ConfigError unless the disk of a path has ``needed`` free bytes.
 
     Raises
     ------
     ConfigError
-        It has less; the message names the call, and how much there is.
+        There is less space; the message has the call and the free space.
     """
     existing = next(place for place in (path, *path.absolute().parents) if place.exists())
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise ConfigError(
-            f"{call}: {what} takes {needed / 2**20:,.0f} MiB, and the disk of {path} has"
-            f" {free / 2**20:,.0f} MiB left; make room, or name a folder on another disk"
+            f"{call}: {what} needs {needed / 2**20:,.0f} MiB, but the disk of {path} has only"
+            f" {free / 2**20:,.0f} MiB left; make room, or use a folder on another disk"
         )
 
 
 def regular(path: Path) -> Path:
-    """Return a path, if reading it ends: raise ConfigError for a pipe, a device or a socket."""
+    """Return a path; raise a ConfigError for a pipe, device or socket, whose reads may not end."""
     with suppress(OSError):
         mode = path.stat().st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-            raise ConfigError(f"{path} is a pipe or a device; write what it gives to a file first")
+            raise ConfigError(f"{path} is a pipe or a device; write its content to a file first")
     return path
 
 
 def read_text(path: Path, most: int = MOST) -> str:
-    """Return the text of a UTF-8 file of at most ``most`` bytes; a byte order mark is left out.
+    """Return the text of a UTF-8 file of at most ``most`` bytes, without a byte order mark.
 
     Raises
     ------
     ConfigError
-        It is larger, or no file.
+        The file is larger, or not a regular file.
     OSError, UnicodeDecodeError
-        It cannot be read.
+        The file cannot be read.
     """
     with regular(path).open("rb") as file:
-        size = os.fstat(file.fileno()).st_size  # a read allocates all bytes that it is asked for
+        size = os.fstat(file.fileno()).st_size  # read(n) allocates n bytes
         data = file.read(min(most, size) + 1)
     if len(data) > most:
-        raise ConfigError(f"{path} has more than {most >> 20} MiB; no file of its kind is so large")
+        raise ConfigError(f"{path} exceeds {most >> 20} MiB, the limit for files of this kind")
     return data.decode("utf-8-sig")
 
 
 def read_json(path: Path, most: int = MOST) -> dict[str, Any]:
-    """Return the object that a JSON file of at most ``most`` bytes holds."""
+    """Return the object in a JSON file of at most ``most`` bytes."""
     try:
         values = json.loads(read_text(path, most))
     except FileNotFoundError:
@@ -463,17 +463,17 @@ def read_json(path: Path, most: int = MOST) -> dict[str, Any]:
     except (ValueError, RecursionError, OSError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}; copy it again") from None
     if not isinstance(values, dict):
-        raise ConfigError(f"{path} holds {type(values).__name__}; it must hold an object")
+        raise ConfigError(f"{path} holds {type(values).__name__}; it must hold a JSON object")
     return values
 
 
 def of_library(error: BaseException) -> bool:
-    """Return whether a library raised an error: an Exception, or a panic of Rust, which is none."""
+    """Return whether a library raised an error: an Exception, or a Rust panic, which is not one."""
     return isinstance(error, Exception) or type(error).__name__ == "PanicException"
 
 
 def present(path: Path) -> bool:
-    """Return whether there is a file or a folder at a path; a name that no disk takes has none."""
+    """Return whether a file or folder exists; False for a name that the system rejects."""
     try:
         return path.exists()
     except OSError:
@@ -486,6 +486,6 @@ def missing_folder_advice(path: Path, cure: str) -> str:
     if present(path.parent) or not re.fullmatch(r"[\w.-]+/[\w.-]+", name):
         return cure
     return (
-        f"if it is a model of huggingface.co, download it: hf download {name} --local-dir"
+        f"to download a model of huggingface.co: hf download {name} --local-dir"
         f" {path.name}, then pass {path.name} here"
     )

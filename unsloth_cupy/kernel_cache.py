@@ -1,9 +1,9 @@
-"""A cache of compiled kernels on disk, keyed by everything that they are compiled from.
+"""A cache of compiled kernels on disk, keyed by all inputs of the compilation.
 
-An entry is FOLDER/KEY/DIGEST.cubin: KEY is a hash of source, options, NVRTC's version and
-architecture, DIGEST a hash of the bytes, which shows whether an entry is intact.  Entries are
-written under a temporary name and renamed, which is safe for many processes on a shared disk.
-Kernels are loaded only where nobody but this user and root can have put them.
+An entry is FOLDER/KEY/DIGEST.cubin: KEY is a hash of source, options, NVRTC version and
+architecture; DIGEST is a hash of the binary, to detect damaged files.  Entries are written under a
+temporary name and renamed, which is safe for many processes on a shared disk.  Only kernels that
+this user or root has written are loaded.
 """
 
 import contextlib
@@ -22,19 +22,19 @@ from .errors import ConfigError, KernelError
 from .files import CACHE, cache_folder, doubt, own_folder, say_once
 
 CUPYS = "CUPY_CACHE_DIR"
-OLDEST = 80  # the architecture that the kernels need
+OLDEST = 80  # the minimum architecture of the kernels
 Version = tuple[int, int]
 
 
 def folder(*, writing: bool = True) -> Path:
-    """Return the folder of binaries: in UNSLOTH_CUPY_CACHE_DIR, or in the user's cache folder."""
+    """Return the folder of binaries in UNSLOTH_CUPY_CACHE_DIR or in the cache of the user."""
     return cache_folder(writing=writing) / "kernels"
 
 
 def key_of(source: str, options: Sequence[str], version: Version, architecture: str) -> str:
-    """Return the key of a binary; folders of headers are not a part of it.
+    """Return the key of a binary; include paths are not a part of it.
 
-    A source contains the digest of our headers, and CUDA's headers belong to the version.
+    The source contains a digest of the headers here, and the NVRTC version identifies CUDA headers.
     """
     relevant = [option for option in options if not option.startswith("-I")]
     text = json.dumps([source, relevant, [*version], architecture])
@@ -42,9 +42,9 @@ def key_of(source: str, options: Sequence[str], version: Version, architecture: 
 
 
 def find(root: Path, key: str) -> Path | None:
-    """Return the file of an intact binary, or None; a damaged one is removed.
+    """Return the file of an intact binary, or None; remove a damaged file.
 
-    One that others can have written is left alone, and a warning says so once.
+    A file that other users may have written is skipped, with one warning.
     """
     try:
         entries = sorted((root / key).glob("*.cubin"))
@@ -53,7 +53,7 @@ def find(root: Path, key: str) -> Path | None:
     for entry in entries:
         why = {path: doubt(path) for path in (root, root / key, entry)}
         if place := next((path for path in why if why[path]), None):
-            say_once(f"{place} {why[place]}: its kernels are compiled again")
+            say_once(f"{place} {why[place]}: compiling its kernels again")
             continue
         with contextlib.suppress(OSError):
             if hashlib.sha256(entry.read_bytes()).hexdigest() == entry.stem:
@@ -63,21 +63,19 @@ def find(root: Path, key: str) -> Path | None:
 
 
 def keep(root: Path, key: str, binary: bytes) -> Path:
-    """Write a binary, completely or not at all, and return its file.
+    """Write a binary atomically, and return its file.
 
     Raises
     ------
     ConfigError
-        The folder cannot be written, or others can write there.
+        The folder cannot be written, or other users can write there.
     """
     place = root / key
     entry = place / f"{hashlib.sha256(binary).hexdigest()}.cubin"
     cure = f"set {CACHE} to a folder that can be written"
     try:
         for path in (root, place):
-            path.mkdir(
-                0o755, parents=True, exist_ok=True
-            )  # others must not write, as a umask may let
+            path.mkdir(0o755, parents=True, exist_ok=True)  # the umask may allow writes by others
             if why := doubt(path):
                 raise ConfigError(f"{path} {why}; {cure}")
         handle, partial = tempfile.mkstemp(prefix=".", dir=place)
@@ -98,10 +96,9 @@ def keep(root: Path, key: str, binary: bytes) -> Path:
 
 @functools.cache
 def prepare() -> None:
-    """Let CuPy keep compiled kernels where this user can write, and nobody else.
+    """Make CuPy store compiled kernels in a folder that only this user can write.
 
-    CuPy creates the folder of its cache when it is imported, fails if it cannot, and loads whatever
-    it finds there.
+    CuPy creates its cache folder on import, fails if it cannot, and loads any file from there.
     """
     if "cupy" in sys.modules or importlib.util.find_spec("cupy") is None:
         return
@@ -112,14 +109,14 @@ def prepare() -> None:
 
 
 def kernel_cache() -> Path | None:
-    """Return the folder where CuPy keeps compiled kernels; None if the user has no home."""
+    """Return the folder of CuPy's compiled kernels; None if the user has no home."""
     with contextlib.suppress(RuntimeError):
         return Path(os.environ.get(CUPYS) or "~/.cupy/kernel_cache").expanduser()
     return None
 
 
 def unit(cupy: Any, source: str, options: Sequence[str]) -> dict[str, Any]:
-    """Return the arguments of ``cupy.RawModule``: a cached binary, or the source and options.
+    """Return the arguments of ``cupy.RawModule``: a cached binary, or source and options.
 
     Raises
     ------
@@ -139,7 +136,7 @@ def unit(cupy: Any, source: str, options: Sequence[str]) -> dict[str, Any]:
 
 
 def refusal(architecture: int, nvrtc: Any) -> str:
-    """Return why kernels cannot be compiled for an architecture, such as 90; "" if they can."""
+    """Return why kernels do not compile for an architecture, such as 90; "" if they do."""
     if architecture < OLDEST:
         return f"kernels need a GPU of sm_{OLDEST} or newer; this one is sm_{architecture}"
     if architecture in nvrtc.getSupportedArchs():

@@ -1,4 +1,4 @@
-"""The memory, cores and GPUs of this machine, what the process uses, and how sizes are written."""
+"""The memory, cores and GPUs of this machine; printing of text, tables and sizes."""
 
 import json
 import math
@@ -22,16 +22,16 @@ from .core.stand_in import is_planned
 from .errors import ConfigError, DeviceError, DeviceMemoryError, printable
 from .files import say_once
 
-THREADS_PAY = 512  # hidden size from which a matrix product gains by a second thread
+THREADS_PAY = 512  # minimum hidden size at which a second BLAS thread is faster
 CUPY = ("cupy-cuda13x", "cupy-cuda12x", "cupy-cuda11x", "cupy")
 CGROUPS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 CUPY_CURE = "pip install 'unsloth-cupy[cuda12]', or [cuda13] with a driver for CUDA 13"
-OLDEST = 80  # compute capability, times 10, of the oldest GPUs that kernels are compiled for
-GPU_FILES = (  # of Linux, of its subsystem of Windows, and of Windows; each is there with a driver
+OLDEST = 80  # minimum compute capability of the kernels, times 10
+GPU_FILES = (  # exist if a driver is installed: on Linux, in WSL, on Windows
     "/dev/nvidia[0-9]*", "/usr/lib/wsl/lib/libcuda.so.1", "/Windows/System32/nvcuda.dll",
 )  # fmt: skip
-WIDE = 120  # columns if the output is not a terminal: tables and paths are not wrapped
-SCREEN = 24, 100  # lines and columns of what a repr shows
+WIDE = 120  # columns if the output is not a terminal, so that tables and paths do not wrap
+SCREEN = 24, 100  # maximum lines and columns of a repr
 
 
 class Gpu(NamedTuple):
@@ -40,27 +40,27 @@ class Gpu(NamedTuple):
     name: str
     capability: str
     memory: int
-    address: str = ""  # of PCI; those of two machines may be equal
+    address: str = ""  # PCI address; two machines may have the same
 
     @property
     def is_usable(self) -> bool:
-        """Whether kernels are compiled for it."""
+        """Whether the kernels support this GPU."""
         return int(self.capability.replace(".", "")) >= OLDEST
 
 
 def echo(text: object = "", *, nl: bool = True, err: bool = False) -> None:
-    """Print a text, its control characters escaped, and in full whatever the encoding is."""
+    """Print a text with escaped control characters, in any encoding of the output."""
     stream = sys.stderr if err else sys.stdout
     line = printable(str(text)) + "\n" * nl
     try:
         print(line, end="", file=stream, flush=True)
     except UnicodeEncodeError as error:
-        known = line.encode(error.encoding, "backslashreplace").decode(error.encoding)
-        print(known, end="", file=stream, flush=True)
+        escaped = line.encode(error.encoding, "backslashreplace").decode(error.encoding)
+        print(escaped, end="", file=stream, flush=True)
 
 
 def echo_next(*commands: Sequence[object], err: bool = True) -> None:
-    """Print which commands may follow, ready to copy; to standard error, or else to output."""
+    """Print the next commands, ready to copy, to standard error or (err=False) output."""
     lines = [shlex.join(map(str, words)) for words in commands]
     if lines:
         echo("\n".join(["next:", *(f"  {line}" for line in lines)]), err=err)
@@ -69,7 +69,7 @@ def echo_next(*commands: Sequence[object], err: bool = True) -> None:
 def one_screen(head: str, parts: Iterable[str], end: str) -> str:
     """Return parts between a head and an end, in at most 24 lines of at most 100 columns.
 
-    A part that is longer than a line is cut in its middle.
+    A part that is longer than a line is shortened in the middle.
     """
     each = [cut(printable(part), SCREEN[1] - 3) for part in parts]
     if len(line := f"{head}{', '.join(each)}{end}") <= SCREEN[1]:
@@ -88,21 +88,21 @@ def one_screen(head: str, parts: Iterable[str], end: str) -> str:
 
 
 def cut(text: str, width: int) -> str:
-    """Return a text of at most so many characters, without its middle if it has more."""
+    """Return a text of at most ``width`` characters; a longer text loses its middle."""
     half = (width - 3) // 2
     return text if len(text) <= width else f"{text[:half]}...{text[-half:]}"
 
 
 def in_notebook() -> bool:
-    """Return whether a cell of a Jupyter notebook runs, whose output shows text and pictures."""
+    """Return whether the code runs in a Jupyter notebook."""
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
     return shell is not None and "IPKernelApp" in getattr(shell, "config", ())
 
 
 def console(*, markup: bool = True) -> Any:
-    """Return the console that prints tables: as wide as the terminal, or WIDE without one.
+    """Return the console for tables: as wide as the terminal, or WIDE without a terminal.
 
-    It escapes the control characters of texts, which may be names in other people's files.
+    It escapes control characters, as text may contain names from downloaded files.
     """
     if tables_as_json.get():
         return JsonLines()
@@ -122,8 +122,8 @@ tables_as_json: ContextVar[bool] = ContextVar("tables_as_json", default=False)
 class JsonLines:
     """A console that prints each table as a line of JSON, and no other text.
 
-    A table is ``{"title": ..., "rows": [{heading: cell, ...}, ...]}``; one without headings is an
-    object of its first two columns.
+    A table is ``{"title": ..., "rows": [{heading: cell, ...}, ...]}``; the rows of a table without
+    headings are an object of the first two columns.
     """
 
     def print(self, part: Any, **_: Any) -> None:
@@ -143,7 +143,7 @@ class JsonLines:
 
 
 def format_bytes(count: float) -> str:
-    """Return a number of bytes with its binary unit: ``format_bytes(3 << 29)`` is 1.50 GiB."""
+    """Return a number of bytes with a binary unit: ``format_bytes(3 << 29)`` is 1.50 GiB."""
     if not is_number(count):
         raise ConfigError(f"format_bytes({count!r}): pass a number of bytes")
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
@@ -154,13 +154,13 @@ def format_bytes(count: float) -> str:
 
 
 def bytes_requested(error: BaseException | None) -> int:
-    """Return the bytes that CuPy could not allocate, by its error message; 0 if it does not say."""
+    """Return the bytes that CuPy could not allocate, from its error message; 0 if unknown."""
     match = re.search(r"allocating ([\d,]+)", str(error))
     return int(match[1].replace(",", "")) if match else 0
 
 
 def machine_memory() -> int | None:
-    """Return the bytes of memory that the machine allows this process, or None if unknown."""
+    """Return the memory available to this process in bytes, or None if unknown."""
     try:
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -172,45 +172,44 @@ def machine_memory() -> int | None:
 
 
 def gpu_memory(number: int) -> tuple[int, int]:
-    """Return the free and the total bytes of a GPU by its number."""
+    """Return the free and the total memory of GPU ``number`` in bytes."""
     with gpu.cupy().cuda.Device(number):
         return gpu.cupy().cuda.runtime.memGetInfo()
 
 
 def array_bytes(shape: Iterable[int], itemsize: int) -> int:
-    """Return the bytes of an array, each empty axis counted as 1: NumPy limits these sizes too."""
+    """Return the bytes of an array, counting empty axes as 1: NumPy limits these sizes too."""
     return math.prod(max(int(size), 1) for size in shape) * itemsize
 
 
 def check_bytes(call: str, required: int, like: Any = None) -> None:
-    """Raise DeviceMemoryError if arrays exceed the whole memory, before they are allocated.
+    """Raise a DeviceMemoryError before allocating arrays that exceed the whole memory.
 
-    They will be on the device of ``like``, or on the host; ``call`` shows the requested sizes.
+    The arrays are for the device of ``like``, or the host; ``call`` shows the requested sizes.
     """
     if is_planned(like):
-        return  # nothing will be allocated
+        return  # planned arrays need no memory
     if like is not None and gpu.is_cupys(like.__class__):
         available = gpu_memory(like.device.id)[1]
     else:
         available = machine_memory() or sys.maxsize
     if required > available:
         raise DeviceMemoryError(
-            f"{call} takes {Decimal(int(required)) / 2**30:,.1f} GiB, and there are"
-            f" {available / 2**30:,.1f} GiB"
-            " of memory; pass smaller sizes",
+            f"{call} needs {Decimal(int(required)) / 2**30:,.1f} GiB, but the memory has only"
+            f" {available / 2**30:,.1f} GiB; pass smaller sizes",
             required,
             available,
         )
 
 
 def peak_memory() -> int:
-    """Return the most bytes of memory that this process has held so far; 0 if unknown."""
+    """Return the peak memory of this process in bytes; 0 if unknown."""
     try:
         import resource
     except ImportError:  # Windows
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # bytes there, KiB elsewhere
+    return peak if sys.platform == "darwin" else peak * 1024  # bytes on macOS, else KiB
 
 
 def cores() -> int:
@@ -221,7 +220,7 @@ def cores() -> int:
 
 
 def processor() -> str:
-    """Return the name of the processor, as detailed as the system reports it."""
+    """Return the name of the processor."""
     with suppress(OSError):
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
         if match := re.search(r"model name\s*: (.*)", text):
@@ -230,10 +229,10 @@ def processor() -> str:
 
 
 def blas_threads(hidden: int) -> AbstractContextManager[Any]:
-    """Multiply small matrices on one thread inside a ``with`` block.
+    """Use one BLAS thread for small matrices inside a ``with`` block.
 
-    BLAS threads wait for each other by spinning: next to any other load, two of them took 15
-    times as long as one for a step of the default model.
+    BLAS threads wait for each other by spinning: with other load on the machine, a step of the
+    default model took 15 times as long with two threads as with one.
     """
     from threadpoolctl import threadpool_limits
 
@@ -241,7 +240,7 @@ def blas_threads(hidden: int) -> AbstractContextManager[Any]:
 
 
 def device_memory(device: str | None) -> tuple[int | None, int | None]:
-    """Return the total and the free bytes of a device, or of the machine for None."""
+    """Return the total and the free memory in bytes of a device, or of the machine for None."""
     if device is None:
         total, free = machine_memory(), None
         with suppress(OSError, StopIteration, ValueError):
@@ -257,8 +256,8 @@ def device_memory(device: str | None) -> tuple[int | None, int | None]:
 
 
 def version(*distributions: str) -> str | None:
-    """Return the version of the first of these distributions that is installed."""
-    from importlib import metadata  # slow, and most programs ask for no version
+    """Return the version of the first installed distribution, or None."""
+    from importlib import metadata  # slow, and rarely needed
 
     for name in distributions:
         try:
@@ -275,10 +274,10 @@ def blas() -> str:
 
 
 def resolve_device(device: str | None) -> tuple[str | None, str]:
-    """Return a device as ``models.load`` takes it, but "auto", and why a GPU is not used.
+    """Return the device for ``models.load``, and the reason why no GPU is used.
 
-    "auto" is the first GPU that kernels run on, else None: the CPU.  The reason says the cure; it
-    is empty where no GPU is there, where the environment hides it, and for other devices.
+    "auto" selects the first GPU that the kernels support, else None for the CPU.  The reason
+    includes a cure.  It is empty without a GPU, with a hidden GPU, and for other devices.
     """
     if device != "auto":
         return None if device == "cpu" else device, ""
@@ -331,14 +330,14 @@ def on_device(call: str, device: Any) -> Iterator[Callable[[Any], Any]]:
 
 
 def device_title(device: str | None) -> str:
-    """Return the name of a device for a message: that of the GPU, or "the CPU" for None."""
+    """Return the name of a device for a message: the GPU name, or "the CPU" for None."""
     if device is None:
         return "the CPU"
     return gpus()[0][int(device.partition(":")[2] or 0)].name
 
 
 def gpus() -> tuple[list[Gpu], str]:
-    """Return the CUDA devices and, where there is none, the reason."""
+    """Return the CUDA devices, and the reason if there are none."""
     try:
         runtime = gpu.cupy().cuda.runtime
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Colours, titles in any script and atomic saving for pictures of matplotlib."""
+"""Colours, titles in any script, and atomic saving for matplotlib pictures."""
 
 import os
 import textwrap
@@ -11,7 +11,7 @@ from .files import atomic_path
 
 INK, SOFT = "#22272e", "#8b95a1"
 FORMATS = ("png", "pdf", "svg")
-# Fonts for other scripts that many systems have; used after matplotlib's own if installed.
+# Fonts for other scripts, common on many systems; used after the fonts of matplotlib.
 FAMILIES = (
     "Noto Sans CJK JP", "Noto Sans CJK SC", "WenQuanYi Zen Hei", "PingFang SC", "Hiragino Sans",
     "Apple SD Gothic Neo", "Microsoft YaHei", "Yu Gothic", "Malgun Gothic", "Arial Unicode MS",
@@ -20,9 +20,9 @@ FAMILIES = (
 
 
 def save_picture(figure: Any, path: Path, call: str = "") -> None:
-    """Write a figure of matplotlib into a file, in the format of its suffix: PNG, PDF or SVG."""
+    """Save a matplotlib figure in the format of the suffix: PNG, PDF or SVG."""
     epoch = os.environ.get("SOURCE_DATE_EPOCH")
-    if path.suffix[1:].lower() != "png" and epoch:  # as the date of a PDF or an SVG
+    if path.suffix[1:].lower() != "png" and epoch:  # the date in a PDF or SVG
         try:
             datetime.fromtimestamp(int(epoch), UTC)
         except (ValueError, OverflowError, OSError):
@@ -33,9 +33,9 @@ def save_picture(figure: Any, path: Path, call: str = "") -> None:
 
 
 def write_title(axes: Any, title: str, *, size: float, width: int) -> None:
-    """Write a title of any characters above axes, in lines of at most ``width`` characters.
+    """Write a title above axes, in lines of at most ``width`` characters.
 
-    A dollar sign does not begin a formula; a character that no font has is written as its escape.
+    Dollar signs are literal; characters that no font contains are written as escapes.
     """
     families = _families()
     glyphs = [_glyphs(family) for family in families]
@@ -53,7 +53,7 @@ def _escaped(character: str) -> str:
 
 
 def _families() -> list[str]:
-    """Return the names of the installed fonts, matplotlib's own first."""
+    """Return the installed font families, first the default of matplotlib."""
     from matplotlib.font_manager import fontManager
 
     known = {font.name for font in fontManager.ttflist}
@@ -61,7 +61,7 @@ def _families() -> list[str]:
 
 
 def _glyphs(family: str) -> set[int]:
-    """Return the code points that a font can draw."""
+    """Return the code points of a font."""
     from matplotlib.font_manager import findfont, get_font
 
     return {*get_font(findfont(family)).get_charmap()}

@@ -1,10 +1,10 @@
-"""Devices of arrays: code runs, and creates arrays, on the GPU of the arrays that it works with.
+"""Devices of arrays: runs code, and creates arrays, on the GPU of the arrays it uses.
 
-    @on_gpu_of_attribute("keys")  a class whose objects have an array of this name
-    @on_gpu_of_first              a function of arrays by name, all on one GPU
+    @on_gpu_of_attribute("keys")  for a class whose objects have an array of this name
+    @on_gpu_of_first              for a function of arrays by name, all on one GPU
 
-make methods and functions run on the GPU of their arrays, if there are several.  ``to_device_of``
-and ``full_like`` create arrays on the device of another array.
+With several GPUs, these decorators run methods and functions on the GPU of their arrays.
+``to_device_of`` and ``full_like`` create arrays on the device of another array.
 """
 
 import functools
@@ -27,31 +27,31 @@ P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 
-PER_THREAD = 2  # CUDA's per-thread default stream: threads share this address, not the stream
+PER_THREAD = 2  # per-thread default stream of CUDA: one address, but a stream per thread
 
 
 def on_gpu_of_attribute(attribute: str) -> Callable[[type[T]], type[T]]:
-    """Make public methods of a class and its subclasses run on the GPU of one of its arrays."""
+    """Make public methods of a class and its subclasses run on the GPU of an attribute."""
     array_of = operator.attrgetter(attribute)
 
     def decorated(owner: type[T]) -> type[T]:
         for name, method in [*vars(owner).items()]:
             if inspect.isfunction(method) and (name[0] != "_" or name == "__call__"):
                 setattr(owner, name, _moved(method, lambda self, *_: array_of(self)))
-        setattr(owner, "__init_subclass__", classmethod(decorated))  # noqa: B010 -- of any class
+        setattr(owner, "__init_subclass__", classmethod(decorated))  # noqa: B010 -- works for any class
         return owner
 
     return decorated
 
 
 def on_gpu_of_first(function: Callable[P, R]) -> Callable[P, R]:
-    """Make a function whose first argument is arrays by name run on the GPU of the first array."""
+    """Make a function of {name: array} run on the GPU of the first array."""
     return _moved(function, _first)
 
 
 def _moved(function: Callable[P, R], home: Callable[..., Any]) -> Callable[P, R]:
     if inspect.isgeneratorfunction(function):
-        raise ConfigError(f"{function.__name__} yields, and its caller may move to another GPU")
+        raise ConfigError(f"{function.__name__} is a generator: its caller may change the GPU")
 
     @functools.wraps(function)
     def moved(*args: P.args, **options: P.kwargs) -> R:
@@ -69,11 +69,11 @@ def _first(*args: Any) -> Any:
 
 
 def stream(like: Any) -> tuple[int, ...]:
-    """Return a key of the GPU that holds ``like`` and of its current stream; () on the host.
+    """Return a key of the GPU of ``like`` and of its current stream; () on the host.
 
-    Arrays that are copied to a GPU once and cached have this key in the cache.  Later work on the
-    same stream runs after the copy, and its memory is not reused too early.  Another stream would
-    have to wait for both, which a graph that is being captured cannot do at all.
+    It is the cache key of arrays that are copied to a GPU once.  Later work on the same stream runs
+    after the copy, and the memory is not reused too early.  Another stream would have to wait for
+    both, which is impossible while a graph is captured.
     """
     if not is_cupys(like.__class__):
         return ()
@@ -84,14 +84,14 @@ def stream(like: Any) -> tuple[int, ...]:
 
 
 def synchronize_stream(like: Any) -> None:
-    """Wait for the current stream of the GPU of ``like``: then any stream may use its results."""
+    """Wait for the current stream of the GPU of ``like``, so any stream may use its results."""
     if is_cupys(like.__class__):
         with device_of(like):
             cupy().cuda.get_current_stream().synchronize()
 
 
 def array_on_device(call: str, like: Any) -> Any:
-    """Return an array on the device for new arrays: ``like``, or a NumPy array if that is None."""
+    """Return an array on the device for new arrays: ``like``, or a NumPy array for None."""
     if like is None:
         return np.empty(0)
     check_library(f"{call}: like", like)
@@ -99,18 +99,20 @@ def array_on_device(call: str, like: Any) -> Any:
 
 
 def check_library(what: str, array: Any) -> None:
-    """Raise unless an array is NumPy's or CuPy's."""
+    """Raise a FrameworkError unless an array belongs to NumPy or CuPy."""
     if (library := framework_of(array, what)) not in ("numpy", "cupy"):
         raise FrameworkError(f"{what} comes from {library}; pass an array of NumPy or CuPy")
 
 
 def adopted(call: str, name: str, array: Any) -> Any:
-    """Return an array of any library as NumPy's or CuPy's over the same memory, without gradient.
+    """Return an array of any library as a NumPy or CuPy array that shares its memory.
+
+    The result has no gradient.
 
     Raises
     ------
     DTypeError, FrameworkError
-        It is not an array, or its memory cannot be shared.
+        The value is not an array, or its memory cannot be shared.
     """
     library = framework_of(array, f"{call}: {name}")
     if library in ("numpy", "cupy") and not isinstance(array, np.ma.MaskedArray):
@@ -120,7 +122,7 @@ def adopted(call: str, name: str, array: Any) -> Any:
 
 
 def scipy_of(module: str, like: Any) -> Any:
-    """Return a module of SciPy for a NumPy array, or the same module of cupyx.scipy for CuPy's."""
+    """Return a module of scipy for a NumPy array, or of cupyx.scipy for a CuPy array."""
     if is_planned(like):
         return like.scipy[module]
     home = "scipy" if isinstance(like, np.ndarray) else "cupyx.scipy"
@@ -128,14 +130,14 @@ def scipy_of(module: str, like: Any) -> Any:
 
 
 def full_like(array: Any, number: float, shape: tuple[int, ...] | None = None) -> Any:
-    """Return a new array of array's library, dtype and device, filled with a number.
+    """Return a new array with the library, dtype and device of ``array``, filled with a number.
 
-    Without ``shape`` it has the shape of array.
+    ``shape`` defaults to the shape of ``array``.
     """
     library = framework_of(array, "the model of a new array")
     if library in ("numpy", "cupy"):
         with device_of(array):
-            if shape == ():  # which CuPy takes for the shape of array
+            if shape == ():  # CuPy would use the shape of array
                 return np.full_like(array, number, shape=(1,)).reshape(())
             return np.full_like(array, number, shape=shape)
     shape = tuple(array.shape) if shape is None else shape
@@ -145,7 +147,7 @@ def full_like(array: Any, number: float, shape: tuple[int, ...] | None = None) -
 
 
 def array_like(numbers: Any, like: Any) -> Any:
-    """Return a list of numbers as an array of like's library, dtype and device."""
+    """Return numbers as an array with the library, dtype and device of ``like``."""
     library = framework_of(like, "the model of a new array")
     if library in ("numpy", "cupy"):
         return to_device_of(np.array(numbers, like.dtype), like)
@@ -155,12 +157,12 @@ def array_like(numbers: Any, like: Any) -> Any:
 
 
 def to_device_of(array: Any, like: Any) -> Any:
-    """Return a NumPy array as one of like's library and device.
+    """Copy a NumPy array to the library and device of ``like``.
 
     Raises
     ------
     DeviceError
-        Work is captured into a CUDA graph, which would send the same values again and again.
+        A CUDA graph is being captured, which would repeat the copy of the same values.
     """
     library = framework_of(like, "the model of a new array")
     if is_planned(like):
@@ -169,14 +171,14 @@ def to_device_of(array: Any, like: Any) -> Any:
         result = FRAMEWORKS[library].give_back(array, like)
         return result.to(like.device) if library == "torch" else result
     if library == "cupy" and capturing.get():
-        raise DeviceError("an array of the host is sent to the GPU, which a graph cannot repeat")
+        raise DeviceError("a host array is copied to the GPU, which a graph cannot repeat")
     with device_of(like):
         return np.asarray(array, like=like) if library == "cupy" else array
 
 
 def to_numpy(array: Any) -> Any:
-    """Return array as a NumPy array, copied from its GPU if it is on one."""
+    """Return an array as a NumPy array, copied from its GPU if necessary."""
     if isinstance(array, np.ndarray | np.generic):
         return np.asarray(array)
-    with device_of(array):  # its current stream is the one to wait for
+    with device_of(array):  # waits for the current stream of that GPU
         return array.get()

@@ -249,9 +249,9 @@ class TestWhoseFolder:
                     pytest.skip("only root can give a file away")
                 folder.chmod(0o755)
                 os.chown(folder, 12345, -1)
-        with pytest.warns(UserWarning, match=r"kernel_cache|not known.*takes its place"):
+        with pytest.warns(UserWarning, match=r"kernel_cache|is unknown.*using"):
             cache.prepare()
-        with pytest.warns(UserWarning, match="takes its place") as said:
+        with pytest.warns(UserWarning, match="using .* instead") as said:
             roots = [cache.folder() for _ in range(2)]
         assert len(said) == 1, "it is said once"
         entry = cache.keep(roots[1], key("source"), b"binary")
@@ -279,7 +279,7 @@ class TestWhoseFolder:
                 if os.geteuid():
                     pytest.skip("only root can give a file away")
                 os.chown(place, 12345, -1)
-        with pytest.warns(UserWarning, match="takes its place"):
+        with pytest.warns(UserWarning, match="using .* instead"):
             actual = cache.folder()
         assert actual.parent.parent == place.parent
         assert actual.parent != place
@@ -309,7 +309,7 @@ class TestWhoseFolder:
         (tmp_path / "shared").mkdir()
         (tmp_path / "shared").chmod(0o777)
         (tmp_path / "file").touch()
-        for name, why in (("shared", "can be written by others"), ("file", "cannot be made")):
+        for name, why in (("shared", "can be written by others"), ("file", "cannot be created")):
             monkeypatch.setenv(cache.CACHE, str(tmp_path / name))
             with pytest.raises(ConfigError, match=f"{cache.CACHE}=.*{why}.*set it to a folder"):
                 cache.folder()
@@ -357,8 +357,8 @@ def test_cupy_is_imported_where_it_cannot_write(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
     )
-    assert "takes its place" in done.stderr or "No module named 'cupy'" in done.stderr
-    assert "takes its place" not in done.stderr or str(tmp_path / "unsloth_cupy-") in done.stdout
+    assert " instead; set" in done.stderr or "No module named 'cupy'" in done.stderr
+    assert " instead; set" not in done.stderr or str(tmp_path / "unsloth_cupy-") in done.stdout
 
 
 def run(*arguments: object) -> click.testing.Result:

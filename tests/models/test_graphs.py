@@ -351,7 +351,7 @@ def refused(how: str) -> str:
         ("unnamed", "the function is called with Array, which has no hash; pass arrays"),
         ("limit", "memory is limited"),
         ("memory", "the GPU has no memory for graphs"),
-        ("host", "an array of the host is sent to the GPU"),
+        ("host", "a host array is copied to the GPU"),
         ("lengths", "rotary angles depend on lengths"),
     ],
 )

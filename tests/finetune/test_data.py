@@ -277,7 +277,7 @@ class TestFiles:
         assert "hf download tatsu-lab/alpaca --repo-type dataset --loc" in refusal(
             "tatsu-lab/alpaca"
         )
-        assert "name at least one" in refusal([])
+        assert "pass at least one" in refusal([])
 
 
 class TestFolders:

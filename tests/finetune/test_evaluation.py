@@ -391,7 +391,7 @@ def test_the_command_evaluates_each_source(
         assert f"{each.loss:.4f}" in result.output
         assert f"{each.token_accuracy:.2%}" in result.output
     assert f"{lines}: 60 rows of prompt/completion" in result.stderr
-    assert "60 of 60 completions are measured (" in result.stderr
+    assert "evaluating on 60 completions (" in result.stderr
     (one := tmp_path / "one.jsonl").write_text(lines.read_text().splitlines()[50])
     (only,) = evaluate(base, one)
     assert 0 < only.tokens < second.tokens

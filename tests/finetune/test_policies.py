@@ -557,8 +557,8 @@ def test_prompts_of_every_form(row: Any, prompt: Any, columns: Any, tmp_path: Pa
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ({"text": "a"}, "holds text; write prompt, and columns for the rewards, as answer"),
-        ({"answer": "a"}, "holds answer; write prompt"),
+        ({"text": "a"}, "has the columns text; write prompt, and columns for the rewards"),
+        ({"answer": "a"}, "has the columns answer; write prompt"),
         ([1], "is \\[1\\], not an object"),
         ({"prompt": 3}, "prompt is 3, not text"),
         ({"prompt": "a", "completions": []}, "has completions, a parameter of reward functions"),
@@ -577,7 +577,7 @@ def test_prompts_are_for_these_methods(home: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
     with pytest.raises(ConfigError, match="prompts alone are for the method grpo or rloo"):
         read_data(path)
-    with pytest.raises(ConfigError, match=r"choose the method grpo or rloo, or write wha"):
+    with pytest.raises(ConfigError, match=r"choose the method grpo or rloo, or write the"):
         read_data(write(tmp_path / "b.jsonl", [{"prompt": "a", "ground_truth": "2"}] * 2))
     many = write(tmp_path / "many.jsonl", [{"prompt": f"w{n}"} for n in range(1500)])
     assert len(read_data(many, method="grpo").held_out) == 100

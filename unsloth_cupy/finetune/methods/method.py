@@ -268,8 +268,8 @@ def every(batch: Batch, start: int) -> Batch:
 def answers(batch: Batch, order: Sequence[int], *, reference: bool) -> dict[str, Array]:
     """Return the flat indices of the log-probabilities of answers, one row per text in ``order``.
 
-    ``places`` (texts, longest answer) indexes the flattened log-probabilities.  ``mask`` is False
-    at the padding of ``places``, which holds the last index: no token has this log-probability.
+    ``places`` (texts, longest answer) indexes the flattened log-probabilities.  ``answer_mask`` is
+    False at the padding of ``places``, which is the last index: no token has this log-probability.
     ``reference`` holds the reference log-probabilities of the batch at these indices.
     """
     starts, labels = starts_of(batch), batch.labels.reshape(-1)
@@ -282,7 +282,7 @@ def answers(batch: Batch, order: Sequence[int], *, reference: bool) -> dict[str,
     mask = np.zeros(places.shape, bool)
     for row, own, each in zip(places, mask, indices, strict=True):
         row[: len(each)], own[: len(each)] = each, True
-    arrays = {"places": places, "mask": mask}
+    arrays = {"places": places, "answer_mask": mask}
     if reference:  # stored at the token itself, which the model predicts one index earlier
         shifted = np.append(batch.beside["reference"].reshape(-1)[1:], np.float32(0))
         arrays["reference"] = shifted[places] * mask

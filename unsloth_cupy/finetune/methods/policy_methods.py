@@ -437,7 +437,7 @@ class Policy(Method):
         texts = {name: batch.get(name) for name in ("tokens", "labels", "offsets", "routes")}
         options: dict[str, Any] = {"temperature": self.temperature, "invariant": self.invariant}
         fields = model.log_probs(**texts, **options)
-        rows, mask = gathered(fields.log_probs, batch["places"]), batch["mask"]
+        rows, mask = gathered(fields.log_probs, batch["places"]), batch["answer_mask"]
         old, reference, gains = batch["old"], batch.get("reference"), batch["gains"]
         loss = policy(
             rows, mask, gains, old=old, reference=reference, count=batch["count"], **self.loss

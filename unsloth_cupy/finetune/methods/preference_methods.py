@@ -100,7 +100,7 @@ class Preference(Method):
         if not batch["places"].size:  # a rank without texts
             return loss_of_none(model, batch)
         fields = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
-        rows, mask, likely = gathered(fields.log_probs, batch["places"]), batch["mask"], None
+        rows, mask, likely = gathered(fields.log_probs, batch["places"]), batch["answer_mask"], None
         loss = preference(
             rows, mask, batch.get("reference"), count=batch["count"], **self.loss_options
         )
@@ -114,7 +114,7 @@ class Preference(Method):
 
     def _sums(self, rows: Array, batch: Mapping[str, Any], likely: Any) -> Array:
         """Return the sums: pairs, correct pairs, rewards and log-probs of both answers, the nll."""
-        mask, half, beta = batch["mask"], len(rows) // 2, self.loss_options.get("beta", BETA)
+        mask, half, beta = batch["answer_mask"], len(rows) // 2, self.loss_options.get("beta", BETA)
         rewards = implicit_rewards(rows, mask, batch.get("reference"), beta=beta)
         if self.loss_options["kind"] in (
             "simpo",
@@ -189,7 +189,7 @@ class Kto(Method):
         options = {n: v for n, v in self.loss_options.items() if n in ("kind", "beta")}
         options |= {"k": batch.get("k", 0.0)} if self.group == 2 else {}
         options |= {"weights": self._weights(good, rows), "count": batch["count"]}
-        texts = batch["mask"], batch["reference"]
+        texts = batch["answer_mask"], batch["reference"]
         loss = kto(rows, *texts, good, **options)
         if (sink := batch.get("sink")) is not None:
             beta = self.loss_options.get("beta", BETA)
@@ -231,7 +231,7 @@ class Kto(Method):
             rows = model.log_probs(**own).log_probs.reshape(-1)
             arrays = answers(other, range(len(starts_of(other)) - 1), reference=True)
             ratios = to_numpy(rows)[arrays["places"]] - arrays["reference"]
-            total += ratios.sum(where=arrays["mask"], dtype=np.float64), len(ratios)
+            total += ratios.sum(where=arrays["answer_mask"], dtype=np.float64), len(ratios)
         divergence, texts = summed(total)
         return {"k": max(0.0, float(divergence / max(texts, 1)))}
 

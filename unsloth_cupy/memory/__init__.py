@@ -1,1 +1,1 @@
-"""What a step will hold, and what it holds."""
+"""Plans and measures the memory of a training step."""

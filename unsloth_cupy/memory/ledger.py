@@ -117,7 +117,7 @@ class Ledger:
                 self.layers[array.memory.number] = _layer_of(name)
 
     def begin(self) -> None:
-        """Begin the step: moments before it are not in the plan."""
+        """Begin the step: discard all earlier moments."""
         self.first, self.start, self.notes = len(self.sizes), len(self.changes), []
 
     def note(self, op: str, layer: str = "") -> None:

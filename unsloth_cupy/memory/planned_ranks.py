@@ -46,7 +46,7 @@ class PlannedRanks(Exchanges):
         return PlannedRanks(self.rank % self.groups, self.groups, inbox=self.inbox)
 
     def all_to_all_rows(self, x: Any, counts: Sequence[int]) -> tuple[Any, list[int]]:
-        """Return the rows to receive if all ranks send like this one; back, the rows it sent."""
+        """Return received rows as if all ranks sent ``counts``; a reverse call undoes it."""
         check_counts(self, x, counts)
         x = self._own("all_to_all_rows", x)
         received = Received(getattr(counts, "sent", [counts[self.rank]] * self.size))

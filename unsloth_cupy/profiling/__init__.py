@@ -1,1 +1,1 @@
-"""What a call does, how fast it could be, and how fast it was."""
+"""Explains and times calls of ops, and compares them with the roofline."""

@@ -97,7 +97,7 @@ def _like(array: Any, kind: Any) -> Any:
 
 
 def twin_of(owner: Any, kind: Any) -> Any:
-    """Return a copy of an object, such as a model, whose arrays are planned arrays."""
+    """Return a copy of an object, such as a model, with planned arrays in place of its arrays."""
     from ..models.transformer import Transformer
 
     if not isinstance(owner, Transformer):

@@ -1,1 +1,1 @@
-"""Training data: files of any form, chats, texts, tokens, batches."""
+"""Training data: reads files, chats and texts, and makes batches of tokens."""

@@ -340,7 +340,7 @@ class Chat(Template):
         return Answer(turn, text[:stop], [Span(start, stop)], end)
 
     def _followed(self, answer: Answer, messages: list[dict[str, Any]], render: Render) -> Answer:
-        """Extend a reply by the end that it has when a question or tool results follow.
+        """Extend a reply by the end that the template writes before a following message.
 
         A template may write no end after the last reply: then the tag of the next message is the
         end, and a model may stop at it.  Words after the end that disappear once a message follows,

@@ -269,7 +269,7 @@ def _renamed(holds: str, packing: str = "") -> str:
 
 
 def content(head: bytes, kind: str) -> str:
-    """Return the kind of content by the first bytes; "" if it can be of this ``kind``."""
+    """Return the kind of content by its first bytes; "" if the content can have ``kind``."""
     for begin, name in MAGIC.items():
         if head.startswith(begin):
             return name

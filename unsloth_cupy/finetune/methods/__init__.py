@@ -1,1 +1,1 @@
-"""What a run minimises: one small class for each method."""
+"""Training methods: one small class per method."""

@@ -87,7 +87,7 @@ class Preference(Method):
         return dataclasses.replace(self, loss_options=options, nll=weight)
 
     def check(self, settings: Any) -> None:
-        """Raise as the loss does: call it on a pair of one token each."""
+        """Raise an error of the loss for these options: call the loss on a pair of one token."""
         one, kind = np.zeros((2, 1), FLOAT32), self.loss_options["kind"]
         preference(one, one == 0, one if self.compares else None, **self.loss_options)
         if kind in SORTED and (settings.accumulate > 1 or (settings.data_parallel or 1) > 1):
@@ -175,7 +175,7 @@ class Kto(Method):
         return dataclasses.replace(self, loss_options=options, group=1 + (options["kind"] == "kto"))
 
     def check(self, settings: Any) -> None:
-        """Raise as the loss does: call it on an answer of one token."""
+        """Raise an error of the loss for these options: call the loss on an answer of one token."""
         one = np.zeros((1, 1), FLOAT32)
         options = {n: v for n, v in self.loss_options.items() if n in ("kind", "beta")}
         kto(one, one == 0, one, one[0] == 0, **options)

@@ -995,7 +995,7 @@ def test_a_disk_too_small_for_the_run_is_known_before_the_first_step(
     with monkeypatch.context() as patch:
         used = shutil.disk_usage(tmp_path)._replace(free=4 * len(weights(finished[0])))
         patch.setattr(shutil, "disk_usage", lambda path: used)
-        said = "the run, with two checkpoints, takes"
+        said = "the run, with two checkpoints, needs"
         assert_one_clear_error(run(*command), said)
     assert not (tmp_path / "run").exists()
 

@@ -251,5 +251,5 @@ def test_what_does_not_fit_is_refused(
 def test_ranks_that_divide_weights_are_refused(ranks: str, base: Path) -> None:
     name, number = ranks.split("=")
     settings = Settings(lora=4, merge_into="nf4", **{name: int(number)})
-    with pytest.raises(ConfigError, match=f"ranks would split the quant.*; leave {ranks} out"):
+    with pytest.raises(ConfigError, match=f"ranks would cut the blocks .*; leave {ranks} out"):
         settings.check(base, lines=False)

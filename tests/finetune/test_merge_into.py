@@ -140,7 +140,7 @@ def test_without_it_a_light_change_is_lost(base: Path, text: Path, tmp_path: Pat
     """A run of 4 small steps is rounded away by a merge after it, and kept by one through it."""
     plain = trained(base, text, tmp_path / "plain", quantize="nf4", lr=1e-3)
     after = plain.model
-    with pytest.warns(UserWarning, match="is kept"):
+    with pytest.warns(UserWarning, match="rounding preserves"):
         kept = after.merge_adapter(requantize=True)
     assert kept.share < 0.5
     through = trained(base, text, tmp_path / "run", quantize="nf4", merge_into="nf4", lr=1e-3)
@@ -213,7 +213,7 @@ def test_on_the_command_line(base: Path, text: Path, tmp_path: Path) -> None:
     written = command("export", out, tmp_path / "m.gguf")
     assert written.exit_code == 0, written.output
     assert "q4_0" in written.output
-    assert "100.0% of the adapter's change is kept" in written.output
+    assert "rounding preserves 100.0% of the adapter's update" in written.output
     folder = command(*learn, "--steps", 2, "--merge-into", "nf4", "--out", tmp_path / "nf4")
     assert "unsloth-cupy merge" in folder.output.partition("next:")[2]
     assert ".gguf" not in folder.output.partition("next:")[2]

@@ -342,7 +342,7 @@ def test_problem_type_decides() -> None:
         ),
         (
             lambda f: classifier().add_adapter(2, merge_into="q8_0"),
-            r"language model, and the head is 'sequence_class.*; choose a kind of a folder, as nf4",
+            r"language model, and the head is 'sequence_class.*; choose a kind for folders, such",
         ),
         (lambda f: classifier().logits(TOKENS, mask=MASK * 0), "row 0 has no real token"),
         (lambda f: classifier().embeddings(TOKENS, mask=MASK * 0), "row 0 has no real token"),

@@ -407,7 +407,7 @@ def test_peft_has_the_same_sum(tmp_path: Path) -> None:
         (lambda m, t: rows_of(m).by_rows(["table"]), r"'table' changes tables, heads or experts"),
         (lambda m, t: rows_of(m).mix_adapters({"table": 1}, "new"), "'table' has more than A and"),
         (lambda m, t: unnamed(m).set_adapter("chat"), r"has no name and would be lost; name it"),
-        (lambda m, t: m.by_rows(["chat"]).train_through("nf4"), "rows have adapters of their own"),
+        (lambda m, t: m.by_rows(["chat"]).train_through("nf4"), "each row has its own adapter"),
         (lambda m, t: chunked(m.by_rows(["chat"] * 5)).logits(TOKENS), r"an adapter on .*\.mlp\."),
         (lambda m, t: beside(rows_of(m)).resize(110), r"adapter 'table' has rows or tables of its"),
     ],
@@ -472,7 +472,7 @@ def test_a_merge_ends_the_use_of_other_adapters(
         model.merge_adapter(requantize=requantize)
     assert [*model.adapters] == ["code", "dora"]
     for name, use in USES.items():
-        with pytest.raises(ConfigError, match=f"^{name}: 'code' belongs to the weights from befo"):
+        with pytest.raises(ConfigError, match=f"^{name}: 'code' belongs to the weights before"):
             use(model)
     with pytest.raises(ConfigError, match=r"load_adapter: .*code belongs to the weights of"):
         model.load_adapter(tmp_path / "code", "again")

@@ -90,7 +90,7 @@ def test_weights_are_those_of_the_method(tmp_path: Path) -> None:
         assert next(texts) == next(texts)
     assert (report.dtype, report.notes) == ("bfloat16", ())
     assert report.kept.share == pytest.approx(1, abs=0.01)  # three figures of bfloat16
-    line = f"bfloat16, adapters of 21 layers merged ({report.kept.share:.1%} of the change)"
+    line = f"bfloat16, adapters of 21 layers merged ({report.kept.share:.1%} of the update)"
     assert str(report).endswith(line)
 
 
@@ -253,7 +253,7 @@ def test_wrong_calls_are_refused_and_leave_nothing(tmp_path: Path) -> None:
     before = sorted(tmp_path.iterdir())
     with pytest.raises(ConfigError, match="is not empty; name a new folder"):
         models.merge(adapter, tmp_path / "base")
-    with pytest.raises(ConfigError, match="is the name of a file; name a folder"):
+    with pytest.raises(ConfigError, match="is the name of a file; pass a folder"):
         models.merge(adapter, tmp_path / "m.gguf")
     with pytest.raises(ConfigError, match="is a file; name a new folder"):
         models.merge(adapter, tmp_path / "base" / "config.json")
@@ -309,7 +309,7 @@ def test_a_merge_that_computes_something_else_is_refused(
         return -weight if name.endswith(spoiled) else weight
 
     monkeypatch.setattr(StoredModel, "merged", negated)
-    with pytest.raises(ConfigError, match="what is written computes other numbers than"):
+    with pytest.raises(ConfigError, match="the outputs of the written model differ from those of"):
         models.merge(tmp_path / "adapter", tmp_path / "out", dtype=dtype)
     assert sorted(each.name for each in tmp_path.iterdir()) == ["adapter", "base"]
     monkeypatch.undo()
@@ -322,5 +322,5 @@ def test_a_merge_warns_if_less_than_nine_tenths_are_kept(share: float) -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         kept.warn("merge", "q4_0", "a cure")
-    expected = "merge: 89.0% of the adapter's change is kept"
+    expected = "merge: rounding preserves 89.0% of the adapter's update"
     assert [str(each.message).startswith(expected) for each in seen] == [True] * (share < 0.9)

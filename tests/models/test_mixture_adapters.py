@@ -280,12 +280,12 @@ def test_peft_reads_single_experts_as_we_do(label: str, tmp_path: Path) -> None:
 
 def test_what_single_experts_cannot_say(tmp_path: Path) -> None:
     base, adapter, _ = of_single_experts(tmp_path, "mixtral", lora_dropout=0.1)
-    with pytest.warns(UserWarning, match=r"lora_dropout=0\.1 is left out, as stacks of experts"):
+    with pytest.warns(UserWarning, match=r"lora_dropout=0\.1 is ignored: stacks of experts"):
         load(base, lora=adapter)
     settings = json.loads((adapter / SETTINGS).read_text()) | {"lora_dropout": 0.0}
     for change in ({"alpha_pattern": {"w1": 9}}, {"rank_pattern": {"block_sparse_moe.gate": 3}}):
         (adapter / SETTINGS).write_text(json.dumps(settings | change))
-        with pytest.raises(ConfigError, match="which is a part of a stack or has another name"):
+        with pytest.raises(ConfigError, match="which is now a part of a stack or has another name"):
             load(base, lora=adapter)
     (adapter / SETTINGS).write_text(json.dumps(settings))
     tensors = load_file(adapter / FILE)
@@ -335,7 +335,7 @@ def test_stacks_have_neither_dora_nor_dropout(options: dict[str, Any]) -> None:
     model = create(SIZES | MIXTURES["mixtral"], seed=0)
     with pytest.raises(ConfigError, match=r"neither DoRA nor dropout, as in peft; .* k_proj"):
         model.add_adapter(2, **options)
-    with pytest.raises(ConfigError, match=r"begins with no part of a weight; leave init='olora'"):
+    with pytest.raises(ConfigError, match=r"initialized from a weight; leave init='olora'"):
         model.add_adapter(2, init="olora")
     model.add_adapter(2, targets=("q_proj",), **options)
     assert np.isfinite(model.loss_and_gradients(IDS, IDS, seed=0)[0])
@@ -374,13 +374,16 @@ def folders(tmp_path: Path) -> tuple[Path, Path]:
     ("change", "message"),
     [
         ({"target_parameters": ["mlp.experts.up_proj"]}, "names mlp.experts.up_proj, which is ne"),
-        ({"target_parameters": ["norm.weight"]}, "norm.weight, which is neither a stack of a mix"),
+        (
+            {"target_parameters": ["norm.weight"]},
+            "norm.weight, which is neither an expert stack",
+        ),
         ({"target_parameters": ["weight"]}, "names model.embed_tokens.weight, which is neither"),
         ({"target_parameters": "mlp"}, "must be a list, each a text"),
         ({"target_parameters": []}, "does not belong to a linear layer"),
-        ({"lora_dropout": 0.1}, "lora_dropout is 0.1, and adapters of target_p"),
-        ({"use_dora": True}, "use_dora is True, and adapters of target_param"),
-        ({"init_lora_weights": "pissa"}, "'pissa', and adapters of target_parameters have"),
+        ({"lora_dropout": 0.1}, "lora_dropout is 0.1, which target_parameters do"),
+        ({"use_dora": True}, "use_dora is True, which target_parameters do"),
+        ({"init_lora_weights": "pissa"}, "'pissa', which target_parameters do not support"),
         ({"r": 3}, r"lora_A.weight is \(8, 32\); it must be \(12, 32\)"),
     ],
 )

@@ -346,12 +346,12 @@ def test_zero3_gathers_the_table_under_the_rows() -> None:
     value, actual = ranks.loss_and_gradients(TOKENS, TOKENS)
     assert float(value) == pytest.approx(float(loss), rel=1e-6)
     np.testing.assert_allclose(actual[ROWS], expected[ROWS], atol=1e-6)
-    with pytest.raises(ConfigError, match=r"resize: ranks keep parts .* before the model is div"):
+    with pytest.raises(ConfigError, match=r"resize: ranks divide .* before the model is divided"):
         divided.resize(80)
     divided.adapter = None
-    with pytest.raises(ConfigError, match=r"add_adapter\(tokens=\): ranks keep parts"):
+    with pytest.raises(ConfigError, match=r"add_adapter\(tokens=\): ranks divide"):
         divided.add_adapter(2, tokens=IDS)
-    with pytest.raises(ConfigError, match=r"add_adapter\(targets=\): ranks keep parts"):
+    with pytest.raises(ConfigError, match=r"add_adapter\(targets=\): ranks divide"):
         divided.add_adapter(2, targets=TARGETS)
     with pytest.raises(ConfigError, match=r"trains model\.embed_tokens, of which ranks keep parts"):
         load(
@@ -395,10 +395,10 @@ def test_convolutions_of_an_older_transformers_have_a_cure() -> None:
     """It had q_conv1d, k_conv1d and v_conv1d of hybrids; today they are one module."""
     config = parse(SIZES | {"model_type": "olmo_hybrid"})
     for listed in ("q_conv1d", "model.layers.0.linear_attn.v_conv1d"):
-        with pytest.raises(ConfigError, match="a part of conv1d today; merge the adapter by"):
+        with pytest.raises(ConfigError, match="now a part of conv1d; merge the adapter with"):
             inner_modules("f", config, {"modules_to_save": [listed]})
     assert inner_modules("f", config, {"modules_to_save": ["conv1d"]}) != set()
-    with pytest.raises(ConfigError, match="no module of this model ends so; pass the model"):
+    with pytest.raises(ConfigError, match="no module of this model ends with it; pass the model"):
         inner_modules("f", config, {"modules_to_save": ["conv"]})
 
 
@@ -448,13 +448,13 @@ def test_files_that_contradict_themselves(
         ({"tokens": "ab"}, "not a list of token ids"),
         ({"tokens": [1, 1]}, "token 1 is listed twice"),
         ({"tokens": [64]}, "token 64 is outside the vocabulary of 64"),
-        ({"tokens": [1], "modules": ["embed_tokens"]}, "trained whole, and some of its rows"),
-        ({"modules": ["score"]}, "it is of classifiers: load the folder with head="),
+        ({"tokens": [1], "modules": ["embed_tokens"]}, "trained whole, and also some of its rows"),
+        ({"modules": ["score"]}, "only classifiers have it: load the folder with head="),
         ({"modules": "lm_head"}, "pass a list of embed_tokens, lm_head, score"),
-        ({"modules": ["lm_head"], "base": "tied"}, "it is tied to embed_tokens, and follows it"),
-        ({"targets": ["lm_head"], "base": "tied"}, "it is tied to embed_tokens, and follows it"),
-        ({"targets": ["lm_head"], "modules": ["lm_head"]}, "trained in another way; choose one"),
-        ({"targets": TARGETS, "dropout": 0.1}, "embed_tokens has neither DoRA nor dropout"),
+        ({"modules": ["lm_head"], "base": "tied"}, "it is tied to embed_tokens: name embed_tokens"),
+        ({"targets": ["lm_head"], "base": "tied"}, "it is tied to embed_tokens: name embed_tokens"),
+        ({"targets": ["lm_head"], "modules": ["lm_head"]}, "also in modules or tokens; choose one"),
+        ({"targets": TARGETS, "dropout": 0.1}, "embed_tokens supports neither DoRA nor dropout"),
     ],
 )
 def test_what_an_adapter_cannot_train(options: dict[str, Any], message: str) -> None:
@@ -569,7 +569,7 @@ def test_rows_under_low_rank_weights_of_a_tied_head_are_refused(tmp_path: Path) 
     pair = {"A": np.ones((2, 32), np.float32), "B": np.ones((64, 2), np.float32)}
     tensors |= {f"{PREFIX}lm_head.lora_{part}.weight": each for part, each in pair.items()}
     save_file(tensors, tmp_path / "adapter_model.safetensors")
-    with pytest.raises(ConfigError, match="lm_head has low-rank weights beside rows of the table"):
+    with pytest.raises(ConfigError, match="lm_head has low-rank weights, and is tied to a table"):
         load(folder, lora=tmp_path)
 
 
@@ -603,5 +603,5 @@ def test_no_tokens_are_none(tmp_path: Path) -> None:
         model.add_adapter(2, tokens=empty, modules=[])
         assert not model.adapter.outer
     model = load(tmp_path, communicator=SingleCommunicator())
-    with pytest.raises(ConfigError, match=r"add_adapter\(tokens=\): ranks keep parts"):
+    with pytest.raises(ConfigError, match=r"add_adapter\(tokens=\): ranks divide"):
         model.add_adapter(2, tokens={"embed_tokens": [3]})

@@ -182,7 +182,7 @@ def test_what_is_kept_of_a_change(kind: str, size: float) -> None:
         b *= size * np.linalg.norm(before[name]) / np.linalg.norm(b @ a)
         changes[name] = model.adapter.scales[module] * (b.astype("f8") @ a)
     warned = size < 0.1 or kind == "ternary"
-    with pytest.warns(match="is lost in rounding to") if warned else contextlib.nullcontext():
+    with pytest.warns(match="is lost by rounding to") if warned else contextlib.nullcontext():
         kept = model.merge_adapter(requantize=True)
     moved = {
         name: model.parameters[name].dequantize().astype("f8") - before[name] for name in changes
@@ -192,7 +192,7 @@ def test_what_is_kept_of_a_change(kind: str, size: float) -> None:
     assert kept.layers == pytest.approx({n: parts[n] / sizes[n] for n in parts}, rel=1e-4, abs=2e-5)
     share = sum(parts.values()) / sum(sizes.values())
     assert kept.share == pytest.approx(share, rel=1e-4, abs=2e-5)
-    assert f"{share:.1%} of the adapter's change is kept; least in model.layers." in str(kept)
+    assert f"preserves {share:.1%} of the adapter's update (worst: model.layers." in str(kept)
 
 
 def test_what_sixteen_bits_keep(tmp_path: Path) -> None:
@@ -208,10 +208,10 @@ def test_what_sixteen_bits_keep(tmp_path: Path) -> None:
             each[...] = 1e-4 * np.random.default_rng(1).standard_normal(each.shape)
     model.save_adapter(tmp_path / "adapter")
     report = models.merge(tmp_path / "adapter", tmp_path / "out")
-    assert report.notes[-1].endswith("; bfloat16 rounds the rest away, dtype='float32' keeps it")
+    assert report.notes[-1].endswith("; bfloat16 loses the rest, dtype='float32' preserves it")
     assert 0 < report.kept.share < 0.9
-    assert f"merged ({report.kept.share:.1%} of the change)" in str(report)
-    with pytest.warns(match=r"lost in rounding to bfloat16: load\(folder, dtype='float32'\)"):
+    assert f"merged ({report.kept.share:.1%} of the update)" in str(report)
+    with pytest.warns(match=r"lost by rounding to bfloat16: load\(folder, dtype='float32'\)"):
         kept = model.merge_adapter()
     assert kept.layers == pytest.approx(report.kept.layers)
     wide = models.merge(tmp_path / "adapter", tmp_path / "wide", dtype="float32")

@@ -213,7 +213,7 @@ def test_another_base_is_refused(tmp_path: Path) -> None:
     other = models.load(tmp_path / "base")
     other.parameters["model.layers.0.mlp.up_proj.weight"][0, 0] *= 1.5
     other.save(tmp_path / "other")
-    problem = "trained through nf4 beside other weights than .*other has; name its own base"
+    problem = "trained through nf4 with other weights than .*other has; pass its own base"
     with pytest.raises(ConfigError, match=problem):
         models.merge(tmp_path / "adapter", tmp_path / "m", base=tmp_path / "other")
     with pytest.raises(ConfigError, match=problem):
@@ -414,10 +414,10 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     for options, problem in (
         ({"merge_into": "q4"}, "merge_into='q4'; choose from nf4"),
         ({"merge_into": "nf4", "dora": True}, "leave dora out, or merge_into"),
-        ({"merge_into": "mxfp4"}, "a llama has no experts in mxfp4; choose from nf4"),
+        ({"merge_into": "mxfp4"}, "a llama cannot store experts in mxfp4; choose from nf4"),
         (
             {"merge_into": "q4_0", "tokens": [3]},
-            "trains rows of embed_tokens, and .* kind of a fol",
+            "trains rows of embed_tokens, and .* kind for fol",
         ),
         (
             {"merge_into": "q8_0", "modules": ["lm_head"]},
@@ -428,14 +428,14 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
             model.add_adapter(4, **options)
         assert model.adapter is None
     mixture = models.create(SIZES | MIXTURES["qwen2_moe"], seed=0)
-    with pytest.raises(ConfigError, match="qwen2_moe has no experts in int8; choose from nf4"):
+    with pytest.raises(ConfigError, match="qwen2_moe cannot store experts in int8; choose"):
         mixture.add_adapter(2, merge_into="int8")
     mixture = models.create(SIZES | MIXTURES["gpt_oss"], seed=0)
     with pytest.raises(ConfigError, match="down_proj have 48 values, not whole blocks of 32; leav"):
         mixture.add_adapter(2, merge_into="mxfp4")
     hybrid = models.create(SIZES | RELATIVES["mamba2"], seed=0)
     with pytest.raises(
-        ConfigError, match=r"files have .*in_proj.weight as backbone\.layers.*leave"
+        ConfigError, match=r"files store .*in_proj.weight as backbone\.layers.*leave"
     ):
         hybrid.add_adapter(2, merge_into="nf4")
     hybrid.adapter = None

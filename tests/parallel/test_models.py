@@ -188,7 +188,7 @@ def test_ranks_read_the_parts_that_they_keep(
         model.logits(np.array([[3, 4]]))
     with pytest.raises(ConfigError, match="comm is not that of load"):
         Zero3(model, SingleCommunicator())
-    with pytest.raises(ConfigError, match="norms are of whole rows, which"):
+    with pytest.raises(ConfigError, match="DoRA needs norms of whole rows, and"):
         model.add_adapter(2, dora=True)
 
 

@@ -1,4 +1,4 @@
-"""A model whose adapters are added, kept by name, mixed, merged and saved."""
+"""A model with adapters: add, load, select, mix, merge and save them."""
 
 import copy
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -36,51 +36,52 @@ class Adapted(Network):
     Attributes
     ----------
     adapters : mapping of str to Adapter, read-only
-        Those that are kept by name: see ``load_adapter``.
+        The named adapters: see ``load_adapter``.
     outdated : frozenset of str
-        The names of those that belong to the weights from before a merge: they are not used.
+        Names of the adapters that belong to the weights before a merge: they are not used.
     merged : bool
-        Whether an adapter was merged: the weights are no longer those of the folder.
+        Whether an adapter was merged: the weights then differ from the folder's.
     grown : bool
-        Whether its tables differ from the folder's, as of new tokens: an adapter's file has them.
+        Whether tables have other rows than the folder's, as after new tokens: ``save_adapter``
+        then writes these tables too.
     """
 
     _adapters: dict[str, Adapter]
     outdated: frozenset[str] = frozenset()
     merged: bool = False
-    plain: Collection[str] = ()  # stacks of experts that the folder has under their own names
+    plain: Collection[str] = ()  # expert stacks that the folder stores under their own names
     grown: bool = False
 
     @property
     def adapters(self) -> Mapping[str, Adapter]:
-        """The adapters that are kept by name."""
+        """The named adapters."""
         return MappingProxyType(self._adapters)
 
     @property
     def home(self) -> Path | None:
-        """The folder that has its weights, as the base of adapters; None after a merge."""
+        """The folder of the model's weights, for new adapters to name; None after a merge."""
         return None if self.merged else self.folder
 
     @naming("add_adapter", "create_adapter", "train_through")
     def add_adapter(self, rank: int, *, name: str | None = None, **options: Any) -> None:
         """Freeze the parameters and add a new adapter: see ``models.create_adapter``.
 
-        ``merge_into`` is the kind of the file that it will be merged into, and through whose
-        quantizer it is then trained: a kind of ``models.quantize``, of folders that
-        ``models.merge`` writes, or a type of ``export_gguf``.  Products then use the weights
-        of that file, and the adapter alone is not the model.
+        ``merge_into`` is the kind of the file that the adapter will be merged into: a kind of
+        ``models.quantize``, for folders that ``models.merge`` writes, or a type of
+        ``export_gguf``.  The adapter is trained through the quantizer of that file: linear layers
+        compute with the file's weights, and the adapter does not fit unrounded weights.
 
-        With a ``name`` it is kept among ``adapters``, beside those that have other names.
+        An adapter with a ``name`` is stored in ``adapters``, beside adapters with other names.
 
-        Without ``base``, its adapter_config.json names the model by its name on huggingface.co, if
-        config.json (``_name_or_path``) or its place in the local cache says that, or else by its
-        folder.
+        Without ``base``, adapter_config.json stores the model's name on huggingface.co, if
+        config.json (``_name_or_path``) or the folder's path in the local cache contains it, or
+        else the path of the folder.
 
         Raises
         ------
         ConfigError
-            There is an adapter without a name, which a new one would replace, or one of this name;
-            or an option is invalid.
+            The model has an adapter without a name, which the new one would replace, or an
+            adapter of this name; or an option is invalid.
         """
         named = any(self.adapter is each for each in self.adapters.values())
         if name is not None:
@@ -88,17 +89,17 @@ class Adapted(Network):
         if self.adapter is not None and not (named and name is not None):
             raise ConfigError(
                 "add_adapter: the model has an adapter, which a new one would replace; call"
-                " merge_adapter() to keep what it learned, or set adapter = None to drop it"
+                " merge_adapter() to merge it into the weights, or set adapter = None to remove it"
             )
         kind = options.pop("merge_into", None)
         weights = self._weights_to_adapt(options)
         whole = self.config if self.division is None else self.division.whole
-        known = options.get("base") is not None
-        if not known:
-            known_as = {} if self.merged else self.texts.get("config.json", {})
-            options["base"] = base_name(known_as, self.home)
+        has_base = options.get("base") is not None
+        if not has_base:
+            facts = {} if self.merged else self.texts.get("config.json", {})
+            options["base"] = base_name(facts, self.home)
         adapter = create_adapter(whole, weights, rank=rank, **options)
-        adapter.base = None if known else self.home
+        adapter.base = None if has_base else self.home
         if options.get("init") == "loftq" and self.stored is not None:
             read = self.stored("add_adapter").read
             loftq("add_adapter", adapter.parameters, adapter.scales, self.parameters, read)
@@ -112,12 +113,12 @@ class Adapted(Network):
         self._adapters |= {} if name is None else {name: self.adapter}
 
     def _weights_to_adapt(self, options: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return the parameters beside which ``add_adapter`` makes an adapter.
+        """Return the weights that ``add_adapter`` passes to ``create_adapter``.
 
         Raises
         ------
         ConfigError
-            The options are not for this model, or not for one that ranks divide.
+            This model, or a model that ranks divide, does not support the options.
         """
         lists = {name: options.get(name, ()) for name in ("tokens", "modules")}
         outer = [n for n, each in lists.items() if not is_list(each) or len(each)]
@@ -128,37 +129,38 @@ class Adapted(Network):
         if outer and self.parts is not None:
             weights = self.parts.outside(weights)
         if is_list(modules) and [*modules] == ["score"] and self.gather is None:
-            outer.remove("modules")  # of which ranks that divide weights have all
+            outer.remove("modules")  # every rank of a divided model has the whole head
         if outer and (self.division is not None or self.gather is not None):
             self._require_whole(f"add_adapter({outer[0]}=)", "before the model is divided")
         if options.get("init") is not None:
             self._require_whole("add_adapter(init=)", "before the model is divided")
         if options.get("init") == "loftq" and (self.stored is None or options.get("dora")):
-            problem = "loftq needs the dense folder of the model, and has no DoRA"
-            raise ConfigError(f"add_adapter(init='loftq'): {problem}; load one with quantize=")
+            problem = "loftq needs the model's dense folder and does not support DoRA"
+            cure = "load a dense folder with quantize="
+            raise ConfigError(f"add_adapter(init='loftq'): {problem}; {cure}")
         if self.parts is not None and options.get("dora"):
-            problem = "norms are of whole rows, which ranks keep parts of"
+            problem = "DoRA needs norms of whole rows, and each rank stores parts of rows"
             raise ConfigError(f"add_adapter(dora=True): {problem}; use LoRA")
         return weights
 
     def train_through(self, kind: str) -> None:
         """Train the adapter through the quantizer of the file that it will be merged into.
 
-        ``kind`` is ``merge_into`` of ``add_adapter``.
+        ``kind``: see ``merge_into`` in ``add_adapter``.
 
         Raises
         ------
         ConfigError
-            There is no adapter, or it is trained through a quantizer already; the kind is unknown,
-            or not for this model; the adapter has DoRA, or tables that the file rounds; or weights
-            are not quantized as ``load(quantize=)`` does it.
+            There is no adapter, or it is already trained through a quantizer; the kind is unknown,
+            or the model does not support it; the adapter has DoRA, or trains tables that the file
+            rounds; or the weights are quantized otherwise than by ``load(quantize=)``.
         """
         call = f"train_through({kind!r})"
         rows = isinstance(self.adapter, ByRows)
         if self.adapter is None or rows or self.adapter.into is not None:
-            problem = "rows have adapters of their own" if rows else "there is no adapter"
+            problem = "each row has its own adapter" if rows else "there is no adapter"
             if self.adapter is not None and not rows:
-                problem = f"the adapter is trained through {self.adapter.into.kind} already"
+                problem = f"the adapter is already trained through {self.adapter.into.kind}"
             raise ConfigError(f"{call}: {problem}; call add_adapter(rank, merge_into=kind)")
         self._require_whole(call, "on a model that is whole")
         into = Into(call, self.config, kind, *self._base_facts(call), self.table.dtype)
@@ -167,12 +169,12 @@ class Adapted(Network):
         train_through(call, self.adapter, into)
 
     def _base_facts(self, call: str) -> tuple[str | None, Any]:
-        """Return the kind to which weights were quantized as they were read, and the file's dtype.
+        """Return the kind to which ``load`` quantized the weights, and the dtype in the file.
 
         Raises
         ------
         ConfigError
-            Other weights are quantized than those that ``load(quantize=)`` quantizes.
+            The weights are quantized otherwise than by ``load(quantize=)``.
         """
         kinds = {n: kind_of(w) for n, w in self.parameters.items()}
         quantizations = {kind for kind in kinds.values() if kind is not None}
@@ -180,27 +182,27 @@ class Adapted(Network):
         homes = {} if self.stored is None else self.stored("add_adapter").homes
         dtype = homes[TABLE].dtype if TABLE in homes else self.table.dtype
         files = stored is not None and not KINDS[stored].made
-        anew = files and stored not in quantizations  # as those of a GGUF file may be
+        anew = files and stored not in quantizations  # weights of a GGUF file may be
         if not quantizations or not (stored is None or anew):
             return None, dtype
         rule = Quantizer(call, kind := min(quantizations))
         for name, weight in self.parameters.items():
             if (kinds[name] == kind) != rule.makes(name, weight.shape):
-                problem = f"{name} is not quantized as load(quantize={kind!r}) does it"
-                raise ConfigError(f"{call}: {problem}; load the model so")
+                problem = f"{name} is not quantized as load(quantize={kind!r}) quantizes it"
+                raise ConfigError(f"{call}: {problem}; load the model with this option")
         return kind, dtype
 
     @naming("load_adapter", "load")
     def load_adapter(self, folder: str | PathLike[str], name: str) -> None:
-        """Read an adapter of peft's format and keep it by name among ``adapters``.
+        """Read an adapter in peft's format and store it under a name in ``adapters``.
 
-        It takes no part until ``set_adapter``, ``mix_adapters`` or ``by_rows`` names it.
+        The adapter has no effect until ``set_adapter``, ``mix_adapters`` or ``by_rows`` names it.
 
         Raises
         ------
         ConfigError
-            The name is taken; or a file is missing or broken, or is of another model, also of one
-            whose vocabulary has grown or whose head is no longer tied.
+            The name is in use; a file is missing or broken; or the adapter belongs to another
+            model, or to this model with a grown vocabulary or an untied head.
         """
         self._check_new("load_adapter", name)
         self._check_base("load_adapter", folder)
@@ -219,61 +221,61 @@ class Adapted(Network):
             and self._base_facts("load_adapter")[0] != adapter.into.quantize
         ):
             beside = adapter.into.quantize or "dense"
-            problem = f"{path} was trained beside {beside} weights of its base"
+            problem = f"{path} was trained with {beside} weights of its base"
             raise ConfigError(f"load_adapter: {problem}; use load(base, lora={str(path)!r})")
         check_base("load_adapter", adapter, self.folder, self.parameters, weights)
         self._adapters[name] = divided_adapter(adapter, self.division)
 
     def _check_new(self, call: str, name: Any) -> None:
-        """Raise a ConfigError unless this is a name that no adapter has."""
+        """Raise a ConfigError unless ``name`` is a string that no adapter has."""
         if not isinstance(name, str) or not name:
-            raise ConfigError(f"{call}(name={name!r}): pass a name, as 'chat'")
+            raise ConfigError(f"{call}(name={name!r}): pass a name, such as 'chat'")
         if name in self.adapters:
-            cure = "choose another, or remove that by delete_adapter(name)"
+            cure = "choose another, or call delete_adapter(name) first"
             raise ConfigError(f"{call}(name={name!r}): an adapter has this name; {cure}")
 
     def _check_base(self, call: str, folder: str | PathLike[str]) -> None:
-        """Raise a ConfigError for the folder of an adapter of the weights from before a merge."""
+        """Raise a ConfigError if an adapter's folder belongs to the weights before a merge."""
         if not self.merged or self.folder is None:
             return
         path = path_of(call, folder)
         try:
             base = base_of(path)
-        except ConfigError:  # it is not here
+        except ConfigError:  # the base is not on this machine
             return
         if base is not None and base.resolve() == self.folder.resolve():
-            problem = f"{path} belongs to the weights of {self.folder}, into which one was merged"
-            raise ConfigError(f"{call}: {problem} since; load the model again for it")
+            problem = f"{path} belongs to the weights of {self.folder} before merge_adapter()"
+            raise ConfigError(f"{call}: {problem}; load the model again to use it")
 
     def _check_known(self, call: str, names: Iterable[Any]) -> None:
-        """Raise a ConfigError for a name that no adapter has, or one of the weights before."""
+        """Raise a ConfigError for a name that no adapter has, or that is outdated."""
         for name in names:
             if name not in self.adapters:
                 known = ", ".join(map(repr, self.adapters)) or "none: load_adapter(folder, name)"
                 raise ConfigError(f"{call}: no adapter is named {name!r}; there is {known}")
             if name in self.outdated:
-                problem = f"{name!r} belongs to the weights from before merge_adapter()"
+                problem = f"{name!r} belongs to the weights before merge_adapter()"
                 cure = f"adapters[{name!r}].save(folder) writes it, and load(base, lora=folder)"
-                raise ConfigError(f"{call}: {problem}; {cure} reads it beside these")
+                raise ConfigError(f"{call}: {problem}; {cure} reads it with those weights")
 
     def set_adapter(self, name: str | None) -> None:
-        """Use an adapter by its name, or with None the base alone.
+        """Select the adapter that the model computes with; None: the base alone.
 
         Raises
         ------
         ConfigError
-            No adapter has this name, or one without a name would be lost.
+            No adapter has this name, or the current adapter has no name and would be lost.
         """
         self._check_known("set_adapter", [] if name is None else [name])
         if self.adapter is not None and self.adapter not in self.adapters.values():
             problem = "the model's adapter has no name and would be lost"
-            cure = "name it first, by save_adapter(folder) and load_adapter(folder, name) into a"
-            cure += " model without it, or set adapter = None"
+            cure = "name it first: save_adapter(folder), then load_adapter(folder, name) into a"
+            cure += " model without it; or set adapter = None"
             raise ConfigError(f"set_adapter({name!r}): {problem}; {cure}")
         self.adapter = None if name is None else self._adapters[name]
 
     def delete_adapter(self, name: str) -> None:
-        """Remove an adapter; if it is in use, the model is then the base alone.
+        """Remove an adapter; if it is in use, the model then computes with the base alone.
 
         Raises
         ------
@@ -287,41 +289,43 @@ class Adapted(Network):
         self.outdated -= {name}
 
     def mix_adapters(self, weights: Mapping[str, float], name: str) -> None:
-        """Keep the weighted sum of adapters as a new one, with the sum of their ranks.
+        """Store the weighted sum of adapters as a new adapter, whose rank is the sum of ranks.
 
-        Its change of a weight is sum(weight scale B A): peft's ``add_weighted_adapter`` with
-        ``combination_type="cat"``.
+        The new adapter changes a weight by sum(weight scale B A), as peft's
+        ``add_weighted_adapter`` with ``combination_type="cat"``.
 
         Raises
         ------
         ConfigError
-            A name is not known, or the new one taken; a weight is not a number; or an adapter has
-            more than A and B: DoRA, biases, token rows, modules or experts.
+            No adapter has one of the names, or one has the new name; a weight is not a number; or
+            an adapter has more parameters than A and B: DoRA, biases, token rows, modules or
+            experts.
         """
         self._check_new("mix_adapters", name)
         self._check_known("mix_adapters", weights)
         if not weights or not all(map(is_number, weights.values())):
             raise ConfigError(
-                f"mix_adapters({weights!r}): pass numbers by name, as {{'chat': 0.5}}"
+                f"mix_adapters({weights!r}): pass numbers by name, such as {{'chat': 0.5}}"
             )
         self._require_whole("mix_adapters", "before the model is divided")
         self._adapters[name] = mixed(self._adapters, weights)
 
     def by_rows(self, names: Sequence[str | None]) -> Self:
-        """Return this model for batches whose rows have these adapters; None: the base alone.
+        """Return this model for batches in which each row has its own adapter.
 
-        Of packed texts there is one name for each.  Rows of an adapter get the numbers of a batch
-        of these rows alone, up to the order of sums, and in an invariant model its bits.  So do the
-        gradients of an adapter, for equal ``count``.
-        ``rollouts`` takes a name for each prompt, which all of its samples have.
-        ``trainable`` has the parameters of all that are named, ``NAME@ADAPTER``, which may be
-        trained at once: the arrays are those of ``adapters``.
+        ``names`` has one name for each row, or for each text of a packed batch; None: the base
+        alone.  Rows with the same adapter have the results of a batch of these rows alone, up to
+        the order of sums; in an invariant model the bits are equal.  The same holds for the
+        gradients of an adapter, if ``count`` is equal.
+        For ``rollouts``, ``names`` has one name for each prompt, which all its samples use.
+        ``trainable`` has the parameters of all named adapters, as ``NAME@ADAPTER``; they can be
+        trained together, and are the arrays of ``adapters``.
 
         Raises
         ------
         ConfigError
-            A name is not known; an adapter changes tables, heads or experts; or ranks divide the
-            model.
+            No adapter has one of the names; an adapter changes tables, heads or experts; or ranks
+            divide the model.
 
         Examples
         --------
@@ -352,25 +356,27 @@ class Adapted(Network):
     def _require_whole(self, call: str, when: str) -> None:
         """Raise a ConfigError if ranks divide the parameters."""
         if self.division is not None or self.parts is not None or self.gather is not None:
-            problem = "ranks keep parts of this model's tables, which this needs whole"
-            raise ConfigError(f"{call}: {problem}; call it {when}, or use ranks of data alone")
+            problem = "ranks divide the tables of this model, and this call needs whole tables"
+            raise ConfigError(f"{call}: {problem}; call it {when}, or use data parallelism alone")
 
     @naming("merge_adapter", "merge")
     def merge_adapter(self, *, requantize: bool = False) -> Kept:
-        """Merge the adapter into the weights, which become new arrays, and remove it.
+        """Merge the adapter into the weights, which become new arrays, and remove the adapter.
 
-        Other adapters that are kept by name belong to the weights from before: ``outdated`` has
-        their names, and only ``adapters[name].save(folder)`` uses them.  An adapter that is added
-        from then on names no base: ``save`` writes it, and ``load(folder, lora=)`` takes both.
+        Other named adapters belong to the weights before the merge: ``outdated`` has their names,
+        and the only use of them is ``adapters[name].save(folder)``.  An adapter that is added
+        after the merge stores no base: ``save`` writes the base, and ``load(folder, lora=)`` reads
+        both.
 
-        All quantized weights become dense; ``requantize`` quantizes them again, with new errors,
-        and a light change is then rounded away.  Below 90 % of the change a warning says so.
+        All quantized weights become dense; ``requantize`` quantizes them again.  The new rounding
+        errors can remove a small update: below 90 % of the update a warning is issued.
 
         Returns
         -------
         kept : Kept
-            The share of the change that is in the weights, ``kept.share`` and ``kept.layers``:
-            <merged - weight, change> / <change, change> over the weights that were rounded.
+            The share of the update that rounding preserves, in ``kept.share`` and
+            ``kept.layers``: <merged - weight, change> / <change, change> over the weights that
+            were rounded.
 
         Raises
         ------
@@ -384,9 +390,9 @@ class Adapted(Network):
         self.parameters, kept = self.adapter.merged(self.parameters, requantize)
         values = self.parameters.values()
         kinds = {type(each).__name__ for each in values if isinstance(each, Quantized)}
-        cure = "without requantize weights are dense, and models.merge(folder, out) writes these"
+        cure = "without requantize the weights are dense, and models.merge(folder, out) writes them"
         if not kinds:
-            kinds, cure = {self.table.dtype.name}, "load(folder, dtype='float32') keeps it"
+            kinds, cure = {self.table.dtype.name}, "load(folder, dtype='float32') preserves it"
         kept.warn("merge_adapter", " and ".join(sorted(kinds)), cure)
         self._adapters = {n: each for n, each in self._adapters.items() if each is not self.adapter}
         self.outdated, self.merged = frozenset(self._adapters), True
@@ -395,7 +401,7 @@ class Adapted(Network):
 
     @property
     def base(self) -> Self:
-        """The model without its adapter, on the same parameters: the reference of a policy."""
+        """The model without its adapter, with the same parameters: a policy's reference model."""
         base = copy.copy(self)
         base.adapter = None
         return base
@@ -410,6 +416,6 @@ class Adapted(Network):
             self.adapter.holding(own).save(folder, tables)
 
     def grown_tables(self) -> dict[str, Array]:
-        """Return the tables, if the folder's have other rows, as ``Adapter.save`` takes them."""
+        """Return the tables if they are ``grown``, as the argument of ``Adapter.save``."""
         names = (TABLE, HEAD) if self.grown else ()
         return {name: self.parameters[name] for name in names if name in self.parameters}

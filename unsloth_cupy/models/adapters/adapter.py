@@ -7,7 +7,7 @@ layer ``model.layers.0.self_attn.q_proj`` are named
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight         (outputs, rank)
     base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector (outputs,), only DoRA
 
-``outer_weights`` has those of tokens and of whole modules.
+``outer_weights`` has the tensors of trained tokens and of whole modules.
 """
 
 import hashlib
@@ -76,16 +76,16 @@ from .through import file_weight, through_linear
 CONFIG = ADAPTER
 PREFIX = ADAPTED
 DOWN, UP, MAGNITUDE = "lora_A.weight", "lora_B.weight", "lora_magnitude_vector"
-EMBEDDING_DOWN, EMBEDDING_UP = "lora_embedding_A", "lora_embedding_B"  # A^T B^T are added
-BIAS = "lora_B.bias"  # (outputs,), of files of peft; its scale is that of B
-ADDED = (BIAS, DOWN, UP, MAGNITUDE)  # to what a linear layer has
+EMBEDDING_DOWN, EMBEDDING_UP = "lora_embedding_A", "lora_embedding_B"  # scale A^T B^T is added
+BIAS = "lora_B.bias"  # (outputs,), only in files of peft; scaled as B is
+ADDED = (BIAS, DOWN, UP, MAGNITUDE)  # the tensors of a linear layer
 PARTS = (*ADDED, EMBEDDING_DOWN, EMBEDDING_UP, ROWS, "weight", "bias")  # after a module's name
 TABLES = ("embed_tokens", "lm_head")
 TASKS = {CAUSAL: "CAUSAL_LM", SEQUENCE: "SEQ_CLS", TOKEN: "TOKEN_CLS", NONE: "FEATURE_EXTRACTION"}
 
 
 class Seeds(NamedTuple):
-    """The seeds of the layers of a step, in an array of a GPU: see ``Adapter.seeds``."""
+    """The dropout seeds of the layers for one step, in a GPU array: see ``Adapter.seeds``."""
 
     modules: Sequence[str]
     array: Any
@@ -101,20 +101,20 @@ class Adapter:
     parameters : dict of str to array
         The adapter tensors, by their names in peft's file for a language model.
     tokens : dict of str to tuple of int
-        The tokens whose rows are trained, by the name of their table.
+        The tokens whose rows are trained, by the name of the table.
     stored : dict of str to str
-        The names of the adapted layers in the file, which differ in a model that reads images.
+        The names of the adapted layers in the file, which differ for a model that reads images.
     others : dict of str to array
-        Tensors of the file that are not of these layers; ``save`` writes them as they were read.
+        Tensors of the file that belong to other layers; ``save`` writes them unchanged.
     stacks : dict of str to Adapted
         The adapted stacks of experts, by their names.
     base : Path or None
-        The folder of the model that it is for, if that is known.
+        The folder of the base model, if it is known.
     into : Into or None
-        The quantizer of the file that it will be merged into, through which it is trained.
+        The quantizer of the file that the adapter will be merged into and is trained through.
     initial : dict of str to (array, array)
-        A0 and B0 of layers that began with a part of the weight; -B0 A0 is added, too, and does
-        not change.
+        A0 and B0 of layers that were initialized from the weight; the constant -B0 A0 is added to
+        B A.
     """
 
     base: Path | None = None
@@ -162,13 +162,13 @@ class Adapter:
         }
 
     def holding(self, parameters: dict[str, Array]) -> "Adapter":
-        """Return this adapter with other parameters: parts of them, or the whole ones."""
+        """Return this adapter with other parameters: a rank's parts, or the whole arrays."""
         adapter = copy(self)
         adapter.parameters = parameters
         return adapter
 
     def seeds(self, seed: int) -> Array:
-        """Return the 64 bits of the seed of each layer in a step, in the order of ``scales``."""
+        """Return the 64-bit dropout seed of each layer for a step, in the order of ``scales``."""
         return np.array([_seed(seed, module) for module in self.scales], np.uint64).view(np.int64)
 
     def linears(
@@ -181,14 +181,14 @@ class Adapter:
     ) -> list[Any]:
         """Return the outputs of the linear layers ``modules`` for the input x, with their adapters.
 
-        ``parameters`` holds the weights of both, by name.  Without dropout one ``lora_linears``
-        reads x once for all adapters; with dropout each adapter has its own mask, which a token
-        draws by its number in a batch: see ``token_numbers``.
+        ``parameters`` holds the weights of the layers and of the adapters, by name.  Without
+        dropout one ``lora_linears`` reads x once for all adapters.  With dropout each adapter has
+        its own mask, drawn from the number of the token in the batch: see ``token_numbers``.
         """
         dropout = self.dropout if seed is not None else 0.0
         if numbers is not None:
             numbers = numbers.reshape(x.shape[:-1])
-        if is_fixed():  # what these layers give to dx is added up first, as in a batch of several
+        if is_fixed():  # sum the dx of these layers first, as in a batch with several adapters
             x = taped("linears", value_of(x), lambda dx, wanted: {"x": dx}, x=x)
         if self.through:
             return [self._through(parameters, name, x, dropout, seed, numbers) for name in modules]
@@ -214,7 +214,7 @@ class Adapter:
 
     @property
     def through(self) -> bool:
-        """Whether products use the weights of the file that the adapter will be merged into."""
+        """Whether layers compute with the weights of the file that the adapter is merged into."""
         return self.into is not None and self.into.active
 
     def _through(
@@ -226,7 +226,7 @@ class Adapter:
         seed: int | Seeds | None,
         numbers: Array | None,
     ) -> Any:
-        """Return the output of a layer whose weight is that of the file."""
+        """Return the output of a layer that computes with the weight of the file."""
         name = f"{module}.weight"
         if module not in self.scales:
             return linear(x, parameters[name], parameters.get(f"{module}.bias"))
@@ -243,18 +243,18 @@ class Adapter:
         )
 
     def file_weights(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return parameters in which those without an adapter are as the file has them."""
+        """Return parameters in which weights without an adapter are rounded as in the file."""
         if not self.through:
             return parameters
         return {**parameters, **self.into.fixed(parameters, self._changes)}
 
     def _changes(self, name: str) -> bool:
-        """Return whether the adapter changes a weight, takes its place, or has it."""
+        """Return whether the adapter changes, replaces or contains a weight."""
         taken = name in self.tokens or PREFIX + name in self.parameters
         return taken or name.startswith(PREFIX) or self.adds_to(name)
 
     def used_stacks(self) -> Mapping[str, Adapted]:
-        """Return the adapted stacks, for a call."""
+        """Return the adapted stacks, with the quantizer if they are trained through it."""
         if not self.through:
             return self.stacks
         return {name: each._replace(into=self.into) for name, each in self.stacks.items()}
@@ -280,7 +280,7 @@ class Adapter:
         )
 
     def pair(self, parameters: Mapping[str, Any], module: str) -> tuple[Any, Any]:
-        """Return A and B of a layer, with what it began with beside them."""
+        """Return A and B of a layer, concatenated with A0 and -B0 if the layer has them."""
         table = f"{module}.weight"
         names = LOW_RANK.get(table, (f"{PREFIX}{module}.{DOWN}", f"{PREFIX}{module}.{UP}"))
         first, second = (parameters[name] for name in names)
@@ -291,7 +291,7 @@ class Adapter:
         return down, made_of([second], second.dtype, lambda own: beside(own, -b, 1))
 
     def begin(self, kind: str, read: Callable[[str], Any]) -> None:
-        """Let A and B begin with a part of each weight, which ``read`` returns by its name."""
+        """Initialize A and B from the weights, which ``read`` returns by name."""
         call = f"create_adapter(init={kind!r})"
         pairs = initial_pairs(call, kind, self.scales, self.parameters, read)
         self.initial = {module_of(names[0]): pair for names, pair in pairs.items()}
@@ -300,17 +300,17 @@ class Adapter:
 
     @property
     def outer(self) -> list[str]:
-        """The names of the tensors that are of tables and heads, or of a whole module."""
+        """The names of the tensors of tables, heads and whole modules."""
         return [n for n in self.parameters if ".layers." not in n or not n.endswith(ADDED)]
 
     def outside(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return parameters with tables, rows and whole modules of the adapter in their places."""
+        """Return parameters with the adapter's tables, rows and whole modules in their places."""
         if not self.outer:
             return parameters
         return replaced(parameters, self.parameters, self.tokens, self.scales, self._places)
 
     def _places(self, name: str, table: Any) -> Any:
-        """Return the tokens of a table as an array beside it; a GPU gets it once for a stream."""
+        """Return a table's tokens as an array on its device, copied once for each GPU stream."""
         key, ids = stream(table), np.asarray(self.tokens[name], np.int64)
         if not key:
             return to_device_of(ids, table)
@@ -321,21 +321,21 @@ class Adapter:
     def merged(
         self, parameters: Mapping[str, Any], requantize: bool = False
     ) -> tuple[dict[str, Any], Kept]:
-        """Return the parameters of a model with the adapter merged, and what is kept of it."""
+        """Return the parameters with the adapter merged, and the share of its update preserved."""
         self.check_merges(parameters)
         kept = Kept()
         merged = {n: self.merge(n, each, requantize, kept) for n, each in parameters.items()}
         return merged, kept
 
     def check_merges(self, names: Collection[str]) -> None:
-        """Raise a ConfigError if an adapter's bias is of a layer that has none to add it to."""
+        """Raise a ConfigError if the adapter has a bias for a layer without a bias."""
         biases = [module_of(name) for name in self.parameters if name.endswith(f".{BIAS}")]
         if alone := [module for module in biases if f"{module}.bias" not in names]:
-            problem = f"merge: {alone[0]} has no bias, to which that of its adapter could be added"
-            raise ConfigError(f"{problem}; keep the adapter apart: load(base, lora=folder)")
+            problem = f"merge: the adapter of {alone[0]} has a bias, and the layer has none"
+            raise ConfigError(f"{problem}; use the adapter unmerged: load(base, lora=folder)")
 
     def adds_to(self, name: str) -> bool:
-        """Return whether the adapter has a product of low rank that is added to a weight."""
+        """Return whether the adapter adds a low-rank product to a weight."""
         first = LOW_RANK.get(name, (f"{PREFIX}{name.removesuffix('weight')}{DOWN}",))[0]
         return name in self.stacks or (first in self.parameters and name not in self.tokens)
 
@@ -349,9 +349,10 @@ class Adapter:
     ) -> Any:
         """Return a weight with its adapter merged; a dense weight without an adapter is unchanged.
 
-        Quantized weights become dense, with or without an adapter.  With ``requantize`` a merged
-        one is quantized again, and one without an adapter is unchanged.  ``kept`` measures those
-        that are rounded; with ``exact`` none is, and they are float32 at least.
+        Quantized weights become dense, with or without an adapter.  With ``requantize`` merged
+        weights are quantized again, and quantized weights without an adapter are unchanged.
+        ``kept`` measures the share of the update that rounding preserves.  With ``exact`` nothing
+        is rounded, and the result is float32 or wider.
         """
         outer = merged(name, weight, self.parameters, self.tokens)
         if outer is not None:
@@ -382,9 +383,10 @@ class Adapter:
         return rounded
 
     def save(self, folder: str | PathLike[str], tables: Mapping[str, Array] | None = None) -> None:
-        """Write the adapter's folder; its files are replaced only once all new ones are written.
+        """Write the adapter's folder; old files are replaced after all new ones are written.
 
-        ``tables`` are those that the base's folder has with fewer rows, which peft reads here.
+        ``tables`` are the grown tables, which the base's folder has with fewer rows; peft reads
+        them from this folder.
         """
         tensors, own = dict(self.others), dict(self.parameters)
         for name, table in (tables or {}).items():
@@ -428,7 +430,7 @@ def create_adapter(
     modules: Sequence[str] = (),
     init: str | None = None,
 ) -> Adapter:
-    """Return a new adapter that does not yet change the model: A is random, B is zero.
+    """Return a new adapter that leaves the model's outputs unchanged: A is random, B is zero.
 
     Parameters
     ----------
@@ -437,12 +439,12 @@ def create_adapter(
     alpha : float, optional
         The scale is ``alpha / rank``, for rsLoRA ``alpha / sqrt(rank)``; None: 2 * rank.
     targets : sequence of str, optional
-        The last component of the layers' names, as ("q_proj", "v_proj"), and of the stacks of
-        experts "experts.gate_up_proj" and "experts.down_proj"; None: every linear layer of the
-        blocks but routers, and the experts.  embed_tokens, which a tied head follows, and lm_head
-        may be named too.
+        The last components of layer names, such as ("q_proj", "v_proj"), and for stacks of
+        experts "experts.gate_up_proj" and "experts.down_proj".  None: every linear layer of the
+        blocks except routers, and the experts.  embed_tokens (with a tied head) and lm_head are
+        allowed too.
     dropout : float
-        Share of an adapter's input elements that are set to 0 in training.
+        Share of the adapter's input elements that are set to 0 in training.
     rslora, dora : bool
         See ``lora_linear``.
     seed : int
@@ -451,23 +453,24 @@ def create_adapter(
         The base model, stored in adapter_config.json for programs that load it: its folder or its
         name on huggingface.co.  ``add_adapter`` has its own default.
     tokens : sequence of int, optional
-        Tokens whose rows of the embedding table are trained too, and those of the head where it is
-        tied: peft's ``trainable_token_indices``.  Also a dict of ids by table, embed_tokens and
-        lm_head: without rows of its own, an untied head learns nothing of a new token.
+        Tokens whose rows of the embedding table, and of a tied head, are trained too: peft's
+        ``trainable_token_indices``.  Or a dict of ids by table, embed_tokens and lm_head: an
+        untied head is trained for a new token only if lm_head lists the token.
     modules : sequence of str, optional
-        Modules that are trained whole: embed_tokens, which a tied head follows, lm_head, and score,
-        the head of a classifier, which is frozen otherwise: peft's ``modules_to_save``.
+        Modules that are trained whole: embed_tokens (with a tied head), lm_head, and score, the
+        head of a classifier, which is otherwise frozen: peft's ``modules_to_save``.
     init : str, optional
-        What A and B begin with: "pissa", the largest singular vectors of each weight, or "olora",
-        the first columns and rows of its QR decomposition.  The weight is unchanged: the product
-        with which they begin is subtracted, and ``save_adapter`` writes both as one of twice the
-        rank.  "loftq", in ``add_adapter`` alone: the best approximation of this rank to what the
-        quantization of the weights lost, which are read again from the model's dense folder.
+        Initialization of A and B from each weight: "pissa", the largest singular vectors, or
+        "olora", the first columns and rows of the QR decomposition.  Weights stay unchanged: the
+        initial product B A is subtracted, and ``save_adapter`` writes both products as one of
+        twice the rank.  "loftq", only in ``add_adapter``: the best approximation, with this rank,
+        to the quantization error; the unquantized weights are read again from the model's dense
+        folder.
 
     Raises
     ------
     ConfigError
-        An option is invalid, or does not name a linear layer of the blocks, or what is outside.
+        An option is invalid, or names a layer that does not support adapters.
     """
     _check_options(rank=rank, alpha=alpha, dropout=dropout, seed=seed, init=init)
     known = linear_layers(config)
@@ -481,7 +484,7 @@ def create_adapter(
     check_outer("create_adapter", config, rows, modules)
     check_outer("create_adapter(targets=)", config, {}, tables)
     if twice := [t for t in tables if t in modules or OUTER[t][0] in rows]:
-        problem = f"{twice[0]} is among targets, and trained in another way"
+        problem = f"{twice[0]} is in targets, and also in modules or tokens"
         raise ConfigError(f"create_adapter: {problem}; choose one")
     settings = {
         "peft_type": "LORA",
@@ -509,7 +512,7 @@ def create_adapter(
     parameters = new_outer(weights, rows, modules)
     for index, table in enumerate(tables):
         parameters |= new_low_rank(weights, OUTER[table][0], rank, [seed, len(known) + index])
-    whole = (PREFIX + name for each in modules for name in OUTER[each])  # also of other ranks
+    whole = (PREFIX + name for each in modules for name in OUTER[each])  # of other ranks too
     names = {module_of(name) for name in (*parameters, *whole)}
     outer = {name: stored_name(name, config.body) for name in names}
     outer |= {module: module for module in stacks}
@@ -539,7 +542,7 @@ def create_adapter(
 def _chosen_targets(
     config: Config, known: Collection[str], targets: Any, *, alters: bool, init: str | None
 ) -> Collection[str]:
-    """Return the targets, all by default; ``alters`` says if there is DoRA or dropout."""
+    """Return the targets, by default all; ``alters``: there is DoRA or dropout."""
     layers = sorted({name.rpartition(".")[2] for name in known})
     stacks = targets_of(config)
     chosen: Any = [*layers, *stacks] if targets is None else targets
@@ -549,28 +552,28 @@ def _chosen_targets(
         cure = f"pass a list of some of {', '.join(names)}"
         raise ConfigError(f"create_adapter(targets={targets!r}): {cure}")
     if init is not None and (stacked := [name for name in stacks if name in chosen]):
-        problem = f"{stacked[0]} begins with no part of a weight"
+        problem = f"{stacked[0]} cannot be initialized from a weight"
         cure = f"leave init={init!r} out, or name targets among {', '.join(layers)}"
         raise ConfigError(f"create_adapter(targets={targets!r}): {problem}; {cure}")
     if alters and (stacked := [name for name in stacks if name in chosen]):
-        problem = f"{stacked[0]} has neither DoRA nor dropout, as in peft"
+        problem = f"{stacked[0]} supports neither DoRA nor dropout, as in peft"
         cure = f"leave those out, or name targets among {', '.join(layers)}"
         raise ConfigError(f"create_adapter(targets={targets!r}): {problem}; {cure}")
     if alters and (tables := [name for name in TABLES if name in chosen]):
-        cure = f"{tables[0]} has neither DoRA nor dropout; leave those out, or the table"
+        cure = f"{tables[0]} supports neither DoRA nor dropout; leave those out, or the table"
         raise ConfigError(f"create_adapter(targets={targets!r}): {cure}")
     return chosen
 
 
 def module_of(name: str) -> str:
-    """Return the name of the module that a tensor of an adapter belongs to."""
+    """Return the name of the module that an adapter's tensor belongs to."""
     own = name.removeprefix(PREFIX)
     end = next((each for each in PARTS if own.endswith(f".{each}")), "")
     return own.removesuffix(f".{end}")
 
 
 def _target_modules(names: list[str], prefix: str) -> list[str] | str:
-    """Return peft's target_modules: names, or a pattern that keeps to the body with a prefix."""
+    """Return peft's target_modules: names, or a pattern for names after a body's prefix."""
     if prefix in (TEXT, ""):
         return names
     inside = "|".join(name for name in names if name != "lm_head")
@@ -591,12 +594,12 @@ def _check_options(rank: Any, alpha: Any, dropout: Any, seed: Any, init: Any) ->
 
 
 def linear_layers(config: Config, *, routers: bool = False) -> dict[str, tuple[int, int]]:
-    """Return the shape of the weight of each linear layer of the blocks, by the layer's name.
+    """Return the weight shape of each linear layer in the blocks, by the layer's name.
 
-    Those of ``routers``, which new adapters leave alone, are among them if that is asked for.
+    ``routers`` includes the routers of mixtures, which new adapters do not target.
     """
     if config.bit_layers:
-        problem = "its linear layers are rounded at every call, and are trained without adapters"
+        problem = "its linear layers are rounded at every call, as in BitNet"
         raise ConfigError(f"this model cannot have an adapter: {problem}; train its weights")
     return {
         name.removesuffix(".weight"): (shape[0], shape[1])
@@ -607,7 +610,7 @@ def linear_layers(config: Config, *, routers: bool = False) -> dict[str, tuple[i
 
 
 def _draw(seed: Any, module: str) -> dict[str, Any]:
-    """Return by what the dropout of a layer is drawn: a keyword of lora_linear."""
+    """Return the seed of a layer's dropout, as a keyword argument of lora_linear."""
     if isinstance(seed, Seeds):
         return {"key": seed.array[seed.modules.index(module)]}
     return {"seed": _seed(seed, module)}

@@ -1,8 +1,8 @@
-"""Find the base model that an adapter folder belongs to, and name it in a new adapter.
+"""Find the base model of an adapter folder, and store the name of a new adapter's base.
 
-A base is named by a folder, or by its name on huggingface.co: it is then looked for where the
-adapter was made, which the metadata of adapter_model.safetensors says, and in the local cache of
-models, $HF_HUB_CACHE or $HF_HOME/hub.  Nothing is downloaded.
+The base is a folder, or a name on huggingface.co.  A name is looked up in the folder that the
+metadata of adapter_model.safetensors stores, where the adapter was trained, and in the local cache
+of models, $HF_HUB_CACHE or $HF_HOME/hub.  Nothing is downloaded.
 """
 
 import json
@@ -20,7 +20,7 @@ from ..gguf.opening import folder_of, source_of
 
 ADAPTER, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 BASE = "base_model_name_or_path"
-NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")  # of a model on huggingface.co: OWNER/MODEL
+NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*")  # a model on huggingface.co: OWNER/MODEL
 CURE = "name the folder of the adapter's base model: --base FOLDER, or load(FOLDER, lora=ADAPTER)"
 MERGE = (
     "merge the adapter in peft first, and load the merged folder:"
@@ -42,7 +42,7 @@ KINDS: Mapping[str, Any] = {  # types of values in adapter_config.json
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """Return the content of adapter_config.json, each value of which has the type in ``KINDS``."""
+    """Return the content of adapter_config.json; values must have the types in ``KINDS``."""
     settings = read_json(folder / ADAPTER)
     check_entries(folder / ADAPTER, settings, KINDS)
     return settings
@@ -51,12 +51,12 @@ def read_settings(folder: Path) -> dict[str, Any]:
 def base_of(folder: Path, base: str | os.PathLike[str] | None = None) -> Path | None:
     """Return the folder of an adapter's base model; None for a folder without an adapter.
 
-    ``base`` is used in place of the base that the adapter names: a folder, or a name.
+    ``base``, a folder or a name, replaces the base that the adapter names.
 
     Raises
     ------
     ConfigError
-        There is no such folder here; or there is a base, but no adapter.
+        The base is not on this machine; or ``base`` is passed for a folder without an adapter.
     """
     if not (folder / ADAPTER).exists():
         if base is not None:
@@ -64,8 +64,8 @@ def base_of(folder: Path, base: str | os.PathLike[str] | None = None) -> Path | 
             raise ConfigError(f"{problem}; leave it out")
         return None
     settings = read_settings(folder) if base is None else {}
-    known = settings.get(BASE, settings.get("model"))  # the second is of mlx-lm
-    name = known if base is None else os.fspath(base)
+    listed = settings.get(BASE, settings.get("model"))  # mlx-lm writes "model"
+    name = listed if base is None else os.fspath(base)
     named = isinstance(name, str) and name.strip(" ./")
     places = _places(folder, str(name), settings.get("revision")) if named else []
     base_folder = next((place for place in places if _is_model(place)), None)
@@ -82,7 +82,7 @@ def _is_model(path: Path) -> bool:
 
 
 def _places(adapter: Path, name: str, revision: Any) -> list[Path]:
-    """Return where a base may be."""
+    """Return the paths at which a base may be."""
     places = [Path(name), adapter / name]
     if NAME.fullmatch(name):
         try:
@@ -90,16 +90,16 @@ def _places(adapter: Path, name: str, revision: Any) -> list[Path]:
                 entry = (tensors.metadata() or {}).get(f"folder of {name}")
             places += [Path(json.loads(entry))] if entry else []
         except (ConfigError, ValueError, TypeError):
-            pass  # the adapter is read later, with its errors
+            pass  # reading the adapter later reports the error
         places += cached(name, revision if isinstance(revision, str) else "main")
     return places
 
 
 def cached(name: str, revision: str = "main") -> list[Path]:
-    """Return the folder of a revision of a model in the cache of huggingface_hub, if it is there.
+    """Return the folder of a model's revision in the cache of huggingface_hub, if it exists.
 
-    ``name`` is OWNER/MODEL; others have no folder.  A model is models--OWNER--MODEL there:
-    refs/main holds the name of a folder in snapshots.
+    Only names of the form OWNER/MODEL have one.  The cache stores the model as
+    models--OWNER--MODEL, in which refs/main holds the name of a folder in snapshots.
     """
     if not NAME.fullmatch(name):
         return []
@@ -110,26 +110,27 @@ def cached(name: str, revision: str = "main") -> list[Path]:
     try:
         commit = (model / "refs" / revision).read_text(encoding="utf-8").strip()
     except (OSError, ValueError):
-        commit = revision  # a commit itself
+        commit = revision  # the revision is a commit
     snapshots = model / "snapshots"
     try:
         inside = commit in {path.name for path in snapshots.glob("*")}
-    except OSError:  # a name that no disk takes
+    except OSError:  # a name that the file system refuses
         return []
     return [snapshots / commit] if inside and (snapshots / commit / "config.json").exists() else []
 
 
 def home_facts(name: Any, folder: Path | None) -> dict[str, str]:
-    """Return metadata that says which folder here is the model of this name on huggingface.co."""
+    """Return metadata that maps a model's name on huggingface.co to its local folder."""
     if folder is None or not isinstance(name, str) or not NAME.fullmatch(name):
         return {}
     return {f"folder of {name}": json.dumps(str(folder.resolve()))}  # not all paths are UTF-8
 
 
 def base_name(config: Mapping[str, Any], folder: Path | None) -> str | None:
-    """Return the name of a model for its adapters: that on huggingface.co if known, or its folder.
+    """Return a model's name for its adapters: on huggingface.co if known, else its folder.
 
-    The folder of the local cache says its name; config.json may, in ``_name_or_path``.
+    The path of a folder in the local cache contains the name; config.json may store it as
+    ``_name_or_path``.
     """
     parts = () if folder is None else folder.absolute().parts
     cached = [each for each in parts[:-2] if each.startswith("models--")]

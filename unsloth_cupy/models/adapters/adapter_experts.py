@@ -1,10 +1,11 @@
-"""Adapters of single experts, as of models of transformers 4, as those of stacks.
+"""Convert adapters of single experts, as of transformers 4, to adapters of stacks.
 
     model.layers.0.mlp.experts.7.up_proj.lora_A.weight     (rank, in), lora_B (inner, rank)
 
-A stack of gate and up has the rank of both: A of one stands behind A of the other, and their B are
-on a diagonal.  peft converts them so as it reads them, with the scale of twice the alpha also for
-rsLoRA, where it is that of sqrt(2) times; here it is what was trained.
+The adapter of a stack of gate and up has the sum of their ranks: A of up follows A of gate, and the
+two B are diagonal blocks.  peft does the same conversion when it reads the file, but doubles alpha
+also for rsLoRA, where the scale in training corresponds to sqrt(2) alpha; here the scale is the one
+in training.
 """
 
 import math
@@ -30,15 +31,15 @@ DOWN, UP = "lora_A.weight", "lora_B.weight"
 def of_stacks(
     path: Path, config: Config, settings: dict[str, Any], tensors: Mapping[str, Array]
 ) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Return the settings and tensors of an adapter in which single experts are parts of stacks.
+    """Return settings and tensors of an adapter, with single experts joined to stacks.
 
-    Routers that had another name get the one of now.
+    Routers with an old name get the current one.
 
     Raises
     ------
     ConfigError
-        Not all experts of a stack have an adapter of the rank that the settings say, or a pattern
-        gives some another rank or alpha.
+        An expert of a stack has no adapter, or one of another rank than in the settings; or a
+        pattern sets another rank or alpha for an expert.
     """
     homes = {
         f"{ADAPTED}{name.removesuffix('weight')}": place
@@ -63,7 +64,7 @@ def of_stacks(
         if named := [
             m for m, value in zip(sorted(moved), values, strict=True) if value is not None
         ]:
-            problem = f"{key} is of {named[0]}, which is a part of a stack or has another name now"
+            problem = f"{key} names {named[0]}, which is now a part of a stack or has another name"
             raise ConfigError(f"{path}: {problem}; {MERGE}")
     stacks = stacks_of(config, single.__contains__)
     for module, stack in stacks.items():
@@ -75,7 +76,7 @@ def of_stacks(
 def _pair(
     path: Path, settings: Mapping[str, Any], stack: Stack, own: Mapping[tuple[int, str], Array]
 ) -> tuple[Array, Array]:
-    """Return A and B of a stack in peft's layout, of those of its experts."""
+    """Return A and B of a stack in peft's layout, from A and B of its experts."""
     count, outputs, inputs = stack.shape
     parts = 2 if stack.parameter.endswith(STACKS[0]) else 1
     rank, height = settings.get("r", 8), outputs // parts
@@ -92,13 +93,14 @@ def _pair(
         rows, columns = (slice(at * size, (at + 1) * size) for size in (height, rank))
         up[expert, rows, columns] = own[number, UP]
     down = np.concatenate([own[number, DOWN] for number in range(count * parts)])
-    return down, np.ascontiguousarray(up.transpose(1, 2, 0).reshape(outputs, -1))
+    up = up.transpose(1, 2, 0).reshape(outputs, -1)  # (outputs, rank * experts)
+    return down, np.ascontiguousarray(up)
 
 
 def _settings(
     path: Path, config: Config, settings: Mapping[str, Any], stacks: Mapping[str, Stack]
 ) -> dict[str, Any]:
-    """Return the settings with the stacks, whose scales are those of the experts."""
+    """Return the settings for the stacks, with the scales of the experts' adapters."""
     experts: Any = config.experts
     facts, listed = dict(settings), [*(settings.get("target_parameters") or [])]
     for own in experts.names:
@@ -112,7 +114,7 @@ def _settings(
     for key, least, times in patterns if experts.names == STACKS else ():
         facts[least] = {both: facts.get(key, 8) * times, **(facts.get(least) or {})}
     if dropout := settings.get("lora_dropout"):
-        problem = f"lora_dropout={dropout} is left out, as stacks of experts have none"
-        warnings.warn(f"{path}: {problem}; further training differs a little", stacklevel=5)
+        problem = f"lora_dropout={dropout} is ignored: stacks of experts do not support it"
+        warnings.warn(f"{path}: {problem}; further training differs slightly", stacklevel=5)
         facts["lora_dropout"] = 0.0
     return facts

@@ -52,15 +52,16 @@ UNUSED = {
     "use_qalora": False,
     "velora_config": None,
 }
-NO_WEIGHTS = {  # of peft, that add to what layers read or write
+NO_WEIGHTS = {  # methods of peft that change inputs or outputs of layers, not weights
     *("ADAPTION_PROMPT", "CARTRIDGE", "CPT", "MULTITASK_PROMPT_TUNING", "PREFIX_TUNING"),
     *("PROMPT_TUNING", "P_TUNING"),
 }
 PICKLE = "adapter_model.bin"
-# Initialisations that subtract the initial adapter from the base weights; INITIAL can be repeated.
+# Initializations that subtract the initial product from the base weights; INITIAL can be computed
+# again.
 RESIDUAL = ("corda", "loftq", "lora_ga", "olora", "pissa")
-PLAIN = ("eva", "gaussian", "mica", "orthogonal")  # those that leave the base as it is
-KNOWN = {  # other settings, of which each is read, or says nothing of the weights
+PLAIN = ("eva", "gaussian", "mica", "orthogonal")  # initializations that leave the base unchanged
+KNOWN = {  # other settings: each is read, or does not affect the weights
     *("alpha_pattern", "auto_mapping", "base_model_name_or_path", "corda_config"),
     *("ensure_weight_tying", "eva_config", "exclude_modules", "inference_mode"),
     *("init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config", "lora_alpha"),
@@ -81,8 +82,8 @@ def read_adapter(
     """Return the adapter of a folder; each tensor is checked against the model's config.
 
     Tensors whose dtype cannot be combined with the model's become float32, which always can.
-    ``weights`` returns a weight of the base by its name: one that began with a part of these
-    (PiSSA, OLoRA) becomes one of twice the rank, which adds to the base as it is.
+    ``weights`` returns a weight of the base by its name: an adapter that was initialized from the
+    weights (PiSSA, OLoRA) becomes one of twice the rank for the unchanged base.
 
     Raises
     ------
@@ -102,8 +103,9 @@ def read_adapter(
     known |= {module: stack.sizes for module, stack in stacks.items()}
     outer = outer_tensors(path, settings, tensors, config)
     stored = _layers_of(path / WEIGHTS, tensors, known, config)
-    if lost := next((module for module in stacks if module not in stored), None):
-        problem = f"target_parameters names {stacks[lost].parameter}, and {lost}.{DOWN} is missing"
+    if absent := next((module for module in stacks if module not in stored), None):
+        parameter = stacks[absent].parameter
+        problem = f"target_parameters names {parameter}, and {absent}.{DOWN} is missing"
         raise ConfigError(f"{path / WEIGHTS}: {problem}; copy the adapter again")
     layers = [layer for module, layer in stored.items() if module not in stacks]
     used = {*targeted(path / CONFIG, settings, layers), *stacks}
@@ -114,8 +116,8 @@ def read_adapter(
     if unused := [layer for layer in stored.values() if layer not in used]:
         more = f" and {len(unused) - 1} more" if len(unused) > 1 else ""
         warnings.warn(
-            f"{path / CONFIG}: target_modules leaves out {unused[0]}{more}, whose tensors are in"
-            " the file: they are not used, as in peft",
+            f"{path / CONFIG}: the file has tensors of {unused[0]}{more}, which target_modules does"
+            " not include: they are not used, as in peft",
             stacklevel=3,
         )
     stored = {module: layer for module, layer in stored.items() if layer in used}
@@ -138,17 +140,17 @@ def read_adapter(
 def _layers_of(
     file: Path, tensors: Mapping[str, Array], known: Collection[str], config: Config
 ) -> dict[str, str]:
-    """Return the layers whose tensors are in a file, by the names of their modules."""
+    """Return the layers whose tensors are in a file, by module name."""
     stored = dict[str, str]()
     for name in sorted(tensors):
         if parameter_name(name.removeprefix(PREFIX)) is None:
-            continue  # of the part of a model that reads images
+            continue  # a tensor of the image encoder
         layer, _, part = name.removeprefix(PREFIX).rpartition(".lora_")
         module = parameter_name(layer) or layer
         if not name.startswith(PREFIX) or module not in known:
             raise ConfigError(_problem(file, name, config))
         if f"lora_{part}" not in PARTS:
-            problem = f"tensor {name[:200]!r} is not a part of LoRA that is known"
+            problem = f"tensor {name[:200]!r} is not a known part of LoRA"
             raise ConfigError(f"{file}: {problem}; {MERGE}")
         if tensors[name].dtype not in FLOATS:
             problem = f"tensor {name!r} is {tensors[name].dtype}, not a float dtype"
@@ -162,11 +164,12 @@ def _layers_of(
 
 
 def _plain(path: Path, adapter: Adapter, weights: Callable[[str], Any] | None) -> Adapter:
-    """Return an adapter for the base as it is, of one for a base without the initial product."""
+    """Return an adapter for the unchanged base, from one that was initialized from weights."""
     kind, own = adapter.settings["init_lora_weights"], dict(adapter.parameters)
     if weights is None:
+        problem = f"the adapter needs the weights that {kind!r} changed"
         cure = "load it into the whole dense model, and save_adapter writes it for the plain base"
-        raise ConfigError(f"{path / CONFIG}: it needs the weights that {kind!r} changed; {cure}")
+        raise ConfigError(f"{path / CONFIG}: {problem}; {cure}")
     pairs = initial_pairs(f"load(lora={str(path)!r})", kind, adapter.scales, own, weights)
     for names, pair in pairs.items():
         own |= dict(zip(names, joined(own[names[0]], own[names[1]], pair), strict=True))
@@ -182,7 +185,7 @@ def _check_all_shapes(
     known: Mapping[str, tuple[int, int]],
     parameters: Mapping[str, Array],
 ) -> None:
-    """Raise unless the tensors of every layer have the rank that the settings give it."""
+    """Raise unless the tensors of every layer have the rank that the settings imply."""
     names = [pattern_name(settings, stacks, *each) for each in stored.items()]
     ranks = by_pattern(path / CONFIG, settings, "rank_pattern", names, settings.get("r", 8))
     for module, rank in zip(stored, ranks, strict=True):
@@ -191,17 +194,17 @@ def _check_all_shapes(
 
 
 def _check_dropout(path: Path, settings: Mapping[str, Any], names: Collection[str]) -> None:
-    """Warn where peft has dropout and this library none."""
+    """Warn if peft applies dropout to lm_head, which this library does not."""
     if settings.get("lora_dropout") and PREFIX + f"lm_head.{DOWN}" in names:
         warnings.warn(
-            f"{path}: lora_dropout={settings['lora_dropout']} is of all layers in peft; here"
-            " lm_head has none, so further training differs a little",
+            f"{path}: peft applies lora_dropout={settings['lora_dropout']} to all layers; here"
+            " lm_head has no dropout, so further training differs slightly",
             stacklevel=4,
         )
 
 
 def _fitting(array: Array, dtype: np.dtype[Any]) -> Array:
-    """Return an array in float32 if its dtype cannot be combined with that of a model."""
+    """Return an array, as float32 if its dtype cannot be combined with the model's."""
     return array.astype(array.dtype if array.dtype in allowed("param", dtype) else FLOAT32)
 
 
@@ -212,7 +215,7 @@ def _read(path: Path, config: Config) -> tuple[dict[str, Any], dict[str, Array]]
         settings, tensors = read_mlx(path, config, settings)
         _check(path / CONFIG, settings)
         return settings, tensors
-    if str(settings.get("init_lora_weights")).lower() == "olora":  # in any case, as in peft
+    if str(settings.get("init_lora_weights")).lower() == "olora":  # upper or lower case, as in peft
         settings["init_lora_weights"] = "olora"
     _check(path / CONFIG, settings)
     if not (path / WEIGHTS).exists() and (path / PICKLE).exists():
@@ -226,16 +229,16 @@ def _read(path: Path, config: Config) -> tuple[dict[str, Any], dict[str, Array]]
 
 
 def _problem(file: Path, name: str, config: Config) -> str:
-    """Return what is wrong with a tensor that belongs to no layer which may have an adapter."""
-    problem = f"{file}: tensor {name[:200]!r} does not belong to a linear layer of the"
-    problem += f" {config.model_type}'s blocks, nor to a table that it has"
+    """Return the message for a tensor of a layer that does not support adapters."""
+    problem = f"{file}: tensor {name[:200]!r} does not belong to a linear layer in the blocks"
+    problem += f" of a {config.model_type}, nor to a table of this model"
     return f"{problem}; pass the model that the adapter is for"
 
 
 def _check(path: Path, settings: Mapping[str, Any]) -> None:
     """Raise a ConfigError for a setting of adapter_config.json that is not supported."""
     if (kind := settings.get("peft_type")) != "LORA":
-        cure = "it changes no weights; train one of LoRA" if kind in NO_WEIGHTS else MERGE
+        cure = "this type changes no weights; train a LoRA adapter" if kind in NO_WEIGHTS else MERGE
         raise ConfigError(f"{path}: peft_type is {kind!r}; it must be LORA: {cure}")
     for key, default in UNUSED.items():
         value = settings.get(key, default)
@@ -245,13 +248,13 @@ def _check(path: Path, settings: Mapping[str, Any]) -> None:
     if isinstance(init, str) and init not in INITIAL:
         if init.startswith(RESIDUAL):
             cure = "in peft: save_pretrained(path_initial_model_for_weight_conversion=...)"
-            problem = f"it needs the base weights that {init!r} changed"
+            problem = f"the adapter needs the base weights that {init!r} changed"
             raise ConfigError(f"{path}: {problem}; convert it {cure}")
         if init.lower() not in PLAIN:
             raise ConfigError(f"{path}: init_lora_weights is {init!r}, which is not known; {MERGE}")
     unread = [key for key, value in settings.items() if key not in KNOWN and value]
     if unread:
-        problem = "settings that are not known here, and are ignored as in a peft without them"
+        problem = "unknown settings, which are ignored as in a version of peft without them"
         warnings.warn(shortened(f"{path}: {problem}: {', '.join(unread)}"), stacklevel=6)
     for key, pattern in (("r", "rank_pattern"), ("lora_alpha", "alpha_pattern")):
         _check_number(path, key, settings.get(key, 8))
@@ -263,7 +266,7 @@ def _check(path: Path, settings: Mapping[str, Any]) -> None:
 
 
 def _check_number(path: Path, key: str, value: Any) -> None:
-    """Raise a ConfigError unless a rank is an integer, 1 or more, and an alpha a number."""
+    """Raise a ConfigError unless a rank is a positive integer, or an alpha a number."""
     if key.startswith("r"):
         if not is_integer(value, 1):
             raise ConfigError(f"{path}: {key} is {value!r}; it must be an integer, 1 or more")
@@ -295,10 +298,9 @@ def _check_shapes(
     present = {n.removeprefix(prefix) for n in parameters if module_of(n) == module}
     if present != expected.keys():
         wrong = sorted(present ^ expected.keys())[0]
-        state = "missing" if wrong in expected else "not part of it"
-        raise ConfigError(
-            f"{folder / WEIGHTS}: {module} has {wrong} {state}; copy the adapter again"
-        )
+        state = "is missing" if wrong in expected else "is not expected by adapter_config.json"
+        problem = f"{wrong} of {module} {state}"
+        raise ConfigError(f"{folder / WEIGHTS}: {problem}; copy the adapter again")
     for part, size in expected.items():
         if parameters[prefix + part].shape != size:
             actual = parameters[prefix + part].shape

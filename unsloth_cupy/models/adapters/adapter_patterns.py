@@ -1,7 +1,7 @@
-"""Which layers an adapter_config.json means, and their rank and alpha: as peft reads its patterns.
+"""The layers that adapter_config.json targets, and their rank and alpha, by peft's patterns.
 
-Names are those that layers have in the adapter's file, behind ``base_model.model.``: those of the
-model that the adapter was made for.
+Names of layers are those in the adapter's file after ``base_model.model.``: names of the model for
+which the adapter was trained.
 """
 
 import json
@@ -15,21 +15,21 @@ from typing import Any
 from ...errors import ConfigError
 from . import matching
 
-SECONDS = 1.5  # of the processor's time, the limit for the patterns of one setting
-PAIRS = 1 << 18  # of a pattern and a name that are matched in this process
-SLOW = re.compile(r"[*+?{(]")  # a pattern without these takes no time
+SECONDS = 1.5  # limit of processor time for the patterns of one setting
+PAIRS = 1 << 18  # most pairs of a pattern and a name that are matched in this process
+SLOW = re.compile(r"[*+?{(]")  # a pattern without these characters is always fast
 NUMBER = r"\.(?P<idx>\d+)\."
 ANY_LAYERS = rf".*?\.[^.]*{NUMBER}"  # without layers_pattern, the first number of a name counts
 
 
 def by_pattern(
-    path: Any, settings: Mapping[str, Any], key: str, names: Sequence[str], otherwise: Any
+    path: Any, settings: Mapping[str, Any], key: str, names: Sequence[str], default: Any
 ) -> list[Any]:
-    """Return for each name the value of the first pattern of a setting that matches its end."""
+    """Return for each name the value of the first pattern in a setting that matches its end."""
     patterns = settings.get(key) or {}
     matches = _matches(f"{path}: {key}", "match", r"(.*\.)?({})$", [*patterns], names)
     values = [*patterns.values()]
-    return [otherwise if match is None else values[match[0]] for match in matches]
+    return [default if match is None else values[match[0]] for match in matches]
 
 
 def targeted(path: Any, settings: Mapping[str, Any], names: Sequence[str]) -> list[str]:
@@ -56,7 +56,7 @@ def targeted(path: Any, settings: Mapping[str, Any], names: Sequence[str]) -> li
 
 
 def _chosen(path: Any, settings: Mapping[str, Any], key: str, names: Sequence[str]) -> set[str]:
-    """Return the names that a setting lists, by their ends, or that match its pattern."""
+    """Return the names whose ends a setting lists, or that match its pattern."""
     value = settings.get(key) or []
     if isinstance(value, str):
         matches = _matches(f"{path}: {key}", "fullmatch", "{}", [value], names)
@@ -72,7 +72,7 @@ def _matches(
 ) -> list[Any]:
     """Return the first match of each name; raise a ConfigError for a pattern that takes too long.
 
-    ``form`` is the expression around a pattern.
+    ``form`` is the regular expression into which each pattern is inserted.
     """
     wrong = next((each for each in patterns if not isinstance(each, str)), None)
     if wrong is not None:
@@ -90,7 +90,7 @@ def _matches(
 
 
 def _in_time(setting: str, request: str) -> list[Any]:
-    """Return the matches that a process finds; raise a ConfigError if it does not end in time."""
+    """Return the matches that a separate process computes; raise if they take too long."""
     try:
         answer = subprocess.run(
             [sys.executable, "-I", "-S", matching.__file__, str(SECONDS)],
@@ -98,9 +98,7 @@ def _in_time(setting: str, request: str) -> list[Any]:
             timeout=None if hasattr(signal, "setitimer") else SECONDS,
         )  # fmt: skip
     except subprocess.SubprocessError:
-        cure = (
-            "a repetition of what holds a repetition, as in (a+)+, may take for ever: simplify it"
-        )
+        cure = "nested repetitions, as in (a+)+, can take forever: simplify the pattern"
         raise ConfigError(f"{setting}: matching takes too long; {cure}") from None
     results: list[Any] = json.loads(answer.stdout)
     return results

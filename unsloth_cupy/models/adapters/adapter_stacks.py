@@ -1,13 +1,14 @@
-"""Low-rank adapters of stacks of experts, and of matrices, by peft's ``target_parameters``.
+"""Low-rank adapters of expert stacks and single matrices, by peft's ``target_parameters``.
 
-    A (rank * experts, in)       the rows of an expert follow each other
-    B (out, rank * experts)      the columns of a rank follow each other
+    A (rank * experts, in)       the rows of one expert are contiguous
+    B (out, rank * experts)      the columns of one rank index are contiguous
     weight[e] + scale * B[:, :, e] A[e]        with A as (experts, rank, in), B (out, rank, experts)
 
-With both stacks of a layer adapted, peft nests their modules: ``experts.base_layer`` has gate_up's,
-``experts`` down's; a single one has ``experts``.  Forward passes never build the sum.
+If both stacks of a layer are adapted, peft nests their modules: ``experts.base_layer`` has the
+tensors of gate_up, ``experts`` the tensors of down.  A stack that is adapted alone is ``experts``.
+Forward passes never compute the sum.
 
-A matrix that is named so, as ``mlp.gate.weight``, has the layout of a linear layer.
+A matrix in ``target_parameters``, such as ``mlp.gate.weight``, has the layout of a linear layer.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -34,16 +35,16 @@ class Stack(NamedTuple):
     parameter: str
     module: str
     shape: tuple[int, int, int]  # (experts, outputs, inputs)
-    in_turns: bool  # the rows of B are of gate and up in turns, as in the file of the stack
+    in_turns: bool  # rows of B alternate between gate and up, as in the file of the stack
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The rows and columns of an expert."""
+        """The rows and columns of one expert."""
         return self.shape[1:]
 
 
 def stacks_of(config: Config, chosen: Callable[[str], bool]) -> dict[str, Stack]:
-    """Return the stacks whose names are ``chosen``, by their modules in an adapter."""
+    """Return the stacks for which ``chosen(name)`` is true, by module in an adapter."""
     stacks: dict[str, Stack] = {}
     experts, shapes = config.experts, config.shapes()
     for layer in range(config.layers) if experts is not None else ():
@@ -60,7 +61,7 @@ def stacks_of(config: Config, chosen: Callable[[str], bool]) -> dict[str, Stack]
 
 
 def targets_of(config: Config) -> tuple[str, ...]:
-    """Return the names of stacks that ``targets`` of a new adapter may hold."""
+    """Return the names of stacks that ``targets`` of a new adapter may contain."""
     return () if config.experts is None else tuple(EXPERTS + n for n in config.experts.names)
 
 
@@ -71,7 +72,7 @@ def target_parameters(config: Config, targets: Collection[str]) -> list[str]:
 
 
 def named_alone(settings: Mapping[str, Any], name: str) -> bool:
-    """Return whether ``target_parameters`` names a parameter, by its end."""
+    """Return whether ``target_parameters`` contains the end of a parameter's name."""
     listed = settings.get("target_parameters") or []
     return f".{name}".endswith(tuple(f".{each}" for each in listed))
 
@@ -79,7 +80,7 @@ def named_alone(settings: Mapping[str, Any], name: str) -> bool:
 def pattern_name(
     settings: Mapping[str, Any], stacks: Mapping[str, Stack], module: str, layer: str
 ) -> str:
-    """Return what patterns of rank and alpha match: a module's name in files, or a parameter's."""
+    """Return the name that patterns of rank and alpha match: of a module, or of a parameter."""
     if module in stacks:
         return stacks[module].parameter
     return f"{layer}.weight" if named_alone(settings, f"{layer}.weight") else layer
@@ -88,14 +89,14 @@ def pattern_name(
 def listed_stacks(
     path: Any, config: Config, settings: Mapping[str, Any], layers: Collection[str]
 ) -> dict[str, Stack]:
-    """Return the stacks that an adapter_config.json targets, by module.
+    """Return the stacks that ``target_parameters`` names, by module.
 
     It may also name the weights of ``layers``.
 
     Raises
     ------
     ConfigError
-        It names other parameters, or the adapter has what peft does not have for stacks.
+        It names another parameter, or peft does not support a setting for stacks.
     """
     listed: Any = settings.get("target_parameters") or []
     if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
@@ -105,42 +106,42 @@ def listed_stacks(
     stacks = stacks_of(config, own.__contains__) if own else {}
     known = {stack.parameter for stack in stacks.values()}
     known |= {f"{layer}.weight" for layer in layers}
-    lost = [each for each in listed if not any(f".{n}".endswith(f".{each}") for n in known)]
-    if lost or (other := next((name for name in own if name not in known), None)):
-        problem = f"target_parameters names {lost[0] if lost else other}"
+    unknown = [each for each in listed if not any(f".{n}".endswith(f".{each}") for n in known)]
+    if unknown or (other := next((name for name in own if name not in known), None)):
+        problem = f"target_parameters names {unknown[0] if unknown else other}"
         raise ConfigError(
-            f"{path}: {problem}, which is neither a stack of a {config.model_type}'s experts nor"
-            f" the weight of a linear layer of its blocks; {MERGE}"
+            f"{path}: {problem}, which is neither an expert stack of a {config.model_type} nor the"
+            f" weight of a linear layer in its blocks; {MERGE}"
         )
     if own:
         if (init := settings.get("init_lora_weights")) in INITIAL:
-            problem = f"init_lora_weights is {init!r}, and adapters of target_parameters have none"
+            problem = f"init_lora_weights is {init!r}, which target_parameters do not support"
             raise ConfigError(f"{path}: {problem}; train the adapter without it")
         for key in ("lora_dropout", "lora_bias", "use_dora"):
             if settings.get(key):
-                problem = f"{key} is {settings[key]!r}, and adapters of target_parameters have none"
+                problem = f"{key} is {settings[key]!r}, which target_parameters do not support"
                 raise ConfigError(f"{path}: {problem}; train the adapter without it")
     return stacks
 
 
 class Adapted(NamedTuple):
-    """The names of an adapter's tensors for a stack, and the scale of their product."""
+    """The names of a stack's two adapter tensors, and the scale of their product."""
 
     stack: Stack
     down: str
     up: str
     scale: float
-    into: Any = None  # the quantizer of the file through which the adapter is trained
+    into: Any = None  # the quantizer that the adapter is trained through
 
     def pair(self, parameters: Mapping[str, Any]) -> tuple[Any, Any]:
         """Return A as (experts, rank, in) and B as (experts, out, rank), on arrays or a tape."""
         count, outputs, inputs = self.stack.shape
-        a = parameters[self.down].reshape(count, -1, inputs)
+        a = parameters[self.down].reshape(count, -1, inputs)  # (experts, rank, in)
         b = parameters[self.up]
         if self.stack.in_turns:
             b = b.reshape(outputs // 2, 2, -1, count).transpose(3, 1, 0, 2)
-            return a, b.reshape(count, outputs, -1)
-        return a, b.reshape(outputs, -1, count).transpose(2, 0, 1)
+            return a, b.reshape(count, outputs, -1)  # (experts, out, rank)
+        return a, b.reshape(outputs, -1, count).transpose(2, 0, 1)  # (experts, out, rank)
 
     def sums(self, weight: Any, parameters: Mapping[str, Any]) -> Array:
         """Return the stack with the adapter added, in float32, by ``lora_sum``."""
@@ -154,7 +155,7 @@ class Adapted(NamedTuple):
         kept: Kept | None = None,
         exact: bool = False,
     ) -> Any:
-        """Return the stack with the adapter added, as ``Adapter.merge`` does."""
+        """Return the stack with the adapter added: see ``Adapter.merge``."""
         a, b = self.pair(parameters)
         wide = np.promote_types(weight.dtype, FLOAT32)
 

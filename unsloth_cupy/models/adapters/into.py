@@ -1,18 +1,18 @@
-"""Adapters that are trained through the quantizer of the file which they will be merged into.
+"""Adapters that are trained through the quantizer of the file they will be merged into.
 
-    y = x Q(W + scale B A)^T        Q: what a reader of the file gets for the weight that is written
+    y = x Q(W + scale B A)^T        Q: rounds a weight as the file does
 
-So the merged file is the model that was trained.  The adapter alone is not: beside unrounded
-weights it computes something else.  adapter_config.json says so, under ``merge_into``:
+The merged file then computes exactly what was trained.  The adapter alone does not: with unrounded
+weights the results differ.  adapter_config.json stores these settings under ``merge_into``:
 
-    kind       of the file: nf4, q4_0 and so on
-    quantize   the kind of the base's weights W, which were quantized as they were read; or null
-    dtype      of the matrices that stay dense in a folder
-    read       to which weights of other formats, as GPTQ's, were rounded as they were read
-    base       the CRC-32 of some rows of W in float32, by which another base is refused; or null
-    version    of these rules
+    kind       kind of the file: nf4, q4_0 and so on
+    quantize   kind to which ``load`` quantized the base's weights W; or null
+    dtype      dtype of matrices that stay dense in a folder
+    read       dtype to which ``load`` rounded weights of other formats, such as GPTQ
+    base       CRC-32 of some rows of W in float32, to refuse another base; or null
+    version    version of these rules
 
-Weights without an adapter are rounded as the file has them, too.
+Weights without an adapter are also rounded as in the file.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -45,7 +45,7 @@ from .adapter import MAGNITUDE, PREFIX, Adapter
 from .adapter_base import ADAPTER
 
 MERGE_INTO = "merge_into"  # in adapter_config.json
-SHORT = {"q4_k": "q4_k_m", "q5_k": "q5_k_m", "q3_k": "q3_k_m"}  # as llama.cpp's own names
+SHORT = {"q4_k": "q4_k_m", "q5_k": "q5_k_m", "q3_k": "q3_k_m"}  # llama.cpp's names
 KINDS_OF_FILES = (*IN_FOLDERS, *(kind for kind in TYPES if kind not in ("f32", "f16", "bf16")))
 CHOICES = (*KINDS_OF_FILES, *SHORT)
 VERSION = 1
@@ -53,23 +53,23 @@ ROWS_OF_BASE = 8
 
 
 class Into:
-    """The quantizer of a file: what it makes of each weight of a model.
+    """The quantizer of a file: rounds each weight of a model as the file does.
 
     Attributes
     ----------
     kind : str
     quantize : str or None
-        The kind of the base's weights, if they were quantized as they were read.
+        The kind to which ``load`` quantized the base's weights, if it did.
     dtype : dtype
-        Of matrices that stay dense in a folder.
+        The dtype of matrices that stay dense in a folder.
     read : dtype
-        To which weights in formats that become dense were rounded as they were read.
+        The dtype to which ``load`` rounded weights of formats that become dense.
     base : int or None
-        The ``sum_of_base`` of the base's weights; None: it is not known.
+        The ``sum_of_base`` of the base's weights; None if it is not known.
     names : set of str
-        Its kind, and a shorter name of it.
+        The kind, and its short name.
     active : bool
-        Whether products use it now; before ``--merge-from`` an adapter learns without it.
+        Whether layers compute with it now; before ``--merge-from`` training does not use it.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class Into:
         self.read: np.dtype[Any] = FLOAT32 if read is None else read
         self.base: int | None = None
         self.in_folder = self.kind in IN_FOLDERS
-        self._fixed: dict[str, tuple[Any, Any]] = {}  # (weight, as the file has it)
+        self._fixed: dict[str, tuple[Any, Any]] = {}  # (weight, rounded as in the file)
         if self.in_folder:
             only_experts = KINDS[self.kind].only_experts
             known = kinds_of_experts(config) if config.experts is not None else MADE
             if self.kind not in known:
                 what = "experts" if only_experts or config.experts else "weights"
-                problem = f"a folder of a {config.model_type} has no {what} in {self.kind}"
+                problem = f"a folder of a {config.model_type} cannot store {what} in {self.kind}"
                 raise ConfigError(f"{call}: {problem}; choose from {', '.join(known)}")
             self._quantizer = Quantizer(call, self.kind)
             for name, shape in config.shapes().items():
@@ -105,14 +105,14 @@ class Into:
                     problem = f"rows of {name} have {shape[-1]} values, not whole blocks of {BLOCK}"
                     raise ConfigError(f"{call}: {problem}; leave merge_into out")
         elif config.head != CAUSAL:
-            problem = f"a GGUF file is of a language model, and the head is {config.head!r}"
-            cure = "choose a kind of a folder, as nf4, or leave merge_into out"
+            problem = f"a GGUF file holds a language model, and the head is {config.head!r}"
+            cure = "choose a kind for folders, such as nf4, or leave merge_into out"
             raise ConfigError(f"{call}: {problem}; {cure}")
         else:
             self._types = types_of(call, config, self.kind)
 
     def __call__(self, name: str, weight: Any) -> Any:
-        """Return a weight as a reader of the file gets it: an array in float32, or quantized."""
+        """Return a weight rounded as in the file: an array in float32, or a quantized weight."""
         if not self.in_folder:
             kind = self._types.get(name)
             same = kind is not None and kind.name.lower() == kind_of(weight)
@@ -126,10 +126,11 @@ class Into:
         return self._quantizer.maker(_dense(weight))
 
     def of_sum(self, name: str, weight: Any, a: Array, b: Array, scale: float) -> Any:
-        """Return ``weight + scale b a`` as the file has it, for products: an array, or stored.
+        """Return ``weight + scale b a`` rounded as in the file, for the products of a layer.
 
-        Where its blocks can be rounded by themselves, products make it part by part; else it is
-        whole: where rows end within a block, and in float64.
+        If blocks can be rounded separately, the result is a ``SummedWeight``, which products
+        compute part by part.  Else it is a whole weight: if rows end within a block, and in
+        float64.
         """
         kind, reader, block = self._parts(name, weight)
         if can_sum(kind, weight, block):
@@ -137,7 +138,7 @@ class Into:
         return self(name, lora_sum(weight, a, b, scale))
 
     def _parts(self, name: str, weight: Any) -> tuple[str, Reader | None, int | None]:
-        """Return the kind of a weight in the file; without a kernel, also what reads its blocks."""
+        """Return a weight's kind in the file and, if no kernel reads it, a reader and its block."""
         if self.in_folder:
             coded = self._quantizer.makes(name, weight.shape)
             return (self.kind, None, None) if coded else (self.dtype.name, partial(self, name), 1)
@@ -148,18 +149,18 @@ class Into:
         return (kind, None, None) if own else (kind, partial(self, name), block_of(type_of))
 
     def check_names(self, call: str, config: Config, plain: Collection[str]) -> None:
-        """Raise a ConfigError if a folder has a weight that it quantizes under another name.
+        """Raise a ConfigError if a folder stores a quantized weight under another name.
 
-        ``plain`` are parameters that it has under their own.
+        ``plain`` are the parameters that the folder stores under their own names.
         """
         others = file_tensors(config, plain) if self.in_folder else {}
         for name, shape in config.shapes().items():
             if name in others and not is_stack(name) and self._quantizer.makes(name, shape):
-                problem = f"files have {name} as {min(others[name])}, and there it is not quantized"
+                problem = f"files store {name} as {min(others[name])}, which is not quantized"
                 raise ConfigError(f"{call}: {problem}; leave merge_into out")
 
     def rounds(self, name: str, weight: Any) -> bool:
-        """Return whether the file has another form of a weight that has no adapter."""
+        """Return whether the file rounds a weight that has no adapter."""
         if not self.in_folder:
             return name in self._types and self._types[name].name.lower() != kind_of(weight)
         return self._quantizer.makes(name, weight.shape) and kind_of(weight) != self.kind
@@ -167,9 +168,9 @@ class Into:
     def fixed(
         self, parameters: Mapping[str, Any], adapted: Callable[[str], bool]
     ) -> dict[str, Any]:
-        """Return the weights without an adapter that the file rounds, as it has them.
+        """Return the weights without an adapter that the file rounds, rounded as in the file.
 
-        They are computed once for each weight; dense ones have its dtype.
+        Each is computed once; dense ones keep the dtype of the weight.
         """
         result = {}
         for name, weight in parameters.items():
@@ -186,7 +187,7 @@ class Into:
         return result
 
     def settings(self) -> dict[str, Any]:
-        """Return what adapter_config.json says."""
+        """Return the entry of adapter_config.json."""
         dtypes = {"dtype": self.dtype.name, "read": self.read.name}
         facts = {"kind": self.kind, "quantize": self.quantize, **dtypes, "base": self.base}
         return {**facts, "version": VERSION}
@@ -201,32 +202,32 @@ def _dense(weight: Any) -> Array:
 
 
 def train_through(call: str, adapter: Adapter, into: Into) -> None:
-    """Let an adapter compute with the weights of the file that it will be merged into.
+    """Make an adapter compute with the weights of the file that it will be merged into.
 
     Raises
     ------
     ConfigError
-        It has norms of its own (DoRA), or trains tables that a GGUF file rounds.
+        The adapter has DoRA, or trains tables that a GGUF file rounds.
     """
     if any(name.endswith(MAGNITUDE) for name in adapter.parameters):
-        problem = "DoRA's norms are of rows before they are rounded"
+        problem = "DoRA normalizes rows before they are rounded"
         raise ConfigError(f"{call}: {problem}; leave dora out, or merge_into")
     if adapter.outer and not into.in_folder:
         what = "rows of embed_tokens" if adapter.tokens else adapter.outer[0].removeprefix(PREFIX)
         problem = f"the adapter trains {what}, and a GGUF file rounds tables"
-        cure = "choose a kind of a folder, as nf4, which leaves them dense"
+        cure = "choose a kind for folders, such as nf4, which leaves tables dense"
         raise ConfigError(f"{call}: {problem}; {cure}")
     adapter.into = into
     adapter.settings[MERGE_INTO] = into.settings()
 
 
 def through_listed(path: str, config: Config, adapter: Adapter) -> Adapter:
-    """Return an adapter that is trained through the quantizer that its adapter_config.json names.
+    """Return an adapter, with the quantizer that its adapter_config.json names, if any.
 
     Raises
     ------
     ConfigError
-        It is of another version, or broken.
+        The entry has another version, or is broken.
     """
     facts = adapter.settings.get(MERGE_INTO)
     if facts is None:
@@ -250,10 +251,10 @@ def through_listed(path: str, config: Config, adapter: Adapter) -> Adapter:
 def sum_of_base(
     adapter: Adapter, names: Iterable[str], weights: Callable[[str], Any]
 ) -> int | None:
-    """Return the CRC-32 of the first rows of the first weights that an adapter changes.
+    """Return the CRC-32 of the first row of some weights that an adapter changes.
 
-    ``weights`` returns those of a base by their names.  None: they are not in float32, and may have
-    been rounded as they were read.
+    ``weights`` returns a weight of the base by its name.  None: a weight is not in float32, and
+    ``load`` may have rounded it.
     """
     result = 0
     for name in sorted({*filter(adapter.adds_to, names)} - {TABLE, HEAD})[:ROWS_OF_BASE]:
@@ -272,26 +273,26 @@ def check_base(
     names: Iterable[str],
     weights: Callable[[str], Any] | None,
 ) -> None:
-    """Raise a ConfigError if an adapter was trained through a quantizer beside other weights.
+    """Raise a ConfigError if an adapter was trained through a quantizer with another base.
 
-    ``weights`` are those of ``sum_of_base``; None: ranks divide them.
+    ``weights``: see ``sum_of_base``; None: ranks divide the weights.
     """
     into = adapter.into
     if into is None or into.base is None or weights is None:
         return
     if sum_of_base(adapter, names, weights) in (None, into.base):
         return
-    problem = f"the adapter was trained through {into.kind} beside other weights than {where} has"
-    raise ConfigError(f"{call}: {problem}; name its own base, or train it beside these")
+    problem = f"the adapter was trained through {into.kind} with other weights than {where} has"
+    raise ConfigError(f"{call}: {problem}; pass its own base, or train it with these weights")
 
 
 def quantize_of(call: str, adapter: str | PathLike[str], quantize: str | None) -> str | None:
-    """Return the kind to which the base of an adapter's folder is quantized as it is read.
+    """Return the kind to which ``load`` quantizes the base of an adapter's folder.
 
     Raises
     ------
     ConfigError
-        The adapter was trained through a quantizer, beside weights of another kind.
+        The adapter was trained through a quantizer, with base weights of another kind.
     """
     path = Path(adapter, ADAPTER)
     facts = read_json(path).get(MERGE_INTO) if path.is_file() else None
@@ -299,6 +300,6 @@ def quantize_of(call: str, adapter: str | PathLike[str], quantize: str | None) -
         return quantize
     known = facts.get("quantize")
     if quantize not in (None, known):
-        problem = f"{path} was trained beside {known or 'dense'} weights of its base"
+        problem = f"{path} was trained with {known or 'dense'} weights of its base"
         raise ConfigError(f"{call}(quantize={quantize!r}): {problem}; leave quantize out")
     return None if known is None else str(known)

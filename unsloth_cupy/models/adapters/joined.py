@@ -1,7 +1,7 @@
-"""The A of adapters of one input, q, k and v or gate and up, as the rows of one matrix on a GPU.
+"""Store the A of layers with the same input (q, k, v; gate, up) as rows of one matrix on a GPU.
 
-Then one cast rounds them for the product that reads the input once.  Their names stay, and each may
-be changed in place.
+One cast then rounds them all, for the product that reads the input once.  Each A keeps its name and
+can be changed in place.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ GROUPS = (
 
 
 def join_downs(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Move the A of each group that are arrays of a GPU into one matrix."""
+    """Move the A of each group into one matrix, if they are GPU arrays."""
     for group in GROUPS:
         layers = {
             name[: -len(part)]: 0 for part in group for name in parameters if name.endswith(part)
@@ -32,7 +32,7 @@ def join_downs(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rows_of_one(arrays: Sequence[Any]) -> Sequence[Any]:
-    """Return matrices as the rows of one, in copies; unchanged where they cannot be, or are."""
+    """Copy matrices into the rows of one; return them unchanged if they do not fit or are rows."""
     lead = arrays[0]
     if rows_of_one(arrays) is not None or len({(a.dtype, a.shape[1]) for a in arrays}) > 1:
         return arrays

@@ -1,9 +1,9 @@
-"""How much of an adapter's change is in weights that were rounded after the merge.
+"""The share of an adapter's update that rounding preserves after a merge.
 
-kept = <merged - weight, change> / <change, change>    change = what the adapter adds, unrounded
+kept = <merged - weight, change> / <change, change>    change = the update without rounding
 
-1: all of it.  A light change of weights that are quantized again stays below half a step of theirs,
-and is rounded away: ``merged`` is then ``weight``, and kept is 0.
+1: all of the update.  If weights are quantized again, an update below half a quantization step is
+lost: ``merged`` is then ``weight``, and kept is 0.
 """
 
 import warnings
@@ -15,48 +15,48 @@ import numpy as np
 
 from ...core.dtypes import FLOAT32, Array
 
-AT_ONCE = 1 << 22  # numbers that are compared at a time
-ENOUGH = 0.9  # of the change; below it a merge warns
+AT_ONCE = 1 << 22  # number of elements that are compared at a time
+ENOUGH = 0.9  # share of the update below which a merge warns
 
 
 @dataclass
 class Kept:
-    """The share of an adapter's change that is in the merged weights, of those that were rounded.
+    """The share of an adapter's update that rounding preserves in the merged weights.
 
     Attributes
     ----------
     layers : dict of str to float
-        The share of each weight that has an adapter.
+        The share in each rounded weight that has an adapter.
     share : float
-        That of all of them; 1.0 if none was rounded, or nothing was changed.
+        The share in all of these weights; 1.0 if none was rounded or changed.
     """
 
     sums: dict[str, tuple[float, float]] = field(default_factory=dict, repr=False)
 
     @property
     def layers(self) -> dict[str, float]:
-        """The share of each weight."""
+        """The share in each weight."""
         return {name: each / whole for name, (each, whole) in self.sums.items() if whole}
 
     @property
     def share(self) -> float:
-        """The share of all weights together."""
+        """The share in all weights together."""
         whole = sum(whole for _, whole in self.sums.values())
         return sum(each for each, _ in self.sums.values()) / whole if whole else 1.0
 
     def __str__(self) -> str:
-        line = f"{self.share:.1%} of the adapter's change is kept"
+        line = f"rounding preserves {self.share:.1%} of the adapter's update"
         if not self.layers:
             return line
         least = min(self.layers, key=self.layers.__getitem__)
-        return f"{line}; least in {least.removesuffix('.weight')}: {self.layers[least]:.1%}"
+        return f"{line} (worst: {least.removesuffix('.weight')}, {self.layers[least]:.1%})"
 
     def measure(
         self, name: str, weight: Any, exact: Array, merged: Callable[[slice], Array]
     ) -> None:
-        """Add a weight: before, merged without rounding, and rows of it as merged and rounded.
+        """Add a weight: before the merge, merged without rounding, and merged and rounded.
 
-        Of a stack, the matrices of all experts are added.
+        ``merged`` returns rounded rows.  For a stack, the matrices of all experts are added.
         """
         if exact.ndim == 3:
             matrix: Any = merged
@@ -75,7 +75,7 @@ class Kept:
         self.sums[name] = kept, whole
 
     def warn(self, call: str, rounded: str, cure: str) -> None:
-        """Warn if less than nine tenths are kept."""
+        """Warn if rounding preserves less than 90 % of the update."""
         if self.share < ENOUGH:
-            text = f"{call}: {self}; the rest is lost in rounding to {rounded}: {cure}"
+            text = f"{call}: {self}; the rest is lost by rounding to {rounded}: {cure}"
             warnings.warn(text, stacklevel=3)

@@ -1,10 +1,10 @@
-"""Several adapters over one base: a batch whose rows name theirs, and sums of adapters.
+"""Several adapters on one base: a batch in which each row has its own, and weighted sums.
 
     y = x Wᵀ, then y[rows] += scale (x[rows] Aᵀ) Bᵀ     for the rows of each adapter
 
-One product with the weights serves all rows.  Rows of an adapter with DoRA, biases or dropout pass
-through its layers by themselves, and all do in an invariant model: they have the bits of a batch
-of their own.
+One product with the weights serves all rows.  If an adapter has DoRA, biases or dropout, the layers
+are computed separately for the rows of each adapter.  So they are in an invariant model, where rows
+have the same bits as in a separate batch.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -26,13 +26,13 @@ from ..layers.elements import taken
 from .adapter import BIAS, CONFIG, DOWN, MAGNITUDE, PREFIX, UP, Adapter, module_of
 from .outer_weights import made_of
 
-MARK = "@"  # between the name of a tensor and that of its adapter
+MARK = "@"  # between the names of a tensor and of its adapter
 
 
 class ByRows(Adapter):
-    """Adapters of which every row of a batch, or every packed text, has one or none.
+    """The adapters of a batch: each row, or each packed text, has one or none.
 
-    ``parameters`` are those of all adapters, ``NAME@ADAPTER``.
+    ``parameters`` are the parameters of all adapters, as ``NAME@ADAPTER``.
     """
 
     def __init__(self, adapters: Mapping[str, Adapter], rows: Sequence[str | None]) -> None:
@@ -41,11 +41,11 @@ class ByRows(Adapter):
         for name, adapter in self.adapters.items():
             if adapter.outer or adapter.stacks:
                 problem = f"{name!r} changes tables, heads or experts, which all rows share"
-                cure = "set_adapter and a batch of its own, or merge_adapter"
+                cure = "set_adapter and a separate batch, or merge_adapter"
                 raise ConfigError(f"by_rows: {problem}; use {cure}")
             if adapter.into is not None:
                 problem = f"{name!r} is trained through {adapter.into.kind}, which rounds weights"
-                cure = "set_adapter and a batch of its own, or merge_adapter"
+                cure = "set_adapter and a separate batch, or merge_adapter"
                 raise ConfigError(f"by_rows: {problem} that all rows share; use {cure}")
         self.dropout = max((each.dropout for each in self.adapters.values()), default=0.0)
         every = [name for each in self.adapters.values() for name in each.parameters]
@@ -67,9 +67,9 @@ class ByRows(Adapter):
         context: Context | None,
         first: int = 0,
     ) -> Project:
-        """Return the linear layers of a call on rows of tokens, or on packed texts.
+        """Return the function that computes linear layers for rows of tokens, or packed texts.
 
-        ``first`` is the number of the first token of each adapter, by which dropout draws.
+        ``first`` is the number of each adapter's first token; dropout masks depend on it.
         """
         if offsets is None:
             self.check(len(tokens))
@@ -84,7 +84,7 @@ class ByRows(Adapter):
         if (context is not None or first) and self.dropout and seed is not None:
             own_part = np.asarray if context is None else context.own
             every = np.broadcast_to(names if axis else names[:, None], tokens.shape)
-            for key in places:  # those that its tokens have in a batch of its own
+            for key in places:  # token numbers as in a separate batch of this adapter
                 number = np.cumsum(every == key, dtype=np.int32).reshape(every.shape) - 1
                 numbers[key] = own_part(number)[own_part(every) == key] + first
         return partial(self._linears, places, numbers, axis, seed, plain)
@@ -113,7 +113,7 @@ class ByRows(Adapter):
         modules: Sequence[str],
         x: Any,
     ) -> list[Any]:
-        """Return the outputs of linear layers, each with the adapters of its rows."""
+        """Return the outputs of linear layers, each row with its adapter."""
         if len(places) == 1:
             return self._of_one(next(iter(places)), numbers, seed, plain, parameters, modules, x)
         own = {key: to_device_of(place, value_of(x)) for key, place in places.items()}
@@ -137,7 +137,7 @@ class ByRows(Adapter):
     def _added(
         self, key: str | None, parameters: Mapping[str, Any], module: str, y: Any, x: Any
     ) -> Any:
-        """Return the output of a layer for some rows, with what their adapter adds to it."""
+        """Return the output of a layer for some rows, with their adapter's update added."""
         if key is None or module not in (adapter := self.adapters[key]).scales:
             return y
         kind = value_of(x).dtype
@@ -162,12 +162,12 @@ class ByRows(Adapter):
         return self.adapters[key].linears(Own(parameters, key), modules, x, seed, own)
 
     def row(self, index: int) -> "ByRows":
-        """Return the adapter of one row, as of a batch of it alone."""
+        """Return the adapters for a batch of one row alone."""
         return ByRows(self.adapters, self.rows[index : index + 1])
 
     def merge(self, *_: Any, **__: Any) -> Any:
-        """Raise a ConfigError: one adapter can be merged or saved, not those of a batch."""
-        problem = "rows of a batch have an adapter each"
+        """Raise a ConfigError: only a single adapter can be merged or saved."""
+        problem = "each row of the batch has its own adapter"
         raise ConfigError(
             f"by_rows: {problem}; choose one by set_adapter(name), and merge or save it"
         )
@@ -176,16 +176,16 @@ class ByRows(Adapter):
 
     @property
     def outer(self) -> list[str]:
-        """No tensors: adapters that have such are refused."""
+        """No tensors: adapters with tables or heads are refused."""
         return []
 
     def outside(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return parameters as they are: no adapter changes what is outside of the blocks."""
+        """Return parameters unchanged: no adapter changes weights outside of the blocks."""
         return parameters
 
 
 class Own(Mapping[str, Any]):
-    """Parameters of which those of one adapter have their plain names."""
+    """Parameters in which the tensors of one adapter have their plain names."""
 
     def __init__(self, parameters: Mapping[str, Any], key: str) -> None:
         self.parameters, self.mark = parameters, MARK + key
@@ -201,7 +201,7 @@ class Own(Mapping[str, Any]):
 
 
 def joined(parts: Sequence[Any], places: Sequence[Array], axis: int) -> Any:
-    """Return an array with the rows of each part at its places of an axis."""
+    """Return an array with each part at its places along an axis."""
     values, before = [value_of(part) for part in parts], (slice(None),) * axis
     shape = [*values[0].shape]
     shape[axis] = sum(value.shape[axis] for value in values)
@@ -218,14 +218,14 @@ def joined(parts: Sequence[Any], places: Sequence[Array], axis: int) -> Any:
 
 
 def mixed(adapters: Mapping[str, Adapter], weights: Mapping[str, float]) -> Adapter:
-    """Return the sum of adapters by weight: that of their A and B beside each other.
+    """Return the weighted sum of adapters, by concatenating their A and B.
 
-    The change of each weight is sum(weight scale B A), with the sum of the ranks.
+    The update of each weight is sum(weight scale B A), with the sum of the ranks.
 
     Raises
     ------
     ConfigError
-        An adapter has more than products of low rank: DoRA, biases, token rows or modules.
+        An adapter has more parameters than A and B: DoRA, biases, token rows or modules.
     """
     parts: dict[str, list[tuple[Any, Any]]] = {}
     for name, weight in weights.items():
@@ -236,7 +236,7 @@ def mixed(adapters: Mapping[str, Adapter], weights: Mapping[str, float]) -> Adap
             raise ConfigError(f"mix_adapters: {problem}; merge it into the base instead")
         if others or adapter.outer or adapter.stacks:
             what = module_of((others or adapter.outer or [*adapter.parameters])[0])
-            problem = f"{name!r} has more than A and B, as at {what}, which have no weighted sum"
+            problem = f"{name!r} has more than A and B, as in {what}: there is no weighted sum"
             raise ConfigError(f"mix_adapters: {problem}; merge it into the base instead")
         for module, own in adapter.scales.items():
             down, up = adapter.pair(adapter.parameters, module)

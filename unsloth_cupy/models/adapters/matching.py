@@ -1,8 +1,9 @@
-"""Matches regular expressions in a separate process, as those of an adapter are other people's.
+"""Match regular expressions in a separate process, because adapters of other people contain them.
 
-Some expressions would run for years.  This file is run as a script that reads one JSON value, the
-arguments of ``matches``, and writes its result.  Its argument is a limit in seconds of processor
-time.  The system ends it there or, without such a timer, the process that started it does.
+Some expressions would run for years.  This file is run as a script: it reads the arguments of
+``matches`` as one JSON value, and writes the result.  Its command-line argument is a limit of
+processor time in seconds.  At the limit the operating system ends the process or, without such a
+timer, the parent process does.
 """
 
 import json
@@ -18,8 +19,8 @@ BYTES = 1 << 28  # limit of memory, on systems that enforce it
 def matches(method: str, expressions: Sequence[str], names: Sequence[str]) -> list[Any]:
     """Return for each name [number, group idx or None] of the first expression that matches.
 
-    The items of names that none matches are None.  For an expression that is not valid the result
-    is [number, message] instead.  ``method`` is match or fullmatch.
+    A name without a match has None.  If an expression is invalid, the result is [number, message]
+    instead.  ``method`` is match or fullmatch.
     """
     compiled = []
     for number, expression in enumerate(expressions):
@@ -36,7 +37,7 @@ def matches(method: str, expressions: Sequence[str], names: Sequence[str]) -> li
 
 
 def main() -> None:
-    """Answer the request on standard input."""
+    """Read a request from standard input, and write the result to standard output."""
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
         signal.setitimer(signal.ITIMER_PROF, float(sys.argv[1]))

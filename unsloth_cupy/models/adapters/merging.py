@@ -36,7 +36,7 @@ from ..transformer import Transformer
 from .kept import ENOUGH, Kept
 from .probe import check_same, explained, own_tokens, probed
 
-CODES = {dtype: code for code, dtype in DTYPES.items()}  # of dtypes in a safetensors file
+CODES = {dtype: code for code, dtype in DTYPES.items()}  # names of dtypes in a safetensors file
 TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 VOCABULARY = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json"),
@@ -47,7 +47,7 @@ AROUND = (SETTINGS, "special_tokens_map.json", TEMPLATE)
 
 @dataclass(frozen=True)
 class Merged:
-    """A report of the folder that ``merge`` wrote.
+    """The report of ``merge`` on the folder that it wrote.
 
     Attributes
     ----------
@@ -59,10 +59,10 @@ class Merged:
     dtype : str
         Dtype of the matrices; of a copy of quantized weights, their kind.
     notes : tuple of str
-        What is not as a reader may expect.
+        Properties of the folder that may surprise a reader.
     kept : Kept
-        The share of the adapter's change that is left after weights were rounded, ``kept.share``,
-        and that of each weight, ``kept.layers``.
+        The share of the adapter's update that rounding preserves, ``kept.share``, and the share in
+        each weight, ``kept.layers``.
     """
 
     folder: Path
@@ -74,7 +74,7 @@ class Merged:
 
     def __str__(self) -> str:
         done = f"adapters of {self.layers} layers merged" if self.layers else "a copy"
-        done += f" ({self.kept.share:.1%} of the change)" * bool(self.kept.layers)
+        done += f" ({self.kept.share:.1%} of the update)" * bool(self.kept.layers)
         line = f"{self.folder}: {format_bytes(self.bytes)}, {self.dtype}, {done}"
         return "\n".join([line, *(f"note: {note}" for note in self.notes)])
 
@@ -103,25 +103,25 @@ def merge(
 ) -> Merged:
     """Write a model with its adapter merged into the weights, as a Hugging Face folder.
 
-    Each adapted weight W becomes W + scale B A, for DoRA with its rows scaled; sums are computed in
-    float32 and rounded once.  Quantized weights become dense; but those of an adapter that was
-    trained through their quantizer (``merge_into``) are written as the run used them.  The folder
-    has the weights, config.json, generation_config.json, and the tokenizer with its chat template.
-    Weights are read, merged and written one by one.  Before the folder gets its name, what it
-    computes for a few tokens is compared with the model and its adapter, one block in memory at a
+    Each adapted weight W becomes W + scale B A, with scaled rows for DoRA; sums are computed in
+    float32 and rounded once.  Quantized weights become dense.  If the adapter was trained through
+    a quantizer (``merge_into``), weights are written as training used them.  The folder contains
+    the weights, config.json, generation_config.json, and the tokenizer with its chat template.
+    Weights are read, merged and written one by one.  Before the folder gets its name, its outputs
+    for a few tokens are compared with the model and its adapter, with one block in memory at a
     time.  After a crash there is either the whole folder or none.
 
     Parameters
     ----------
     folder : path
-        The folder of an adapter of peft, or of a run.  A model without an adapter is copied, which
-        a note says.
+        The folder of an adapter of peft, or of a run.  A model without an adapter is copied, with
+        a note.
     out : path
         A folder that does not exist yet, or is empty.
     dtype : dtype or its name, optional
-        float16, bfloat16, float32 or float64; None: each weight keeps that of the base's file, and
-        quantized ones get that of its embedding table, or stay so where the adapter was trained
-        for them.
+        float16, bfloat16, float32 or float64.  None: each weight has the dtype of the base's file;
+        quantized weights get the dtype of the embedding table, or stay quantized if the adapter
+        was trained through their quantizer.
     base : path or name, optional
         The base model, in place of the one that the adapter names.
     progress : bool
@@ -130,13 +130,13 @@ def merge(
     Returns
     -------
     report : Merged
-        The size, how many layers had adapters, and notes; prints as a few lines.
+        The size, the number of layers with adapters, and notes; prints as a few lines.
 
     Raises
     ------
     ConfigError
         A file is missing or broken; ``out`` has files in it; a weight is not finite or too large
-        for ``dtype``; the disk is full; or what is written computes other numbers than rounding
+        for ``dtype``; the disk is full; or the outputs of the folder differ by more than rounding
         explains.
     """
     target = _new_folder(out)
@@ -167,15 +167,15 @@ def merge(
             check_same("merge", before, after, explained(main), own_tokens(model.adapter))
     layers = 0 if model.adapter is None else len(model.adapter.stored)
     if kept.share < ENOUGH:
-        notes.append(f"{kept}; {kind} rounds the rest away, dtype='float32' keeps it")
+        notes.append(f"{kept}; {kind} loses the rest, dtype='float32' preserves it")
     return Merged(target, size, layers, kind, tuple(notes), kept)
 
 
 def _new_folder(out: Any) -> Path:
-    """Return the path of the new folder; raise if there is something in its place."""
+    """Return the path of the new folder; raise if it exists and is not an empty folder."""
     path = path_of("merge(out=)", out)
     if path.suffix.lower() == ".gguf":
-        cure = "name a folder here, and export that to a GGUF file"
+        cure = "pass a folder, and export that to a GGUF file"
         raise ConfigError(f"merge: {path} is the name of a file; {cure}")
     if path.exists() and not path.is_dir():
         raise ConfigError(f"merge: {path} is a file; name a new folder")
@@ -185,13 +185,13 @@ def _new_folder(out: Any) -> Path:
 
 
 def _notes(model: StoredModel) -> list[str]:
-    """Return what is not as a reader may expect."""
+    """Return the notes of the report."""
     notes, formats = [], formats_of(model.homes)
     if model.adapter is None:
         notes.append(f"{source_of(model.path)} holds no adapter: this is a copy of the model")
-    notes += [f"dense here, of {formats}"] if formats else []
+    notes += [f"weights are dense here; the base has {formats}"] if formats else []
     own, whole = model.texts["config.json"], read_json(model.folder / "config.json")
-    # an adapter's file may hold other tables, or another head
+    # these keys differ if the adapter's file holds other tables or another head
     others = ("vocab_size", "tie_word_embeddings", "architectures", *LABELS)
     if any(own.get(n) != whole.get(n) for n in own.keys() | whole.keys() if n not in others):
         notes.append("the part that reads images is left out: this is the language model")
@@ -199,10 +199,10 @@ def _notes(model: StoredModel) -> list[str]:
 
 
 def _tokenizer_files(model: StoredModel) -> Iterator[Path]:
-    """Yield the files of the tokenizer: of the adapter, and those of the base that it lacks.
+    """Yield the tokenizer's files: the adapter's, and the base's for those that are missing.
 
-    The vocabulary is of one folder.  A template in the adapter's settings is not replaced by a file
-    of the base.
+    The vocabulary comes from one folder.  A file of the base does not replace a chat template in
+    the adapter's settings.
     """
     words = model.words
     for name in (*VOCABULARY, *AROUND):
@@ -226,7 +226,7 @@ def _copy(model: StoredModel, partial: Path, target: Path) -> int:
 
 
 def _stored_dtype(model: StoredModel) -> str:
-    """Return the kind of quantized weights of a model's files, or else their dtype."""
+    """Return the kind of the quantized weights in a model's files, or else their dtype."""
     kind = stored_kind(model.texts["config.json"])
     return kind or (model.homes[TABLE].dtype or FLOAT32).name
 
@@ -241,16 +241,16 @@ def _write(
     first = next(own, SINGLE)
     experts = file_tensors(model.config, plain_names(model.homes))
     stacks: dict[str, Unwritten] = {}
-    whole = lru_cache(maxsize=2)(lambda name: stacks[name].read())  # of a layer, in turns
+    whole = lru_cache(maxsize=2)(lambda name: stacks[name].read())  # the two stacks of a layer
     for name, home in model.homes.items():
         if home.kind is Ternary:
-            problem = f"merge: {name} is ternary, and its layer rounds what it reads, too"
-            raise ConfigError(f"{problem}: it has no dense form; leave dtype out")
+            problem = f"merge: {name} is ternary, and its layer also rounds the input"
+            raise ConfigError(f"{problem}, so it has no dense form; leave dtype out")
         dtype = chosen or home.dtype or np.dtype(main)
         if dtype in home.wide and home.dtype != dtype:
             dtype = FLOAT32
         read = _rounded(model, name, dtype, kept)
-        file = first if Path(home.file).is_absolute() else home.file  # a table of the adapter's
+        file = first if Path(home.file).is_absolute() else home.file  # a table from the adapter
         layout.setdefault(file, {})[name] = Unwritten(dtype, home.shape, read)
         if name in experts:
             stacks[name] = layout[file].pop(name)
@@ -281,12 +281,12 @@ def _write(
 def _write_file_weights(
     model: StoredModel, into: Any, partial: Path, target: Path, kept: Kept
 ) -> tuple[int, str]:
-    """Write config and the weights that an adapter was trained for; return their size and kind.
+    """Write config and the rounded weights of a trained adapter; return their size and kind.
 
-    They are read one by one, and are all in memory as they are written.
+    Weights are read one by one; all of them are in memory before they are written.
     """
     if not into.in_folder:
-        cure = "unsloth-cupy export writes that file, or pass dtype= for its numbers in a folder"
+        cure = "unsloth-cupy export writes that file, or pass dtype= for a folder of its values"
         raise ConfigError(f"merge: the adapter was trained through {into.kind} of GGUF; {cure}")
     parameters, layout = dict[str, Any](), dict[str, list[str]]()
     own = (home.file for home in model.homes.values() if not Path(home.file).is_absolute())
@@ -307,14 +307,14 @@ def _write_file_weights(
 
 
 def _part(stack: Unwritten, name: str, whole: Callable[[str], Array], place: Place) -> Unwritten:
-    """Return a tensor of the file, which is a part of a parameter, or another form of it."""
+    """Return a tensor of the file that is a part, or another form, of a parameter."""
     return Unwritten(stack.dtype, place.shape or stack.shape, lambda: place.of(whole(name)))
 
 
 def _rounded(
     model: StoredModel, name: str, dtype: "np.dtype[Any]", kept: Kept
 ) -> Callable[[], Array]:
-    """Return the function that reads a parameter, merges its adapter and rounds it."""
+    """Return a function that reads a parameter, merges its adapter and rounds the result."""
     stored = model.homes[name].dtype
 
     def read() -> Array:
@@ -336,16 +336,17 @@ def _rounded(
 
 
 def _most(array: Array) -> float:
-    """Return the largest magnitude; NaN or infinite if a number is."""
+    """Return the largest magnitude; NaN or infinity if an element is not finite."""
     return max(float(array.max(initial=0)), -float(array.min(initial=0)))
 
 
 def write_one_by_one(
     path: Path, tensors: Mapping[str, Unwritten], written: Callable[[int], object]
 ) -> None:
-    """Write a safetensors file, of which one tensor at a time is in memory.
+    """Write a safetensors file with one tensor in memory at a time.
 
-    The largest dtypes stand first, so that every tensor begins at a multiple of its dtype's size.
+    Tensors of the largest dtypes are first, so that every tensor begins at a multiple of its item
+    size.
     """
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

@@ -1,11 +1,11 @@
-"""Adapters of mlx-lm: their settings and tensors as peft has them.
+"""Convert adapters of mlx-lm to the settings and tensors of peft.
 
     model.layers.0.self_attn.q_proj.lora_a     (inputs, rank)       A^T
     model.layers.0.self_attn.q_proj.lora_b     (rank, outputs)      B^T
     model.layers.0.self_attn.q_proj.m          (outputs,)           the magnitude, only of DoRA
 
-The file is adapters.safetensors.  adapter_config.json has ``lora_parameters``: rank, and the scale
-itself, where peft has alpha / rank.
+The file is adapters.safetensors.  adapter_config.json has ``lora_parameters`` with the rank and the
+scale; peft stores alpha, and the scale is alpha / rank.
 """
 
 import math
@@ -39,12 +39,12 @@ def is_of_mlx(folder: Path, settings: Mapping[str, Any]) -> bool:
 def read_mlx(
     folder: Path, config: Config, settings: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Array]]:
-    """Return the settings and the tensors of an adapter of mlx-lm, as peft has them.
+    """Return the settings and the tensors of an mlx-lm adapter in peft's format.
 
     Raises
     ------
     ConfigError
-        A setting or a tensor is not one of low-rank weights of matrices, or of another model.
+        A setting or a tensor is not of LoRA or DoRA for matrices, or belongs to another model.
     """
     path, kind = folder / CONFIG, settings.get("fine_tune_type", "lora")
     if kind not in ("lora", "dora"):
@@ -62,7 +62,7 @@ def read_mlx(
         raise ConfigError(f"{problem}; pass the model that the adapter is for")
     tensors, modules = dict[str, Array](), set[str]()
     with opened(folder / MLX_WEIGHTS) as file:
-        for name in file.keys():  # noqa: SIM118 -- no mapping
+        for name in file.keys():  # noqa: SIM118 -- it is not a dict
             array: Array = file.get_tensor(name)
             module, _, part = name.rpartition(".")
             own = (OF_TABLE if module.endswith("embed_tokens") else NAMES).get(part)

@@ -1,4 +1,4 @@
-"""What an adapter's folder holds and says of a model outside of its blocks: heads and tables."""
+"""Read heads and tables, the weights outside of the blocks, from an adapter's folder."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping
@@ -32,16 +32,16 @@ from .outer_weights import (
 )
 
 UNTIE = "store the base with its own lm_head.weight and tie_word_embeddings false, and load that"
-# Tables of the base, which peft writes beside the adapter of a vocabulary that has grown.
+# Tables of the base, which peft also writes after the vocabulary has grown.
 BASE_TABLE = re.compile(
     re.escape(PREFIX) + r"(?:.*\.)?(embed_tokens|lm_head)\."
     r"((?:(?:token_adapter\.)?base_layer\.|original_module\.|modules_to_save\.)?)weight"
 )
-COPY = "modules_to_save."  # of the trained table, which is in the file under its own name, too
+COPY = "modules_to_save."  # a copy of the trained table, which the file also has under its own name
 
 
 def implied_head(lora: Path, base: Path, labels: int | None) -> tuple[str | None, int | None]:
-    """Return the head that an adapter is for, and how many labels; None: the base's own."""
+    """Return the head that an adapter requires and its number of labels; None: the base's."""
     return of_one_save(lora, CONFIG, lambda: _implied_head(lora, base, labels))
 
 
@@ -60,7 +60,7 @@ def _implied_head(lora: Path, base: Path, labels: int | None) -> tuple[str | Non
 
 
 def with_labels(lora: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a base's config.json with the labels of the one beside an adapter, if there is one."""
+    """Return a base's config.json with the labels of the adapter's config.json, if it has one."""
     if not (lora / "config.json").is_file():
         return config
     own = read_json(lora / "config.json")
@@ -68,7 +68,7 @@ def with_labels(lora: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def tables_of(config: Config) -> dict[str, tuple[int, int]]:
-    """Return the shapes of the tables that may have low-rank weights, by the module's name."""
+    """Return the shapes of the tables that may have low-rank weights, by module name."""
     shapes = {name: shape for name, shape in config.shapes().items() if name in (TABLE, HEAD)}
     return {name.removesuffix(".weight"): (shape[0], shape[1]) for name, shape in shapes.items()}
 
@@ -76,11 +76,11 @@ def tables_of(config: Config) -> dict[str, tuple[int, int]]:
 def base_for(
     lora: Path, config: Config, texts: dict[str, Mapping[str, Any]], homes: dict[str, StoredTensor]
 ) -> Config:
-    """Return the config of a base as an adapter's file has it; texts and homes follow.
+    """Return the config of a base as an adapter's file requires; update ``texts`` and ``homes``.
 
-    The file may hold tables of the base, as of a vocabulary that has grown: they are read in place
-    of the base's.  A head that was trained apart from its table is no longer tied to it, and
-    begins as the table.
+    The file may hold tables, for example of a grown vocabulary: they replace the base's tables.  A
+    head that was trained separately from its table is no longer tied to the table, and starts as
+    a copy of it.
     """
     file = lora / WEIGHTS
     settings, shapes = of_one_save(lora, CONFIG, lambda: _settings_and_shapes(lora))
@@ -92,29 +92,29 @@ def base_for(
     low = any(".layers." not in name and ".lora_" in name for name in shapes)
     rows = whole or low or tokens.get(HEAD, tokens.get(TABLE)) != tokens.get(TABLE)
     if config.tied and TABLE in tokens and LOW_RANK[HEAD][0] in shapes:
-        problem = "lm_head has low-rank weights beside rows of the table that it is tied to"
-        cure = "peft's own merge loses these rows, too: train it again without one of the two"
+        problem = "lm_head has low-rank weights, and is tied to a table with trained rows"
+        cure = "peft's own merge also loses these rows: train again without one of the two"
         raise ConfigError(f"{file}: {problem}; {cure}")
     if config.tied and rows and not settings.get(TIED):
         changes["tie_word_embeddings"] = False
         config = replace(config, tied=False)
         homes |= {HEAD: homes[TABLE]} if TABLE in homes else {}
     tables, size = base_tables(shapes, whole), config.vocab
-    if changes and tables:  # the head begins as the table, and the file may have either
+    if changes and tables:  # the head starts as the table, and the file may have either
         tables = {TABLE: tables.get(TABLE, tables.get(HEAD, "")), **tables}
         tables = {HEAD: tables[TABLE], **tables}
     for name in [TABLE] + [HEAD] * (not config.tied):
         stored = tables.get(name)
         shape = tuple(shapes[stored]) if stored else (config.vocab, config.hidden)
         if len(shape) != 2 or shape[1] != config.hidden or (name == HEAD and shape[0] != size):
-            problem = f"{file}: {stored or name} is {shape}, of another model than the base"
+            problem = f"{file}: {stored or name} is {shape}, and does not fit the base"
             cure = "pass the model that the adapter is for"
             if name == HEAD and len(tables) == 1 and max(shape[0], size) > config.vocab:
                 (stored,) = tables.values()
                 problem = (
                     f"{file} has {stored} of {max(shape[0], size)} rows, the base {config.vocab}"
                 )
-                cure = "peft wrote one table of a vocabulary that had grown, and not the other"
+                cure = "peft wrote only one of the two grown tables"
                 cure += ": save the resized base, and pass that"
             raise ConfigError(f"{problem}; {cure}")
         size = shape[0]
@@ -128,7 +128,7 @@ def base_for(
 
 
 def _settings_and_shapes(lora: Path) -> tuple[Any, dict[str, Any]]:
-    """Return an adapter's settings and the shapes of its tensors; None where there is none."""
+    """Return an adapter's settings and tensor shapes; None and {} if there is no adapter."""
     if not (lora / CONFIG).is_file() or not (lora / WEIGHTS).is_file():
         return None, {}
     with opened(lora / WEIGHTS) as tensors:
@@ -137,7 +137,7 @@ def _settings_and_shapes(lora: Path) -> tuple[Any, dict[str, Any]]:
 
 
 def base_tables(names: Iterable[str], trained: Collection[str]) -> dict[str, str]:
-    """Return the tensors of an adapter's file that are tables of its base, by their parameters."""
+    """Return the tensors of an adapter's file that are tables of the base, by parameter."""
     tables: dict[str, str] = {}
     for stored in names:
         match = BASE_TABLE.fullmatch(stored)
@@ -149,12 +149,12 @@ def base_tables(names: Iterable[str], trained: Collection[str]) -> dict[str, str
 def outer_tensors(
     path: Path, settings: Mapping[str, Any], tensors: dict[str, Array], config: Config
 ) -> dict[str, tuple[str, Array]]:
-    """Take tables and whole modules from an adapter's tensors; return them with their own names.
+    """Remove tables and whole modules from ``tensors``; return them with their current names.
 
     Raises
     ------
     ConfigError
-        One is missing, has another shape, or is not in adapter_config.json.
+        A tensor is missing, has another shape, or is not in adapter_config.json.
     """
     tokens = listed_tokens(f"{path / CONFIG}: {TOKENS}", settings.get(TOKENS) or ())
     inner = inner_modules(str(path / CONFIG), config, settings)
@@ -188,11 +188,11 @@ def outer_tensors(
         own_pair = (tensors.get(name, np.empty(0)) for name in LOW_RANK[TABLE])
         pair = zip(LOW_RANK[HEAD], low_rank(TABLE, *own_pair), strict=True)
         if not all(np.array_equal(tensors.pop(name), array) for name, array in pair):
-            problem = "lora_A and lora_B of lm_head are not those of its table"
+            problem = "lm_head and its table have different lora_A or lora_B"
             raise ConfigError(f"{path / WEIGHTS}: {problem}; {UNTIE}")
     follows = tensors.pop(rows_name(HEAD), None) if tied else None
     if follows is not None and not np.array_equal(follows, arrays[names[rows_name(TABLE)]][1]):
-        raise ConfigError(f"{path / WEIGHTS}: rows of lm_head differ from its table's; {UNTIE}")
+        raise ConfigError(f"{path / WEIGHTS}: rows of lm_head and of its table differ; {UNTIE}")
     bases = {name: tensors.pop(name) for name in [*tensors] if BASE_TABLE.fullmatch(name)}
     copies = base_tables(bases, ())
     if tied and HEAD in copies:

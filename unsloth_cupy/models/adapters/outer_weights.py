@@ -1,13 +1,13 @@
-"""Weights that an adapter has whole, and tables: rows for tokens, modules, low-rank weights.
+"""Adapters of tables and whole modules: rows for tokens, modules, low-rank weights.
 
-    base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta    new rows, of tokens
+    base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta    new rows of tokens
     base_model.model.lm_head.weight                                             a whole module
-    base_model.model.model.layers.0.input_layernorm.weight                      one in a block
+    base_model.model.model.layers.0.input_layernorm.weight                      a block's module
     base_model.model.lm_head.lora_A.weight, .lora_B.weight                      low-rank weights
-    base_model.model.model.embed_tokens.lora_embedding_A, .lora_embedding_B     A^T B^T are added
+    base_model.model.model.embed_tokens.lora_embedding_A, .lora_embedding_B     A^T B^T is added
 
-adapter_config.json has the tokens in ``trainable_token_indices``, the modules in
-``modules_to_save``.  A head that is tied to its table follows it.
+adapter_config.json lists the tokens in ``trainable_token_indices``, the modules in
+``modules_to_save``.  A tied head uses the changed table.
 """
 
 import re
@@ -39,13 +39,13 @@ OUTER = {"embed_tokens": (TABLE,), "lm_head": (HEAD,), "score": (SCORE, SCORE_BI
 
 
 def listed_tokens(call: str, listed: Any) -> dict[str, tuple[int, ...]]:
-    """Return the tokens whose rows are trained, by the table's name: of ids, or of ids by module.
+    """Return the trained tokens by table; ``listed`` has token ids, or token ids by module.
 
     Raises
     ------
     ConfigError
-        What is listed is not an id, or is listed twice, or is of another module; the message begins
-        with ``call``.
+        An entry is not a token id, is listed twice, or belongs to another module; the message
+        begins with ``call``.
     """
     by_module = listed if isinstance(listed, Mapping) else {"embed_tokens": listed}
     tokens = {}
@@ -67,14 +67,14 @@ def listed_tokens(call: str, listed: Any) -> dict[str, tuple[int, ...]]:
 
 
 def listed_modules(settings: Mapping[str, Any]) -> set[str]:
-    """Return the last components of the modules that adapter_config.json saves whole."""
+    """Return the last components of the modules in ``modules_to_save``."""
     return {str(each).rpartition(".")[2] for each in settings.get(MODULES) or []}
 
 
 def inner_modules(call: str, config: Config, settings: Mapping[str, Any]) -> set[str]:
-    """Return the other parameters of the modules that adapter_config.json saves whole.
+    """Return the parameters of ``modules_to_save``, except tables and heads.
 
-    As in peft, those of every module whose name ends with one that is listed: norm is the last norm
+    As in peft, an entry selects every module whose name ends with it: norm selects the last norm
     and all norms of the blocks.
 
     Raises
@@ -84,30 +84,30 @@ def inner_modules(call: str, config: Config, settings: Mapping[str, Any]) -> set
     """
     names = set[str]()
     for listed in map(str, settings.get(MODULES) or []):
-        if listed.rpartition(".")[2] in (*OUTER, "classifier"):  # peft adds that to its heads
+        if listed.rpartition(".")[2] in (*OUTER, "classifier"):  # peft adds classifier to the heads
             continue
         end = re.compile(rf"{re.escape(listed)}\.")
         own = {name for name in config.shapes() if end.search(stored_name(name, config.body))}
         if not own:
-            problem = f"{MODULES} names {listed[:200]!r}, and no module of this model ends so"
+            problem = f"{MODULES} names {listed[:200]!r}, and no module of this model ends with it"
             cure = "pass the model that the adapter is for"
             if config.delta is not None and re.fullmatch(r"(.*\.)?[qkv]_conv1d", listed):
-                problem = f"{MODULES} names {listed[:200]!r}, which is a part of conv1d today"
-                cure = "merge the adapter by the version of transformers that wrote it"
+                problem = f"{MODULES} names {listed[:200]!r}, which is now a part of conv1d"
+                cure = "merge the adapter with the version of transformers that wrote it"
             raise ConfigError(f"{call}: {problem}; {cure}")
         names |= own
     return names
 
 
 def rows_name(name: str) -> str:
-    """Return the name, in an adapter, of the rows of a table."""
+    """Return the name of a table's trained rows in an adapter."""
     return f"{ADAPTED}{name.removesuffix('weight')}{ROWS}"
 
 
 def outer_settings(
     config: Config, tokens: Mapping[str, Sequence[int]], modules: Collection[str], tables: Any
 ) -> dict[str, Any]:
-    """Return what adapter_config.json says of tokens, modules and tables."""
+    """Return the entries of adapter_config.json for tokens, modules and tables."""
     settings: dict[str, Any] = {}
     if tokens:
         settings[TOKENS] = {name.split(".")[-2]: [*ids] for name, ids in tokens.items()}
@@ -121,7 +121,7 @@ def outer_settings(
 def check_outer(
     call: str, config: Config, tokens: Mapping[str, Sequence[int]], modules: Collection[str]
 ) -> None:
-    """Raise a ConfigError unless a model has these tokens and modules, each trained in one way."""
+    """Raise a ConfigError for unknown tokens or modules, or one that is trained in two ways."""
     tables = {name: module for module, names in OUTER.items() for name in names}
     shapes = config.shapes()
     known = [module for module, names in OUTER.items() if names[0] in shapes]
@@ -130,13 +130,13 @@ def check_outer(
             continue
         cure = f"choose from {', '.join(known)}"
         if module == "lm_head" and config.tied:
-            cure = "it is tied to embed_tokens, and follows it: name embed_tokens alone"
+            cure = "it is tied to embed_tokens: name embed_tokens alone"
         if module == "score":
-            cure = "it is of classifiers: load the folder with head= and labels="
+            cure = "only classifiers have it: load the folder with head= and labels="
         raise ConfigError(f"{call}: {module!r} is not a module of this model; {cure}")
     for name, ids in tokens.items():
         if tables[name] in modules:
-            problem = f"{call}: {tables[name]} is trained whole, and some of its rows"
+            problem = f"{call}: {tables[name]} is trained whole, and also some of its rows"
             raise ConfigError(f"{problem}; leave out tokens, or the module")
         if max(ids) >= config.vocab:
             problem = f"{call}: token {max(ids)} is outside the vocabulary of {config.vocab}"
@@ -146,7 +146,7 @@ def check_outer(
 def new_outer(
     weights: Mapping[str, Any], tokens: Mapping[str, Sequence[int]], modules: Collection[str]
 ) -> dict[str, Any]:
-    """Return the rows and the modules as they are now, in float32 or wider, by their names."""
+    """Return the current rows and modules, in float32 or wider, by name in an adapter."""
     parameters = {}
     for name, ids in tokens.items():
         table: Any = weights[name]
@@ -161,14 +161,14 @@ def new_outer(
 
 
 def low_rank(name: str, first: Any, second: Any) -> tuple[Any, Any]:
-    """Return a and b, of a table's change scale b a, from its two tensors; or in reverse."""
+    """Return (a, b) of a table's update scale b a from its two tensors, or the reverse."""
     return (second.T, first.T) if name == TABLE else (first, second)
 
 
 def new_low_rank(
     weights: Mapping[str, Any], name: str, rank: int, seed: Sequence[int]
 ) -> dict[str, Any]:
-    """Return the two tensors of a change of a table that is 0: a is random, b is zero."""
+    """Return two tensors for an update of a table that is 0: a is random, b is zero."""
     (vocab, hidden), draw = weights[name].shape, np.random.default_rng(seed)
     bound = hidden**-0.5
     a: Any = draw.uniform(-bound, bound, (rank, hidden)).astype(FLOAT32)
@@ -184,10 +184,10 @@ def replaced(
     scales: Mapping[str, float],
     places: Callable[[str, Any], Any],
 ) -> dict[str, Any]:
-    """Return parameters in which an adapter's rows, modules and low-rank sums are in their places.
+    """Return parameters with an adapter's rows, modules and low-rank updates applied.
 
-    ``own`` are the adapter's; those that ``parameters`` holds too, as on a tape, come from there.
-    ``places(name, table)`` returns where the rows of ``tokens`` are in a table.
+    ``own`` are the adapter's parameters; if ``parameters`` also has them, for example on a tape,
+    these are used.  ``places(name, table)`` returns the rows of ``tokens`` in a table.
     """
     result = dict(parameters)
     for name, kept in parameters.items():
@@ -208,12 +208,12 @@ def replaced(
 
 
 def _added(name: str, array: Any, scale: float, first: Any, second: Any) -> AddedLowRank:
-    """Return a table with the change that two tensors make."""
+    """Return a table with the low-rank update of two tensors."""
     return AddedLowRank(array, *low_rank(name, first, second), scale)
 
 
 def merged(name: str, weight: Any, own: Mapping[str, Any], tokens: Mapping[str, Any]) -> Any:
-    """Return a parameter with the adapter's rows or module in its place; None: it has neither."""
+    """Return a parameter with the adapter's rows or module merged; None if there are none."""
     if ADAPTED + name in own:
         return own[ADAPTED + name].astype(weight.dtype)
     if name not in tokens:
@@ -225,7 +225,7 @@ def merged(name: str, weight: Any, own: Mapping[str, Any], tokens: Mapping[str, 
 
 
 def resized(table: Any, rows: int) -> Any:
-    """Return a table with more rows, each the mean of the old ones, or with fewer."""
+    """Return a table with more rows, each new one the mean of the old rows, or with fewer."""
     with device_of(table):
         result = np.empty_like(table, shape=(rows, *table.shape[1:]))
         result[: len(table)] = table[:rows]
@@ -237,10 +237,10 @@ def resized(table: Any, rows: int) -> Any:
 
 # ---- on a tape ----------------------------------------------------------------------------------
 def made_of(own: Sequence[Any], dtype: Any, make: Callable[..., Any], table: str = "") -> Any:
-    """Return ``make`` of arrays in a dtype, on the tape of those that are Vars.
+    """Return ``make(*own)`` with the arrays in a dtype, on the tape of the Vars among them.
 
-    The gradient of the result begins with that of the array, or holds those of the two of
-    ``table``.
+    The gradient of an array is the leading part of the result's gradient.  With ``table``, the
+    result's gradient holds the gradients of the table's two tensors.
     """
     arrays = [each.value if type(each) is Var else each for each in own]
     result = make(*(array.astype(dtype, copy=False) for array in arrays))
@@ -255,7 +255,7 @@ def made_of(own: Sequence[Any], dtype: Any, make: Callable[..., Any], table: str
 
 
 class MadeRecord(NamedTuple):
-    """A tape entry of a weight that is made of arrays, which get its gradient."""
+    """A tape entry of a weight that is computed from arrays; they receive its gradient."""
 
     values: dict[str, Any]
     inputs: dict[str, int]
@@ -265,11 +265,11 @@ class MadeRecord(NamedTuple):
     def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
         """Add the gradients, in the dtypes of the arrays."""
         gradient = take["weight"]
-        made = self.values["made"]
-        pair = low_rank(self.table, *made.parts(gradient)) if self.table else (gradient,)
+        weight = self.values["made"]
+        pair = low_rank(self.table, *weight.parts(gradient)) if self.table else (gradient,)
         for name, index in inputs.items():
             array = self.values[name]
-            own = pair[int(name)][tuple(map(slice, array.shape))]  # of what is made, all or a part
+            own = pair[int(name)][tuple(map(slice, array.shape))]  # all, or the leading part
             own = own.astype(array.dtype, copy=False)
             grads[index] = add_up(grads.get(index), own)
 
@@ -289,7 +289,7 @@ def embedding_of(tokens: Array, table: Any) -> Any:
 
 
 class EmbeddedRecord(NamedTuple):
-    """A tape entry of the embedding of a table with changes."""
+    """A tape entry of the embedding with a changed table."""
 
     values: dict[str, Any]
     inputs: dict[str, int]

@@ -1,7 +1,8 @@
-"""Compare what models compute for a few tokens, of both one block in memory at a time.
+"""Compare the outputs of two models for a few tokens, with one block of each in memory at a time.
 
-Each row of hidden states or logits is compared: |after - before| / |before|, the largest of all
-rows; of a mixture the median, since a rounded router may choose another expert for a token.
+The difference of a row of hidden states or logits is |after - before| / |before|.  The result is
+the largest difference of a row; for a mixture it is the median, because a rounded router may choose
+another expert for a token.
 """
 
 from collections.abc import Callable, Collection, Mapping
@@ -27,31 +28,31 @@ if TYPE_CHECKING:
     from .adapter import Adapter
 
 ROWS, TOKENS = 2, 8
-ROUNDING = 32.0  # times the distance of 1 and the next number: what rounded weights may change
+ROUNDING = 32.0  # largest difference due to rounded weights, in units of the dtype's epsilon
 EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 2.0**-23, "float64": 2.0**-52}
-LEAST = 1e-3  # of sums in another order
-MORE = 1.01  # times the error of a tensor: its norm is summed in another order
+LEAST = 1e-3  # difference due to another order of sums
+MORE = 1.01  # factor on the error of a tensor, whose norm is summed in another order
 
 
 class Unread:
-    """A parameter that is read when its block runs."""
+    """A placeholder for a parameter that is read when its block runs."""
 
     dtype = FLOAT32
 
 
 class Probed(NamedTuple):
-    """A model whose parameters are read one by one, to the host and in float32."""
+    """A model whose parameters are read one by one, on the host and in float32."""
 
     kind: Any  # Transformer, or a class derived from it
-    path: Any  # in errors
+    path: Any  # named in errors
     config: Config
     texts: Mapping[str, Mapping[str, Any]]
     names: Collection[str]
     read: Callable[[str], Any]
-    adapter: "Adapter | None" = None  # that is not merged
+    adapter: "Adapter | None" = None  # an adapter that is not merged
 
     def numbers(self, tokens: Array) -> Array:
-        """Return what the model computes for tokens, (rows, numbers)."""
+        """Return the model's logits or embeddings for tokens, (rows, columns)."""
         own = {} if self.adapter is None else self.adapter.parameters
         parameters = dict[str, Any](dict.fromkeys(self.names, Unread()))
 
@@ -72,7 +73,7 @@ class Probed(NamedTuple):
 
 
 def probed(model: Any, kind: Any) -> Probed:
-    """Return a ``StoredModel``; with the weights of a file if its adapter was trained for that."""
+    """Return a ``StoredModel``, with a file's weights if its adapter was trained for them."""
     facts = kind, model.path, model.config, model.texts, model.homes
     if model.adapter is not None and model.adapter.into is not None:
         return Probed(*facts, lambda name: model.merged(name, FLOAT32, exact=False))
@@ -80,7 +81,7 @@ def probed(model: Any, kind: Any) -> Probed:
 
 
 def held(model: Any, parameters: Mapping[str, Any], adapter: "Adapter | None") -> Probed:
-    """Return a model in memory with these parameters, which are copied to the host in turns."""
+    """Return a model in memory whose parameters are copied to the host one by one."""
     through = adapter is not None and adapter.into is not None
 
     def read(name: str) -> Any:
@@ -119,28 +120,28 @@ def check_written(
     written: Any,
     error: float,
 ) -> None:
-    """Raise a ConfigError if a weight of a file is off by more than rounding it was: ``error``."""
+    """Raise a ConfigError if a written weight differs by more than ``error``, due to rounding."""
     exact = dense(expected)
     off, size = (float(np.linalg.norm(each)) for each in (dense(written) - exact, exact))
-    scale = size + exact.size**0.5 * is_norm(name)  # which a file may have plus 1
+    scale = size + exact.size**0.5 * is_norm(name)  # a file may store a norm plus 1
     if not off <= MORE * error + EPS["float32"] * scale and np.isfinite(size):
-        problem = f"what is written as {name} differs by {off:.3g} of {size:.3g} (norms), and"
-        cure = "nothing was written: report this, and keep the adapter apart"
+        problem = f"the written {name} has an error of {off:.3g} (norm {size:.3g}), and"
+        cure = "nothing was written: report this, and use the adapter unmerged"
         raise ConfigError(f"{call}: {problem} rounding explains {error:.3g}; {cure}")
 
 
 def check_same(
     call: str, before: Probed, after: Probed, most: float = LEAST, own: Collection[int] = ()
 ) -> float:
-    """Return by how much two models differ; raise if it is more than ``most``.
+    """Return the difference of two models' outputs; raise if it is more than ``most``.
 
-    Tokens of ``own`` are among those that are compared.  A model whose numbers are not finite is
-    compared with none.
+    The compared tokens include tokens of ``own``.  The difference is 0 if outputs of ``before`` are
+    not finite.
 
     Raises
     ------
     ConfigError
-        They differ by more.
+        The difference is more than ``most``.
     """
     draw = np.random.default_rng(0)
     tokens = draw.integers(0, before.config.vocab, ROWS * TOKENS)
@@ -153,25 +154,25 @@ def check_same(
     rows = np.linalg.norm(second - first, axis=-1) / np.where(sizes == 0, 1, sizes)
     difference = float(np.median(rows) if before.config.experts is not None else rows.max())
     if not difference <= most:
-        problem = f"what is written computes other numbers than {before.path}: they differ by"
-        problem += f" {difference:.2g} of their size, and rounding explains {most:.2g}"
-        cure = "nothing was written: report this, and keep the adapter apart"
+        problem = f"the outputs of the written model differ from those of {before.path} by a"
+        problem += f" relative {difference:.2g}, and rounding explains {most:.2g}"
+        cure = "nothing was written: report this, and use the adapter unmerged"
         raise ConfigError(f"{call}: {problem}; {cure}")
     return difference
 
 
 def explained(dtype: "np.dtype[Any]") -> float:
-    """Return what rounding to a dtype may change of what a model computes."""
+    """Return the largest difference of outputs that rounding weights to a dtype explains."""
     return max(LEAST, ROUNDING * EPS[dtype.name])
 
 
 def own_tokens(adapter: "Adapter | None") -> Collection[int]:
-    """Return the tokens of which an adapter has rows."""
+    """Return the tokens whose rows an adapter has."""
     return () if adapter is None else adapter.tokens.get(TABLE, ())
 
 
 def check_saved(model: Any, parameters: Mapping[str, Any], folder: Path) -> None:
-    """Raise a ConfigError if a folder computes other numbers than the model that is saved in it."""
+    """Raise a ConfigError if the outputs of a saved folder differ from the model's."""
     before = held(model, parameters, None)
     homes, _ = find_tensors(folder, before.config, OWN)
 

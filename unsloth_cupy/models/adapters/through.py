@@ -1,10 +1,11 @@
-"""Products with rounded weights, on arrays or on a tape: of a layer, and of a stack of experts.
+"""Layers and stacks of experts that compute with rounded weights, on arrays or on a tape.
 
     y = x Q(W + scale B A)^T + bias + scale (dropout(x) - x) A^T B^T
-    dx = dy Q + what dropout adds    dA, dB    as of the adapter without rounding
+    dx = dy Q + the term of dropout  dA, dB: as without rounding (straight-through)
 
-Products make the rounded weight part by part (``SummedWeight``), in the backward pass again.  Of a
-kind whose parts cannot be rounded by themselves it is made for a product, and freed after it.
+Products compute the rounded weight part by part (``SummedWeight``), again in the backward pass.  If
+the blocks of a kind cannot be rounded separately, each product computes the whole weight and frees
+it afterwards.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +28,7 @@ from ...parallel.taped import taped, value_of
 from ..configs.names import TABLE
 from .kept import Kept
 
-# from a weight, a, b and the scale to the weight of the file
+# (weight, a, b, scale) -> the weight of the file
 Make = Callable[[Any, Array, Array, float], Any]
 _linear_backward: Any = linear.backward
 _grouped_backward: Any = grouped_linear.backward
@@ -46,7 +47,7 @@ def through_linear(
     seed: int | None = None,
     numbers: Array | None = None,
 ) -> Any:
-    """Return the output of a layer whose weight is made of its sum with an adapter."""
+    """Return the output of a layer whose weight is its rounded sum with an adapter."""
     rows, low, up, added = (value_of(each) for each in (x, a, b, bias))
     flat = rows.reshape(-1, rows.shape[-1])
     merged_weight = _maker(make, weight, low, up, scale, rows.dtype)
@@ -82,7 +83,7 @@ def through_linear(
 def through_stack(
     x: Any, weight: Any, a: Any, b: Any, offsets: Array, bias: Any, *, scale: float, make: Make
 ) -> Any:
-    """Return the grouped product of sorted rows with a stack that is made of its sums.
+    """Return the grouped product of sorted rows with the rounded sums of a stack.
 
     a is (experts, rank, in), b (experts, out, rank).
     """
@@ -115,9 +116,9 @@ def through_stack(
 def _maker(
     make: Make, weight: Any, a: Array, b: Array, scale: float, dtype: Any
 ) -> Callable[[], Any]:
-    """Return a function that makes the weight as products with arrays of a dtype take it.
+    """Return a function that computes the weight for products with arrays of a dtype.
 
-    One that is made part by part, and holds nothing that is dense, is kept for the backward pass.
+    A ``SummedWeight``, which stores no dense array, is stored for the backward pass.
     """
     kept: list[SummedWeight] = []
 
@@ -136,9 +137,9 @@ def _maker(
 def file_weight(
     adapter: Any, name: str, weight: Any, requantize: bool, kept: Kept | None, exact: bool
 ) -> Any:
-    """Return a weight as the file has it that an adapter is trained for.
+    """Return a weight rounded as in the file that an adapter is trained for.
 
-    It is dense unless ``requantize``; with ``exact`` it is what the file is rounded from.
+    The result is dense unless ``requantize``; with ``exact`` it is not rounded.
     """
     adapted, into = adapter.adds_to(name), adapter.into
     if not adapted and (exact or not into.rounds(name, weight)):
@@ -165,7 +166,7 @@ def file_weight(
 
 
 def file_weights(adapter: Any, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all parameters as the file has them; dense ones in the dtype of the model."""
+    """Return all parameters rounded as in the file; dense ones in the dtype of the model."""
     dtype, result = parameters[TABLE].dtype, {}
     for name, weight in parameters.items():
         value = adapter.merge(name, weight, requantize=True)

@@ -59,7 +59,7 @@ NO_NOUNS = [
     "settled",
 ]  # fmt: skip
 # attributes that other modules read, and what is named after a key of a tape entry
-OTHERS = {"told": 2, "made": 2, "reached": 4}
+OTHERS = {"told": 2, "reached": 4}
 
 
 def bound_names(tree: ast.AST) -> Iterator[str]:

@@ -175,18 +175,18 @@ def test_merging_mxfp4_writes_dense_tensors(tmp_path: Path) -> None:
 def test_stacks_that_files_do_not_have(tmp_path: Path) -> None:
     turned = create(SIZES | MIXTURES["gpt_oss"], seed=0)
     quantize(turned, "nf4")
-    with pytest.raises(ConfigError, match=r"a gpt_oss have no experts in nf4, as .*\.down_proj"):
+    with pytest.raises(ConfigError, match=r"a gpt_oss cannot store .*\.down_proj in nf4"):
         turned.save(tmp_path / "a")
     other = create(SIZES | MIXTURES["mixtral"] | {"intermediate_size": 64}, seed=0)
     for name, value in other.parameters.items():
         if name.endswith(".experts.down_proj"):
             other.parameters[name] = mxfp4_quantize(value)
     assert np.isfinite(other.loss(IDS, IDS))
-    with pytest.raises(ConfigError, match="a mixtral have no experts in mxfp4"):
+    with pytest.raises(ConfigError, match=r"a mixtral cannot store .* in mxfp4"):
         other.save(tmp_path / "b")
     eight = create(SIZES | MIXTURES["mixtral"], seed=0)
     quantize(eight, "int8")
-    with pytest.raises(ConfigError, match="a mixtral have no experts in int8"):
+    with pytest.raises(ConfigError, match=r"a mixtral cannot store .* in int8"):
         eight.save(tmp_path / "c")
     assert not any((tmp_path / name).exists() for name in "abc")
     with pytest.raises(ConfigError, match="gate_up_proj is quantized already; leave quantize out"):

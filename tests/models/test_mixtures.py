@@ -153,7 +153,7 @@ FIRST = "model.layers.0.block_sparse_moe.experts.0.w1.weight"
             lambda t: t.update(
                 {"model.layers.0.mlp.experts.gate_up_proj": np.zeros((4, 96, 32), np.float32)}
             ),
-            "are of the same parameter; keep one",
+            "hold the same parameter; keep one",
         ),
         (lambda t: t.update({FIRST.replace("0.w1", "9.w1"): t[FIRST]}), "is not part of"),
     ],

@@ -114,7 +114,7 @@ def test_a_header_without_end_is_refused_unread(tmp_path: Path) -> None:
     with (folder / WEIGHTS).open("wb") as file:
         file.write(struct.pack("<Q", 1 << 27))
         file.truncate((1 << 27) + 8)
-    with pytest.raises(ConfigError, match=r"128\.00 MiB of names and shapes"):
+    with pytest.raises(ConfigError, match=r"a header of 128\.00 MiB is larger"):
         load(folder)
 
 

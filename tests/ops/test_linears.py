@@ -98,7 +98,7 @@ def test_a_model_whose_weights_lie_together(
     tokens, config = np.arange(24).reshape(2, 12), CONFIG | kind
     apart = create(config, seed=0, dtype="float64")
     assert whole_of(apart) is None, "NumPy's weights lie apart"
-    monkeypatch.setattr(Joined, "takes", staticmethod(lambda value: True))
+    monkeypatch.setattr(Joined, "on_gpu", staticmethod(lambda value: True))
     together = create(config, seed=0, dtype="float64")
     assert [*apart.parameters] == [*together.parameters]
     results = []
@@ -123,7 +123,7 @@ def test_a_quantized_model_whose_weights_lie_together(
     """Loss and gradients of adapters, and logits, are those of weights that lie apart."""
     tokens, models = np.arange(24).reshape(2, 12), []
     for together in (False, True):
-        monkeypatch.setattr(Joined, "takes", staticmethod(lambda value, on=together: on))
+        monkeypatch.setattr(Joined, "on_gpu", staticmethod(lambda value, on=together: on))
         model = create(CONFIG | {"hidden_size": 64}, seed=0, dtype="float64")
         quantize(model, kind, least=0)
         models.append(model)

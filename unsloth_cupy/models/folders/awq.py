@@ -1,4 +1,4 @@
-"""AWQ: qweight (inputs, outputs / 8), qzeros, scales."""
+"""Weights of AWQ: qweight (inputs, outputs / 8), qzeros, scales."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -10,8 +10,8 @@ from ...core.dtypes import Array
 from .foreign import ANY, HOW, Weight, scaled, unpacked
 
 PARTS = ("qweight", "qzeros", "scales")
-ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # the column of 8 in the i-th lowest bits of an int32
-BACKENDS = (  # of AWQ: kernels for this format; that of llm-awq has its own
+ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # which of 8 columns is in the i-th lowest 4 bits of an int32
+BACKENDS = (  # kernels for this format; the format of llm-awq differs
     *("auto", "autoawq", "auto_trainable", "machete", "marlin", "exllama_v1", "exllama_v2", "gemm"),
     *("gemm_triton", "torch_awq", "torch_fused_awq"),
 )
@@ -27,10 +27,10 @@ KEYS: Mapping[str, Any] = {
 
 
 def reader(weight: Weight) -> "partial[Array]":
-    """Return the function from a weight's tensors to the weight."""
+    """Return the function that computes the dense weight from its tensors."""
     outputs, inputs = weight.shape
     groups = weight.parts["scales"].shape[0]
-    places = weight.places(1, groups, weight.known("group_size", "q_group_size", default=128))
+    places = weight.places(1, groups, weight.values_of("group_size", "q_group_size", default=128))
     weight.check("scales", (groups, outputs))
     weight.check("qweight", (inputs, outputs // 8))
     weight.check("qzeros", (groups, outputs // 8))
@@ -38,12 +38,13 @@ def reader(weight: Weight) -> "partial[Array]":
 
 
 def _of_awq(state: Mapping[str, Array], *, outputs: int, columns: Array, label: str) -> Array:
-    """Return a weight of AWQ, whose columns are in another order in each int32."""
+    """Return the dense weight; each int32 holds 8 columns in the order ``ORDER``."""
     back = np.argsort(ORDER)
 
     def ordered(packed: Array) -> Array:
         codes = unpacked(packed, 4, outputs)
-        return codes.reshape(len(codes), -1, 8)[:, :, back].reshape(len(codes), -1)
+        codes = codes.reshape(len(codes), -1, 8)[:, :, back]  # (rows, outputs / 8, 8)
+        return codes.reshape(len(codes), -1)  # (rows, outputs)
 
     codes, zeros = ordered(state["weight"]), ordered(state["qzeros"])
     return scaled(codes.T, state["scales"].T, zeros.T, np.arange(outputs), columns)

@@ -1,4 +1,4 @@
-"""A model's files, before any weight is read: what they describe, and where each parameter is.
+"""The content of a model's files before weights are read: config, and where each parameter is.
 
 folder of the model ---> read_config, find_tensors --+--> Checkpoint
 folder of an adapter --> base_for, with_labels ------+
@@ -21,18 +21,18 @@ from .rank_part import RankPart
 
 
 class Checkpoint(NamedTuple):
-    """What the files of a model describe, with the tables of an adapter's folder if it has any.
+    """What a model's files describe, with the tables of an adapter's folder if it has any.
 
     Attributes
     ----------
     folder : Path
         Holds config.json and the weights.
     config : Config
-        That of the whole model.
+        The config of the whole model.
     texts : dict of str to mapping
         The JSON files, by name.
     homes : dict of str to StoredTensor
-        Where each parameter is stored, in the config's order; a new head's are absent.
+        Where each parameter is stored, in the config's order, without those of a new head.
     files : list of str
         The files of the folder's weights, in the order in which they are read.
     """
@@ -45,7 +45,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def dtype(self) -> Any:
-        """The dtype of the embedding; float32 if codes are stored."""
+        """The dtype of the embedding; float32 if the files store codes."""
         return self.homes[EMBEDDING].dtype or FLOAT32
 
     @property
@@ -55,32 +55,32 @@ class Checkpoint(NamedTuple):
 
     @property
     def has_tables_of_adapter(self) -> bool:
-        """Whether a table of the adapter's file takes the place of the folder's."""
+        """Whether a table of the adapter's file replaces the folder's."""
         return len(self.all_files) > len(self.files)
 
     @property
     def new(self) -> dict[str, int]:
-        """The parameters that no file holds, with their numbers in the config: those of a head."""
+        """The parameters of a new head, which no file holds, with their index in the config."""
         return {n: i for i, n in enumerate(self.config.shapes()) if n not in self.homes}
 
     @property
     def origin(self) -> str | None:
-        """The formats of the tensors, and what a GGUF file does not state of a mixture.
+        """The formats of the tensors, and a note on the router loss if a GGUF file is a mixture.
 
-        As in transformers, which has ``output_router_logits`` False for such files, the router's
-        loss is off.
+        The router loss is off, as in transformers, where ``output_router_logits`` is False for
+        such files.
         """
         notes = [each] if (each := formats_of(self.homes)) else []
         if self.config.experts is not None and (self.folder / MARK).is_file():
             known = FAMILIES[self.config.model_type].experts
             if known is not None and known.balanced:
-                notes.append("router's loss: off, as GGUF has no coefficient for it")
+                notes.append("router loss: off, because GGUF has no coefficient for it")
         return "; ".join(notes) or None
 
     def read(self, handles: Mapping[str, Any], dtype: Any, part: RankPart) -> dict[str, Any]:
         """Return this rank's parts of the stored parameters, read file by file.
 
-        ``handles`` are all files, open, by name; ``dtype`` is that of results, None: as stored.
+        ``handles`` are all open files by name; ``dtype`` is the dtype of results, None: as stored.
 
         Raises
         ------
@@ -114,7 +114,7 @@ class Checkpoint(NamedTuple):
 def checkpoint_of(
     folder: Path, lora: Path | None = None, head: str | None = None, labels: int | None = None
 ) -> Checkpoint:
-    """Return the checkpoint of a folder, changed as an adapter's folder requires; all is checked.
+    """Return the checkpoint of a folder, changed as an adapter's folder requires, and check it.
 
     Raises
     ------

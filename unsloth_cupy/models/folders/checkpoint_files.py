@@ -34,7 +34,7 @@ from ..gguf.opening import source_of
 from ..gguf.reading import opened_gguf
 from .expert_files import Place, in_file
 from .expert_homes import DTYPES, ExpertHomes
-from .foreign import Found, Part
+from .foreign import Part, WeightParts
 from .gptq import with_zeros
 from .lazy_parameter import StoredTensor
 from .other_weights import is_of_activations, method_of, part_in, stored_weight
@@ -46,9 +46,9 @@ FLOAT8 = {
     "F8_E8M0": np.dtype(ml_dtypes.float8_e8m0fnu),
 }
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-ROWS = 4096  # of tensors that are compared, at a time
+ROWS = 4096  # rows of tensors that are compared at a time
 LONGEST = 500  # characters of a name; the longest names of known families have a fifth of it
-HEADER = 1 << 23  # bytes of the names, shapes and places of a file's tensors, at most
+HEADER = 1 << 23  # most bytes for names, shapes and offsets of a file's tensors
 
 Layout = dict[str, list[str]]  # file -> names of the parameters in it
 Quantizeds = dict[str, tuple[type[Quantized], dict[str, tuple[str, str]]]]  # class and parts
@@ -74,7 +74,7 @@ def find_tensors(
     facts = text_config(read_json(folder / "config.json")).get(KEY) or {}
     method = method_of(facts)
     quantized = {} if method else _find_quantized(folder, files, shapes)
-    others: Found = {}
+    others: WeightParts = {}
     experts = ExpertHomes(config)
     for file in files:
         _find(folder / file, config, homes, quantized, choice, method, others, experts)
@@ -86,13 +86,13 @@ def find_tensors(
             n: home._replace(format=f"{home.format} ({note})") for n, home in weights.items()
         }
     for name in experts.matrices.keys() & weights.keys():
-        experts.holds(folder, name, weights.pop(name))
-    experts.enter(folder, homes)
+        experts.add_quantized(folder, name, weights.pop(name))
+    experts.add_to(folder, homes)
     table = homes.get(TABLE)
     for name, home in weights.items():
         if name in homes:
             part = min(others[name])
-            problem = f"tensor {name!r} is there, and so is {part!r} of a quantized one"
+            problem = f"tensor {name!r} exists, and also the quantized part {part!r}"
             raise ConfigError(f"{folder}: {problem}; keep one")
         homes[name] = home._replace(dtype=FLOATS[2] if table is None else table.dtype)
     if config.tied and HEAD in homes:
@@ -103,12 +103,12 @@ def find_tensors(
             f"{folder}: tensor {missing[0]!r}{more} missing in {', '.join(files) or INDEX}; copy"
             " the checkpoint again, or correct config.json"
         )
-    homes = experts.fill(homes)
+    homes = experts.with_dtypes(homes)
     return {name: homes[name] for name in shapes if name in homes}, files
 
 
 def _check_tied(folder: Path, homes: dict[str, StoredTensor]) -> None:
-    """Let a tied model's head be its table where that is missing; raise where both differ."""
+    """Use a tied model's head as its table if the table is missing; raise if they differ."""
     head, table = homes[HEAD], homes.setdefault(TABLE, homes[HEAD])
     if head is table or None in (head.dtype, table.dtype) or head.dense or table.dense:
         return
@@ -130,7 +130,7 @@ def _read(folder: Path, part: Part) -> Array:
 
 
 def _find_quantized(folder: Path, files: Sequence[str], shapes: Mapping[str, Any]) -> Quantizeds:
-    """Return the class of each quantized weight of a checkpoint, and where its tensors are."""
+    """Return the class and the places of the tensors of each quantized weight."""
     weights: Quantizeds = {}
     for file in files:
         with opened(folder / file) as tensors:
@@ -149,13 +149,13 @@ def _find(
     quantized: Quantizeds,
     choice: Choice,
     method: Any,
-    others: Found,
+    others: WeightParts,
     experts: ExpertHomes,
 ) -> None:
-    """Add every tensor of a file to homes; raise at the first that is not part of the model.
+    """Add every tensor of a file to ``homes``; raise at the first that the model does not have.
 
-    A tied model's head is added too: files may hold only it, or both.  Parts of weights that other
-    programs quantized are added to ``others``.
+    A tied model's head is added too: files may hold only the head, or head and table.  Parts of
+    weights that other programs quantized are added to ``others``.
     """
     shapes = config.shapes()
     shapes |= {HEAD: shapes[TABLE]}
@@ -165,15 +165,15 @@ def _find(
             name = parameter_name(stored)
             if name is None or name in choice.unread or re.match(config.left_out or "$", name):
                 continue
-            ours = method is None and part_of(name, shapes) is not None
+            is_part = method is None and part_of(name, shapes) is not None
             if (
-                ours
+                is_part
                 or is_of_activations(method, name, matrices)
                 or (
                     name not in shapes
                     and (
                         name in choice.optional
-                        or (method == "gptq" and _is_no_bias(tensors, stored, name, matrices))
+                        or (method == "gptq" and _is_zero_bias(tensors, stored, name, matrices))
                     )
                 )
             ):
@@ -187,7 +187,7 @@ def _find(
                     where = f"is also in {first.file}; keep one"
                     raise ConfigError(f"{path}: tensor {stored!r} {where}")
                 continue
-            if experts.takes(path, stored, name, shape, code):
+            if experts.add(path, stored, name, shape, code):
                 continue
             problem = None
             if name not in shapes:
@@ -208,8 +208,8 @@ def _find(
             homes[name] = home
 
 
-def _is_no_bias(tensors: Any, stored: str, name: str, shapes: Mapping[str, Any]) -> bool:
-    """Return whether a tensor is the bias of zeros that AutoGPTQ gave to layers without one."""
+def _is_zero_bias(tensors: Any, stored: str, name: str, shapes: Mapping[str, Any]) -> bool:
+    """Return whether a tensor is the zero bias that AutoGPTQ adds to layers without a bias."""
     layer = name.removesuffix("bias")
     return layer != name and f"{layer}weight" in shapes and not tensors.get_tensor(stored).any()
 
@@ -226,8 +226,8 @@ def write_folder(
     """Write a checkpoint atomically: after a crash the folder holds the old or the new one.
 
     ``texts`` are the JSON files by name; the first is the config.  A folder that exists keeps its
-    other files, such as a tokenizer.  ``experts`` are the tensors that parameters of a mixture are
-    written as.  ``check`` may refuse the new files before they are in their places.
+    other files, such as a tokenizer.  ``experts`` are the tensors that each parameter of a mixture
+    is written as.  ``check`` may raise for the new files before they replace old ones.
 
     Raises
     ------
@@ -243,7 +243,7 @@ def write_folder(
         value: Any = parameters[name]
         own = experts.get(name)
         if own is not None and value.ndim == 2 and isinstance(value, Quantized):
-            problem = f"the folder has {name} as {min(own)}, and there it is not quantized"
+            problem = f"the folder stores {name} as {min(own)}, which is not quantized"
             raise ConfigError(f"save: {problem}; save the dense model, and pass quantize to load")
         return tensors_of(name, value, inverse) if own is None else in_file(value, own)
 
@@ -286,7 +286,7 @@ def write_tensors(
 def _weight_files(folder: Path) -> list[str]:
     """Return the names of the safetensors files of a checkpoint.
 
-    As in transformers, a single file goes before an index, which may be of an earlier save.
+    As in transformers, a single file has priority over an index, which may be of an earlier save.
     """
     if (folder / SINGLE).exists():
         return [SINGLE]
@@ -334,7 +334,7 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 class Tensors:
-    """An open safetensors file, which also reads numbers in 8 bits that safetensors does not."""
+    """An open safetensors file that also reads float8 tensors, unlike safetensors for NumPy."""
 
     def __init__(self, path: Path, stream: Any) -> None:
         self._path, self._stream = path, stream
@@ -357,11 +357,11 @@ class Tensors:
 
 
 def _check_header(path: Path) -> None:
-    """Raise a ConfigError for a file with more names and shapes than any model has."""
+    """Raise a ConfigError for a file whose header is larger than any model's."""
     with path.open("rb") as file:
         size = int.from_bytes(file.read(8), "little")
     if HEADER < size <= path.stat().st_size:
-        problem = f"{format_bytes(size)} of names and shapes is more than any model has"
+        problem = f"a header of {format_bytes(size)} is larger than any model's"
         raise ConfigError(f"{path}: {problem}; copy the file again")
 
 

@@ -1,6 +1,7 @@
-"""compressed-tensors: weight_packed (outputs, inputs bits / 32), or weight in int8 or e4m3.
+"""Weights of compressed-tensors: weight_packed (outputs, inputs bits / 32), or 8-bit weight.
 
-Beside them are weight_scale, weight_zero_point, weight_g_idx and weight_shape.
+An 8-bit weight is int8 or e4m3.  The other tensors of a layer are weight_scale, weight_zero_point,
+weight_g_idx and weight_shape.
 """
 
 from collections.abc import Callable, Mapping
@@ -38,14 +39,14 @@ WEIGHTS: Mapping[str, Any] = {
 
 
 def reader(weight: Weight) -> "partial[Array]":
-    """Return the function from a weight's tensors to the weight."""
+    """Return the function that computes the dense weight from its tensors."""
     if "weight_packed" not in weight.parts:
         return numbers(weight)
     outputs, inputs = weight.shape
     grid, rows, columns = weight.scales()
     zeros = weight.parts.get("weight_zero_point")
     words = weight.parts["weight_packed"].shape
-    bits = weight.bits(words[-1], weight.known("num_bits", default=8))
+    bits = weight.bits(words[-1], weight.values_of("num_bits", default=8))
     weight.check("weight_packed", (outputs, words[-1]))
     if zeros is not None and zeros.code == "I32":
         counts = (-(-grid[0] * bits // 32), -(-grid[0] // (32 // bits)))
@@ -72,10 +73,10 @@ def _of_packed(
     columns: Callable[[Array | None], Array],
     label: str,
 ) -> Array:
-    """Return a weight of compressed-tensors, whose codes and zeros are from -2^(bits - 1) on."""
+    """Return the dense weight; codes and zeros are stored plus 2^(bits - 1)."""
     half, stored_shape = 1 << (bits - 1), tuple(map(int, state.get("weight_shape", shape)))
     if stored_shape != shape:
-        problem = f"{name}: its weight_shape is {stored_shape}; config.json implies {shape}"
+        problem = f"{name}: weight_shape is {stored_shape}; config.json implies {shape}"
         raise ConfigError(f"{problem}; copy the checkpoint again, or correct config.json")
     zeros: Any = np.full(grid, half)
     stored = state.get("weight_zero_point")

@@ -20,7 +20,7 @@ from .rank_part import RankPart, division_of
 
 XIELU = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3))}
 XIELU |= {"beta": 0.5, "eps": -1e-6}
-DECAYS = (0.01, 16.0)  # of a token, before softplus: as transformers draws them
+DECAYS = (0.01, 16.0)  # range of exp(A_log), as in transformers
 ONES = ("linear_attn.norm.weight", "o_norm.weight", "dt_bias", ".D")
 
 
@@ -85,7 +85,7 @@ def create(
 
 
 def drawn(config: Config, name: str, kind: Any, seed: list[int]) -> Array:
-    """Return a new parameter: that of a norm changes nothing, biases are 0, most are random."""
+    """Return a new parameter: norms start as the identity, biases as 0, matrices are random."""
     shape = config.shapes()[name]
     if name.endswith("A_log"):
         return np.log(np.random.default_rng(seed).uniform(*DECAYS, shape)).astype(kind)

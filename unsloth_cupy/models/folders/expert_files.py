@@ -1,9 +1,9 @@
-"""Parameters that files have in another form, as experts, and the tensors that they are written as.
+"""Parameters with another form in files, such as experts, and the tensors they are written as.
 
 model.layers.0.mlp.experts.gate_up_proj                  (experts, 2 inner, hidden) in memory
 model.layers.0.mlp.experts.7.up_proj.weight              (inner, hidden), one for each expert
 model.layers.0.mlp.experts.gate_up_proj                  (experts, hidden, 2 inner) in gpt-oss,
-                                                         columns of gate and up in turns
+                                                         columns alternate between gate and up
 model.layers.0.mlp.experts.gate_up_proj_blocks, _scales  its rows, (2 inner, hidden), in MXFP4
 model.layers.0.linear_attn.q_conv1d.weight               rows of conv1d.weight, as k_ and v_conv1d
 model.layers.0.self_attn.A_log                           forget_gate.A_log in kimi_linear
@@ -31,10 +31,10 @@ PACKED = ("_blocks", "_scales")
 
 
 class Place(NamedTuple):
-    """A tensor of a file: the parameter that it is, or that it is a part of.
+    """A tensor of a file that is a parameter in another form, or a part of one.
 
-    ``part`` counts gate and up of the first expert, then those of the next.  The rows of a stack
-    ``in_turns`` are of gate and up; a ``turned`` one is (experts, in, out).
+    ``part`` counts gate and up of the first expert, then of the next.  ``in_turns``: rows of the
+    stack alternate between gate and up.  ``turned``: the file has (experts, in, out).
     """
 
     parameter: str
@@ -44,62 +44,63 @@ class Place(NamedTuple):
     in_turns: bool = False
     turned: bool = False
     packed: bool = False
-    row: bool = False  # of a matrix
-    rows: slice | None = None  # of the parameter; other programs divide them otherwise
+    row: bool = False  # the file has a matrix of one row
+    rows: slice | None = None  # the rows of the parameter that the tensor holds
 
     def of(self, array: Array) -> Array:
-        """Return the tensor, from the whole parameter."""
+        """Return the tensor for the file, from the whole parameter."""
         if self.rows is not None:
             return array[self.rows]
         if self.parts > 1:
-            whole: Array = array.reshape(self.parts, *self.shape)
+            whole: Array = array.reshape(self.parts, *self.shape)  # (parts, rows, in)
             return whole[self.part]
         if self.in_turns:
-            halves = array.reshape(len(array), 2, -1, *array.shape[2:])
-            array = halves.swapaxes(1, 2).reshape(array.shape)
+            halves = array.reshape(len(array), 2, -1, *array.shape[2:])  # (experts, 2, inner, ...)
+            array = halves.swapaxes(1, 2).reshape(array.shape)  # (experts, inner * 2, ...)
         if self.row:
             return array[None]
         return array.swapaxes(1, 2) if self.turned else array
 
     def experts(self, packed: Array) -> Array:
-        """Return the bytes of all experts, from those in a file."""
+        """Return the bytes of all experts with gate before up, from a file's bytes."""
         if not self.in_turns:
             return packed
         return np.concatenate([packed[:, ::2], packed[:, 1::2]], axis=1)
 
     def expert(self, one: Array) -> Array:
-        """Return the rows of an expert, from those in a file."""
+        """Return the matrix of an expert, from a file's matrix."""
         one = one.T if self.turned else one
         return np.concatenate([one[::2], one[1::2]]) if self.in_turns else one
 
 
 class Stack(NamedTuple):
-    """The tensors of a parameter in files: where each is, in the order of their parts.
+    """Where the tensors of a parameter are in files, in the order of their parts.
 
-    Of those that other programs quantized, ``made`` has a function from files to the dense matrix.
+    For parts that other programs quantized, ``dense`` has a function that computes the dense matrix
+    from open files.
     """
 
     place: Place
     homes: tuple[tuple[str, str], ...]  # file and name
-    made: Mapping[int, Callable[[Mapping[str, Any]], Array]] = {}  # by the part
+    dense: Mapping[int, Callable[[Mapping[str, Any]], Array]] = {}  # by part
 
     def read(
-        self, files: Mapping[str, Any], shape: tuple[int, ...], dtype: Any, some: Any, *rest: slice
+        self, files: Mapping[str, Any], shape: tuple[int, ...], dtype: Any, first: Any, *rest: slice
     ) -> Array:
-        """Return the experts of a slice, or with an ellipsis the whole parameter, in a dtype.
+        """Return the experts of the slice ``first``, or all if it is an ellipsis, in a dtype.
 
-        ``rest`` are slices along the other axes; of tensors of another form, one expert at a time
-        is read whole.  Those in MXFP4 are read whole, by ``packed``.
+        ``rest`` are slices along the other axes.  From tensors of another form, experts are read
+        whole, one at a time.  ``packed`` reads MXFP4.
         """
         if self.place.rows is not None:
             whole = np.concatenate([files[file].get_tensor(name) for file, name in self.homes])
             parameter: Array = whole.astype(dtype)
-            return parameter[some]
+            return parameter[first]
         if self.place.row:
             ((file, name),) = self.homes
             row: Array = files[file].get_tensor(name)[0].astype(dtype)
-            return row[some]
-        experts = range(shape[0])[some if isinstance(some, slice) else slice(None)]
+            return row[first]
+        experts = range(shape[0])[first if isinstance(first, slice) else slice(None)]
         ends = [range(n)[where] for n, where in zip(shape[1:], rest, strict=False)]
         sizes = (*map(len, ends), *shape[1 + len(ends) :])
         out: Array = np.empty((len(experts), *sizes), dtype)
@@ -113,20 +114,20 @@ class Stack(NamedTuple):
             for number in range(parts):
                 part, before = expert * parts + number, number * place.shape[0]
                 file, name = self.homes[part]
-                first = max(rows.start - before, 0)
-                stop = max(first, min(rows.stop - before, place.shape[0]))
-                where = slice(first, stop), *rest[1:]
-                if first < stop:
-                    function = self.made.get(part)
+                start = max(rows.start - before, 0)
+                stop = max(start, min(rows.stop - before, place.shape[0]))
+                where = slice(start, stop), *rest[1:]
+                if start < stop:
+                    function = self.dense.get(part)
                     one = files[file].get_slice(name) if function is None else function(files)
-                    target[at : at + stop - first] = one[where]
-                at += stop - first
+                    target[at : at + stop - start] = one[where]
+                at += stop - start
         return out
 
     def packed(
         self, name: str, files: Mapping[str, Any], dtype: Any, own: slice = slice(None)
     ) -> Mxfp4:
-        """Return experts as they are in MXFP4, whose matrices have a dtype; errors name it."""
+        """Return experts in MXFP4 as stored; ``dtype`` is for results, ``name`` for errors."""
         read = [files[file].get_slice(stored)[own] for file, stored in self.homes]
         state = {key: self.place.experts(each) for key, each in zip(PACKED, read, strict=True)}
         try:
@@ -136,7 +137,7 @@ class Stack(NamedTuple):
 
 
 def places(config: Config) -> dict[str, Place]:
-    """Return the tensors that a file may hold in place of parameters, by their names there."""
+    """Return the tensors that a file may hold in place of parameters, by stored name."""
     tensors: dict[str, Place] = {}
     experts = config.experts
     for layer in range(config.layers) if experts is not None else ():
@@ -156,7 +157,7 @@ def places(config: Config) -> dict[str, Place]:
 
 
 def _of_backbone(config: Config) -> Iterator[tuple[str, Place]]:
-    """Yield the tensors of models whose files have Mamba's names."""
+    """Yield the tensors of models whose files use Mamba's names."""
     for name, shape in config.shapes().items():
         if name.startswith(TEXT) and not is_stack(name):
             own = EMBEDDINGS if name == TABLE else name
@@ -164,7 +165,7 @@ def _of_backbone(config: Config) -> Iterator[tuple[str, Place]]:
 
 
 def _of_convolutions(config: Config, rule: Delta) -> Iterator[tuple[str, Place]]:
-    """Yield the convolutions of queries, keys and values, which are one in memory."""
+    """Yield the convolutions of queries, keys and values, which are one parameter in memory."""
     keys, width = rule.key_heads * rule.key_dim, rule.value_heads * rule.value_dim
     ends = (0, keys, 2 * keys, 2 * keys + width)
     for layer in range(config.layers):
@@ -206,7 +207,7 @@ def _of_olmo(config: Config) -> Iterator[tuple[str, Place]]:
 
 
 def _of_layer(config: Config, experts: Experts, prefix: str) -> Iterator[tuple[str, Place]]:
-    """Yield the tensors of a layer, by their names in it."""
+    """Yield the tensors of a layer, by their names in the layer."""
     shapes = experts.stacks(config.hidden)
     for own, shape in shapes.items():
         first = own.removesuffix("_bias").endswith(STACKS[0])
@@ -235,16 +236,16 @@ def _of_layer(config: Config, experts: Experts, prefix: str) -> Iterator[tuple[s
 def file_tensors(
     config: Config, own: Collection[str] = (), packed: Collection[str] = ()
 ) -> dict[str, dict[str, Place]]:
-    """Return the tensors that parameters are written as, by parameter and by their names.
+    """Return the tensors that parameters are written as: by parameter, then by stored name.
 
-    Parameters in ``own`` are written under their own names, as others are that are not here; those
-    in ``packed`` are in MXFP4.
+    Parameters in ``own``, and those absent from the result, are written under their own names;
+    parameters in ``packed`` are in MXFP4.
     """
     tensors: dict[str, dict[str, Place]] = {}
     for name, place in places(config).items():
         if place.packed == (place.parameter in packed) and place.parameter not in own:
             tensors.setdefault(place.parameter, {})[name] = place
-    if config.delta_norms is not None:  # blocks with attention have the names of others
+    if config.delta_norms is not None:  # blocks with attention use the usual names
         for layer in filter(config.attends, range(config.layers)):
             tensors.pop(f"model.layers.{layer}.post_attention_layernorm.weight", None)
     return tensors
@@ -258,23 +259,23 @@ def saved_tensors(
     Raises
     ------
     ConfigError
-        Files of this family have no form of such a stack.
+        Files of this family cannot store such a stack.
     """
     stacks = {n: value for n, value in parameters.items() if is_stack(n)}
     packed = packed_stacks(stacks)
     coded = {n for n, value in stacks.items() if isinstance(value, Quantized)} - packed
     turned = config.experts is not None and config.experts.transposed
     known = packed if turned else {n for n in coded if isinstance(stacks[n], Nf4)}
-    if lost := sorted((packed | coded) - known):
-        kind = stacks[lost[0]].KIND
-        problem = f"files of a {config.model_type} have no experts in {kind}, as {lost[0]} is"
-        cure = "save_adapter(folder) writes what was learned, merge(folder, out) the dense sums"
+    if refused := sorted((packed | coded) - known):
+        kind = stacks[refused[0]].KIND
+        problem = f"files of a {config.model_type} cannot store {refused[0]} in {kind}"
+        cure = "save_adapter(folder) writes the adapter, merge(folder, out) the dense weights"
         raise ConfigError(f"save: {problem}; {cure}")
     return file_tensors(config, {*own, *coded}, packed)
 
 
 def kinds_of_experts(config: Config) -> tuple[str, ...]:
-    """Return the kinds of quantized experts that files of a family have, as ``saved_tensors``."""
+    """Return the kinds of quantized experts that files of a family can store."""
     turned = config.experts is not None and config.experts.transposed
     stacked = (name for name, kind in KINDS.items() if kind.stack_in_folders)
     return tuple(name for name in stacked if KINDS[name].only_experts == turned)

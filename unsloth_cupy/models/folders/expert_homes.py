@@ -1,4 +1,4 @@
-"""Find the experts of a mixture in the files of a checkpoint, whatever form they have there."""
+"""Find the experts of a mixture in the files of a checkpoint, in any stored form."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -22,16 +22,16 @@ DTYPES = {
     "F64": np.dtype("float64"),
 }
 CODES = "U8"
-QUANTIZED = "codes"  # in place of the dtype of a matrix that other programs quantized
+QUANTIZED = "codes"  # stands for the dtype of a matrix that another program quantized
 
 
 def plain_names(homes: Mapping[str, StoredTensor]) -> set[str]:
-    """Return the parameters that files have as they are, under their own names."""
+    """Return the parameters that files store unchanged, under their own names."""
     return {n for n, home in homes.items() if home.stack is None and home.stored == n}
 
 
 class ExpertHomes:
-    """Collects the tensors of files that are parts, or other forms, of a mixture's parameters."""
+    """Collects tensors of files that are parts, or other forms, of a mixture's parameters."""
 
     def __init__(self, config: Config) -> None:
         self.known, self.shapes = dict[str, Place](), config.shapes()
@@ -39,20 +39,20 @@ class ExpertHomes:
             of_stack = is_stack(place.parameter)
             self.known[(of_stack and parameter_name(name)) or name] = place
         self.widened = config.widened
-        self.forms: dict[tuple[str, bool], list[str]] = {}  # parameter, whether packed: its tensors
+        self.forms: dict[tuple[str, bool], list[str]] = {}  # (parameter, packed): tensors
         for name, place in self.known.items():
             self.forms.setdefault((place.parameter, place.packed), []).append(name)
         self.tensors: dict[tuple[str, bool], dict[str, tuple[str, str, str]]] = {}
-        self.matrices = {  # that other programs may have quantized, of each expert
+        self.matrices = {  # matrices of single experts, which other programs may quantize
             name: (place.shape[0], place.shape[1])
             for name, place in self.known.items()
             if place.parts > 1 and name.endswith(".weight")
         }
         self.quantized: dict[str, StoredTensor] = {}
-        self.rows: dict[str, int] = {}  # of the tensors that are beside each other in a parameter
+        self.rows: dict[str, int] = {}  # number of rows in the tensors of a parameter
 
-    def takes(self, path: Path, stored: str, name: str, shape: tuple[int, ...], code: str) -> bool:
-        """Return whether a tensor is one of these; raise for a wrong one."""
+    def add(self, path: Path, stored: str, name: str, shape: tuple[int, ...], code: str) -> bool:
+        """Add a tensor and return True if it is one of these; raise if it is wrong."""
         place = self.known.get(name)
         if place is None:
             return False
@@ -72,18 +72,18 @@ class ExpertHomes:
             self.rows[place.parameter] = self.rows.get(place.parameter, 0) + shape[0]
         return True
 
-    def holds(self, folder: Path, name: str, home: StoredTensor) -> None:
+    def add_quantized(self, folder: Path, name: str, home: StoredTensor) -> None:
         """Add a matrix of an expert that another program quantized."""
         place = self.known[name]
         tensors = self.tensors.setdefault((place.parameter, place.packed), {})
         if name in tensors:
-            problem = f"tensor {tensors[name][1]!r} is there, and so is {home.stored!r}"
-            raise ConfigError(f"{folder}: {problem} of a quantized one; keep one")
+            problem = f"tensor {tensors[name][1]!r} exists, and also the quantized part"
+            raise ConfigError(f"{folder}: {problem} {home.stored!r}; keep one")
         tensors[name] = home.file, home.stored, QUANTIZED
         self.quantized[name] = home
 
-    def enter(self, folder: Path, homes: dict[str, StoredTensor]) -> None:
-        """Add the parameters to homes; raise where a part is missing, or another form is there."""
+    def add_to(self, folder: Path, homes: dict[str, StoredTensor]) -> None:
+        """Add the parameters to ``homes``; raise if a part is missing or another form exists."""
         for (parameter, packed), tensors in self.tensors.items():
             names = self.forms[parameter, packed]
             if missing := [name for name in names if name not in tensors]:
@@ -92,7 +92,7 @@ class ExpertHomes:
                 raise ConfigError(f"{folder}: {problem}; copy the checkpoint again")
             own = [tensors[name] for name in names]
             if parameter in homes:
-                problem = f"tensors {own[0][1]!r} and {homes[parameter].stored!r} are of the same"
+                problem = f"tensors {own[0][1]!r} and {homes[parameter].stored!r} hold the same"
                 raise ConfigError(f"{folder}: {problem} parameter; keep one")
             codes = sorted({code for _, _, code in own} - {QUANTIZED})
             if len(codes) > 1:
@@ -120,8 +120,8 @@ class ExpertHomes:
                 bytes=sum(one.bytes for one in coded.values()),
             )
 
-    def fill(self, homes: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """Return homes in which packed and computed stacks have the dtype of the table."""
+    def with_dtypes(self, homes: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Return ``homes`` with the table's dtype for packed and computed stacks."""
         return {
             name: home._replace(dtype=homes[TABLE].dtype)
             if home.stack is not None and home.dtype is None
@@ -131,6 +131,6 @@ class ExpertHomes:
 
 
 def _whole(home: StoredTensor, files: Mapping[str, Any]) -> Array:
-    """Return the dense matrix that the tensors in open files stand for."""
+    """Return the dense matrix that is stored as tensors in open files."""
     matrix: Array = LazyParameter(home.stored, home, files).whole()
     return matrix

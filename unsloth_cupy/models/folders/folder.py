@@ -48,66 +48,69 @@ def load(
 ) -> Transformer:
     """Return the model of a Hugging Face folder: config.json and safetensors files.
 
-    Model types are those of Llama and its dense relatives, the text parts of models that read
-    images, and others that transformers knows and that compute the same as one of these: the
-    guide lists them.  The name, shape and dtype of every tensor are checked before any is used;
-    pickled weights are never read and no code in a folder is ever run.
+    Supported model types are Llama and its dense relatives, the text parts of models that read
+    images, and other types of transformers that compute the same as one of these: the guide lists
+    them.  The name, shape and dtype of every tensor are checked before any is used; pickled weights
+    are never read and no code in a folder is ever run.
 
     Parameters
     ----------
     folder : path
-        Holds config.json, one or several ``*.safetensors`` files and, where the end tokens
+        A folder with config.json, one or several ``*.safetensors`` files and, if the end tokens
         differ from config.json's, generation_config.json.  Or an adapter folder of peft, whose
-        base model is here: in the folder that it names, or by that name in the local cache of
-        models ($HF_HUB_CACHE or $HF_HOME/hub).  Or a GGUF file, or a folder that holds one.
+        base model is on this machine: at the path that the adapter names, or under this name in
+        the local cache of models ($HF_HUB_CACHE or $HF_HOME/hub).  Or a GGUF file, or a folder
+        that holds one.
     dtype : dtype or its name, optional
-        float16, bfloat16, float32 or float64; None keeps the checkpoint's.
+        float16, bfloat16, float32 or float64; None: the dtype of the checkpoint.
     device : str, optional
         "cuda" or "cuda:1" puts the parameters there, as CuPy arrays; None or "cpu": NumPy.
-        "auto": the first GPU that can be used, else NumPy; a GPU that cannot be used is warned of.
+        "auto": the first usable GPU, else NumPy; a GPU that cannot be used causes a warning.
     quantize : str, optional
-        nf4, nf4-double, fp4, int8 or ternary: linear layers are quantized as they are read, by
-        ``models.quantize``'s rules.  None keeps the weights of the folder, which may be quantized
-        already: by transformers with bitsandbytes, or packed BitNet layers.  Those of GPTQ, AWQ,
-        FP8 and compressed-tensors become dense as they are read, as do those of GGUF but for
-        those in blocks of 32 (``models.gguf.packed``), which stay packed, or are quantized anew.
+        nf4, nf4-double, fp4, int8 or ternary: linear layers are quantized when they are read, by
+        the rules of ``models.quantize``.  None: weights are loaded as stored.  They may be
+        quantized already, by transformers with bitsandbytes or as packed BitNet layers.  Weights of
+        GPTQ, AWQ, FP8, compressed-tensors and GGUF become dense when they are read; but GGUF types
+        with blocks of 32 (``models.gguf.packed``) stay packed, unless ``quantize`` is passed.
     lora : path, optional
-        A folder of peft: adapter_config.json and adapter_model.safetensors (LoRA, rsLoRA, DoRA,
-        tokens, whole modules); tables of the base in it take the place of the folder's.  Or one
-        of mlx-lm: adapter_config.json and adapters.safetensors (LoRA, DoRA).
-        Tensors whose dtype cannot be combined with the model's are read as float32.  None loads
-        the adapter of ``folder``, if it is an adapter folder.
+        An adapter folder of peft: adapter_config.json and adapter_model.safetensors (LoRA, rsLoRA,
+        DoRA, tokens, whole modules); tables of the base in it replace the tables of ``folder``.
+        Or an adapter folder of mlx-lm: adapter_config.json and adapters.safetensors (LoRA, DoRA).
+        Tensors whose dtype cannot be combined with the model's are read as float32.  None: the
+        adapter of ``folder``, if it is an adapter folder.
     communicator : Communicator, optional
         Ranks of tensor parallelism, which divide the model by heads, inner size and vocabulary.
-        Each reads only its part of the files; but columns of 4-bit weights, and weights whose
-        scales depend on other ranks' parts, one whole weight at a time.  All ranks make the same
-        calls, and get the results of one device; ``save`` writes the whole model.
+        Each rank reads only its part of the files.  Exceptions are columns of 4-bit weights, and
+        weights whose scales depend on other ranks' parts: they are read whole, one at a time.  All
+        ranks make the same calls, and get the results of one device; ``save`` writes the whole
+        model.
     pipeline : Communicator, optional
-        Ranks of pipeline parallelism, which divide the blocks: ``generate`` runs through all of
-        them; ``models.ranks.stages`` runs training steps.
+        Ranks of pipeline parallelism, which divide the blocks.  ``generate`` runs through all
+        ranks; ``models.ranks.stages`` runs training steps.
     chunks : int
-        Chunks of blocks in each rank of a pipeline; more than 1 for an interleaved schedule.
+        Number of chunks of blocks in each rank of a pipeline; more than 1 for an interleaved
+        schedule.
     parts : Communicator, optional
-        Ranks that each keep a part of every parameter, and read only that part or whole rows of
-        it; but ternary weights, and codes whose scales need more than these rows, one whole
-        weight at a time.  ``parallel.Zero3(model, parts)`` trains the model.
+        Ranks that each store a part of every parameter, and read only this part or its whole
+        rows.  Exceptions are ternary weights, and codes whose scales depend on other rows: they
+        are read whole, one at a time.  ``parallel.Zero3(model, parts)`` trains the model.
     experts : Communicator, optional
-        Ranks of expert parallelism: each reads and holds some of the experts of every layer, and
-        all else, and computes other rows of a batch.  Tokens go to the ranks of their experts, so
-        all ranks make as many calls at the same time; of ``generate`` the same ones.
-        ``parallel.DataParallel`` over these, or more, ranks sums their gradients.
+        Ranks of expert parallelism.  Each rank reads and stores some experts of every layer and all
+        other weights, and computes its own rows of a batch.  Tokens are sent to the ranks of their
+        experts, so all ranks make the same number of calls at the same time, and equal calls of
+        ``generate``.  ``parallel.DataParallel`` over these or more ranks sums the gradients.
     head : str, optional
         causal_lm, sequence_classification, token_classification, or none for embeddings alone.
-        None: what ``architectures`` in config.json says or, of an adapter for classifiers, its
-        ``task_type``.  A classifier of another kind or size than the folder's is new, and so is an
-        ``lm_head`` that the folder lacks.
+        None: the head in ``architectures`` of config.json or, with an adapter for a classifier, in
+        the adapter's ``task_type``.  If the folder has no such head, or a classifier of another
+        size, the head is new.
     labels : int, optional
-        Outputs of a classifier; None: those of the folder's.
+        Number of outputs of a classifier; None: as in the folder.
     seed : int
-        Of a new head, which is drawn as ``create`` draws matrices; biases are 0.
+        Seed of a new head, whose matrices are drawn as in ``create``; biases are 0.
     invariant : bool
-        Whether what is computed of a text is equal to the bit whatever is computed beside it, and
-        so in sampling and in training; slower.  ``model.invariant`` may be set later, too.
+        Whether the results for a text have the same bits whatever else is in the batch, and the
+        same bits in sampling and in training; slower.  ``model.invariant`` can be set later, too.
 
     Returns
     -------
@@ -116,10 +119,10 @@ def load(
     Raises
     ------
     ConfigError
-        A file is missing, broken or contradicts config.json; or the model cannot be divided among
-        the ranks.  The message says what to do.
+        A file is missing, broken or contradicts config.json; or the ranks cannot divide the model.
+        The message contains the remedy.
     DeviceError
-        The device does not exist; the message names those that do.
+        The device does not exist; the message names the existing devices.
     """
     path = folder_of(path_of("load", folder))
     if not path.is_dir():
@@ -173,7 +176,7 @@ def _opened(
     path: Path, adapter: Path | None, head: str | None, labels: int | None, stack: ExitStack
 ) -> tuple[Checkpoint, dict[str, Any]]:
     """Return the checkpoint of a folder, and its open files by name."""
-    stack.close()  # files of an earlier try
+    stack.close()  # files of an earlier attempt
     if not (path / "config.json").exists():
         inside = sorted(
             str(p.parent) for n in ("config.json", ADAPTER) for p in path.glob(f"*/{n}")

@@ -1,4 +1,4 @@
-"""FP8: weight (outputs, inputs) in e4m3, weight_scale_inv or weight_scale."""
+"""Weights of FP8: weight (outputs, inputs) in e4m3, weight_scale_inv or weight_scale."""
 
 from collections.abc import Mapping
 from typing import Any

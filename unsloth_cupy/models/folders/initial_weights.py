@@ -1,12 +1,12 @@
-"""Low-rank weights that begin with a part of the weight itself, which is taken out of the base.
+"""Low-rank weights that are initialized from the weight, and subtracted from it.
 
-    W + scale (B A - B0 A0)    B0 A0 scale: the part of W that A and B begin with
+    W + scale (B A - B0 A0)    A0, B0: the initial A and B
 
     pissa    B0 A0 scale = the sum of the largest r terms of W = Σ s u vᵀ
     olora    B0 A0       = the first r columns of Q and rows of R in W = Q R
 
-Meng et al., PiSSA, 2024.  Büyükakyüz, OLoRA, 2024.  peft takes the part out of the base's weight;
-here W stays as it is, and -B0 A0 is the other half of a product of twice the rank.
+Meng et al., PiSSA, 2024.  Büyükakyüz, OLoRA, 2024.  peft subtracts scale B0 A0 from the base's
+weight; here W is unchanged, and -B0 A0 is the other half of a product with twice the rank.
 """
 
 from collections.abc import Callable, Mapping
@@ -45,7 +45,7 @@ def initial_pairs(
 ) -> dict[tuple[str, str], tuple[Array, Array]]:
     """Return (A0, B0) of each layer that has a scale, by the names of A and B in ``own``.
 
-    ``read`` returns the weight of a name.
+    ``read`` returns a weight by its name.
 
     Raises
     ------
@@ -56,18 +56,18 @@ def initial_pairs(
     for module, scale in scales.items():
         names = f"{ADAPTED}{module}.lora_A.weight", f"{ADAPTED}{module}.lora_B.weight"
         if ".layers." not in module:
-            problem = f"{call}: {kind} takes a part of {module}, which is outside of the blocks"
+            problem = f"{call}: {kind} does not support {module}, which is outside of the blocks"
             raise ConfigError(f"{problem}; leave it out")
         weight, rank, problem, cure = read(f"{module}.weight"), len(own[names[0]]), "", "lower it"
         if isinstance(weight, Quantized):
-            problem = "its weight is quantized, and what it was before is not known"
-            cure = "take the dense base"
+            problem = "its weight is quantized, and the dense weight is not known"
+            cure = "load the dense base"
         elif rank > min(weight.shape):
-            problem = f"a weight {weight.shape} has no {rank} of them"
+            problem = f"the rank is {rank}, and the weight is {weight.shape}"
         elif scale <= 0:
-            problem, cure = f"the scale is {scale:g}", "take an alpha above 0"
+            problem, cure = f"the scale is {scale:g}", "pass an alpha above 0"
         if problem:
-            raise ConfigError(f"{call}: {kind} takes a part of {module}: {problem}; {cure}")
+            raise ConfigError(f"{call}: {kind} cannot initialize {module}: {problem}; {cure}")
         pairs[names] = initial_pair(kind, weight, rank, scale)
     return pairs
 
@@ -76,13 +76,13 @@ def loftq(
     call: str, own: dict[str, Array], scales: Mapping[str, float], weights: Mapping[str, Any],
     read: Callable[[str], Any],
 ) -> None:  # fmt: skip
-    """Let A and B begin with what is lost of weights that are quantized; ``read`` returns the old.
+    """Initialize A and B from the quantization error; ``read`` returns a dense weight by name.
 
     Li et al., LoftQ, 2023, with one step.
     """
     problem, cure = (
-        f"{call}: loftq begins with what load(quantize=) loses",
-        "load a dense folder so",
+        f"{call}: loftq uses the error of load(quantize=)",
+        "load a dense folder with quantize=",
     )
     quantized = [name for name in scales if isinstance(weights[f"{name}.weight"], Quantized)]
     if not quantized:
@@ -100,20 +100,20 @@ def loftq(
 
 
 def beside(own: Array, other: Array, axis: int) -> Array:
-    """Return two arrays as one, along an axis, in the dtype of the first."""
+    """Return two arrays concatenated along an axis, in the dtype of the first."""
     with device_of(own):
         return np.concatenate([own, other.astype(own.dtype)], axis)
 
 
 def joined(down: Array, up: Array, pair: tuple[Array, Array]) -> tuple[Array, Array]:
-    """Return A and B of twice the rank, whose product is B A - B0 A0, in float32 at least."""
+    """Return A and B of twice the rank, whose product is B A - B0 A0, in float32 or wider."""
     wide = np.promote_types(down.dtype, FLOAT32)
     a, b = pair
     return beside(down.astype(wide), a, 0), beside(up.astype(wide), -b, 1)
 
 
 def plain_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return an adapter_config.json of twice the rank, with the scales of the given one."""
+    """Return the settings for twice the rank with the same scales."""
     factor = 2**0.5 if settings.get("use_rslora") else 2
     facts = dict(settings, init_lora_weights=True)
     for key, times in (("r", 2), ("lora_alpha", factor)):

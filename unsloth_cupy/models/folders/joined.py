@@ -1,6 +1,7 @@
-"""Weights of one input, q, k and v or gate and up, as the rows of one matrix on a GPU.
+"""Store weights with the same input (q, k, v; gate, up) as rows of one matrix on a GPU.
 
-Then one product computes all of their outputs.  Their names stay, and each may be changed in place.
+One product then computes all of their outputs.  Each weight keeps its name and can be changed in
+place.
 """
 
 from functools import cached_property
@@ -20,16 +21,16 @@ GROUPS = (
 
 
 class Joined:
-    """Moves parameters of a GPU into the matrices of their groups, as they are created."""
+    """Moves GPU parameters into the matrix of their group when they are created."""
 
     def __init__(self, config: Config, division: Division | None) -> None:
         self.config, self.division = config, division
-        self.matrices: dict[str, Any] = {}  # by the name of a group's first parameter
+        self.matrices: dict[str, Any] = {}  # by the first parameter of a group
 
     def __call__(self, name: str, value: Any) -> Any:
-        """Return the parameter: rows of a matrix if it is in a group, or else the value itself."""
+        """Return rows of the group's matrix, or the value if it is in no group."""
         group = next((g for g in GROUPS if name.endswith(tuple(g))), None)
-        if group is None or isinstance(value, Stored) or not self.takes(value):
+        if group is None or isinstance(value, Stored) or not self.on_gpu(value):
             return value
         own = next(part for part in group if name.endswith(part))
         names = [name.removesuffix(own) + part for part in group]
@@ -51,8 +52,8 @@ class Joined:
         return shapes if division is None else {name: division.shape(name) for name in shapes}
 
     @staticmethod
-    def takes(value: Any) -> bool:
-        """Return whether a value is an array of a GPU: NumPy's products are as fast apart."""
+    def on_gpu(value: Any) -> bool:
+        """Return whether a value is a GPU array; in NumPy separate products are as fast."""
         return is_cupys(value.__class__)
 
 
@@ -63,6 +64,6 @@ def join_quantized(parameters: dict[str, Any]) -> dict[str, Any]:
             names = [name, *(name.removesuffix(first) + other for other in others)]
             group: list[Any] = [parameters.get(each) for each in names]
             quantized = all(isinstance(each, Quantized) for each in group)
-            if quantized and Joined.takes(group[0].home):
+            if quantized and Joined.on_gpu(group[0].home):
                 parameters.update(zip(names, beside(group), strict=True))
     return parameters

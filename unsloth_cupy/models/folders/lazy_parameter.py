@@ -1,4 +1,4 @@
-"""Parameters in open files, which are read only as far as requested."""
+"""Parameters in open files, of which only the requested parts are read."""
 
 import tracemalloc
 from collections import Counter
@@ -17,10 +17,10 @@ from .quantized_weights import assembled
 
 
 class StoredTensor(NamedTuple):
-    """Where a parameter is stored: the file, its name and dtype there; and its whole shape.
+    """Where a parameter is stored: file, name and dtype in the file, and the whole shape.
 
-    ``dense`` computes the parameter of the tensors, in another ``format``, that stand for it; with
-    a ``kind`` too it is quantized as they are.
+    ``dense`` computes the parameter from tensors in another ``format``; with a ``kind`` the result
+    is quantized.
     """
 
     file: str
@@ -28,18 +28,18 @@ class StoredTensor(NamedTuple):
     shape: tuple[int, ...]  # the shape that config.json implies
     dtype: np.dtype[Any] | None  # None: the codes of a quantized weight
     kind: type[Quantized] | None = None  # class of a quantized weight
-    parts: Mapping[str, tuple[str, str]] = {}  # its other tensors: file and name there
+    parts: Mapping[str, tuple[str, str]] = {}  # its other tensors: file and name
     inverse: bool = False  # the weight is codes / scale
-    stack: Stack | None = None  # of experts, in tensors of another form
-    wide: tuple[Any, ...] = ()  # dtypes in whose place it is read in float32
+    stack: Stack | None = None  # experts, in tensors of another form
+    wide: tuple[Any, ...] = ()  # dtypes that are read as float32
     dense: Callable[[Mapping[str, Array]], Array] | None = None
-    format: str = ""  # the name of that format
-    bytes: int = 0  # of its tensors
+    format: str = ""  # the name of the format
+    bytes: int = 0  # size of its tensors
 
     @property
     def computed(self) -> bool:
-        """Whether the parameter, or a part of it, is computed of tensors that stand for it."""
-        return self.dense is not None or (self.stack is not None and bool(self.stack.made))
+        """Whether the parameter, or a part of it, is computed from tensors in another format."""
+        return self.dense is not None or (self.stack is not None and bool(self.stack.dense))
 
     @property
     def files(self) -> set[str]:
@@ -49,7 +49,7 @@ class StoredTensor(NamedTuple):
 
 
 def formats_of(homes: Mapping[str, StoredTensor]) -> str | None:
-    """Return the other formats of a checkpoint's tensors, as a line; None: it has none."""
+    """Return the other formats of a checkpoint's tensors as a line; None if it has none."""
     sizes, counts = Counter[str](), Counter(home.format for home in homes.values())
     for home in homes.values():
         sizes[home.format] += home.bytes
@@ -65,7 +65,7 @@ def formats_of(homes: Mapping[str, StoredTensor]) -> str | None:
 
 
 class LazyParameter:
-    """A parameter in open files that is not read yet; dtype is that of results, None: as stored."""
+    """A parameter in open files; ``dtype`` is the dtype of results, None: as stored."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class LazyParameter:
         return tuple(self.files[self.home.file].get_slice(self.home.stored).get_shape())
 
     def __getitem__(self, key: Any) -> Any:
-        """Return a part, and read no more than it; with an ellipsis, the whole."""
+        """Read and return a part; with an ellipsis, the whole."""
         if key is ...:
             return self.whole()
         if self.home.stack is not None:
@@ -109,9 +109,9 @@ class LazyParameter:
         return self._assembled({key: each[...] for key, each in self.tensors().items()}, home.shape)
 
     def some(self, axis: int, places: Sequence[slice]) -> tuple[Quantized, Sequence[slice]]:
-        """Return a quantized weight with at least these slices along an axis, and where they are.
+        """Return a quantized weight with at least these slices along an axis, and their places.
 
-        Of a stack it has these experts, or with another axis than 0 all.
+        A stack has these experts, or all experts if the axis is not 0.
         """
         home, kind = self.home, cast(type[Quantized], self.home.kind)
         if len(home.shape) > 2:
@@ -126,7 +126,7 @@ class LazyParameter:
         return self._assembled(part.state, shape), part.places(places)
 
     def _experts(self, own: slice) -> Quantized:
-        """Return some experts of a quantized stack; no more is read than needed."""
+        """Return some experts of a quantized stack, and read as little as possible."""
         home, kind = self.home, cast(type[Quantized], self.home.kind)
         if home.stack is not None:
             return home.stack.packed(self.name, self.files, self._dtype, own)
@@ -145,7 +145,7 @@ class LazyParameter:
         return weight.cut(0, places)
 
     def step(self) -> int | None:
-        """Return the smallest number of rows that can be read alone; None if rows cannot."""
+        """Return the smallest number of rows that can be read separately; None if none can."""
         kind, shape = cast(type[Quantized], self.home.kind), self.home.shape
         if kind is Ternary or len(shape) > 2:
             return None
@@ -170,20 +170,20 @@ class LazyParameter:
         dtype = self.dtype or self.home.dtype
         return FLOAT32 if dtype in self.home.wide else dtype
 
-    def _stacked(self, stack: Stack, some: Any, *rest: slice) -> Array:
-        """Return the experts of a slice, or all; of each, what slices along other axes take."""
-        return stack.read(self.files, self.home.shape, self._dtype, some, *rest)
+    def _stacked(self, stack: Stack, first: Any, *rest: slice) -> Array:
+        """Return the experts of a slice, or all, cut by the slices along other axes."""
+        return stack.read(self.files, self.home.shape, self._dtype, first, *rest)
 
     def _cast(self, read: Array) -> Array:
-        """Return an array that was read, in the dtype of results, writeable."""
+        """Return a writeable array in the dtype of results."""
         dtype = self._dtype
         return owned(read if dtype is None else read.astype(dtype, copy=False))
 
 
 def owned(array: Array) -> Array:
-    """Return a writeable array that was read from a file: a copy of one that is not.
+    """Return an array from a file as a writeable array, copied if it is read-only.
 
-    Also a copy of one in other memory than NumPy's where a ``memory_pool`` counts that.
+    It is also copied from memory outside of NumPy while a ``memory_pool`` counts NumPy's memory.
     """
     counted = array.base is None or not tracemalloc.is_tracing()
     return array if counted and array.flags.writeable else array.copy()

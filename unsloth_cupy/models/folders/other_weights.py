@@ -1,6 +1,6 @@
-"""Weights that other programs quantized, which become dense as they are read: by quant_method.
+"""Weights that other programs quantized, by quant_method: they become dense when they are read.
 
-What these formats say of activations is not read: activations keep the dtype of the model.
+Settings for activations are ignored: activations have the dtype of the model.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ from .gptq import PACKINGS
 from .lazy_parameter import StoredTensor
 from .quantized_weights import KEY
 
-PARTS = {  # names after a layer's name of what makes its weight, by quant_method
+PARTS = {  # names, after a layer's name, of the tensors of its weight, by quant_method
     "gptq": gptq.PARTS,
     "awq": awq.PARTS,
     **fp8.PARTS,
@@ -31,7 +31,7 @@ READERS: Mapping[str, Callable[[Weight], "partial[Array]"]] = {
     **dict.fromkeys(fp8.PARTS, numbers),
     "compressed-tensors": compressed_tensors.reader,
 }
-# Values of the keys of quantization_config that are understood; ... stands for any.
+# Supported values of the keys of quantization_config; ... stands for any.
 KEYS: Mapping[str, Mapping[str, Any]] = {
     **gptq.KEYS,
     "awq": awq.KEYS,
@@ -49,8 +49,8 @@ OF_CACHE = (
     "v_zero_point",
 )
 OF_ACTIVATIONS = ("input_scale", "activation_scale", "input_zero_point", "output_scale")
-SPARSITY = "sparsity_config"  # of compressed-tensors, whose older files have one of format dense
-KINDS: Mapping[str, Any] = {  # types of the values of all of these keys
+SPARSITY = "sparsity_config"  # older files of compressed-tensors have one with the format dense
+KINDS: Mapping[str, Any] = {  # types of the values of these keys
     **dict.fromkeys(("bits", "w_bit", "group_size", "q_group_size", "num_bits"), int | None),
     **dict.fromkeys(("desc_act", "sym", "symmetric", "zero_point", "dequantize"), bool | None),
     **dict.fromkeys(("modules_to_not_convert", "modules_to_convert"), Sequence[str] | None),
@@ -64,13 +64,13 @@ KINDS: Mapping[str, Any] = {  # types of the values of all of these keys
 
 # ---- config.json --------------------------------------------------------------------------------
 def method_of(facts: Mapping[str, Any]) -> str | None:
-    """Return the format of the weights that another program quantized, as its quant_method."""
+    """Return the quant_method of weights that another program quantized; None for others."""
     method = facts.get("quant_method")
     return "gptq" if method == "auto-round" else method if method in KEYS else None
 
 
 def check_quantization(facts: Mapping[str, Any]) -> None:
-    """Raise a ConfigError for a key or a value of quantization_config that is not understood."""
+    """Raise a ConfigError for a key or a value of quantization_config that is not supported."""
     method = facts["quant_method"]
     if method not in KEYS:
         return
@@ -80,7 +80,7 @@ def check_quantization(facts: Mapping[str, Any]) -> None:
         problem = f"packing_format is missing; it must be {' or '.join(PACKINGS)}"
         raise ConfigError(f"config: {KEY} of {method}: {problem}; load the plain weights instead")
     if len({facts.get(key) for key in ("checkpoint_format", "format")} - {None}) == 2:
-        problem = "checkpoint_format and format are two formats"
+        problem = "checkpoint_format and format differ"
         raise ConfigError(f"config: {KEY} of {method}: {problem}; remove the one that is wrong")
     for key in ("config_groups", "dynamic", "extra_config", "regex_config"):
         if facts.get(key) and not isinstance(facts[key], Mapping):
@@ -107,7 +107,7 @@ def check_quantization(facts: Mapping[str, Any]) -> None:
 
 
 def _check(where: str, values: Mapping[str, Any], known: Mapping[str, Any]) -> None:
-    """Raise a ConfigError that names a key which is not known, or a value."""
+    """Raise a ConfigError that names a key or a value that is not supported."""
     for key, value in values.items():
         if key in known and (known[key] is ANY or value in known[key] or value is None):
             continue
@@ -115,23 +115,23 @@ def _check(where: str, values: Mapping[str, Any], known: Mapping[str, Any]) -> N
         if key not in known and (plain or value in (None, False, "", [], {})):
             continue
         listed = f"; it must be {' or '.join(map(str, known[key]))}" if key in known else ""
-        problem = f"{str(key)[:60]}={str(value)[:60]} is not read{listed}"
+        problem = f"{str(key)[:60]}={str(value)[:60]} is not supported{listed}"
         raise ConfigError(f"config: {where}: {problem}; load the plain weights instead")
 
 
 # ---- tensors ------------------------------------------------------------------------------------
 def is_of_activations(method: Any, name: str, shapes: Mapping[str, Any]) -> bool:
-    """Return whether a tensor says how activations are quantized, or a cache; it is not read."""
+    """Return whether a tensor belongs to quantized activations or caches, which are ignored."""
     module, _, key = name.rpartition(".")
     of_cache = method in PARTS and key in OF_CACHE
     if of_cache:
-        problem = f"{key} and other scales of a quantized cache are not read"
+        problem = f"{key} and other scales of a quantized cache are ignored"
         say_once(f"{KEY} of {method}: {problem}: caches have the dtype of the model")
     return of_cache or (method in PARTS and key in OF_ACTIVATIONS and f"{module}.weight" in shapes)
 
 
 def part_in(method: Any, name: str, code: str, shapes: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Return which parameter a tensor is a part of, and the part's name; None: of no such one."""
+    """Return the parameter that a tensor is a part of, and the part's name; None: it is no part."""
     module, _, key = name.rpartition(".")
     parameter = f"{module}.weight"
     if method not in PARTS or parameter not in shapes:
@@ -148,7 +148,7 @@ def stored_weight(
     Raises
     ------
     ConfigError
-        A tensor is missing, or its shape or dtype is not that of such a weight.
+        A tensor is missing, or its shape or dtype does not fit.
     """
     method, weight = str(method_of(facts)), Weight(facts, name, shape, parts)
     if method in ("gptq", "awq"):
@@ -156,7 +156,7 @@ def stored_weight(
     else:
         needed = ["weight_packed" if "weight_packed" in parts else "weight", weight.scale]
     if missing := [key for key in needed if key not in parts]:
-        problem = f"{name.removesuffix('weight')}{missing[0]} is missing, a part of its {method}"
+        problem = f"{name.removesuffix('weight')}{missing[0]} is missing, a part of {method}"
         raise ConfigError(f"{problem}; copy the checkpoint again")
     weight.check_dtypes()
     make = READERS[method](weight)
@@ -176,7 +176,7 @@ def _of_finite(
     scales: str,
     state: Mapping[str, Array],
 ) -> Array:
-    """Return the weight of tensors whose scales must be finite."""
+    """Return the dense weight; raise a ConfigError if a scale is not finite."""
     if not np.isfinite(state[scales].astype(FLOAT32)).all():
         problem = f"{name.removesuffix('weight')}{scales} holds a number that is not finite"
         raise ConfigError(f"{problem}; copy the checkpoint again")

@@ -1,4 +1,4 @@
-"""Read rows or columns of quantized weights from files: the bytes they need, and few others.
+"""Read rows or columns of quantized weights from files, with few other bytes.
 
 int8: any rows or columns.  4 bits: rows that are whole blocks, or whole groups of 256 blocks with
 double quantization.  Ternary: any columns, and rows that are whole bytes; a byte holds rows r,
@@ -20,21 +20,21 @@ from ...ops.quantized.ternary import Ternary
 from ...ops.quantized.weight import Quantized
 from ...parallel.communicator import along
 
-Tensors = Mapping[str, Any]  # by name after the layer's: objects with a shape that read slices
+Tensors = Mapping[str, Any]  # by name after the layer's name: objects with a shape that read slices
 CODES, ABSMAX, NESTED_ABSMAX = "weight", "weight.absmax", "weight.nested_absmax"
 STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in KINDS)
 
 
 class Narrow(NamedTuple):
-    """The part of a weight that is read: its state, and which rows or columns it concatenates."""
+    """The part of a weight that is read: its state, and the rows or columns that it contains."""
 
     state: Mapping[str, Array]
     kept: Sequence[slice]
 
-    def places(self, wanted: Sequence[slice]) -> list[slice]:
+    def places(self, pieces: Sequence[slice]) -> list[slice]:
         """Return where rows or columns of the whole weight are in the part that is read."""
         result = []
-        for piece in wanted:
+        for piece in pieces:
             before = 0
             for kept in self.kept:
                 first, stop = max(piece.start, kept.start), min(piece.stop, kept.stop)
@@ -47,9 +47,10 @@ class Narrow(NamedTuple):
 def narrow(
     kind: type[Quantized], tensors: Tensors, shape: Any, axis: int, places: Sequence[slice]
 ) -> Narrow | None:
-    """Return the part of a stored weight of a shape that some rows or columns need.
+    """Return the part of a stored weight that some rows or columns need.
 
-    None: they need all of it, or the tensors do not fit the shape, which reading all reports.
+    None: they need the whole weight, or the tensors do not fit the shape; reading the whole weight
+    then reports the error.
     """
     read = READ.get(kind)
     part = None if read is None else read(tensors, tuple(shape), axis, places)
@@ -79,8 +80,10 @@ def _four_bits(tensors: Tensors, shape: Any, axis: int, places: Sequence[slice])
     values = {CODES: 2, ABSMAX: block, NESTED_ABSMAX: block * NESTED}  # per stored element
     values = {key: count for key, count in values.items() if key in tensors}
     sizes = {key: (-(-rows * columns // count),) for key, count in values.items()}
-    turned = _fit(tensors, {ABSMAX: (columns // block, rows)})  # bitsandbytes' layout on CPUs
-    sizes |= {CODES: (*sizes[CODES], 1)} | ({ABSMAX: (columns // block, rows)} if turned else {})
+    transposed = _fit(tensors, {ABSMAX: (columns // block, rows)})  # bitsandbytes on CPUs
+    sizes |= {CODES: (*sizes[CODES], 1)} | (
+        {ABSMAX: (columns // block, rows)} if transposed else {}
+    )
     if not _fit(tensors, sizes):
         return None
     unit = max(values.values())
@@ -89,7 +92,7 @@ def _four_bits(tensors: Tensors, shape: Any, axis: int, places: Sequence[slice])
     for key, count in values.items():
         ends = [(where.start * columns, where.stop * columns) for where in kept]
         flat = [slice(start // count, -(-stop // count)) for start, stop in ends]
-        by_columns = turned and key == ABSMAX
+        by_columns = transposed and key == ABSMAX
         state[key] = _taken(tensors[key], int(by_columns), kept if by_columns else flat)
     return Narrow(state, kept)
 
@@ -152,7 +155,7 @@ def _encoded(facts: Mapping[str, Any], *shape: int) -> Array:
 
 
 def _within(piece: slice, outer: slice) -> slice:
-    """Return the part of a slice inside of another, relative to the start of that one."""
+    """Return the part of a slice inside of another, relative to the other's start."""
     first, stop = max(piece.start, outer.start), min(piece.stop, outer.stop)
     return slice(first - outer.start, stop - outer.start)
 

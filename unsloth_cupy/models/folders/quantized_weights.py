@@ -4,8 +4,8 @@
     model.layers.0.mlp.up_proj.weight.absmax                               and the rest of the
     model.layers.0.mlp.up_proj.weight.quant_state.bitsandbytes__nf4        state of an ``Nf4``
 
-Those of a stack of experts follow its own name, as bitsandbytes has them: ``.absmax``.  The entry
-of config.json that describes them is ``quantization_config``.
+For a stack of experts, the ending follows the name of the stack, as in bitsandbytes: ``.absmax``.
+``quantization_config`` in config.json describes the weights.
 """
 
 import re
@@ -22,7 +22,7 @@ from ..configs.config import BUFFERS, CORRECTION
 from ..configs.names import is_stack
 from ..quantizer import OF_STACKS
 
-# names after a layer's name, other than weight and bias, of the tensors of each class of weights
+# endings of tensor names after a layer's name, except weight and bias, by class of weights
 PARTS: Mapping[type[Quantized], re.Pattern[str]] = {
     Nf4: re.compile(
         r"\.(weight\.(?:absmax|quant_map|nested_absmax|nested_quant_map"
@@ -32,7 +32,7 @@ PARTS: Mapping[type[Quantized], re.Pattern[str]] = {
     Ternary: re.compile(r"\.(weight_(?:scale|form))$"),
 }
 KEY = "quantization_config"
-GGUF = "gguf"  # its quant_method where a GGUF file is read as a folder
+GGUF = "gguf"  # the quant_method of a GGUF file that is read as a folder
 FIXED = (*(f".act_fn.{name}" for name in BUFFERS), CORRECTION)
 LEFT_DENSE = {"bitnet": "modules_to_not_convert"}  # the key that lists the layers that stay dense
 
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 def part_of(name: str, shapes: Mapping[str, Any]) -> Part | None:
-    """Return which quantized weight a tensor of a checkpoint is a part of, or None."""
+    """Return the quantized weight that a tensor of a checkpoint is a part of, or None."""
     stack, _, key = name.partition("_proj.")
     if is_stack(f"{stack}_proj") and PARTS[Nf4].search(f".weight.{key}"):
         return Part(f"{stack}_proj", f"weight.{key}", Nf4) if f"{stack}_proj" in shapes else None
@@ -65,7 +65,7 @@ def assembled(
     dtype: Any,
     inverse: bool = False,
 ) -> Quantized:
-    """Return the weight of a checkpoint's tensors; dtype is that of results, None: as stored."""
+    """Return the weight of a checkpoint's tensors; ``dtype`` is for results, None: as stored."""
     options = {"inverse": True} if inverse and kind is Ternary else {}
     try:
         weight = kind.from_state(state, **options)
@@ -89,11 +89,11 @@ def tensors_of(name: str, value: Any, inverse: bool = False) -> dict[str, Any]:
 
 
 def in_folders(name: str, value: Any) -> Any:
-    """Return a parameter as a Hugging Face folder has it: dense, if only GGUF has its form."""
+    """Return a parameter in a form that folders support: dense, if only GGUF supports its form."""
     if not isinstance(value, Quantized):
         return value
-    known = value.IN_FOLDERS and (is_stack(name) or not value.OF_STACKS)
-    return value if known else value.dequantize()
+    is_supported = value.IN_FOLDERS and (is_stack(name) or not value.OF_STACKS)
+    return value if is_supported else value.dequantize()
 
 
 def saved_config(
@@ -127,14 +127,14 @@ def saved_config(
 
 
 def packed_stacks(values: Mapping[str, Any]) -> set[str]:
-    """Return the names of the stacks of experts whose form in a folder is of stacks alone."""
+    """Return the names of the expert stacks with a stored form that only stacks have."""
     return {n for n, each in values.items() if is_stack(n) and getattr(each, "OF_STACKS", False)}
 
 
 def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return the parameters without what does not learn; raise if a matrix is quantized.
+    """Return the trainable parameters; raise if a matrix is quantized.
 
-    Packed stacks of experts are not trained, and their model is dense but for them.
+    Packed stacks of experts are frozen; the rest of their model is dense.
     """
     packed = packed_stacks(parameters)
     stored = (n for n, value in parameters.items() if isinstance(value, Stored) and n not in packed)
@@ -144,12 +144,14 @@ def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
         if not getattr(parameters[frozen], "IN_FOLDERS", True):
             cure += ", which save(folder) writes"
         raise GradientError(f"{frozen} is quantized and frozen; {cure}")
-    learns = {n: value for n, value in parameters.items() if not (n in packed or n.endswith(FIXED))}
-    return learns if len(learns) < len(parameters) else parameters
+    trained = {
+        n: value for n, value in parameters.items() if not (n in packed or n.endswith(FIXED))
+    }
+    return trained if len(trained) < len(parameters) else parameters
 
 
 def online(config: Mapping[str, Any]) -> bool:
-    """Return whether a config.json says that dense weights are rounded at every call (BitNet)."""
+    """Return whether config.json requires rounding dense weights at every call (BitNet)."""
     return (config.get(KEY) or {}).get("quantization_mode") == "online"
 
 

@@ -1,7 +1,7 @@
 """The part of each parameter that this process holds: its slices, quantized, on its device.
 
-``load`` and ``create`` pass every parameter through ``RankPart``: parameters are cut, quantized and
-moved to a device nowhere else.
+``load`` and ``create`` pass every parameter through ``RankPart``: only it cuts, quantizes and moves
+parameters to a device.
 """
 
 from collections.abc import Callable
@@ -35,7 +35,7 @@ class RankPart:
     parts : Parts or None
         The flat parts that ``parallel.Zero3`` gives to this rank.
     quantizer : Quantizer or None
-        Quantizes weights as they are read.
+        Quantizes weights when they are read.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RankPart:
         return self.division is None or self.division.holds(name)
 
     def read(self, name: str, unread: LazyParameter) -> Any:
-        """Return this rank's part of a parameter in a file; only what the part needs is read."""
+        """Return this rank's part of a parameter in a file, and read only what the part needs."""
         division, parts, shape = self.division, self.parts, unread.home.shape
         dense = unread.home.kind is None
         if (
@@ -83,14 +83,14 @@ class RankPart:
         )
 
     def _held(self, name: str, value: Any) -> Any:
-        """Return a value in the matrix of its group, or the flat part of it that ZeRO-3 holds."""
+        """Return a value as rows of its group's matrix, or this rank's flat part for ZeRO-3."""
         return self.joined(name, value) if self.parts is None else self.parts.keep(name, value)
 
     def _by_rows(self, unread: LazyParameter) -> tuple[int, Callable[[slice], Quantized]] | None:
         """Return (step, read): ``read(rows)`` returns rows of a quantized weight.
 
-        At multiples of ``step`` rows, they are equal to the same rows of the whole weight.  None:
-        codes of rows depend on other rows, or the file's rows cannot be read separately.
+        Rows from a multiple of ``step`` on are equal to the same rows of the whole weight.  None:
+        the codes of a row depend on other rows, or rows cannot be read separately.
         """
         home, place = unread.home, self.place
         if home.kind is None and self.quantizer is not None:
@@ -108,19 +108,19 @@ def division_of(
     chunks: int,
     experts: Communicator | None,
 ) -> Division | None:
-    """Return how ranks divide a model of a dtype; None if this process holds all of it."""
+    """Return how ranks divide a model; None if this process holds the whole model."""
     communicators = {"communicator": communicator, "pipeline": pipeline, "experts": experts}
     communicators = {name: comm for name, comm in communicators.items() if comm is not None}
     if not is_integer(chunks, 1):
         raise ConfigError(f"{call}(chunks={chunks!r}): pass an integer, 1 or more")
     if chunks > 1 and pipeline is None:
-        problem = "chunks are parts of the blocks of a rank of a pipeline"
+        problem = "chunks divide the blocks of a pipeline's rank"
         raise ConfigError(f"{call}(chunks={chunks}): {problem}; pass pipeline= too")
     if not communicators:
         return None
     if experts is not None and config.head != CAUSAL:
-        problem = f"it has the head {config.head!r}, and experts of language models are divided"
-        raise ConfigError(f"{call}(experts=): {problem}; divide its tensors, blocks or batch")
+        problem = f"the head is {config.head!r}, and expert parallelism needs a language model"
+        raise ConfigError(f"{call}(experts=): {problem}; divide tensors, blocks or the batch")
     for name, comm in communicators.items():
         check_communicator(f"{call}({name}=)", comm)
     stages = None if pipeline is None else Stages(config, pipeline, chunks)

@@ -1,7 +1,7 @@
-"""A model in a folder whose parameters are read one by one: for writers of other folders and files.
+"""A model on disk whose parameters are read one by one, for writers of folders and files.
 
 model = stored_model("merge", "runs/chat/model")
-weight = model.read("lm_head.weight")             of a base, as it is stored
+weight = model.read("lm_head.weight")             of the base, as stored
 weight = model.merged("lm_head.weight")           with the adapter, if the folder holds one
 """
 
@@ -32,11 +32,11 @@ from .lazy_parameter import LazyParameter, StoredTensor
 
 
 class StoredModel(NamedTuple):
-    """Where a model is, what is known without its weights, and where each parameter is stored."""
+    """A model on disk: its config, and where each parameter is stored."""
 
     call: str
-    path: Path  # as it was named: an adapter's folder, or the model's
-    folder: Path  # of config.json and the weights
+    path: Path  # as passed: an adapter's folder, or the model's
+    folder: Path  # with config.json and the weights
     config: Config
     texts: Mapping[str, Mapping[str, Any]]
     homes: Mapping[str, StoredTensor]
@@ -45,21 +45,21 @@ class StoredModel(NamedTuple):
 
     @property
     def words(self) -> Path:
-        """The folder of the tokenizer: an adapter's own, or that of its base."""
+        """The folder of the tokenizer: the adapter's if it has one, or the base's."""
         return self.path if has_tokenizer(self.path) else self.folder
 
     def read(self, name: str, dtype: "np.dtype[Any] | None" = None) -> Any:
-        """Return a parameter, an array or a quantized weight; None: in the dtype of the file."""
+        """Return a parameter, an array or a quantized weight; dtype None: as in the file."""
         place = self.homes[name]
         files = place.files
         with contextlib.ExitStack() as stack:
             handles = {file: stack.enter_context(opened(self.folder / file)) for file in files}
             if files_state(self.folder) != self.state:
-                problem = f"{self.call}: {self.folder} was saved meanwhile"
+                problem = f"{self.call}: {self.folder} was saved again in the meantime"
                 raise ConfigError(f"{problem}; call it again")
             into = None if self.adapter is None else self.adapter.into
             dense = place.computed and place.kind is None
-            used = into.read if into is not None and dense else None  # by the run
+            used = into.read if into is not None and dense else None  # the dtype in training
             weight = LazyParameter(name, place, handles, used or dtype).whole()
         if used is not None and dtype is not None:
             weight = weight.astype(np.promote_types(dtype, used), copy=False)
@@ -69,13 +69,13 @@ class StoredModel(NamedTuple):
         return Quantizer(self.call, into.quantize)(name, weight)
 
     def merged(self, name: str, dtype: "np.dtype[Any] | None" = None, *, exact: bool = True) -> Any:
-        """Return a parameter with its adapter merged, if it has one, in float32 at least.
+        """Return a parameter with its adapter merged, if it has one, in float32 or wider.
 
-        With ``exact`` it is not rounded; else it is as the file has it that the adapter is trained
-        for.
+        With ``exact`` the result is not rounded; else it is rounded as in the file that the adapter
+        is trained for.
         """
         own = None if self.adapter is None else self.adapter.parameters.get(ADAPTED + name)
-        if own is not None:  # it takes the place of the base's, which may lack it
+        if own is not None:  # it replaces the base's, which may be missing
             return own.astype(dtype or FLOAT32)
         if self.adapter is None:
             return self.read(name, dtype)
@@ -85,7 +85,7 @@ class StoredModel(NamedTuple):
 
 
 def model_of_run(path: Path) -> Path:
-    """Return the folder of a run's result, or else of its newest checkpoint; others as they are."""
+    """Return the folder of a run's model or of its newest checkpoint; other paths unchanged."""
     if any((path / name).exists() for name in ("config.json", ADAPTER)):
         return path
     if (path / "model").is_dir():
@@ -100,11 +100,11 @@ def stored_model(
     base: str | PathLike[str] | None = None,
     dtype: "np.dtype[Any] | None" = None,
 ) -> StoredModel:
-    """Return the model in a folder, or an adapter's with its base; every file is checked.
+    """Return the model in a folder, or an adapter with its base, and check every file.
 
     The folder may be that of a run: see ``model_of_run``.
 
-    ``dtype`` is that of the weights which the adapter will be merged into; None: as stored.
+    ``dtype`` is the dtype of the weights that the adapter will be merged into; None: as stored.
 
     Raises
     ------
@@ -125,7 +125,7 @@ def stored_model(
 
     checkpoint, state = of_one_save(whole, "config.json", read)
     config, texts, homes = checkpoint.config, checkpoint.texts, checkpoint.homes
-    for name, shape in config.shapes().items():  # an adapter's head
+    for name, shape in config.shapes().items():  # a head that only the adapter has
         homes.setdefault(name, StoredTensor(checkpoint.files[-1], name, shape, homes[TABLE].dtype))
     model = StoredModel(call, path, whole, config, texts, homes, None, state)
     if home is None:

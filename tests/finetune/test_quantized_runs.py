@@ -146,7 +146,7 @@ def test_plan_of_layers_that_are_rounded_at_every_call() -> None:
     assert result.exit_code == 0, result.output
     assert "--lora" not in result.output
     assert_one_clear_error(
-        run("plan", QUANT / "bitnet-online", "--tokens", 16, "--lora", 4), "without adapters"
+        run("plan", QUANT / "bitnet-online", "--tokens", 16, "--lora", 4), "rounded at every call"
     )
 
 

@@ -197,7 +197,7 @@ def test_what_has_no_such_beginning(tmp_path: Path) -> None:
         ({"init": "pissa", "targets": ["lm_head"]}, "lm_head, which is outside of the blocks"),
         ({"init": "olora", "rank": 70}, r"the rank is 70, and the weight is \(.*\); lower it"),
         ({"init": "loftq"}, "this model has no quantized weight; load a dense folder"),
-        ({"init": "loftq", "dora": True}, "has no DoRA"),
+        ({"init": "loftq", "dora": True}, "does not support DoRA"),
     ):
         with pytest.raises(ConfigError, match=problem):
             model.add_adapter(**{"rank": 2, **options})

@@ -220,8 +220,8 @@ class Adapted(Network):
             adapter.into is not None
             and self._base_facts("load_adapter")[0] != adapter.into.quantize
         ):
-            beside = adapter.into.quantize or "dense"
-            problem = f"{path} was trained with {beside} weights of its base"
+            kind = adapter.into.quantize or "dense"
+            problem = f"{path} was trained with {kind} weights of its base"
             raise ConfigError(f"load_adapter: {problem}; use load(base, lora={str(path)!r})")
         check_base("load_adapter", adapter, self.folder, self.parameters, weights)
         self._adapters[name] = divided_adapter(adapter, self.division)

@@ -483,8 +483,8 @@ def create_adapter(
         raise ConfigError(f"create_adapter(modules={modules!r}): pass a list of {', '.join(OUTER)}")
     check_outer("create_adapter", config, rows, modules)
     check_outer("create_adapter(targets=)", config, {}, tables)
-    if twice := [t for t in tables if t in modules or OUTER[t][0] in rows]:
-        problem = f"{twice[0]} is in targets, and also in modules or tokens"
+    if duplicates := [t for t in tables if t in modules or OUTER[t][0] in rows]:
+        problem = f"{duplicates[0]} is in targets, and also in modules or tokens"
         raise ConfigError(f"create_adapter: {problem}; choose one")
     settings = {
         "peft_type": "LORA",

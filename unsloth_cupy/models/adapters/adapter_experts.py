@@ -47,22 +47,22 @@ def of_stacks(
         if name.endswith(".weight") and (place.parts > 1 or is_router(place.parameter))
     }
     kept, single = dict[str, Array](), dict[str, dict[tuple[int, str], Array]]()
-    moved = set[str]()
+    renamed = set[str]()
     for name, array in tensors.items():
         layer, _, part = name.partition("lora_")
         place = homes.get(layer)
         if place is None or f"lora_{part}" not in (DOWN, UP):
             kept[name] = array
             continue
-        moved.add(layer.removeprefix(ADAPTED).removesuffix("."))
+        renamed.add(layer.removeprefix(ADAPTED).removesuffix("."))
         if place.parts == 1:
             kept[f"{ADAPTED}{place.parameter.removesuffix('weight')}lora_{part}"] = array
         else:
             single.setdefault(place.parameter, {})[place.part, f"lora_{part}"] = array
     for key in ("rank_pattern", "alpha_pattern"):
-        values = by_pattern(path, settings, key, sorted(moved), None)
+        values = by_pattern(path, settings, key, sorted(renamed), None)
         if named := [
-            m for m, value in zip(sorted(moved), values, strict=True) if value is not None
+            m for m, value in zip(sorted(renamed), values, strict=True) if value is not None
         ]:
             problem = f"{key} names {named[0]}, which is now a part of a stack or has another name"
             raise ConfigError(f"{path}: {problem}; {MERGE}")

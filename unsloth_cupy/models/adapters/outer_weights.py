@@ -59,8 +59,8 @@ def listed_tokens(call: str, listed: Any) -> dict[str, tuple[int, ...]]:
         if not all(map(is_integer, known)):
             raise ConfigError(f"{call}: {str(ids)[:80]} is not a list of token ids, 0 or more")
         if len({*known}) < len(known):
-            twice = next(each for each in known if known.count(each) > 1)
-            raise ConfigError(f"{call}: token {twice} is listed twice; list each once")
+            duplicate = next(each for each in known if known.count(each) > 1)
+            raise ConfigError(f"{call}: token {duplicate} is listed twice; list each once")
         if known:
             tokens[OUTER[own][0]] = tuple(map(int, known))
     return tokens

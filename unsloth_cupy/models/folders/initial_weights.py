@@ -1,4 +1,4 @@
-"""Low-rank weights that are initialized from the weight, and subtracted from it.
+"""Initialize low-rank weights from the weight, and subtract their initial product.
 
     W + scale (B A - B0 A0)    A0, B0: the initial A and B
 
@@ -92,9 +92,9 @@ def loftq(
         dense = read(name)
         if isinstance(dense, Quantized):
             raise ConfigError(f"{problem}, and the folder's {name} is quantized; {cure}")
-        lost = dense.astype(FLOAT32) - to_numpy(weights[name].dequantize(FLOAT32))
+        error = dense.astype(FLOAT32) - to_numpy(weights[name].dequantize(FLOAT32))
         down, up = (own[f"{ADAPTED}{module}.lora_{part}.weight"] for part in "AB")
-        pair = initial_pair("pissa", lost, len(down), scales[module])
+        pair = initial_pair("pissa", error, len(down), scales[module])
         for old, new in zip((down, up), pair, strict=True):
             old[...] = to_device_of(new, old)
 

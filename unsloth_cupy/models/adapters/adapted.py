@@ -59,7 +59,7 @@ class Adapted(Network):
 
     @property
     def home(self) -> Path | None:
-        """The folder of the model's weights, for new adapters to name; None after a merge."""
+        """The folder that new adapters store as their base; None after a merge."""
         return None if self.merged else self.folder
 
     @naming("add_adapter", "create_adapter", "train_through")

@@ -321,7 +321,7 @@ class Adapter:
     def merged(
         self, parameters: Mapping[str, Any], requantize: bool = False
     ) -> tuple[dict[str, Any], Kept]:
-        """Return the parameters with the adapter merged, and the share of its update preserved."""
+        """Return the parameters with the adapter merged, and how much of it rounding preserves."""
         self.check_merges(parameters)
         kept = Kept()
         merged = {n: self.merge(n, each, requantize, kept) for n, each in parameters.items()}

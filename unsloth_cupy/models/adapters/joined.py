@@ -32,7 +32,7 @@ def join_downs(parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rows_of_one(arrays: Sequence[Any]) -> Sequence[Any]:
-    """Copy matrices into the rows of one; return them unchanged if they do not fit or are rows."""
+    """Copy matrices into one, and return its rows; unchanged if this is done, or impossible."""
     lead = arrays[0]
     if rows_of_one(arrays) is not None or len({(a.dtype, a.shape[1]) for a in arrays}) > 1:
         return arrays

@@ -30,7 +30,7 @@ MARK = "@"  # between the names of a tensor and of its adapter
 
 
 class ByRows(Adapter):
-    """The adapters of a batch: each row, or each packed text, has one or none.
+    """The adapters of a batch: each row, or each packed text, has one adapter or none.
 
     ``parameters`` are the parameters of all adapters, as ``NAME@ADAPTER``.
     """

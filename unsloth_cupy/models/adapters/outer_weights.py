@@ -121,7 +121,7 @@ def outer_settings(
 def check_outer(
     call: str, config: Config, tokens: Mapping[str, Sequence[int]], modules: Collection[str]
 ) -> None:
-    """Raise a ConfigError for unknown tokens or modules, or one that is trained in two ways."""
+    """Raise a ConfigError for unknown tokens or modules, or a module that is trained twice."""
     tables = {name: module for module, names in OUTER.items() for name in names}
     shapes = config.shapes()
     known = [module for module, names in OUTER.items() if names[0] in shapes]
@@ -225,7 +225,7 @@ def merged(name: str, weight: Any, own: Mapping[str, Any], tokens: Mapping[str, 
 
 
 def resized(table: Any, rows: int) -> Any:
-    """Return a table with more rows, each new one the mean of the old rows, or with fewer."""
+    """Return a table with fewer rows, or with more: each new row is the mean of the old rows."""
     with device_of(table):
         result = np.empty_like(table, shape=(rows, *table.shape[1:]))
         result[: len(table)] = table[:rows]

@@ -73,7 +73,7 @@ class Probed(NamedTuple):
 
 
 def probed(model: Any, kind: Any) -> Probed:
-    """Return a ``StoredModel``, with a file's weights if its adapter was trained for them."""
+    """Return ``Probed`` for a ``StoredModel``, with the weights its adapter was trained for."""
     facts = kind, model.path, model.config, model.texts, model.homes
     if model.adapter is not None and model.adapter.into is not None:
         return Probed(*facts, lambda name: model.merged(name, FLOAT32, exact=False))
@@ -81,7 +81,7 @@ def probed(model: Any, kind: Any) -> Probed:
 
 
 def held(model: Any, parameters: Mapping[str, Any], adapter: "Adapter | None") -> Probed:
-    """Return a model in memory whose parameters are copied to the host one by one."""
+    """Return ``Probed`` for a model in memory, which copies parameters to the host one by one."""
     through = adapter is not None and adapter.into is not None
 
     def read(name: str) -> Any:

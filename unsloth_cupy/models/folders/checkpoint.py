@@ -50,7 +50,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def all_files(self) -> list[str]:
-        """The files of all parameters: those of the folder, then the adapter's."""
+        """The files of all parameters: the folder's, then the adapter's."""
         return [*dict.fromkeys([*self.files, *(home.file for home in self.homes.values())])]
 
     @property

@@ -52,7 +52,7 @@ class ExpertHomes:
         self.rows: dict[str, int] = {}  # number of rows in the tensors of a parameter
 
     def add(self, path: Path, stored: str, name: str, shape: tuple[int, ...], code: str) -> bool:
-        """Add a tensor and return True if it is one of these; raise if it is wrong."""
+        """Add a tensor if it is a known part, and return whether it is; raise if it is wrong."""
         place = self.known.get(name)
         if place is None:
             return False

@@ -114,7 +114,7 @@ class Weight(NamedTuple):
         return (first, second), rows, self.places(1, second, widths)
 
     def bits(self, words: int, options: Sequence[int]) -> int:
-        """Return the bits per code with which the codes of a row or column fill ``words`` int32."""
+        """Return the bits per code, if the codes of a row or column fill ``words`` int32."""
         inputs = self.shape[1]
         for bits in (each for each in options if 1 <= each <= 8):
             if words in (-(-inputs * bits // 32), -(-inputs // (32 // bits))):

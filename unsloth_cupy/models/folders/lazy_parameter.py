@@ -1,4 +1,4 @@
-"""Parameters in open files, of which only the requested parts are read."""
+"""Parameters in open files; only the requested parts are read."""
 
 import tracemalloc
 from collections import Counter
@@ -43,7 +43,7 @@ class StoredTensor(NamedTuple):
 
     @property
     def files(self) -> set[str]:
-        """The names of the files that hold it."""
+        """The names of the files that hold the parameter."""
         homes = () if self.stack is None else self.stack.homes
         return {self.file, *(file for file, _ in (*self.parts.values(), *homes))}
 

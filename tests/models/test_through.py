@@ -454,7 +454,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         model.add_adapter(4, merge_into="q4_0")
     model = models.create(SIZES | LLAMA, seed=0)
     model.add_adapter(4, merge_into="nf4", tokens=[3])
-    with pytest.raises(ConfigError, match="through nf4 already"):
+    with pytest.raises(ConfigError, match="already trained through nf4"):
         model.train_through("q4_0")
     assert np.isfinite(model.loss(IDS, IDS))
 

@@ -839,3 +839,11 @@ def test_the_plan_is_of_what_runs(
     peak = max(line["peak_bytes"] for line in counted)
     assert before == pytest.approx(peak, rel=0.03)  # the promise
     assert before == max(line["planned_bytes"] for line in counted)
+
+
+def test_a_batch_is_as_full_as_it_may_be() -> None:
+    """Of 2 rows of 16 tokens each: texts of 16 share one, those of 11 are two in it."""
+    for length, expected in ((16, [2, 2]), (11, [2, 2]), (8, [4])):
+        examples = [Example(np.arange(length), np.arange(length), 1)] * 4
+        batches = sequential_batches(examples, Shape(2, 16, True, 0))
+        assert [len(batch.offsets) - 1 for batch in batches] == expected

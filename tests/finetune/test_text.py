@@ -21,6 +21,7 @@ from unsloth_cupy.finetune.data import tokens
 from unsloth_cupy.finetune.data.text import Batches, read_text
 from unsloth_cupy.finetune.data.tokenizer import encode, train_tokenizer
 from unsloth_cupy.finetune.data.tokens import StoredTokens, tokenised, tokens_of
+from unsloth_cupy.models import objective
 
 from ..cli.test_cli import assert_one_clear_error, numbers, run, trained, weights
 from ..harness.tracked import ROOT
@@ -427,3 +428,12 @@ def test_a_user_without_home_and_name_trains(closed: str, tmp_path: Path) -> Non
     assert [file.suffix for file in place.glob("*.*")] == [".uint16"]  # beside CuPy's folder
     assert not (tmp_path / "~").exists()
     assert (tmp_path / "run" / "model").is_dir()
+
+
+@pytest.mark.parametrize("tokens", [2, 9, 17, 40, 43])
+def test_every_held_out_token_but_the_first_is_a_label_once(tokens: int) -> None:
+    batches = texts.held_out_rows(np.arange(tokens) + 1, batch=2, length=9)
+    labels = [batch.labels[batch.labels != objective.IGNORE] for batch in batches]
+    np.testing.assert_array_equal(np.concatenate(labels), np.arange(2, tokens + 1))
+    assert [batch.label_count for batch in batches] == [*map(len, labels)]
+    assert [batch.real for batch in batches] == [int((b.tokens > 0).sum()) for b in batches]

@@ -16,6 +16,7 @@ import numpy as np
 from ...core.dtypes import Array
 from ...errors import ConfigError
 from ...files import regular
+from ...models.objective import IGNORE
 from ..listener import reading
 from ..naming import named
 
@@ -28,7 +29,6 @@ PIECE = 2**15  # bytes per piece of a larger text: an encoding takes 200 bytes p
 BLOCK = 2**22  # bytes per read if nothing is tokenized
 FARTHEST = 2**20  # search this many bytes before the split for the end of a paragraph
 COUNTED = 2**20  # count this many tokens at a time
-IGNORE = -100
 
 
 class Batch(NamedTuple):

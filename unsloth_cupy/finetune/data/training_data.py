@@ -16,6 +16,7 @@ import numpy as np
 
 from ...core.dtypes import Array
 from ...errors import ConfigError
+from ...models.objective import IGNORE
 from ...models.text.tokenizer import check_tokens
 from ..listener import reading
 from ..naming import named
@@ -24,7 +25,6 @@ from .records import Record, Records
 from .rows import Format
 from .spans import NOBODY, encoded
 from .text import (
-    IGNORE,
     Batch,
     Batches,
     Example,

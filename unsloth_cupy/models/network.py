@@ -30,7 +30,7 @@ from .graphs import Graphs
 from .invariant import check_invariant, without_padding
 from .layers.attending import absorbs, attend_of, latents_of, project_of, whole_of
 from .layers.block import blocks, embedded, rope_rows
-from .layers.call import Attention, Call, Gather, Mixtures, Recurrence, unkept
+from .layers.call import Attention, Call, Gather, Mixtures, Recurrence, no_states
 from .layers.context import Context, own_tokens, token_numbers
 from .layers.head import logits_of
 from .layers.mlp_branch import check_chunked
@@ -278,7 +278,7 @@ class Network(Summary):
         return Call(
             self.config, used, project, attention,
             Mixtures(stacks, routers, routes, self.expert_ranks),
-            Recurrence(getattr(rows, "recurrent", unkept), mask, where.offsets),
+            Recurrence(getattr(rows, "recurrent", no_states), mask, where.offsets),
             self.chunked_mlp, self.slices, self.gather, context,
         )  # fmt: skip
 

@@ -1,1 +1,1 @@
-"""What a network is made of: blocks, attention of every kind, experts, the head."""
+"""The parts of a network: blocks, attention of every kind, experts, the head."""

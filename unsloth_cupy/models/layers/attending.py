@@ -1,4 +1,4 @@
-"""What a call of a model chooses once for all blocks: its attention and its linear layers."""
+"""The attention and the linear layers of a call, which are chosen once for all blocks."""
 
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -28,12 +28,13 @@ from .context import Context, token_numbers
 def attend_of(
     cache: KVCache | PagedRows | None, mask: Any, offsets: Any, context: Context | None
 ) -> Attend:
-    """Return the attention of the tokens of a call; a cache knows which of them are padding."""
+    """Return the attention function of a call; a cache masks padding itself."""
     if context is not None:
         return context.attend
     if offsets is not None:
         longest = None
-        if is_fixed() and not isinstance(offsets, np.ndarray):  # texts are padded to this length
+        # Texts are padded to the longest one; reading it makes the host wait for the GPU.
+        if is_fixed() and not isinstance(offsets, np.ndarray):
             longest = int(np.diff(to_numpy(offsets)).max(initial=0))
         return partial(_packed, offsets, longest)
     if cache is None or latents_of(cache) is not None:
@@ -42,7 +43,7 @@ def attend_of(
 
 
 def latents_of(cache: KVCache | PagedRows | None) -> Latents | None:
-    """Return a cache as one of latent rows, if it is one."""
+    """Return the functions of a cache that stores latent rows; None for other caches."""
     if isinstance(cache, PagedRows):
         if cache.cache.latent is not None:
             return Latents(lambda layer: not any(cache.starts(layer)), cache.append, cache.attend)
@@ -52,10 +53,10 @@ def latents_of(cache: KVCache | PagedRows | None) -> Latents | None:
 
 
 def absorbs(adapter: Adapter | None) -> bool:
-    """Return whether a product with keys and values can move to queries and sums of them.
+    """Return whether queries and outputs can absorb ``kv_b_proj``, so that a cache holds latents.
 
-    It cannot with a bias, which an adapter of peft may add to ``kv_b_proj``, nor where rows of a
-    batch have that layer otherwise.
+    They cannot if an adapter of peft adds a bias to ``kv_b_proj``, nor if rows of a batch have
+    different adapters of this layer.
     """
     names = () if adapter is None else adapter.parameters
     different = ".kv_b_proj." if isinstance(adapter, ByRows) else f".kv_b_proj.{BIAS}"
@@ -63,8 +64,9 @@ def absorbs(adapter: Adapter | None) -> bool:
 
 
 def whole_of(adapter: Adapter | None) -> Whole:
-    """Return a function that returns a dense weight, with its adapter merged."""
-    if adapter is None or isinstance(adapter, ByRows):  # which adapt other layers
+    """Return a function that returns a dense weight with its adapter merged."""
+    # The caller needs kv_b_proj alone, which adapters by rows do not change: see ``absorbs``.
+    if adapter is None or isinstance(adapter, ByRows):
         return _dense
     return partial(_merged, adapter)
 
@@ -79,16 +81,16 @@ def _merged(adapter: Adapter, parameters: Mapping[str, Any], name: str) -> Any:
 
 
 def _masked(mask: Any, layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
-    """Return the attention of tokens to each other, except to padding."""
+    """Return the attention of the tokens in each row; the mask excludes padding."""
     return attention(q, k, v, mask=mask, **options)
 
 
 def _packed(
     offsets: Array, longest: int | None, layer: int, q: Array, k: Array, v: Array, **options: Any
 ) -> Array:
-    """Return the attention of the tokens of packed texts, each to those of its own text."""
+    """Return the attention of packed texts; a token attends only within its own text."""
     shape = q.shape
-    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))  # (tokens, heads, dim)
     options |= {"max_queries": longest, "max_keys": longest}
     return attention_varlen(q, k, v, offsets, offsets, **options).reshape(shape)
 
@@ -103,9 +105,10 @@ def project_of(
     context: Context | None = None,
     first: int = 0,
 ) -> Project:
-    """Return the linear layers of a call on (rows, tokens), as ``(parameters, names, x)``.
+    """Return the function ``(parameters, names, x)`` that computes the linear layers of a call.
 
-    ``first`` is the number of the first token: see ``token_numbers``.
+    ``tokens`` is (rows, tokens).  ``first`` is the number of the first token: see
+    ``token_numbers``.
     """
     if isinstance(adapter, ByRows):
         return adapter.project(tokens, offsets, seed, _plain, context, first)
@@ -116,7 +119,10 @@ def project_of(
 
 
 def _plain(parameters: Mapping[str, Any], names: Sequence[str], x: Any) -> list[Any]:
-    """Return the outputs of dense or quantized layers for one input."""
+    """Return the outputs of dense or quantized layers for one input.
+
+    Weights that are rows of one stored matrix need one product instead of one per layer.
+    """
     weights = [parameters[f"{n}.weight"] for n in names]
     arrays = [weight.value if type(weight) is Var else weight for weight in weights]
     if len(names) > 1 and f"{names[0]}.bias" not in parameters and rows_of_one(arrays) is not None:
@@ -127,6 +133,6 @@ def _plain(parameters: Mapping[str, Any], names: Sequence[str], x: Any) -> list[
 def _rounded(
     division: Division | None, parameters: Mapping[str, Any], names: Sequence[str], x: Any
 ) -> list[Any]:
-    """Return the outputs of layers whose weights and inputs are rounded, as in BitNet."""
+    """Return the outputs of BitNet layers, which round weights and inputs."""
     layers = [(f"{n}.weight", parameters.get(f"{n}.bias")) for n in names]
     return [bits(division, weight, x, parameters[weight], bias) for weight, bias in layers]

@@ -16,7 +16,7 @@ from .state_space_layer import state_space_layer
 
 
 def attention_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
-    """Return the attention branch of normalised x."""
+    """Return the output of the attention branch for normalised x."""
     config, module = call.config, f"{prefix}{call.config.names.attention}."
     recurrent = f"{prefix}{config.names.recurrent}."
     if config.delta is not None and not config.attends(layer):
@@ -28,7 +28,7 @@ def attention_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
 
 
 def _attention(call: Call, layer: int, module: str, x: Any) -> Any:
-    """Return the attention of normalised x."""
+    """Return the output of an attention layer for normalised x."""
     config = call.config
     batch, tokens, _ = x.shape
     queries, keys = config.heads * config.dim, config.kv_heads * config.dim
@@ -51,8 +51,9 @@ def _attention(call: Call, layer: int, module: str, x: Any) -> Any:
         q, k = (divided_norm(call, module, f"{n}_norm", each) for n, each in (("q", q), ("k", k)))
     if config.clip is not None:
         q, k, v = (clip(each, bound=config.clip) for each in (q, k, v))
+    # (batch, tokens, heads, dim), or 2 * dim with a gate
     q, gate = q.reshape(batch, tokens, config.heads, q.shape[-1] // config.heads), None
-    if config.gated:
+    if config.gated:  # the projection stores query and gate of each head beside each other
         q, gate = q[..., : config.dim], q[..., config.dim :]
     k = k.reshape(batch, tokens, config.kv_heads, config.dim)
     v = v.reshape(batch, tokens, config.kv_heads, config.dim)
@@ -61,7 +62,7 @@ def _attention(call: Call, layer: int, module: str, x: Any) -> Any:
 
 
 def _attended(call: Call, layer: int, module: str, q: Any, k: Any, v: Any, gate: Any = None) -> Any:
-    """Return the output of the attention of heads, times the sigmoid of a gate if there is one."""
+    """Return the projected attention of heads, which a sigmoid gate may multiply."""
     config = call.config
     options = call.options(layer)
     if config.sinks:
@@ -71,9 +72,9 @@ def _attended(call: Call, layer: int, module: str, q: Any, k: Any, v: Any, gate:
 
 
 def _output(call: Call, module: str, out: Any) -> Any:
-    """Return the output projection of the attention of heads."""
+    """Return the output projection of heads, (batch, tokens, heads, dim)."""
     config = call.config
-    out = out.reshape(*out.shape[:2], out.shape[2] * out.shape[3])
+    out = out.reshape(*out.shape[:2], out.shape[2] * out.shape[3])  # (batch, tokens, heads * dim)
     if config.sub_norms:
         out = divided_norm(call, module, "attn_sub_norm", out)
     (out,) = call.project(call.parameters, [module + config.names.output], out)
@@ -82,11 +83,12 @@ def _output(call: Call, module: str, out: Any) -> Any:
 
 
 def _placed(call: Call, layer: int, module: str, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
-    """Return q and k by heads, normalised and rotated; None for a k that is stored already."""
+    """Return normalised and rotated q and k; None as k if the cache stores it already."""
     config, (_, tables, positions, turn, *_) = call.config, call.attention
     cos, sin, *of_queries = tables[config.layer_types[layer]]
     names, rotates = config.names, config.rotates(layer)
     by_head = config.query_key_norm not in (None, "projection")
+    # One launch normalises and rotates both; other norms and orders need separate ops.
     if by_head and rotates and config.norms.kind == "rms" and not config.rotated_first:
         return qk_norm_rope(
             q,

@@ -1,7 +1,7 @@
 """An attention layer as one function: the caller passes the weights.
 
-q, k, v = x q_weight^T + q_bias, and so on        by heads; rope rotates q and k if there are tables
-y = attention(q, k, v) o_weight^T + o_bias
+q = x q_weight^T + q_bias                         k and v likewise, each split into heads
+y = attention(q, k, v) o_weight^T + o_bias        rope rotates q and k first, if there are tables
 """
 
 from collections.abc import Callable, Sequence
@@ -44,39 +44,40 @@ def attention_layer(
     sequences: Sequence[int] | None = None,
     **options: Any,
 ) -> Array:
-    """Return attention between its linear projections: a transformer's layer without the norm.
+    """Return the output of an attention layer: projections, rope, attention, output projection.
 
     Parameters
     ----------
     x : (batch, tokens, hidden) float
-        Input of the layer; like the weights, a Var of a tape where a gradient is needed.
+        Input of the layer.  Pass x and weights as Vars of a tape to compute their gradients.
     q_weight : (heads * dim, hidden) float
-        Its rows are the heads, one after another, as checkpoints store them.
+        Weight of the query projection: the rows of all heads, one head after another.
     k_weight, v_weight : (kv_heads * dim, hidden) float
-        kv_heads divides heads.
+        Weights of the key and value projections; heads must be a multiple of kv_heads.
     o_weight : (outputs, heads * dim) float
         Weight of the output projection.
     cos, sin : (length, half) dtype of x or float32, optional
-        As ``rope_tables`` returns them; None: q and k are not rotated.
+        Tables from ``rope_tables``; None: q and k are not rotated.
     positions : (tokens,) or (batch, tokens) int, optional
-        Positions of the tokens, if there are tables; None: those that follow the cache's, or
-        0, 1, 2 ...
+        Positions of the tokens in the tables; None: 0, 1, 2 ..., counted on from the tokens in
+        the cache.
     heads : int
         Number of query heads.
     q_bias, k_bias, v_bias, o_bias : (rows of the weight,) dtype of x or float32, optional
-        Added to the projections.
+        Biases of the projections.
     causal : bool
-        Queries do not see keys after their own position.
+        Whether queries ignore keys after their own position.
     interleaved : bool
         As in ``rope``.
     cache : KVCache or PagedKVCache, optional
-        Keys and values of earlier tokens; those of x are appended.  It has no gradient.
+        Keys and values of earlier tokens, to which keys and values of x are appended.  A cache
+        has no gradient.
     layer : int
         Index of this layer in the cache.
     sequences : sequence of int, optional
         The sequence of a PagedKVCache that each row continues.
     **options
-        The other options of ``attention``, or of ``attention_paged``.
+        Further options of ``attention``, or of ``attention_paged`` with a PagedKVCache.
 
     Returns
     -------
@@ -87,9 +88,9 @@ def attention_layer(
     ConfigError
         heads does not divide the rows of q_weight, cache is not a cache, or an option is invalid.
     GradientError
-        There is a cache, and x or a weight is on a tape.
+        A cache is passed, and x or a weight is on a tape.
     DeviceMemoryError
-        The cache has too few free pages; it is unchanged.
+        The cache has too few free pages; the cache is unchanged.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
 
@@ -104,7 +105,7 @@ def attention_layer(
     >>> rng = np.random.default_rng(0)
     >>> x = rng.standard_normal((1, 6, 32), np.float32)
     >>> wq, wk, wv, wo = rng.standard_normal((4, 32, 32), np.float32) * 0.1
-    >>> cos, sin = rope_tables(6, 8)  # of heads of 8
+    >>> cos, sin = rope_tables(6, 8)  # 6 positions, dim 8
     >>> y = attention_layer(x, wq, wk, wv, wo, cos, sin, heads=4)
     >>> dx, *weights = attention_layer_backward(y, x, wq, wk, wv, wo, cos, sin, heads=4)
     >>> assert dx.shape == x.shape
@@ -119,7 +120,7 @@ def attention_layer(
         cure = "q_weight has heads * dim rows, k_weight and v_weight have kv_heads * dim"
         raise ConfigError(f"attention_layer(heads={heads!r}): {cure}; got {shapes}")
     held = rows_of("attention_layer", cache, sequences, x.shape[0])
-    q, k, v = (
+    q, k, v = (  # (batch, tokens, heads or kv_heads, dim)
         PROJECTIONS[part](x, weight, bias).reshape(*x.shape[:2], weight.shape[0] // dim, dim)
         for part, weight, bias in zip(
             "qkv", weights.values(), (q_bias, k_bias, v_bias), strict=True
@@ -141,7 +142,7 @@ def attention_layer(
 
 
 def _projection(part: str) -> Callable[[Array, Array, Array | None], Array]:
-    """Return ``linear`` for a weight of the layer, which errors name as the layer does."""
+    """Return ``linear`` for one weight; its errors show the layer's argument names."""
 
     @naming("attention_layer", "linear", weight=f"{part}_weight", bias=f"{part}_bias")
     def projection(x: Array, weight: Array, bias: Array | None) -> Array:
@@ -154,7 +155,7 @@ PROJECTIONS = {part: _projection(part) for part in "qkvo"}
 
 
 def _are_tables(cos: Any, sin: Any, positions: Any) -> bool:
-    """Return whether there are rope tables; raise where only some of the arguments are there."""
+    """Return whether rope tables are passed; raise if only some of the three arguments are."""
     if (cos is None) != (sin is None) or (cos is None and positions is not None):
         missing = "cos" if cos is None else "sin"
         cure = "pass cos and sin, as rope_tables returns them, or neither and no positions"
@@ -163,7 +164,7 @@ def _are_tables(cos: Any, sin: Any, positions: Any) -> bool:
 
 
 def _next(held: KVCache | PagedRows | None, layer: int, new: int) -> tuple[int, Any]:
-    """Return the table row of the first new token, and all positions where rows of x differ."""
+    """Return the table row of the first new token, and all positions if rows of x differ."""
     if isinstance(held, PagedRows):
         return held.places(new, layer)
     in_cache = held is not None and layer in range(len(held.filled))
@@ -171,7 +172,7 @@ def _next(held: KVCache | PagedRows | None, layer: int, new: int) -> tuple[int, 
 
 
 def _check_axes(**arrays: Any) -> None:
-    """Raise unless these are arrays or Vars with the number of axes that the layer needs."""
+    """Raise unless x has 3 axes and every other array or Var has 2."""
     values = [array.value if type(array) is Var else array for array in arrays.values()]
     common("attention_layer", [*arrays], values)
     for name, value in zip(arrays, values, strict=True):
@@ -203,9 +204,9 @@ def attention_layer_backward(
 ) -> tuple[Array | None, ...]:
     """Return the gradients of x, q_weight, k_weight, v_weight and o_weight.
 
-    If there is any bias, those of q_bias, k_bias, v_bias and o_bias follow, None for an absent
-    one.  The layer is computed again on a tape.  ``attention_layer`` documents the arrays and
-    options.
+    If any bias is passed, the gradients of q_bias, k_bias, v_bias and o_bias follow, None for an
+    absent bias.  The layer is computed again on a tape.  ``attention_layer`` documents the arrays
+    and options.
     """
     arrays = {"x": x, "q_weight": q_weight, "k_weight": k_weight}
     arrays |= {"v_weight": v_weight, "o_weight": o_weight}
@@ -216,7 +217,7 @@ def attention_layer_backward(
     tape = Tape()
     watched: Any = [tape.watch(array) for array in arrays.values()]
     on_tape: Any = {name: tape.watch(bias) for name, bias in present.items()}
-    layer: Any = attention_layer  # returns a Var for Vars, which its type does not say
+    layer: Any = attention_layer  # returns a Var for Vars; the annotation only has arrays
     y = layer(*watched, cos, sin, positions, heads=heads, **on_tape, **options)
     computed = iter(tape.gradients(y, [*watched, *on_tape.values()], dy))
     gradients = [next(computed) for _ in watched]

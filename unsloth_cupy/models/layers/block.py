@@ -1,12 +1,12 @@
 """The transformer block, on arrays or on a tape.
 
     h = x + norm(attention(norm(x)))
-    y = h + norm(mlp(norm(h)))          the config says which of the four norms exist
+    y = h + norm(mlp(norm(h)))          the config has which of the four norms exist
     y = x + attention(norm(x)) + mlp(norm(x))                   in parallel blocks
-    y = x + branch(norm(x))                                     in blocks of a single branch
+    y = x + branch(norm(x))                                     in blocks with a single branch
 
-A residual sum and the norm after it are one op, so a block returns (branch, stream), the terms of
-the sum.  Parameters are looked up by Hugging Face names; a bias only where there is one.
+A residual sum and the norm after it are one op, so a block returns the two terms of its sum:
+(branch, stream).  Parameters have their Hugging Face names; biases are optional.
 """
 
 from collections.abc import Callable, Mapping
@@ -35,7 +35,8 @@ from .norms import join, norm_of
 def rope_rows(rope: Rope, like: Array) -> Callable[[int], tuple[Array, ...]]:
     """Return a function from a length to cos and sin tables of at least that many positions.
 
-    With ``growth`` those of queries follow, which contain its factors.
+    With ``rope.growth`` the function returns two more tables: cos and sin of queries, multiplied
+    by the growth factors.
     """
 
     def scaled(size: int) -> tuple[Array, ...]:
@@ -47,13 +48,16 @@ def rope_rows(rope: Rope, like: Array) -> Callable[[int], tuple[Array, ...]]:
         factors = (1 + beta * np.log1p(steps)).astype(cos.dtype)[:, None]
         return cos, sin, cos * factors, sin * factors
 
+    # Each stream has its own tables: work on another stream may start before they are written.
     @lru_cache(maxsize=64)
     def on_stream(stream: Any) -> Callable[[int], tuple[Array, ...]]:
         return lru_cache(maxsize=8)(scaled)
 
     def tables(length: int) -> tuple[Array, ...]:
-        size = max(256, 1 << (length - 1).bit_length())  # few sizes while decoding
+        # Powers of 2 from 256 on: decoding, where length grows by 1, needs few sizes.
+        size = max(256, 1 << (length - 1).bit_length())
         if rope.original is not None:
+            # Beyond the original length, the angles depend on the length itself.
             size = min(size, rope.original) if length <= rope.original else length
         return on_stream(stream(like))(size)
 
@@ -79,9 +83,9 @@ def embedded(
 def blocks(
     call: Call, branch: Any, checkpoints: CheckpointConfig | None, layers: range | None = None
 ) -> tuple[Any, Any]:
-    """Return the output of all blocks as (branch, stream), with activation checkpointing.
+    """Return the output of all blocks as (branch, stream), with gradient checkpointing if enabled.
 
-    Blocks whose parameters are gathered run one at a time, also without.
+    Blocks run one at a time if their parameters are gathered from other ranks.
     """
     layers = range(call.config.layers) if layers is None else layers
     size, stream = call.config.layers if call.gather is None else 1, None
@@ -89,7 +93,7 @@ def blocks(
     if checkpoints is not None and checkpoints.enabled:
         size, keep, offload = checkpoints.recompute_every, checkpoints.keep, checkpoints.offload
         if "attention_forward" in keep:
-            keep = (*keep, "attention_varlen_forward")  # attention of packed texts
+            keep = (*keep, "attention_varlen_forward")  # the same op for packed texts
         run = partial(checkpoint, _part, keep=keep, offload=offload)
     for first in range(layers.start, layers.stop, size):
         group = range(first, min(first + size, layers.stop))
@@ -104,10 +108,7 @@ def blocks(
 
 
 def _part(call: Call, layers: range, branch: Any, stream: Any) -> tuple[Any, Any, Any]:
-    """Return the output of some blocks as (branch, stream), and what their routers said.
-
-    Their parameters are gathered first.
-    """
+    """Gather the parameters of some blocks; return their (branch, stream) and their routes."""
     if call.gather is not None:
         call = call._replace(parameters=call.gather(call.parameters))
     for layer in layers:
@@ -116,7 +117,7 @@ def _part(call: Call, layers: range, branch: Any, stream: Any) -> tuple[Any, Any
 
 
 def block(call: Call, layer: int, branch: Any, stream: Any) -> tuple[Any, Any]:
-    """Return the output of a block as (branch, stream), which the next op adds."""
+    """Return the output of a block as (branch, stream); the next op computes their sum."""
     norms, prefix, config = call.config.norms_of(layer), f"model.layers.{layer}.", call.config
     x, stream = join(call, prefix, norms.before_attention, branch, stream)
     ranks = call.division
@@ -127,7 +128,8 @@ def block(call: Call, layer: int, branch: Any, stream: Any) -> tuple[Any, Any]:
         x = entered(ranks, x)
         branch = add(attention_branch(call, layer, prefix, x), mlp_branch(call, layer, prefix, x))
         return _scaled(joined(ranks, branch), config.residual_scale), stream
-    entering = x if config.latent is not None else entered(ranks, x)  # it enters further on
+    # Latent attention calls ``entered`` after its short vectors, which every rank computes whole.
+    entering = x if config.latent is not None else entered(ranks, x)
     branch = joined(ranks, attention_branch(call, layer, prefix, entering))
     branch = _scaled(norm_of(call, prefix, norms.after_attention, branch), config.residual_scale)
     x, stream = join(call, prefix, norms.before_mlp, branch, stream)

@@ -1,4 +1,4 @@
-"""What all blocks of one call share."""
+"""The inputs that all blocks of one call share."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,25 +18,26 @@ Gather = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 
 class Latents(NamedTuple):
-    """A cache of latent rows, in which a layer may hold rows already."""
+    """The functions of a cache that stores latent rows."""
 
-    begins: Callable[[int], bool]  # (layer) whether it holds none
+    begins: Callable[[int], bool]  # (layer) whether the cache has no rows of the layer yet
     append: Callable[..., Any]  # (layer, rows, None)
     attend: Attend
 
 
-def unkept(*_: Any) -> tuple[None, None]:
-    """Return that a layer has no state before the first token; keep none."""
+def no_states(*_: Any) -> tuple[None, None]:
+    """Return no initial states, and store none: there is no cache."""
     return None, None
 
 
 class Attention(NamedTuple):
-    """What branches with attention take.
+    """The inputs of attention branches.
 
-    ``tables`` are cos and sin by layer type, and those of queries where they differ.
+    ``tables`` are (cos, sin) by layer type; (cos, sin, cos of queries, sin of queries) if queries
+    have tables of their own.
     """
 
-    attend: Attend  # of these tokens: to each other, or to a cache as well
+    attend: Attend  # attention among these tokens, and to the tokens of a cache
     tables: Mapping[str, tuple[Any, ...]]
     positions: Any = None  # (batch, tokens); None: the rows of the tables, in order
     turn: Turn | None = None  # rotates q and k, in place of rope_qk; returns None for a stored k
@@ -45,39 +46,39 @@ class Attention(NamedTuple):
 
 
 class Mixtures(NamedTuple):
-    """What layers with experts take."""
+    """The inputs of layers with experts."""
 
-    stacks: Mapping[str, Adapted] = {}  # those that have an adapter
-    routers: list[Any] | None = None  # takes what every router says; None: nobody reads it
-    routes: Any = None  # (batch, tokens, layers with experts, k): experts that were chosen before
-    ranks: Communicator | None = None  # that hold different experts
+    stacks: Mapping[str, Adapted] = {}  # stacks with an adapter, by name
+    routers: list[Any] | None = None  # to which every layer adds its ``Routed``; None: not needed
+    routes: Any = None  # (batch, tokens, layers with experts, k): experts of an earlier pass
+    ranks: Communicator | None = None  # which hold different experts
 
 
 class Recurrence(NamedTuple):
-    """What layers with states take."""
+    """The inputs of layers with recurrent states."""
 
-    states: Any = unkept  # (layer) -> two, (layer, tokens, *two)
-    mask: Any = None  # of tokens that are not padding
-    offsets: Any = None  # of packed texts
+    states: Any = no_states  # (layer) returns two states; (layer, tokens, *two) stores them
+    mask: Any = None  # True where a token is not padding
+    offsets: Any = None  # starts of packed texts
 
 
 class Call(NamedTuple):
     """The inputs that all blocks of one call share, and those of each kind of branch."""
 
     config: Config
-    parameters: Mapping[str, Any]  # also those of an adapter
+    parameters: Mapping[str, Any]  # of the model and of its adapter
     project: Project  # the outputs of linear layers: plain, adapted or rounded
     attention: Attention
     experts: Mixtures = Mixtures()
     recurrence: Recurrence = Recurrence()
     chunked_mlp: bool = False
-    division: Division | None = None  # among ranks; config and parameters are this rank's part
+    division: Division | None = None  # with it, config and parameters are this rank's part
     gather: Gather | None = None  # gathers the parameters of a block from the parts of all ranks
-    context: Context | None = None  # of ranks that divide the tokens
+    context: Context | None = None  # if ranks divide the tokens
 
     def options(self, layer: int) -> dict[str, Any]:
-        """Return the options of the attention of a layer."""
-        window = self.config.window_of(layer)  # it counts the query itself
+        """Return the options of a layer's attention."""
+        window = self.config.window_of(layer)  # counts the query itself; attention's does not
         options: dict[str, Any] = {"causal": True, "scale": self.config.scale}
         options |= {"softcap": self.config.softcap}
         return options | {"window": None if window is None else (window - 1, 0)}

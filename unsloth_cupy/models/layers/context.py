@@ -1,7 +1,7 @@
 """Context parallelism: ranks divide the tokens of each row, and attend to the tokens of all ranks.
 
-Rows are padded to a multiple of the ranks (ring: of twice the ranks) with copies of the last token,
-which predict nothing and which no token of a text sees.
+Rows are padded to a multiple of the world size (ring: twice the world size) with copies of the
+last token.  Padding has no labels, and no token of a text attends to it.
 
     ring       tokens in the zigzag order of ``ring_order``; keys and values pass from rank to rank
     ulysses    each rank has consecutive tokens, and attends with some of the heads to all tokens
@@ -28,11 +28,11 @@ KINDS: dict[str, Any] = {"ring": ring_attention, "ulysses": ulysses_attention}
 
 
 class Context(NamedTuple):
-    """The tokens of this rank, which are the same columns of all rows."""
+    """The tokens of this rank: the same columns of all rows."""
 
     comm: Communicator
-    order: Array  # index in the row of each token; length or more for padding
-    length: int  # tokens of a row
+    order: Array  # column of each token in the whole row; padding has ``length`` or more
+    length: int  # tokens per row
     offsets: Array | None  # starts of the texts packed into the row, on the host
     kind: str
 
@@ -40,12 +40,12 @@ class Context(NamedTuple):
     def of(
         cls, comm: Communicator | None, tokens: Any, mask: Any, offsets: Any, kind: str = "ring"
     ) -> Self | None:
-        """Return which tokens this rank holds; None if ranks do not divide them.
+        """Return the context of this rank; None if ranks do not divide tokens.
 
         Raises
         ------
         ConfigError
-            There is a mask, or the kind is unknown.
+            A mask is passed, or the kind is unknown.
         """
         if comm is None or comm.size == 1:
             return None
@@ -54,9 +54,9 @@ class Context(NamedTuple):
             raise ConfigError(f"Transformer: a mask cannot be divided among ranks; {cure}")
         length = int(tokens.shape[1] if offsets is None else tokens.size)
         if kind not in KINDS:
-            problem = f"Transformer: context_attention {kind!r} is not known"
+            problem = f"Transformer: context_attention {kind!r} is unknown"
             raise ConfigError(f"{problem}; choose from {', '.join(KINDS)}")
-        step = comm.size * (2 if kind == "ring" else 1)
+        step = comm.size * (2 if kind == "ring" else 1)  # in zigzag order a rank has two pieces
         padded = -(-length // step) * step
         texts = None if offsets is None else to_numpy(offsets)
         if texts is not None and padded > length:
@@ -70,18 +70,18 @@ class Context(NamedTuple):
         return x[:, to_device_of(self.order.clip(max=max(self.length - 1, 0)), x)]
 
     def whole(self, own: Any) -> Any:
-        """Return (rows, tokens, ...) of all ranks; its gradient is the sum of those of all."""
+        """Return (rows, tokens, ...) of all ranks; backward adds up the gradients of all ranks."""
         columns = to_device_of(self.order, value_of(own))
-        kept = columns < self.length
+        real = columns < self.length
 
         def spread(x: Any) -> Any:
             full = np.zeros_like(x, shape=(len(x), self.length, *x.shape[2:]))
-            full[:, columns[kept]] = x[:, kept]
-            return self.comm.all_reduce(full)
+            full[:, columns[real]] = x[:, real]
+            return self.comm.all_reduce(full)  # other ranks have zeros in these columns
 
         def back(dy: Any, wanted: Any) -> dict[str, Any]:
             dx = self.own(self.comm.all_reduce(dy))
-            return {"own": zeroed(dx, np.broadcast_to(kept, dx.shape[:2]))}
+            return {"own": zeroed(dx, np.broadcast_to(real, dx.shape[:2]))}
 
         value = value_of(own)
         flags = value.dtype.kind == "b"
@@ -89,7 +89,7 @@ class Context(NamedTuple):
         return y if flags else taped("log_probs", y, back, own=own)
 
     def places(self, all_places: Places) -> Places:
-        """Return the places of this rank's tokens, out of those of all tokens."""
+        """Return positions and tables of this rank's tokens."""
         positions = all_places.positions
         if positions is None:
             like = next(iter(all_places.tables.values()))[0]
@@ -97,18 +97,21 @@ class Context(NamedTuple):
         return all_places._replace(positions=self.own(positions), offsets=None)
 
     def by_heads(self, x: Any) -> Any:
-        """Return (rows, tokens, heads, ...) of all tokens in order and of this rank's heads."""
+        """Exchange tokens for heads: return all tokens in order, with this rank's heads.
+
+        x is (rows, tokens, heads, ...).
+        """
         x = all_to_all(x, 2, 1, self.comm)
         return x if self.kind != "ring" else taken(x, to_device_of(self._at(), value_of(x)), 1)
 
     def by_tokens(self, x: Any) -> Any:
-        """Return what ``by_heads`` was given: this rank's tokens, with all heads."""
+        """Undo ``by_heads``: return this rank's tokens, with all heads."""
         if self.kind == "ring":
             x = taken(x, to_device_of(np.argsort(self._at()), value_of(x)), 1)
         return all_to_all(x, 1, 2, self.comm)
 
     def _at(self) -> Array:
-        """Return where each token of a row is among those of all ranks, one rank after another."""
+        """Return the index of each token of a row in the tokens of all ranks, rank after rank."""
         pieces = np.arange(len(self.order) * self.comm.size).reshape(2 * self.comm.size, -1)
         both = [each for pair in zip(pieces, pieces[::-1], strict=True) for each in pair]
         at: Array = np.argsort(np.concatenate(both[: len(pieces)]))
@@ -120,7 +123,7 @@ class Context(NamedTuple):
 
 
 def is_left_aligned(mask: Any) -> bool:
-    """Return whether all padding of rows is on the right; planned rows have none."""
+    """Return whether all padding is on the right; True in a plan, whose masks have no values."""
     if is_planned(mask):
         return True
     real = to_numpy(mask) != 0
@@ -128,15 +131,15 @@ def is_left_aligned(mask: Any) -> bool:
 
 
 def own_tokens(context: Context | None, tokens: Array) -> Array:
-    """Return this rank's columns of (rows, tokens): of tokens, or of the labels they predict."""
+    """Return this rank's columns of tokens or labels, (rows, tokens)."""
     return tokens if context is None else context.own(tokens)
 
 
 def token_numbers(context: Context | None, tokens: Array, first: int) -> Array | None:
-    """Return the number in the batch of all ranks of each of this rank's tokens, (rows, tokens).
+    """Return the numbers of this rank's tokens in the batch of all ranks, (rows, tokens).
 
-    ``tokens`` are whole rows, whose first token has the number ``first``.  None: they are 0, 1, 2
-    and so on.
+    ``tokens`` are whole rows; their first token has the number ``first``.  None stands for the
+    numbers 0, 1, 2 and so on.
     """
     if context is None and first == 0:
         return None
@@ -145,11 +148,11 @@ def token_numbers(context: Context | None, tokens: Array, first: int) -> Array |
 
 
 def real_tokens(context: Context | None, mask: Array | None, like: Array) -> Array | None:
-    """Return which of this rank's tokens are real, (rows, tokens): those of the mask; None: all.
+    """Return a mask of this rank's tokens that are not padding, (rows, tokens); None: all are real.
 
-    With a context, which has no mask, those that do not fill up the rows of ``like``.
+    Without a context it is ``mask``.  A context excludes a mask; its only padding fills up rows.
     """
     if context is None:
         return mask
-    kept = to_device_of(context.order < context.length, like)
-    return np.broadcast_to(kept, (len(like), len(kept)))
+    real = to_device_of(context.order < context.length, like)
+    return np.broadcast_to(real, (len(like), len(real)))

@@ -1,15 +1,16 @@
 """A layer with a gated delta rule in place of attention, on arrays or on a tape.
 
-    q, k, v = conv(x A_qkv)        by heads; q and k of length 1
+    q, k, v = conv(x A_qkv)        split into heads; q and k of each head have length 1
     y = gated_norm(rule(q, k, v, decay, beta), x A_z) A_out
     decay = -exp(A_log) softplus(x A_a + dt_bias)      beta = sigmoid(x A_b)
 
-With decays of channels A_a and A_z are products of two, and the gate is a sigmoid.
+If every channel has its own decay, A_a and A_z are each the product of two matrices, and the gate
+is a sigmoid.
 
-Ranks that divide the tokens exchange them for heads: each computes all tokens of some heads.
+Ranks that divide the tokens exchange them for heads: each rank computes all tokens of some heads.
 
-In a cache a layer keeps the last inputs of its convolution, and the state of its rule.  Padding
-leaves both as they are, if it comes before a text.
+A cache stores the last inputs of the convolution and the state of the rule.  Padding before a text
+changes neither.
 """
 
 from collections.abc import Mapping
@@ -34,14 +35,14 @@ from .elements import beside, gated, split, taken, without_padding
 
 
 def delta_layer(call: Any, rule: Delta, layer: int, module: str, x: Any) -> Any:
-    """Return the branch of normalised x."""
+    """Return the output of the layer for normalised x."""
     config: Config = call.config
     parameters, (batch, tokens, _) = call.parameters, x.shape
     states, mask, offsets = call.recurrence
     x = x if mask is None else without_padding(x, mask)
     mixed, z, beta, decay = _projected(call, rule, module, x)
     taps = parameters[f"{module}conv1d.weight"]
-    taps = taps.reshape(taps.shape[0], taps.shape[2])
+    taps = taps.reshape(taps.shape[0], taps.shape[2])  # (channels, taps)
     decay = _decays(rule, decay, parameters, module)
     beta, own = _shares(beta, rule.most), rule
     if call.context is not None:
@@ -66,11 +67,11 @@ def delta_layer(call: Any, rule: Delta, layer: int, module: str, x: Any) -> Any:
     else:
         y = gated_rms_norm(y, z, weight, eps=eps)
     y = y.reshape(batch, tokens, rule.value_heads * rule.value_dim)
-    return call.project(parameters, [f"{module}{output}"], y)[0]
+    return call.project(parameters, [f"{module}{output}"], y)[0]  # (batch, tokens, hidden)
 
 
 def _projected(call: Any, rule: Delta, module: str, x: Any) -> list[Any]:
-    """Return q, k and v beside each other, z, and what beta and decay are made of."""
+    """Return q, k and v in one array, then z, and the inputs of beta and decay."""
     names = [f"{module}{name}" for name in rule.projections]
     projected: list[Any] = call.project(call.parameters, names, x)
     if rule.stored == "split":
@@ -82,22 +83,22 @@ def _projected(call: Any, rule: Delta, module: str, x: Any) -> list[Any]:
         (gate,) = call.project(call.parameters, [f"{module}g_b_proj"], gate)
         (decay,) = call.project(call.parameters, [f"{module}forget_gate.f_b_proj"], decay)
         return [beside(q, k, v), gate, beta, decay]
-    many, few = projected
+    many, few = projected  # rows by key head: q, k, v, z of one head are neighbours
     rows, groups = x.shape[:2], rule.value_heads // rule.key_heads
     many = many.reshape(*rows, rule.key_heads, many.shape[-1] // rule.key_heads)
     few = few.reshape(*rows, rule.key_heads, 2 * groups)
-    first, values = 2 * rule.key_dim, groups * rule.value_dim
+    first, values = 2 * rule.key_dim, groups * rule.value_dim  # where v begins, and its length
     ends = (0, rule.key_dim, first, first + values, first + 2 * values)
     q, k, v, z = (many[..., a:b] for a, b in pairwise(ends))
     b, a = few[..., :groups], few[..., groups:]
     q, k, v, z, b, a = (
         each.reshape(*rows, rule.key_heads * each.shape[-1]) for each in (q, k, v, z, b, a)
-    )
+    )  # (batch, tokens, heads * dim) each
     return [beside(q, k, v), z, b, a]
 
 
 def _of_rank(rule: Delta, context: Context) -> Delta:
-    """Return a rule with the heads that one of the ranks computes."""
+    """Return the sizes of the rule on one rank, which computes some of the heads."""
     heads = rule.key_heads // context.comm.size, rule.value_heads // context.comm.size
     return replace(rule, key_heads=heads[0], value_heads=heads[1])
 
@@ -105,12 +106,9 @@ def _of_rank(rule: Delta, context: Context) -> Delta:
 def _by_heads(
     context: Context, rule: Delta, mixed: Any, taps: Any, beta: Any, decay: Any
 ) -> list[Any]:
-    """Return the inputs of a convolution, its taps, beta and decay, of this rank's heads alone.
-
-    They are of all tokens.
-    """
+    """Return convolution inputs, taps, beta and decay: all tokens of this rank's heads."""
     rows, keys = mixed.shape[:2], rule.key_heads * rule.key_dim
-    parts = (
+    parts = (  # first channel, heads and dimension of q, k and v
         (0, rule.key_heads, rule.key_dim),
         (keys, rule.key_heads, rule.key_dim),
         (2 * keys, rule.value_heads, rule.value_dim),
@@ -131,13 +129,16 @@ def _by_heads(
 
 
 def _of_heads(context: Context, x: Any) -> Any:
-    """Return (rows, tokens, heads) of this rank's heads."""
-    x = context.by_heads(x.reshape(*x.shape, 1))
+    """Return this rank's heads of x, (rows, tokens, heads)."""
+    x = context.by_heads(x.reshape(*x.shape, 1))  # (rows, tokens, heads, 1)
     return x.reshape(*x.shape[:3])
 
 
 def _of_length_1(x: Any) -> Any:
-    """Return x / sqrt(sum(x**2) + eps) of each head."""
+    """Return x / sqrt(sum(x**2) + eps) of each head.
+
+    It is an RMS norm with the weight 1 / sqrt(dim): sum(x**2) = dim mean(x**2).
+    """
     dim = x.shape[-1]
     kind = np.promote_types(x.dtype, FLOAT32)
     unit = np.full_like(value_of(x), dim**-0.5, kind, shape=(dim,))
@@ -145,7 +146,7 @@ def _of_length_1(x: Any) -> Any:
 
 
 def _decays(rule: Delta, a: Any, parameters: Mapping[str, Any], module: str) -> Any:
-    """Return -exp(log) softplus(a + bias), in float32 or wider: of heads, or of their channels."""
+    """Return -exp(log) softplus(a + bias), in float32 or wider, for each head or channel."""
     if rule.stored == "short":
         module += "forget_gate."
     log, bias = parameters[f"{module}A_log"], parameters[f"{module}dt_bias"]
@@ -160,7 +161,7 @@ def _decays(rule: Delta, a: Any, parameters: Mapping[str, Any], module: str) -> 
     def back(dy: Any, wanted: Any) -> Mapping[str, Any]:
         dx = -dy * rate * sigmoid(x)
         gradients = {"a": dx, "log": (dy * y).sum(axis=(0, 1)), "bias": dx.sum(axis=(0, 1))}
-        if dy.ndim == 4:
+        if dy.ndim == 4:  # channels of a head share one log
             gradients["log"] = gradients["log"].sum(axis=-1, keepdims=True)
         dtypes = zip(gradients.items(), arrays, strict=True)
         return {name: rounded(each, array.dtype) for (name, each), array in dtypes}
@@ -169,7 +170,7 @@ def _decays(rule: Delta, a: Any, parameters: Mapping[str, Any], module: str) -> 
 
 
 def _shares(b: Any, most: float) -> Any:
-    """Return the sigmoid of b, times what it is at most."""
+    """Return most * sigmoid(b)."""
     value = value_of(b)
     wide = np.promote_types(value.dtype, FLOAT32)
     y, factor = sigmoid(value.astype(wide)), wide.type(most)

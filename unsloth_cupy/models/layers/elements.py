@@ -1,4 +1,4 @@
-"""Functions that few families need, on arrays or on a tape."""
+"""Element-wise and indexing functions that few families need, on arrays or on a tape."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,8 +14,8 @@ from ...parallel.taped import taped, value_of
 
 
 def gelu(x: Any, *, approximate: bool) -> Any:
-    """Return the Gaussian error linear unit of x: a gate of ones."""
-    value = value_of(x)
+    """Return the Gaussian error linear unit of x."""
+    value = value_of(x)  # geglu(x, 1) is gelu(x): no op of its own is needed
     return geglu(x, np.ones_like(value), approximate=approximate)
 
 
@@ -31,7 +31,7 @@ def stacked(rows: Sequence[Any]) -> Any:
 
 
 def scaled_heads(x: Any, weight: Any) -> Any:
-    """Return x (batch, tokens, heads, dim) times weight (heads, dim), rounded once."""
+    """Return x * weight, rounded once; x is (batch, tokens, heads, dim), weight (heads, dim)."""
     arrays = value_of(x), value_of(weight)
     wide = np.promote_types(arrays[0].dtype, FLOAT32)
     value, scales = (array.astype(wide, copy=False) for array in arrays)
@@ -48,7 +48,7 @@ def scaled_heads(x: Any, weight: Any) -> Any:
 
 
 def taken(x: Any, places: Any, axis: int) -> Any:
-    """Return the rows of x at some places of an axis."""
+    """Return the slices of x at these distinct indices of an axis."""
     value, before = value_of(x), (slice(None),) * axis
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
@@ -60,7 +60,7 @@ def taken(x: Any, places: Any, axis: int) -> Any:
 
 
 def split(x: Any, sizes: Sequence[int]) -> Any:
-    """Return consecutive parts of the last axis; the gradient of x is written once."""
+    """Split the last axis of x into parts of these sizes; backward writes the gradient once."""
     value = value_of(x)
     places = [slice(*pair) for pair in pairwise(np.cumsum([0, *sizes]).tolist())]
     parts = tuple(value[..., place] for place in places)
@@ -75,7 +75,7 @@ def split(x: Any, sizes: Sequence[int]) -> Any:
 
 
 def without_padding(x: Any, mask: Any) -> Any:
-    """Return x (batch, tokens, hidden) with zeros at padding."""
+    """Return x, (batch, tokens, hidden), with zeros at padding."""
     real = (mask != 0)[..., None]
 
     def kept(array: Any) -> Any:
@@ -99,7 +99,7 @@ def beside(*parts: Any) -> Any:
 
 
 def gated(x: Any, gate: Any) -> Any:
-    """Return x times the sigmoid of gate, of which rows may have one, rounded once."""
+    """Return x * sigmoid(gate), rounded once; gate may have one value per row of x."""
     arrays = value_of(x), value_of(gate)
     wide = np.promote_types(arrays[0].dtype, FLOAT32)
     value, factor = arrays[0].astype(wide, copy=False), sigmoid(arrays[1].astype(wide, copy=False))
@@ -115,7 +115,7 @@ def gated(x: Any, gate: Any) -> Any:
 
 
 def clamped_swiglu(gate: Any, up: Any, *, limit: float, alpha: float) -> Any:
-    """Return (u + 1) g sigmoid(alpha g), g = min(gate, limit), u = up between -limit and limit."""
+    """Return (u + 1) g sigmoid(alpha g) with g = min(gate, limit), u = clip(up, -limit, limit)."""
     arrays = value_of(gate), value_of(up)
     wide = np.promote_types(arrays[0].dtype, FLOAT32)
     g, u = (array.astype(wide, copy=False) for array in arrays)

@@ -1,4 +1,4 @@
-"""Rows of a mixture of experts on their way to the ranks that hold their experts, and back.
+"""Expert parallelism: rows are sent to the ranks that hold their experts, and results back.
 
 rows -> all to all -> sorted by expert -> products of own experts -> all to all -> sums over k
 """
@@ -28,16 +28,16 @@ def at_their_ranks(
     routes: Routes,
     computed: Callable[[Any, Routes], Any],
 ) -> Any:
-    """Return what ``computed`` makes of rows at the ranks that hold their experts.
+    """Return the weighted sums of ``computed``, which runs on the ranks that hold the experts.
 
-    A row goes once to each rank that holds some of its k experts, and k results come back, to be
-    added in the order of k; a gradient goes once to a rank, and comes back once.  A rank computes
-    in the order of ranks, then of experts, then of the places of rows.
+    A row is sent once to each rank that holds some of its k experts.  The k results come back and
+    are added in the order of k.  A gradient is sent once to a rank, and comes back once.  A rank
+    sorts rows by the rank they come from, then by expert, then by their index.
     """
     chosen = value_of(routes.experts)
     sorted_rows, offsets = by_expert(chosen, experts.count)
     counts = rows_of_ranks(offsets, comm, experts, chosen)
-    rows = x.reshape(-1, x.shape[-1])
+    rows = x.reshape(-1, x.shape[-1])  # (batch * tokens, hidden)
     count = rows.shape[0]
     owners = to_device_of(np.repeat(np.arange(comm.size), counts), chosen)
     pairs, places, once = pairs_of(owners * count + sorted_rows.order // experts.k, comm, count)
@@ -62,9 +62,9 @@ def at_their_ranks(
 
 
 def pairs_of(every: Array, comm: Communicator, count: int) -> tuple[Array, Array, list[int]]:
-    """Return each number rank * count + row once, where ``every`` one is, how many are of a rank.
+    """Return the distinct numbers rank * count + row, their inverse index, and counts by rank.
 
-    In a plan all rows go to the first two ranks.
+    A plan has no values: it assumes the worst case, that all rows go to the first two ranks.
     """
     if is_planned(every):
         once = [count, count, *[0] * (comm.size - 2)]
@@ -75,9 +75,10 @@ def pairs_of(every: Array, comm: Communicator, count: int) -> tuple[Array, Array
 
 
 def rows_of_ranks(offsets: Array, comm: Communicator, experts: Experts, chosen: Array) -> list[int]:
-    """Return how many of the sorted rows go to each rank; the host waits for a GPU here.
+    """Return the number of sorted rows that go to each rank; the host waits for the GPU here.
 
-    In a plan as many as can be go to the first: a token of each of its experts.
+    A plan has no values: it assumes the worst case, that the first rank gets as many rows as it
+    can, one per token and expert.
     """
     if is_planned(offsets):
         most = chosen.size // experts.k * min(experts.k, part(experts.count, comm, 0).stop)
@@ -88,15 +89,15 @@ def rows_of_ranks(offsets: Array, comm: Communicator, experts: Experts, chosen: 
 
 
 def sums_of_balance(logits: Any, chosen: Array, mask: Array | None, before: Any = None) -> Any:
-    """Return how many rows chose each expert, and the sums of its probabilities: (2, experts).
+    """Return the rows that chose each expert, and the sum of its probabilities: (2, experts).
 
-    ``chosen`` are the experts that count, and ``mask`` the rows of each layer that do; ``before``
-    are the sums of other layers, which are added.
+    ``chosen`` are the experts to count, and ``mask`` is True for the rows to count.  The sums
+    ``before``, of other layers, are added.
     """
     value, count = value_of(logits), logits.shape[-1]
     mask = np.ones_like(chosen, bool, shape=chosen.shape[1:-1]) if mask is None else mask != 0
     real = np.broadcast_to(mask, chosen.shape[:-1])[..., None]
-    numbers = np.where(real, chosen, count).reshape(-1)  # of padding: none
+    numbers = np.where(real, chosen, count).reshape(-1)  # padding: one past the last expert
     assigned = np.bincount(numbers, minlength=count + 1)[:-1]
     p = np.where(real, softmax(value), 0).reshape(-1, count).sum(axis=0, dtype=np.float64)
     sums = np.stack([assigned.astype(np.float64), p])
@@ -114,15 +115,16 @@ def sums_of_balance(logits: Any, chosen: Array, mask: Array | None, before: Any 
 
 
 def balance_of(sums: Any, k: int, groups: Sequence[Communicator] = ()) -> Any:
-    """Return ``balance_loss`` of the rows whose sums these are: (), float64.
+    """Return ``balance_loss`` from the sums of ``sums_of_balance``: (), float64.
 
-    With groups of ranks it is this rank's term of a sum over all of them, whose rows count.
+    With groups of ranks, the rows of all ranks count, and the result is this rank's term of a sum
+    over ranks.
     """
     value = value_of(sums)
     assigned, p = value[0], value[1]
     for comm in groups:
         assigned = comm.all_reduce(assigned)
-    rows = (assigned.sum(keepdims=True) / k).clip(1)
+    rows = (assigned.sum(keepdims=True) / k).clip(1)  # at least 1: all rows may be padding
     slopes = assigned / rows * (assigned.size / rows)
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:

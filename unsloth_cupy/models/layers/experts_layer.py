@@ -2,7 +2,7 @@
 
     logits = router(x)        y = sum over k of weights[k] * expert[k](x)
 
-Equal logits: the expert with the lower index comes first, on every device.
+If logits are equal, the expert with the lower index comes first, on every device.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,19 +35,19 @@ from .sorted_rows import by_expert
 
 
 class Routed(NamedTuple):
-    """What a router said of the tokens of a call."""
+    """The output of a router for the tokens of a call."""
 
     logits: Any  # (batch, tokens, experts)
     experts: Array  # (batch, tokens, k)
 
 
 def experts_of_tokens(call: Call, layer: int, module: str, x: Any) -> Any:
-    """Return the weighted sum of what the chosen experts make of each token of normalised x."""
+    """Return the weighted sum of the chosen experts' outputs for each token of normalised x."""
     parameters, (stacks, routers, chosen, ranks) = call.parameters, call.experts
     experts: Any = call.config.experts
     logits = router_logits(call, module, x)
     if chosen is not None:
-        chosen = chosen[..., sum(experts.sparse[:layer]), :]
+        chosen = chosen[..., sum(experts.sparse[:layer]), :]  # (batch, tokens, k)
     correction = parameters.get(f"{module}{experts.correction_in}{CORRECTION}")
     routes = routes_of(experts, logits, correction, chosen)
     if routers is not None:
@@ -88,8 +88,8 @@ def adapted_experts(
     x: Any,
     routes: Routes,
 ) -> Any:
-    """Return what ``experts_mlp`` does, with low-rank terms in the products of the stacks."""
-    rows = x.reshape(-1, x.shape[-1])
+    """Return the result of ``experts_mlp`` with low-rank terms in the products of the stacks."""
+    rows = x.reshape(-1, x.shape[-1])  # (batch * tokens, hidden)
     chosen = value_of(routes.experts)
     sorted_rows, offsets = by_expert(chosen, parameters[names[0]].shape[0])
     product = partial(_product, parameters, stacks, offsets)
@@ -112,7 +112,7 @@ def adapted_experts(
 def _product(
     parameters: Mapping[str, Any], stacks: Mapping[str, Adapted], offsets: Array, name: str, x: Any
 ) -> Any:
-    """Return the grouped product of sorted rows with a stack, and its adapter's term."""
+    """Return the grouped product of sorted rows with a stack, plus the adapter's term."""
     adapted = stacks.get(name)
     if adapted is not None and adapted.into is not None:
         pair, bias = adapted.pair(parameters), parameters.get(f"{name}_bias")
@@ -131,7 +131,7 @@ def router_logits(call: Call, module: str, x: Any) -> Any:
     experts: Any = call.config.experts
     name, parameters = f"{module}{experts.router}", call.parameters
     weight = parameters[f"{name}.weight"]
-    if experts.wide:
+    if experts.wide:  # the router's own dtype is float32: see ``Experts.wide``
         x, wide = (each if each.dtype.itemsize > 2 else cast(each, FLOAT32) for each in (x, weight))
         parameters = parameters if wide is weight else {**parameters, f"{name}.weight": wide}
     return call.project(parameters, [name], x)[0]
@@ -140,7 +140,7 @@ def router_logits(call: Call, module: str, x: Any) -> Any:
 def routes_of(experts: Experts, logits: Any, correction: Any, numbers: Any = None) -> Routes:
     """Return the experts of each token, and their weights.
 
-    ``numbers`` are experts that were chosen before, -1 where the router chooses now.
+    ``numbers`` are the experts of an earlier pass, -1 where the router chooses now.
     """
     if experts.jitter is not None:
         return sparse_mixer(logits, experts.jitter, numbers)
@@ -168,9 +168,10 @@ def routes_of(experts: Experts, logits: Any, correction: Any, numbers: Any = Non
 def sparse_mixer(logits: Any, jitter: float, choices: Any = None) -> Routes:
     """Return the two experts with the largest logits, without the noise of pretraining.
 
-    ``choices`` are chosen instead, where they are not -1.  The weight of each is its share in the
-    softmax of the logits that are nearly as large as its own: ``(own - logit) / max(abs(logit),
-    own) <= 2 * jitter``, for the second without the first.
+    Where ``choices`` are not -1, they replace the experts with the largest logits.  The weight of
+    an expert is its probability in a softmax over the logits that are nearly as large as its own:
+    ``(own - logit) / max(abs(logit), own) <= 2 * jitter``.  The second softmax excludes the first
+    expert.
 
     Liu and others, GRIN: GRadient-INformed MoE, 2024.
     """
@@ -209,10 +210,10 @@ def router_loss(
     mask: Array | None,
     groups: Sequence[Communicator] = (),
 ) -> Any:
-    """Return ``balance_loss`` of logits of all layers, without padding: (), a Var on a tape.
+    """Return ``balance_loss`` of the logits of all layers, without padding: (), a Var on a tape.
 
-    With groups of ranks it is that of the rows of all of them, of which this rank has a term of
-    the sum.  As in transformers, the experts that it counts are those with the largest logits, also
+    With groups of ranks, the rows of all ranks count, and the result is this rank's term of a sum
+    over ranks.  As in transformers, the counted experts are those with the largest logits, even
     where a correction has chosen others.
     """
     if groups:
@@ -224,7 +225,7 @@ def router_loss(
 def router_sums(
     experts: Experts, logits: Sequence[Any], mask: Array | None, before: Any = None
 ) -> Any:
-    """Return what ``balance_of`` takes, of these layers and of those ``before``."""
+    """Return the sums for ``balance_of``: those of these layers added to the sums ``before``."""
     if not logits:
         return before
     every = stacked(logits)

@@ -1,4 +1,4 @@
-"""The output head: logits of hidden states, scaled or capped in some models."""
+"""The output head: logits from hidden states, scaled or capped in some models."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from ..configs.names import SCORE, SCORE_BIAS
 from ..ranks.division import Division, entered
 
 BIAS = "lm_head.bias"
-ALIGNED = 8  # 16-bit values of one access
+ALIGNED = 8  # 16-bit values in one access of 16 bytes; longer rows are aligned to it
 
 
 def head_weight(config: Config, parameters: Mapping[str, Any]) -> Any:
@@ -29,15 +29,15 @@ def head_weight(config: Config, parameters: Mapping[str, Any]) -> Any:
 
 
 def scaled_input(config: Config, x: Any) -> Any:
-    """Return hidden states times the factor of the logits, which are linear in them."""
+    """Return hidden states times the factor of the logits: logits are linear in hidden states."""
     return x if config.logit_scale == 1 else scale(x, factor=config.logit_scale)
 
 
 def inputs_of_losses(config: Config, parameters: Mapping[str, Any], x: Any) -> tuple[Any, Any]:
-    """Return (x, weight): the logits before the cap are x weight^T, of hidden states x.
+    """Return (x, weight) such that the logits before the cap are x weight^T.
 
-    A bias becomes a column of the weight, which a column of ones meets in x; columns of zeros
-    follow up to a multiple of ALIGNED.
+    A bias becomes a column of the weight, and x gets a column of ones.  Columns of zeros follow up
+    to a multiple of ALIGNED.
     """
     x, weight = scaled_input(config, x), head_weight(config, parameters)
     bias = parameters.get(BIAS)
@@ -63,18 +63,18 @@ def inputs_of_losses(config: Config, parameters: Mapping[str, Any], x: Any) -> t
 
 
 def exact_logits(config: Config, parameters: Mapping[str, Any], x: Any) -> Any:
-    """Return the logits before the cap as the losses of a language model compute them.
+    """Return the logits before the cap, as the losses of a language model compute them.
 
-    They are float32, or wider, also of 16-bit states.
+    They are float32 or wider, even for 16-bit hidden states.
     """
     x, weight = inputs_of_losses(config, parameters, x)
     wide = np.promote_types(x.dtype, FLOAT32)
-    logits = gemm(x.reshape(-1, x.shape[-1]), weight.T, dtype=wide)
-    return logits.reshape(*x.shape[:-1], logits.shape[-1])
+    logits = gemm(x.reshape(-1, x.shape[-1]), weight.T, dtype=wide)  # (batch * tokens, vocab)
+    return logits.reshape(*x.shape[:-1], logits.shape[-1])  # (batch, tokens, vocab)
 
 
 def capped(config: Config, logits: Array) -> Array:
-    """Return logits after the cap, if there is one."""
+    """Return cap tanh(logits / cap); the logits if the config has no cap."""
     cap = config.logit_softcap
     return logits if cap is None else (_tanh(logits, cap) * cap).astype(logits.dtype, copy=False)
 
@@ -82,7 +82,10 @@ def capped(config: Config, logits: Array) -> Array:
 def logits_of(
     config: Config, parameters: Mapping[str, Any], x: Any, division: Division | None = None
 ) -> Any:
-    """Return the logits of normalised hidden states: whole, of words or of labels of tokens."""
+    """Return the logits of normalised hidden states: of all tokens of the vocabulary, or labels.
+
+    If ranks divide the vocabulary, their logits are gathered.
+    """
     if config.head != CAUSAL:
         require_head("logits", config, CAUSAL, TOKEN, SEQUENCE)
         return linear(x, parameters[SCORE], parameters.get(SCORE_BIAS))
@@ -101,12 +104,12 @@ def logits_of(
 
 
 def _tanh(logits: Array, cap: float) -> Any:
-    """Return tanh(logits / cap), in float32 at least."""
+    """Return tanh(logits / cap), in float32 or wider."""
     return np.tanh((logits if logits.dtype.itemsize > 2 else logits.astype(FLOAT32)) / cap)
 
 
 class CapRecord(NamedTuple):
-    """A tape entry of logits that are capped: y = cap tanh(x / cap)."""
+    """A tape entry of capped logits: y = cap tanh(x / cap)."""
 
     values: dict[str, Any]
     inputs: dict[str, int]

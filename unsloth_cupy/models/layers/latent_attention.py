@@ -1,13 +1,14 @@
-"""Queries, keys and values of latent attention (MLA), on arrays or on a tape.
+"""Multi-head latent attention (MLA), on arrays or on a tape: DeepSeek-V2, arXiv 2405.04434.
 
-    c = norm(x A_kv)[: rank]      k = (c B_k by heads, rope(rest of x A_kv))      v = c B_v by heads
-    q = norm(x A_q) B_q           by heads, whose last elements are rotated
+    c = norm((x A_kv)[: rank])    k of a head = (c B_k, rope((x A_kv)[rank :]))    v = c B_v
+    q = norm(x A_q) B_q           split into heads, whose last elements are rotated
 
-All heads share the rotated part of the keys.  Heads are padded with zeros to one length, so that
-any attention takes them: DeepSeek-V2, arXiv 2405.04434.
+All heads share the rotated part of the keys.  Queries, keys and values are padded with zeros to
+one head dimension, so that any attention op can compute them.
 
-A latent cache holds (c, rope(rest of x A_kv)) of each token.  The tokens that begin one attend to
-each other by heads; those after them multiply q by B_k^T, attend over rows, and multiply by B_v.
+A latent cache stores (c, rope((x A_kv)[rank :])) of each token.  The first tokens in a cache attend
+to each other by heads.  Later tokens multiply q by B_k^T, attend to the latent rows, and multiply
+the result by B_v.
 """
 
 from collections.abc import Mapping
@@ -27,11 +28,11 @@ from ..ranks.division import entered
 
 
 def latent_attention_heads(call: Any, latent: Latent, layer: int, module: str, x: Any) -> Any:
-    """Return the attention of heads for normalised x: (batch, tokens, heads, value)."""
+    """Return the attention outputs of all heads for normalised x: (batch, tokens, heads, value)."""
     config: Config = call.config
     parameters, (batch, tokens, _) = call.parameters, x.shape
     attend, tables, positions, _, latents, _ = call.attention
-    ranks = call.division  # they divide heads: each has whole short vectors, and enters after them
+    ranks = call.division  # ranks divide heads; every rank computes the short vectors whole
     names = [f"{module}kv_a_proj_with_mqa"]
     if latent.queries is not None:
         both, q = call.project(parameters, [*names, f"{module}q_a_proj"], x)
@@ -79,11 +80,11 @@ def _absorbed(
     row: Array,
     options: Mapping[str, Any],
 ) -> Array:
-    """Return attention over the rows of a cache, to which the new ones are appended."""
+    """Append rows to the latent cache, and return the attention of q to all its rows."""
     batch, tokens, heads, _ = q.shape
     rank, plain = latent.rank, latent.plain
     weight = call.attention.whole(call.parameters, f"{module}kv_b_proj.weight")
-    weight = weight.reshape(heads, plain + latent.value, rank)
+    weight = weight.reshape(heads, plain + latent.value, rank)  # B_k, then B_v, of each head
     query = empty((batch, tokens, heads, rank + latent.rotated), q.dtype, like=q)
     query[..., rank:] = turned
     gemm(_by_head(q)[..., :plain], weight[:, :plain], out=_by_head(query)[..., :rank])
@@ -100,7 +101,7 @@ def _by_head(x: Array) -> Array:
 
 
 def _padded(q: Any, turned: Any, latent: Latent, dim: int) -> Any:
-    """Return heads of ``dim``: the plain part of q, the rotated one, and zeros."""
+    """Return queries with ``dim`` elements per head: plain part, rotated part, zeros."""
     values, plain, end = value_of(q), latent.plain, latent.dim
     y = np.zeros_like(values, shape=(*values.shape[:-1], dim))
     y[..., :plain], y[..., plain:end] = values[..., :plain], value_of(turned)
@@ -114,7 +115,7 @@ def _padded(q: Any, turned: Any, latent: Latent, dim: int) -> Any:
 
 
 def _expanded(kv: Any, rotated: Any, latent: Latent, dim: int) -> tuple[Any, Any]:
-    """Return keys and values as heads of ``dim``; the rotated part of the keys is that of all."""
+    """Return keys and values with ``dim`` elements per head; all keys share the rotated part."""
     values, plain, end = value_of(kv), latent.plain, latent.dim
     k, v = (np.zeros_like(values, shape=(*values.shape[:-1], dim)) for _ in "kv")
     k[..., :plain], k[..., plain:end] = values[..., :plain], value_of(rotated)
@@ -126,6 +127,7 @@ def _expanded(kv: Any, rotated: Any, latent: Latent, dim: int) -> tuple[Any, Any
         if dk is not None:
             dkv[..., :plain] = dk[..., :plain]
             wide = np.promote_types(dk.dtype, np.float32)
+            # summed over heads, which share it: (batch, tokens, 1, rotated)
             shared[...] = dk[..., plain:end].sum(axis=2, keepdims=True, dtype=wide)
         if dv is not None:
             dkv[..., plain:] = dv[..., : latent.value]

@@ -18,7 +18,7 @@ from .norms import divided_norm
 
 
 def mlp_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
-    """Return the MLP branch of normalised x, or that of a mixture of experts."""
+    """Return the output of a dense MLP or of a mixture of experts for normalised x."""
     experts = call.config.experts
     if experts is None or not experts.sparse[layer]:
         return _dense_mlp(call, f"{prefix}{call.config.names.mlp}.", x)
@@ -34,7 +34,7 @@ def mlp_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
 
 
 def _dense_mlp(call: Call, module: str, x: Any) -> Any:
-    """Return the output of an MLP of normalised x."""
+    """Return the output of a dense MLP for normalised x."""
     config, names, parameters = call.config, call.config.names, call.parameters
     if call.chunked_mlp:
         return swiglu_mlp(x, *_mlp_weights(call, module))
@@ -67,21 +67,20 @@ def _dense_mlp(call: Call, module: str, x: Any) -> Any:
 
 
 def _mlp_weights(call: Call, module: str) -> tuple[Any, Any, Any]:
-    """Return the weights of gate, up and down; fused checkpoints store gate and up in one."""
+    """Return the weights of gate, up and down; fused checkpoints store gate and up together."""
     config, parameters = call.config, call.parameters
     down = parameters[f"{module}{config.names.down}.weight"]
     if "mlp" not in config.fused:
         up = parameters[f"{module}{config.names.up}.weight"]
         return parameters[module + "gate_proj.weight"], up, down
     shape, size = (config.inner, config.hidden), config.inner * config.hidden
-    fused = parameters[f"{module}{config.names.gate_up}.weight"].reshape(
-        1, -1
-    )  # tapes only split last axes
+    # (1, 2 * inner * hidden): a tape can only slice the last axis
+    fused = parameters[f"{module}{config.names.gate_up}.weight"].reshape(1, -1)
     return fused[..., :size].reshape(*shape), fused[..., size:].reshape(*shape), down
 
 
 def check_chunked(config: Config, adapter: Adapter | None) -> None:
-    """Raise a ConfigError unless ``swiglu_mlp`` can compute the MLP of such a model."""
+    """Raise a ConfigError unless ``swiglu_mlp`` can compute the MLPs of this model."""
     adapted = (
         []
         if adapter is None

@@ -32,34 +32,34 @@ class MultiHeadAttention:
     Parameters
     ----------
     hidden : int
-        Size of a token's vector, of the input and the output.
+        Size of the input vector and the output vector of a token.
     heads : int
         Number of query heads.
     kv_heads : int, optional
-        Number of key/value heads, which divides heads; None: heads.
+        Number of key/value heads; heads must be a multiple of it.  None: heads.
     dim : int, optional
-        Size of a head; None: hidden / heads.
+        Head dimension; None: hidden / heads.
     bias : bool
-        Whether the projections have biases, which are 0 at first.
+        Whether the projections have biases, initially 0.
     rope : tuple of two arrays, optional
         cos and sin of the positions, as ``rope_tables`` returns them; None: no rotation.
     dtype : dtype or its name
         float16, bfloat16, float32 or float64.
     seed : int
-        Seed of the weights: normal, with variance 1 / inputs.
+        Seed of the initial weights, which are normal with variance 1 / inputs.
     like : array, optional
-        The parameters are on the device of this array; None: NumPy.
+        An array on the device on which the parameters are created; None: NumPy.
 
     Attributes
     ----------
     parameters : dict of str to array
         ``q_proj.weight``, ``q_proj.bias`` and so on, for q, k, v and o: (outputs, inputs) and
-        (outputs,).  Replace or change them in place: every call reads them again.
+        (outputs,).  You may replace them or change them in place: every call reads them again.
 
     Raises
     ------
     ConfigError
-        Sizes do not fit each other, or another option is invalid.
+        Sizes contradict each other, or another option is invalid.
 
     Notes
     -----
@@ -98,7 +98,7 @@ class MultiHeadAttention:
         like_place, rng = array_on_device("MultiHeadAttention", like), np.random.default_rng(seed)
         rows, kv_rows = heads * self.dim, kv_heads * self.dim
         shapes = ((rows, hidden), (kv_rows, hidden), (kv_rows, hidden), (hidden, rows))
-        itemsize = FLOATS[-1].itemsize  # on the host, one after the other
+        itemsize = FLOATS[-1].itemsize  # weights are drawn on the host in float64, one at a time
         check_bytes(
             f"MultiHeadAttention({hidden}, {heads})", itemsize * max(map(math.prod, shapes))
         )
@@ -123,21 +123,21 @@ class MultiHeadAttention:
         sequences: Sequence[int] | None = None,
         **options: Any,
     ) -> Array:
-        """Return the attention of the tokens of x to each other and to those of a cache.
+        """Return the attention of the tokens of x to each other and to the tokens of a cache.
 
         Parameters
         ----------
         x : (batch, tokens, hidden) float
-            Tokens, of the dtype of the parameters; a Var of a tape if its gradient is needed.
+            Tokens, in the dtype of the parameters; a Var of a tape to compute its gradient.
         positions : (tokens,) or (batch, tokens) int, optional
             As in ``attention_layer``.
         parameters : mapping of str to array, optional
-            Used instead of the layer's own parameters of these names, such as Vars of a tape if
-            their gradients are needed.
+            Replace the layer's own parameters of these names, for example by Vars of a tape to
+            compute their gradients.
         causal, cache, layer, sequences
             As in ``attention_layer``.
         **options
-            The other options of ``attention``.
+            Further options of ``attention``.
 
         Returns
         -------
@@ -165,19 +165,19 @@ class MultiHeadAttention:
         Parameters
         ----------
         weights : mapping of str to array
-            With the names of ``parameters``; or those of torch.nn.MultiheadAttention, whose
-            ``in_proj_weight`` and ``in_proj_bias`` are q, k and v stacked.  Arrays are of the
-            library of the parameters, and are rounded to the parameters' dtype.
+            Names as in ``parameters``, or as in torch.nn.MultiheadAttention, where
+            ``in_proj_weight`` and ``in_proj_bias`` store q, k and v stacked.  Arrays must be of
+            the library of the parameters; they are rounded to the dtype of the parameters.
         prefix : str
-            Comes before each name, such as ``model.layers.0.self_attn.``; names without it are
+            Prefix of the names, such as ``model.layers.0.self_attn.``; names without it are
             ignored.
 
         Raises
         ------
         ConfigError
-            A name is missing, or a name after the prefix is unknown.
+            A parameter is missing, or a name after the prefix is unknown.
         ShapeError, DTypeError, FrameworkError
-            An array does not fit; the parameters are unchanged.
+            An array has another shape, dtype or library; the parameters are unchanged.
         """
         check_mapping("MultiHeadAttention.load", weights)
         _require(isinstance(prefix, str), "prefix", prefix, "pass the beginning of the names")
@@ -209,7 +209,7 @@ class MultiHeadAttention:
             array[...] = arrays.rounded(named[name], array.dtype)
 
     def _check_names(self, call: str, wrong: Any, what: str) -> None:
-        """Raise a ConfigError if there are wrong names of parameters."""
+        """Raise a ConfigError if any parameter names are wrong."""
         if wrong:
             known = ", ".join(self.parameters)
             listed = ", ".join(sorted(map(str, wrong)))

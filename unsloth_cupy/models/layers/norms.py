@@ -1,4 +1,4 @@
-"""Norms between the parts of a block, of heads, and over axes that ranks divide."""
+"""Norms of the residual stream, of heads, and over axes that ranks divide."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ def join(call: Call, prefix: str, norm: str | None, branch: Any, stream: Any) ->
 
 
 def norm_of(call: Call, prefix: str, norm: str | None, x: Any) -> Any:
-    """Return a norm of x; x itself if there is no such norm."""
+    """Return a norm of x; x itself if the block has no such norm."""
     if norm is None:
         return x
     config = call.config
@@ -44,7 +44,7 @@ def norm_of(call: Call, prefix: str, norm: str | None, x: Any) -> Any:
 
 
 def _layer_norm_parameters(call: Call, name: str, x: Any) -> tuple[Any, Any]:
-    """Return the weight of a layer norm, ones if it has none, and its bias or None."""
+    """Return the weight of a layer norm, or ones without one, and its bias or None."""
     config, weight = call.config, call.parameters.get(f"{name}.weight")
     if weight is None:
         weight = np.ones_like(value_of(x), shape=x.shape[-1:])
@@ -53,7 +53,7 @@ def _layer_norm_parameters(call: Call, name: str, x: Any) -> tuple[Any, Any]:
 
 
 def divided_norm(call: Call, prefix: str, norm: str, x: Any) -> Any:
-    """Return a norm over an axis that may be divided among ranks: heads or the inner size."""
+    """Return a norm over an axis that ranks may divide: heads or the inner size."""
     name = f"{prefix}{norm}.weight"
     if call.division is None:
         return norm_of(call, prefix, norm, x)

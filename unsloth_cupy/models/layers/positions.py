@@ -1,4 +1,4 @@
-"""Checks of tokens, masks and packed texts before a forward pass, and the tokens' positions."""
+"""Checks of tokens, masks and packed texts before a forward pass, and positions of tokens."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ class Angles(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Positions and mask of the tokens of a call, which all its blocks use."""
+    """Rotary tables, positions and mask of a call, which all blocks use."""
 
     tables: Mapping[str, tuple[Any, Any]]  # cos and sin, by layer type
     positions: Any  # (batch, tokens); None: the rows of the tables, in order
@@ -41,14 +41,14 @@ def check(
     checkpoints: Any = None,
     sequences: Any = None,
 ) -> KVCache | PagedRows | None:
-    """Raise unless tokens, mask and offsets are arrays that fit each other and the cache.
+    """Raise unless the shapes and dtypes of tokens, mask, offsets and cache agree.
 
-    Return the cache, as the ``PagedRows`` of these sequences if it is paged.
+    Return the cache; a paged cache as the ``PagedRows`` of these sequences.
     """
     operands = {"tokens": tokens, "mask": mask, "offsets": offsets}
     for name, array in operands.items():
         if array is not None or name == "tokens":
-            arrays.framework_of(array, f"Transformer: {name}")  # raises for a number too
+            arrays.framework_of(array, f"Transformer: {name}")  # raises for numbers and lists
     arrays.common("Transformer", [*operands], [*operands.values()])
     if not isinstance(checkpoints, CheckpointConfig | None):
         cure = "pass a CheckpointConfig, or None"
@@ -98,10 +98,11 @@ def _check_offsets(tokens: Any, offsets: Any, mask: Any, cache: Any) -> None:
 
 
 def real_keys(mask: Any, cache: KVCache | None, new: int) -> Any:
-    """Return which keys are not padding, (batch, keys), or None if all are known not to be."""
+    """Return a mask of the keys that are not padding, (batch, keys); None if all are real."""
     padded = cache is not None and cache.padded
     real = None if mask is None else mask != 0
-    if isinstance(real, np.ndarray) and real.all() and not padded:  # a GPU would synchronise here
+    # NumPy only: on a GPU, ``all`` would make the host wait.
+    if isinstance(real, np.ndarray) and real.all() and not padded:
         real = None
     return real if cache is None else cache.note(real, new)
 
@@ -109,7 +110,11 @@ def real_keys(mask: Any, cache: KVCache | None, new: int) -> Any:
 def places(
     angles: Angles, tokens: Any, mask: Any, cache: KVCache | PagedRows | None, offsets: Any
 ) -> Places:
-    """Return the places of tokens: after the cache's, padding not counted, or in their texts."""
+    """Return the places of tokens.
+
+    Positions continue after the tokens in the cache, and do not count padding; the texts of a pack
+    each begin at 0.
+    """
     if offsets is not None:
         return _packed(angles, tokens.size, offsets)
     start, new = cache.length if cache is not None else 0, tokens.shape[1]
@@ -121,7 +126,7 @@ def places(
     if real is not None:
         index = real.cumsum(axis=1)[:, start:] - 1
         positions = index * (index > 0)
-        if _by_length(angles):
+        if _by_length(angles):  # without padding; the host waits for the GPU here
             length = int(positions.max()) + 1 if positions.size else 1
     rows = slice(None) if positions is not None else slice(start, start + new)
     rows_of_tables: dict[str, Any] = {
@@ -132,8 +137,8 @@ def places(
 
 
 def _packed(angles: Angles, total: int, offsets: Any) -> Places:
-    """Return the places of packed texts: each begins at position 0."""
-    if _by_length(angles):  # texts of different lengths have different angles: one row per token
+    """Return the places of packed texts, which each begin at position 0."""
+    if _by_length(angles):  # angles differ by the length of a text: the tables get a row per token
         lengths = [n for n in np.diff(to_numpy(offsets)).tolist() if n]
         by_kind: dict[str, Any] = {}
         for kind, tables in angles.tables.items():
@@ -142,6 +147,7 @@ def _packed(angles: Angles, total: int, offsets: Any) -> Places:
         return Places(by_kind if lengths else _tables(angles, 1), None, None, offsets)
     index = np.arange(total, like=offsets)
     positions = index - offsets[np.searchsorted(offsets[1:], index, side="right")]
+    # On a GPU, reading the longest text would make the host wait; no text is longer than all.
     longest = int(np.diff(offsets).max(initial=1)) if isinstance(offsets, np.ndarray) else total
     return Places(_tables(angles, longest), positions[None], None, offsets)
 
@@ -152,5 +158,5 @@ def _tables(angles: Angles, length: int) -> dict[str, tuple[Any, Any]]:
 
 
 def _by_length(angles: Angles) -> bool:
-    """Return whether angles depend on the length of a text."""
+    """Return whether rotary angles depend on the length of a text."""
     return any(rope.original is not None for rope in angles.ropes.values())

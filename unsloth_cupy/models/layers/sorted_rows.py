@@ -1,4 +1,4 @@
-"""Rows in the order of their experts, and their results in the order of the rows again."""
+"""Sort rows by expert, and bring the results back into the order of the rows."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -12,30 +12,31 @@ from ...parallel.taped import taped, value_of
 
 
 def by_expert(chosen: Array, count: int) -> tuple["Sorted", Array]:
-    """Return the order of rows by their experts, and where the rows of each expert begin."""
+    """Return the order of rows sorted by expert, and the offset at which each expert begins."""
     order, offsets = sort_by_expert(chosen, count)
     places = np.zeros_like(order)
     places[order] = np.arange(len(order), dtype=order.dtype, like=order)
     return Sorted(order, places, chosen.shape[-1]), offsets
 
 
+# (upstream gradient, weights of sorted rows) -> both on the ranks that computed the results
 Moved = Callable[[Array, Array], tuple[Array, Array]]
 
 
 class Sorted(NamedTuple):
-    """Rows in the order of their experts: of each row k, one for each expert."""
+    """The (row, expert) assignments sorted by expert: k for each row."""
 
     order: Array
-    places: Array  # its inverse
-    k: int
+    places: Array  # inverse of ``order``
+    k: int  # experts per row
 
     def gathered(self, x: Any) -> Any:
-        """Return a row of x for each assignment."""
+        """Return x sorted by expert: one copy of a row for each of its k experts."""
         value = value_of(x)
 
         def back(dy: Any, wanted: Any) -> dict[str, Any]:
             wide = np.promote_types(dy.dtype, FLOAT32)
-            parts = dy[self.places].reshape(-1, self.k, dy.shape[-1])
+            parts = dy[self.places].reshape(-1, self.k, dy.shape[-1])  # (rows, k, hidden)
             return {"x": rounded(parts.sum(axis=1, dtype=wide), dy.dtype)}
 
         return taped("gathered", value[self.order // self.k], back, x=x)
@@ -43,8 +44,8 @@ class Sorted(NamedTuple):
     def summed(self, out: Any, weights: Any, apart: tuple[Array, Moved] | None = None) -> Any:
         """Return the weighted sum of the k results of each row, in the order of k.
 
-        ``apart`` are these results, if other ranks made them of ``out``, and a function that
-        returns for each row of ``out`` its gradient and its weight.
+        If other ranks computed the results, ``apart`` is (results, function): the function maps
+        the upstream gradient and the weights to the rows of ``out``.
         """
         value, factors = value_of(out) if apart is None else apart[0], value_of(weights)
         wide = np.promote_types(value.dtype, FLOAT32)
@@ -72,7 +73,10 @@ class Sorted(NamedTuple):
 
 
 def spread(x: Any, index: Array, most: int) -> Any:
-    """Return ``x[index]``; the gradient of a row is summed in the order of its at most ``most``."""
+    """Return ``x[index]``, where ``index`` has a row at most ``most`` times.
+
+    Backward adds the gradients of a row in the order of ``index``, so that its bits are fixed.
+    """
     value = value_of(x)
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:

@@ -3,8 +3,8 @@
     gate, x, b, c, dt = x A_in            x, b and c are convolved along the tokens
     y = norm(ssd(x, dt, b, c) silu(gate)) A_out
 
-In a cache a layer keeps the last inputs of its convolution, and its states.  Padding leaves both as
-they are, if it comes before a text.
+A cache stores the last inputs of the convolution and the states.  Padding before a text changes
+neither.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ from .elements import scaled_heads, split, without_padding
 
 
 def state_space_layer(call: Any, space: StateSpace, layer: int, module: str, x: Any) -> Any:
-    """Return the branch of normalised x."""
+    """Return the output of the layer for normalised x."""
     parameters, (batch, tokens, _) = call.parameters, x.shape
     x = x if space.scale == 1 else scale(x, factor=space.scale)
     (projected,) = call.project(parameters, [f"{module}in_proj"], x)
@@ -32,7 +32,7 @@ def state_space_layer(call: Any, space: StateSpace, layer: int, module: str, x: 
         projected = _scaled(projected, space)
     gate, mixed, dt = split(projected, (space.inner, sum(space.sizes[1:4]), space.heads))
     taps = parameters[f"{module}conv1d.weight"]
-    taps = taps.reshape(taps.shape[0], taps.shape[2])
+    taps = taps.reshape(taps.shape[0], taps.shape[2])  # (channels, taps)
     states, mask, offsets = call.recurrence
     inputs, state = states(layer)
     mixed = mixed if mask is None else without_padding(mixed, mask)
@@ -50,6 +50,7 @@ def state_space_layer(call: Any, space: StateSpace, layer: int, module: str, x: 
         dt_min=space.least,
         dt_max=space.most,
     )
+    # Beside attention, the attention layer counts the tokens in the cache.
     states(layer, 0 if space.beside else tokens, inputs, state)
     y = _gated(call, space, module, y.reshape(batch, tokens, space.inner), gate)
     (y,) = call.project(parameters, [f"{module}out_proj"], y)
@@ -57,7 +58,7 @@ def state_space_layer(call: Any, space: StateSpace, layer: int, module: str, x: 
 
 
 def _gated(call: Any, space: StateSpace, module: str, y: Any, gate: Any) -> Any:
-    """Return y with its gate and its norm."""
+    """Return the norm of y times silu(gate); ``space.norm`` has the order of norm and gate."""
     if space.norm is None:
         return swiglu(gate, y)
     weight, eps = call.parameters[f"{module}norm.weight"], call.config.eps
@@ -66,7 +67,7 @@ def _gated(call: Any, space: StateSpace, module: str, y: Any, gate: Any) -> Any:
         if first:
             return gated_rms_norm(y, gate, weight, eps=eps)
         return rms_norm(swiglu(gate, y), weight, eps=eps)
-    heads = *y.shape[:2], space.groups, space.inner // space.groups
+    heads = *y.shape[:2], space.groups, space.inner // space.groups  # a norm for each group
     z = (y if first else swiglu(gate, y)).reshape(*heads)
     kind = np.promote_types(z.dtype, FLOAT32)
     z = rms_norm(z, np.ones_like(value_of(z), kind, shape=heads[3:]), eps=eps)
@@ -75,7 +76,7 @@ def _gated(call: Any, space: StateSpace, module: str, y: Any, gate: Any) -> Any:
 
 
 def _scaled(projected: Any, space: StateSpace) -> Any:
-    """Return the parts of a projection, each times its factor."""
+    """Return a projection whose parts are each multiplied by a factor."""
     value = value_of(projected)
     factors = np.repeat(np.array(space.scales), np.array(space.sizes))
     factors = np.asarray(factors, value.dtype, like=value)

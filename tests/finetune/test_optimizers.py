@@ -158,8 +158,8 @@ def test_optimizers_that_step_as_one() -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"optimizer": "lion", "state_bits": 8}, "lion: AdamW alone has averages of 8 bits; leave"),
-        ({"optimizer": "muon", "zero": 1}, "muon: data ranks divide the averages of AdamW alone"),
+        ({"optimizer": "lion", "state_bits": 8}, "lion: only AdamW has moments of 8 bits; leave"),
+        ({"optimizer": "muon", "zero": 1}, "muon: data ranks divide the moments of AdamW only"),
         ({"optimizer": "adafactor", "tensor_parallel": 2}, "adafactor: its steps need whole matri"),
         (
             {"optimizer": "schedulefree", "decay": "cosine"},

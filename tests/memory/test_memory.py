@@ -550,7 +550,7 @@ def test_sizes_beyond_all_machines_are_planned_or_named(
         ({"dtype": "int8"}, "choose from float16, bfloat16, float32"),
         ({"dtype": "float64"}, "choose from"),
         ({"optimizer": "sgd"}, "choose from adamw, muon"),
-        ({"optimizer": "lion", "state_bits": 8}, "AdamW alone has averages of 8 bits; leave state"),
+        ({"optimizer": "lion", "state_bits": 8}, "only AdamW has moments of 8 bits; leave state"),
         (
             {"optimizer": "muon", "tensor_parallel": 2},
             r"optimizer='muon'\): its steps need whole matrices; leave tensor_parallel=2 out",

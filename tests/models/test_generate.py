@@ -109,7 +109,7 @@ def test_tokens_beyond_the_positions_are_announced():
     padded = np.concatenate([PROMPT, PROMPT[:, :2]], axis=1)
     mask = np.broadcast_to(np.arange(9) < 7, padded.shape)
     model.generate(padded, mask=mask, max_new_tokens=3, stop=())  # padding takes no position
-    with pytest.warns(UserWarning, match="7 tokens and 4 new ones are more than the 10 positions"):
+    with pytest.warns(UserWarning, match="7 prompt tokens and 4 new tokens exceed the 10 pos"):
         model.generate(PROMPT, max_new_tokens=4, stop=())
 
 

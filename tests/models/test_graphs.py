@@ -345,14 +345,14 @@ def refused(how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "why"),
     [
-        ("find_nan", "something looks at each call"),
-        ("profile", "something looks at each call"),
-        ("closure", "what the function reads is not known; functools.partial"),
-        ("unnamed", "the function is called with Array, which has no hash; pass arrays"),
+        ("find_nan", "find_nan, profile or another tool inspects each call"),
+        ("profile", "find_nan, profile or another tool inspects each call"),
+        ("closure", "the arrays that the function reads are not known; functools.partial"),
+        ("unnamed", "the function is called with Array, which is not hashable; pass arrays"),
         ("limit", "memory is limited"),
         ("memory", "the GPU has no memory for graphs"),
         ("host", "a host array is copied to the GPU"),
-        ("lengths", "rotary angles depend on lengths"),
+        ("lengths", "rotary angles depend on the lengths"),
     ],
 )
 def test_what_cannot_be_captured_runs_as_without(how: str, why: str) -> None:

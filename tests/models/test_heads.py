@@ -291,7 +291,7 @@ ROWS = np.array([0, 1, 2, 1])
         ({}, np.full((4, 3), 2.0), RangeError, r"must be in 0 \.\. 1"),
         ({}, np.full((4, 3), np.nan), RangeError, "not finite"),
         ({}, ROWS[:2], ShapeError, r"the labels must be \(4,\)"),
-        ({"problem_type": "regression"}, ROWS, DTypeError, "of a regression pass floats"),
+        ({"problem_type": "regression"}, ROWS, DTypeError, "for regression pass floats"),
         ({"problem_type": "single_label_classification"}, ROWS / 2, DTypeError, "pass int32 or"),
         ({"num_labels": 1}, ROWS, ConfigError, "pass floats for a squared error"),
         ({"num_labels": 1}, np.ones((4, 1)), ConfigError, r"labels.reshape\(-1\)"),

@@ -266,7 +266,7 @@ def test_what_is_not_supported_is_refused_with_a_cure(tmp_path):
         load(tmp_path, communicator=two)
     config = model.config
     pages = PagedKVCache(config.layers, 12, 4, config.kv_heads, config.dim, dtype="float32")
-    with pytest.raises(ConfigError, match="a PagedKVCache holds no states of layers"):
+    with pytest.raises(ConfigError, match="a PagedKVCache does not store the states of layers"):
         model.generate(TOKENS, max_new_tokens=2, cache=pages)
     two.size = 3
     model.context = two

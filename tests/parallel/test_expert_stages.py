@@ -101,7 +101,7 @@ def test_routes_that_other_stages_have_not_seen_are_refused() -> None:
     tokens = np.arange(4)[None]
     assert last.hidden(last.parameters, tokens, routes=routes) is hidden
     for other in (None, routes.copy()):
-        with pytest.raises(ConfigError, match="not those of the batch, which all stages have"):
+        with pytest.raises(ConfigError, match="not the routes of the batch, which all stages use"):
             last.hidden(last.parameters, tokens, routes=other)
 
 

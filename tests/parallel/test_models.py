@@ -58,7 +58,7 @@ def test_what_does_not_divide_is_refused(tmp_path: Path) -> None:
     model = load(tmp_path / "model", communicator=SingleCommunicator())
     with pytest.raises(ConfigError, match="DoRA"):
         model.add_adapter(2, dora=True)
-    with pytest.raises(ConfigError, match="to_torch: the model is not whole"):
+    with pytest.raises(ConfigError, match="to_torch: ranks divide the model"):
         model.to_torch()
     model.add_adapter(2, dropout=0.1)
     tokens = np.array([[3, 4]])

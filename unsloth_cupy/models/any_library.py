@@ -1,4 +1,4 @@
-"""Let methods of a model take arrays of torch, JAX and others; turn a model into a torch model."""
+"""Arrays of torch, JAX and others as arguments of a model; a model as a model of transformers."""
 
 import functools
 import inspect
@@ -14,7 +14,7 @@ from ..ops.losses.linear_log_probs import LogProbs
 from ..training.variable import Var
 from .configs.heads import head_of
 
-CLASSES = {  # lists of classes in transformers, by head
+CLASSES = {  # tables of classes in transformers, by head
     "causal_lm": "MODEL_FOR_CAUSAL_LM_MAPPING",
     "sequence_classification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
     "token_classification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
@@ -26,10 +26,10 @@ R = TypeVar("R")
 
 
 def from_any_library(method: Callable[P, R]) -> Callable[P, R]:
-    """Let a method of a model take arrays of torch, JAX and others without a copy.
+    """Make a method accept arrays of torch, JAX and others without a copy.
 
-    Results computed from tokens are returned in the tokens' library; gradients stay in that of the
-    parameters.
+    Results are returned as arrays of the tokens' library.  Gradients stay arrays of the parameters'
+    library.
     """
     signature = inspect.signature(method)
 
@@ -41,7 +41,7 @@ def from_any_library(method: Callable[P, R]) -> Callable[P, R]:
             return method(*arguments, **options)
         library = common("Transformer", [*arrays], [*arrays.values()])
         framework = FRAMEWORKS.get(library, DLPACK)
-        # integers of NumPy may stand beside arrays of JAX
+        # NumPy arrays may accompany arrays of JAX; the others decide the library and the stream
         operand = next(a for a in arrays.values() if not isinstance(a, int | np.ndarray | None))
         with framework.stream(operand):
             inputs = adopt_all(framework, "Transformer", arrays, arrays.values())
@@ -60,14 +60,14 @@ def from_any_library(method: Callable[P, R]) -> Callable[P, R]:
 
 
 def _back(result: Any, framework: Framework, operand: Any) -> Any:
-    """Return a result in the library of operand; a Var stays on its tape."""
+    """Return a result as an array of the library of operand; a Var is returned unchanged."""
     if type(result) is Var:
         return result
     return framework.give_back(np.asarray(result) if np.isscalar(result) else result, operand)
 
 
 def _resumed(results: Iterator[Any], framework: Framework, operand: Any) -> Iterator[Any]:
-    """Yield results in the library of operand, each computed on the stream of that library."""
+    """Yield results as arrays of the library of operand, computed on that library's stream."""
     while True:
         with framework.stream(operand):
             try:
@@ -78,7 +78,7 @@ def _resumed(results: Iterator[Any], framework: Framework, operand: Any) -> Iter
 
 
 def to_torch(config: Mapping[str, Any], texts: Mapping[str, Any], arrays: dict[str, Array]) -> Any:
-    """Return the transformers model of a config.json, over the memory of these arrays."""
+    """Return the transformers model of a config.json; it shares the memory of these arrays."""
     from transformers import AutoConfig
     from transformers.models.auto import modeling_auto
     from transformers.utils import logging

@@ -1,14 +1,15 @@
-"""Steps of training as CUDA graphs: the passes of a model, forward and backward, in one launch.
+"""CUDA graphs of training steps: forward and backward of a model in one launch.
 
-A graph repeats its launches with the same addresses and numbers.  So it belongs to a form of call:
+A graph repeats its launches with the same addresses and numbers.  So a graph serves one form of
+call.  Two calls have the same form if they agree in
 
-    the arrays of the model and of the loss scaler       by identity; they may change in place
-    arrays that are keywords of the function             by shape and dtype; the graph copies them
-    tokens, where their number varies                    by size, rounded up: the rest is padding
-    the seeds of dropout                                 as such an array, which each call fills
-    everything else that the function is called with     by value
+    the arrays of the model and of the loss scaler     by identity; their values may change in place
+    arrays that are keywords of the function           by shape and dtype; the graph copies them
+    tokens, where their number varies                  by size, rounded up: the rest is padding
+    the seeds of dropout                               by shape, as a keyword; each call copies them
+    all other arguments of the function                by value
 
-The optimizer is not a part of it: that takes a few launches a step, with numbers of the host.
+The optimizer is not in the graph: its few launches per step depend on numbers on the host.
 """
 
 import functools
@@ -35,11 +36,11 @@ from .objective import IGNORE, TrainingStep, next_token
 
 # Graphs of a model: a packed run has up to 16 sizes of a batch (see ``rounded``) in two roles, the
 # first pass of a step or a later one.  And forms of calls that are remembered.
-KEPT, MET = 32, 256
+KEPT, FORMS = 32, 256
 IDLE = 256  # calls without a graph, after which it makes room for another
 SHARE = 8  # of a GPU's memory, one part in so many is for inputs and results of graphs
-COUNT, SINK = "count", "sink"  # keywords: a number of labels; a list that takes a method's sums
-# beside the keywords, as no function has one of these names
+COUNT, SINK = "count", "sink"  # keywords: a number of labels; a list to which sums are added
+# not identifiers, so no keyword can have these names
 SEEDS, FILLED = "seeds of dropout", "tokens that are no padding"
 PADDING = {"tokens": 0, "labels": IGNORE, "mask": 0}  # values of keywords in padding
 Passes = Callable[[Any, TrainingStep], tuple[Any, dict[str, Any]]]
@@ -47,7 +48,7 @@ Sums = dict[str, Any] | None  # of the gradients of earlier passes of a step; No
 
 
 class Graph:
-    """A graph, and its own copies of the arrays of a call."""
+    """A graph, and its own copies of a call's arrays."""
 
     def __init__(self, place: Place, arrays: dict[str, Any]) -> None:
         self.captured, self.arrays, self.last = Captured(place), arrays, 0
@@ -70,7 +71,7 @@ class Graph:
 
 
 class Call(NamedTuple):
-    """One call: passes(function, step), and where its gradients go."""
+    """One call: passes(function, step), and the sums to which its gradients are added."""
 
     passes: Passes
     function: Any
@@ -79,7 +80,7 @@ class Call(NamedTuple):
     begins: bool = False  # whether the sums, if there are any, are those of an earlier step
 
     def __call__(self, function: Any) -> tuple[Any, dict[str, Any]]:
-        """Run the passes of a function, and add the gradients to the sums if there are some."""
+        """Run forward and backward of a function; add the gradients to the sums, if any."""
         value, gradients = self.passes(function, self.step)
         if self.sums is None:
             return value, gradients
@@ -94,8 +95,8 @@ class Graphs:
     Attributes
     ----------
     why : str or None
-        Why the last call is not a graph and never will be; None if it is one, or may become one
-        when calls of its form repeat.
+        Why calls like the last one never become a graph; None if the last call was a graph, or
+        can become one when calls of its form repeat.
     """
 
     def __init__(self) -> None:
@@ -105,30 +106,30 @@ class Graphs:
 
     @property
     def told(self) -> str:
-        """Whether calls like the last one become a graph, in words."""
+        """A sentence that says whether calls like the last one become a graph."""
         if self.why is not None:
             return f"no graph: {self.why}"
         return "graph: from its third call on, a call of this form is one launch"
 
     def clear(self) -> None:
-        """Drop all graphs with their memory."""
+        """Delete all graphs and free their memory."""
         self.place, self.by_form = Place(), dict[Any, Graph]()
-        self.met, self.world = set[Any](), tuple[Any, ...]()
-        self.sums: dict[str, Any] = {}  # of the gradients of a step's passes, in every step
+        self.forms, self.identities = set[Any](), tuple[Any, ...]()
+        self.sums: dict[str, Any] = {}  # gradients of a step's passes; every step overwrites them
         self.calls = 0
-        self.size: Any = None  # of the first batch: the number of tokens of others may vary
-        self.alive: Any = None  # what graphs read: their numbers must stay theirs
+        self.size: Any = None  # shapes of the first batch; the sizes of other batches may differ
+        self.references: Any = None  # to what graphs read, so that no new object gets the same id
 
     def __call__(
         self, model: Any, passes: Passes, function: Any, step: TrainingStep, sums: Sums = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Return ``passes(function, step)``: results that the next call overwrites.
+        """Return ``passes(function, step)``; the next call overwrites these results.
 
-        Gradients are added to ``sums``, in float32, which are returned in place of them: {} in the
-        first pass of a step.
+        With ``sums``, gradients are added to them in float32, and the sums are returned; the first
+        pass of a step has {}.
         """
         if model.adapter is None or not model.adapter.dropout:
-            step = step._replace(seed=None)  # nothing is drawn
+            step = step._replace(seed=None)  # without dropout, the seed must not change the form
         self.why = next(self._reasons(model, function, step), self.failed)
         call = Call(passes, function, step, sums)
         if self.why is not None or is_planned(model.table):
@@ -143,7 +144,7 @@ class Graphs:
             if not self.by_form:
                 raise
         self.clear()
-        self.why = self.failed = "the GPU has no memory for graphs beside all else"
+        self.why = self.failed = "the GPU has no memory for graphs beside the model and its step"
         return call._replace(sums=sums, begins=False)(function)
 
     def _reasons(self, model: Any, function: Any, step: TrainingStep) -> Iterator[str]:
@@ -153,29 +154,30 @@ class Graphs:
             yield "its arrays are not on a GPU"
         if not isinstance(function, functools.partial):
             cure = "functools.partial(function, tokens=tokens) names them"
-            yield f"what the function reads is not known; {cure}"
+            yield f"the arrays that the function reads are not known; {cure}"
         if step.checkpoint is not None and step.checkpoint.offload:
-            yield "a checkpoint with offload sends activations to the host and back"
+            yield "a checkpoint with offload copies activations to the host and back"
         if (model.division, model.context, model.gather, model.parts) != (None,) * 4:
             yield "ranks divide the model"
         if model.adapter is not None and model.adapter.into is not None:
-            yield "weights are rounded as a file has them, of some kinds on the host"
+            yield "weights are rounded to the types of a file, and some of them on the host"
         if isinstance(model.adapter, ByRows):
-            yield "rows have adapters of their own, which the host finds"
+            yield "each row has its own adapter, which the host looks up"
         lengths = any(function.keywords.get(name) is not None for name in ("mask", "offsets"))
         if lengths and any(rope.original is not None for rope in scaled):
-            yield "rotary angles depend on lengths of texts, which the host reads"
+            yield "rotary angles depend on the lengths of texts, which the host reads"
         if tape.watch_results.get() or tape.take_gradients.get() or spans.watchers:
-            yield "something looks at each call, such as find_nan or profile"
+            yield "find_nan, profile or another tool inspects each call"
         if not is_planned(table) and gpu.cupy().get_default_memory_pool().get_limit():
-            yield "memory is limited, and a graph has memory beside CuPy's pool"
+            yield "memory is limited, and a graph allocates outside of CuPy's pool"
 
     def _graphed(self, model: Any, call: Call) -> tuple[Any, dict[str, Any]]:
-        """Return the results of a graph, or of a run on the way to one."""
+        """Return the results of a graph; run the call without one if its form has none yet."""
         function, sums = call.function, call.sums
         arguments, sink = {**function.keywords}, function.keywords.get(SINK)
         counts = any(each is next_token for each in (function.func, *function.args))
-        if counts and is_integer(arguments.get(COUNT)):  # another in every batch
+        # The number of labels differs between batches: as an array it does not change the form.
+        if counts and is_integer(arguments.get(COUNT)):
             arguments[COUNT] = to_device_of(np.asarray(arguments[COUNT]), model.table)
         arrays = {name: each for name, each in arguments.items() if gpu.is_cupys(each.__class__)}
         shapes = {name: each.shape for name, each in arrays.items()}
@@ -190,8 +192,8 @@ class Graphs:
         fixed = {n: each for n, each in arguments.items() if n not in arrays and n != SINK}
         constants = (*function.args, *fixed.values(), call.step.checkpoint, choices.get())
         if unknown := [type(each).__name__ for each in constants if not _is_constant(each)]:
-            cure = "pass arrays of the GPU by keyword"
-            self.why = f"the function is called with {unknown[0]}, which has no hash; {cure}"
+            cure = "pass arrays on the GPU by keyword"
+            self.why = f"the function is called with {unknown[0]}, which is not hashable; {cure}"
             return call(function)
         form = (
             *(Itself(function.func), *fixed),
@@ -200,9 +202,10 @@ class Graphs:
             *(sink is None, sums is None, call.begins),
             Itself(getattr(model.seen, "__self__", model.seen)),  # what counts the experts' tokens
         )
+        # Sums in other arrays than those of the steps before are new ones: their form never repeats.
         usual = all(self.sums.get(name) is each for name, each in (sums or {}).items())
         graph = self._graph(form, arrays, shapes) if usual else None
-        if graph is None:  # as for all sums in other arrays
+        if graph is None:
             value, gradients = call(function)
             return value, {**gradients}
 
@@ -210,8 +213,8 @@ class Graphs:
             own: list[Any] = []
             keywords = {**fixed, **graph.arrays} | ({} if sink is None else {SINK: own})
             seeds = keywords.pop(SEEDS, None)
-            held = seeds if seeds is None else Seeds([*model.adapter.scales], seeds)
-            run = call._replace(step=call.step._replace(seed=held))
+            array_seeds = seeds if seeds is None else Seeds([*model.adapter.scales], seeds)
+            run = call._replace(step=call.step._replace(seed=array_seeds))
             model.filled = keywords.pop(FILLED, None)
             try:
                 return *run(functools.partial(function.func, *function.args, **keywords)), own
@@ -220,7 +223,7 @@ class Graphs:
 
         value, gradients, own_sums = graph.captured(work)
         if sink is not None:
-            sink.extend(each.copy() for each in own_sums)  # those of the next pass will lie there
+            sink.extend(each.copy() for each in own_sums)  # the next launch overwrites the originals
         if graph.captured.why is not None:
             self.clear()
             self.why = self.failed = graph.captured.why
@@ -245,15 +248,15 @@ class Graphs:
     def _graph(
         self, form: Any, arrays: Mapping[str, Any], shapes: Mapping[str, Any]
     ) -> Graph | None:
-        """Return the graph of a form with these arrays in it, or a new one if the form repeats."""
+        """Copy arrays into the graph of a form and return it; create it if the form repeats."""
         graph = self.by_form.pop(form, None)
-        if graph is None and form not in self.met:
-            self.met = {*(self.met if len(self.met) < MET else ()), form}
+        if graph is None and form not in self.forms:
+            self.forms = {*(self.forms if len(self.forms) < FORMS else ()), form}
             return None
         if graph is None:
             if not self._has_room():
                 return None
-            if not self.by_form:  # what the runs before have freed is needed now
+            if not self.by_form:  # a graph cannot use blocks that the pool holds for earlier calls
                 gpu.cupy().get_default_memory_pool().free_all_blocks()
             copies = {n: empty(shapes[n], each.dtype, like=each) for n, each in arrays.items()}
             graph = Graph(self.place, copies)
@@ -281,16 +284,16 @@ class Graphs:
         return True
 
     def _enter(self, model: Any, step: TrainingStep) -> None:
-        """Drop all graphs if they have read other arrays, or other settings of the model."""
+        """Delete all graphs if arrays or settings of the model differ from the captured ones."""
         adapter, scaler = model.adapter, step.scaler
-        read = [*model.parameters.values(), model.config]
-        read += [] if scaler is None else [scaler.on_device(model.table)]
-        read += [] if adapter is None else [*adapter.parameters.values(), adapter]
+        objects = [*model.parameters.values(), model.config]
+        objects += [] if scaler is None else [scaler.on_device(model.table)]
+        objects += [] if adapter is None else [*adapter.parameters.values(), adapter]
         scales = () if adapter is None else (*adapter.scales.values(),)
-        world = (*map(id, read), *scales, model.chunked_mlp)
-        if world != self.world:
+        identities = (*map(id, objects), *scales, model.chunked_mlp)
+        if identities != self.identities:
             self.clear()
-            self.world, self.alive = world, read
+            self.identities, self.references = identities, objects
 
 
 def rounded(shapes: Mapping[str, Any]) -> dict[str, Any]:
@@ -310,7 +313,7 @@ def rounded(shapes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_constant(value: Any) -> bool:
-    """Return whether a value can be compared with others."""
+    """Return whether a value is hashable, so that it can be part of a form."""
     try:
         hash(value)
     except TypeError:
@@ -319,13 +322,13 @@ def _is_constant(value: Any) -> bool:
 
 
 class Itself:
-    """Equal to another if it holds the same object."""
+    """A wrapper that compares an object by identity."""
 
-    def __init__(self, held: Any) -> None:
-        self.held = held
+    def __init__(self, wrapped: Any) -> None:
+        self.wrapped = wrapped
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Itself) and other.held is self.held
+        return isinstance(other, Itself) and other.wrapped is self.wrapped
 
     def __hash__(self) -> int:
-        return id(self.held)
+        return id(self.wrapped)

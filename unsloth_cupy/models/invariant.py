@@ -1,7 +1,7 @@
-"""What a call of an invariant model needs: texts that begin at key 0, and nothing that mixes them.
+"""Calls of an invariant model: the bits of a text's results do not depend on other texts.
 
-The bits of an invariant model depend on the text alone: ``ops/common/fixed_order.py`` fixes the
-order of the sums in a row, and here padding goes and what has no such order is refused.
+``ops/common/fixed_order.py`` fixes the order of the sums in a row.  This module removes padding, so
+that every text begins at key 0, and raises for calls in which the order is not fixed.
 """
 
 from collections.abc import Callable
@@ -19,11 +19,11 @@ from .configs.config import Config
 
 
 def without_padding(hidden: Callable[..., Any], tokens: Array, mask: Any, **arguments: Any) -> Any:
-    """Return hidden states of rows from a pass of packed texts; at padding they may be any."""
+    """Return hidden states of padded rows, computed from packed texts; undefined at padding."""
     real = None if mask is None else to_numpy(mask) != 0
     if real is None or real.all() or not real.any() or arguments.get("cache") is not None:
         return hidden(tokens, mask=mask, **arguments)
-    starts = np.append(0, real.sum(axis=1).cumsum())
+    starts = np.append(0, real.sum(axis=1).cumsum())  # of the texts, packed into one row
     arguments["offsets"] = to_device_of(starts, tokens)
     x = hidden(tokens[to_device_of(real, tokens)][None], **arguments)
     place = np.maximum(real.reshape(-1).cumsum() - 1, 0).reshape(real.shape)
@@ -31,14 +31,14 @@ def without_padding(hidden: Callable[..., Any], tokens: Array, mask: Any, **argu
 
 
 def check_invariant(config: Config, divided: bool, rows: Any, mask: Any) -> None:
-    """Raise a ConfigError for a call whose bits would not depend on its texts alone."""
+    """Raise a ConfigError for a call whose bits would depend on more than its texts."""
     kind = config.model_type
     if divided:
         refuse("ranks that divide a model or its rows add in another order")
     if config.recurrent:
-        refuse(f"layers of a {kind} that have no attention add in chunks of a call")
+        refuse(f"layers of a {kind} without attention add by chunks, which depend on the call")
     if config.bit_layers:
-        refuse(f"the layers of a {kind} round their inputs, which have no fixed order here")
+        refuse(f"the linear layers of a {kind} round their inputs, and have no fixed order here")
     if any(rope.original is not None for rope in config.ropes.values()):
         refuse(f"the rotary angles of a {kind} depend on the length of the whole text")
     codes = isinstance(rows, PagedRows) and rows.cache.scales is not None
@@ -48,4 +48,4 @@ def check_invariant(config: Config, divided: bool, rows: Any, mask: Any) -> None
         ring = any(width is not None for width in rows.windows)
         if ring or rows.padded or (mask is not None and not to_numpy(mask).all()):
             problem = "windows move the keys of a KVCache" if ring else "padding moves keys"
-            refuse(f"{problem} from their places; pass a PagedKVCache, or")
+            refuse(f"{problem} away from their positions; pass a PagedKVCache, or")

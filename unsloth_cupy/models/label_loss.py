@@ -1,10 +1,11 @@
-"""The losses of classifiers: of labels of texts, or of labels of tokens.
+"""The losses of sequence classifiers and token classifiers.
 
     squared error               (z - y)²
     cross entropy               -log softmax(z)[y]
     binary cross entropy        -y log s(z) - (1 - y) log s(-z)        s(z) = 1 / (1 + exp(-z))
 
-The labels choose, unless ``problem_type`` in config.json does: transformers' rules.
+``problem_type`` in config.json chooses the loss; without it, the dtype and shape of the labels do,
+by the rules of transformers.
 """
 
 from typing import Any, NamedTuple
@@ -28,9 +29,9 @@ REGRESSION, SINGLE, MULTI = PROBLEMS
 def mean_label_loss(
     model: Any, tokens: Array, labels: Array, mask: Any, offsets: Any, count: Any
 ) -> Any:
-    """Return the sum of the losses of labels / count; on a tape a float32 Var, else float64.
+    """Return sum(losses) / count: a float32 Var on a tape, otherwise float64.
 
-    ``count`` is by default the number of labels that count.
+    ``count`` is by default the number of labels other than IGNORE.
     """
     if model.context is not None:
         problem = f"a {model.config.head} model reads whole rows, and ranks divide them"
@@ -41,7 +42,7 @@ def mean_label_loss(
 
 
 def mean_of_losses(model: Any, logits: Any, labels: Array, count: Any) -> Any:
-    """Return the sum of the losses of logits / count: see ``mean_label_loss``."""
+    """Return sum(losses) / count from logits: see ``mean_label_loss``."""
     problem = _problem(model, logits, labels)
     _check(problem, logits, labels)
     losses: Any = _losses(problem, logits, labels)
@@ -65,14 +66,14 @@ def mean_of_losses(model: Any, logits: Any, labels: Array, count: Any) -> Any:
 
 
 def _problem(model: Any, logits: Any, labels: Array) -> str:
-    """Return which loss the labels ask for, or config.json's problem_type."""
+    """Return the problem_type of config.json, or else the one that the labels imply."""
     named = model.texts.get("config.json", {}).get("problem_type")
     whole = labels.dtype.kind == "i"
     if model.config.head == TOKEN:
         return SINGLE
     if named is None and labels.ndim == 2 and model.config.labels == 1:
         raise ConfigError(
-            f"loss: labels are {tuple(labels.shape)}, of a head with one output: pass"
+            f"loss: labels are {tuple(labels.shape)}, and the head has one output; pass"
             " labels.reshape(-1) for a squared error, or set problem_type in config.json"
         )
     kind = SINGLE if whole else REGRESSION if labels.ndim == 1 else MULTI
@@ -86,26 +87,26 @@ def _check(problem: str, logits: Any, labels: Array) -> None:
         expected = shape[:-1]
         if kind != "i":
             dtype = labels.dtype
-            raise DTypeError(f"loss: labels are {dtype}; of a {problem} pass int32 or int64")
+            raise DTypeError(f"loss: labels are {dtype}; for {problem} pass int32 or int64")
         if outputs == 1:
             cure = "pass floats for a squared error"
-            raise ConfigError(f"loss: integer labels, of a head with one output; {cure}")
+            raise ConfigError(f"loss: labels are integers, and the head has one output; {cure}")
     else:
         if kind != "f" and labels.dtype != logits.dtype:
-            raise DTypeError(f"loss: labels are {labels.dtype}; of a {problem} pass floats")
+            raise DTypeError(f"loss: labels are {labels.dtype}; for {problem} pass floats")
         expected = shape[:1] if problem == REGRESSION and outputs == 1 else shape
         if outputs == 1 and tuple(labels.shape) == shape:
             expected = shape
     if tuple(labels.shape) != expected:
-        text = f"loss: labels are {tuple(labels.shape)}, logits {shape}: of a {problem} the labels"
+        text = f"loss: labels are {tuple(labels.shape)}, logits {shape}; for {problem} the labels"
         raise ShapeError(f"{text} must be {expected}", expected=expected, actual=labels.shape)
     if kind == "i" or type(labels) is not np.ndarray:
         return
     floats = labels.astype(np.float64)
     if not np.isfinite(floats).all():
-        raise RangeError("loss: labels hold numbers that are not finite; leave those rows out")
+        raise RangeError("loss: labels contain numbers that are not finite; leave those rows out")
     if problem == MULTI and ((floats < 0) | (floats > 1)).any():
-        raise RangeError(f"loss: of a {problem} the labels must be in 0 .. 1")
+        raise RangeError(f"loss: for {problem} the labels must be in 0 .. 1")
 
 
 def _losses(problem: str, logits: Any, labels: Array) -> Any:

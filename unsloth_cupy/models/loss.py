@@ -38,7 +38,7 @@ from .objective import IGNORE, LossRecord, as_array
 from .ranks.division import Division
 from .ranks.stages import pipeline_results
 
-LOSSES = (  # functions that check labels
+LOSSES = (  # functions that check labels, whose errors get this caller's name
     *("linear_cross_entropy", "linear_cross_entropy_gradients", "linear_log_probs"),
     *("vocab_parallel_linear_cross_entropy", "vocab_parallel_linear_log_probs"),
 )
@@ -47,9 +47,9 @@ LOSSES = (  # functions that check labels
 def next_labels(
     tokens: Array, labels: Array, offsets: Array | None, real: Array | None = None
 ) -> Array:
-    """Return the label that each token predicts: the next one, or IGNORE at its text's end.
+    """Return the label that each token predicts: the next one, or IGNORE at the end of a text.
 
-    With ``real`` padding predicts nothing, as nothing comes before a text in a pack.
+    With ``real``, labels at padding are IGNORE, so that the result equals that of packed texts.
     """
     arrays.framework_of(labels, "Transformer: labels")  # raises for None and for a number
     arrays.common("Transformer", ("tokens", "labels"), (tokens, labels))
@@ -71,7 +71,7 @@ def next_labels(
 
 @naming("Transformer", *LOSSES)
 def losses_of(config: Config, x: Any, head: Any, shifted: Array, division: Division | None) -> Any:
-    """Return the loss of every label, from normalised hidden states and the head's weight."""
+    """Return the loss of every label, from normalised hidden states and the weight of the head."""
     options: dict[str, Any] = {"ignore": IGNORE, "softcap": config.logit_softcap}
     if division is None:
         return linear_cross_entropy(x, head, shifted, **options)
@@ -90,18 +90,18 @@ def mean_loss(
     count: Any,
     routes: Array | None = None,
 ) -> Any:
-    """Return the sum of the losses of labels / count; on a tape a float32 Var, else float64.
+    """Return sum(losses) / count: a float32 Var on a tape, otherwise float64.
 
-    ``count`` is by default the number of labels that count.
+    ``count`` is by default the number of target tokens, whose labels are not IGNORE.
     """
     number = is_number(count) and count > 0
     kind = getattr(getattr(count, "dtype", None), "kind", "O")
     scalar = kind in "iuf" and count.shape == ()
     if not (count is None or number or scalar):
-        raise ConfigError(f"loss(count={count!r}): pass how many labels, 1 or more")
+        raise ConfigError(f"loss(count={count!r}): pass the number of labels, 1 or more")
     if model.head in CLASSIFIERS:
         if routes is not None:
-            raise ConfigError("loss: routes are of the loss of next tokens; leave them out")
+            raise ConfigError("loss: a classifier does not use routes; leave them out")
         return mean_label_loss(model, tokens, labels, mask, offsets, count)
     require_head("loss", model.config, CAUSAL)
     parameters = model.entered(model.parameters)
@@ -118,14 +118,15 @@ def mean_loss(
         comm = None if model.division is None else model.division.balanced
         groups = [*filter(None, (comm, context and context.comm))]
         logits = [each.logits for each in routers]
-        for own, real, kept in _routed(model, logits, shifted, offsets, mask, context):
-            number = (kept != IGNORE).sum()
+        for own, real, targets in _routed(model, logits, shifted, offsets, mask, context):
+            number = (targets != IGNORE).sum()
             number = (number if comm is None else comm.all_reduce(number)).clip(1)
             if model.reached is None:
                 term = router_loss(experts, own, real, groups)
             else:
                 term = balance_of(model.reached.sums, experts.k, groups)
-            balances.append((term, experts.balance * (number / count)))  # of a part of a batch
+            # This call may be a part of a batch of ``count`` labels: weigh it by its own labels.
+            balances.append((term, experts.balance * (number / count)))
     shifted = own_tokens(context, shifted)
     x, head = inputs_of_losses(model.config, parameters, x)
     if type(x) is Var:
@@ -142,24 +143,27 @@ def _routed(
     mask: Array | None,
     context: Context | None,
 ) -> Iterator[tuple[Sequence[Any], Array | None, Array]]:
-    """Yield what routers said of tokens, which of them are real, and labels; of each adapter's.
+    """Yield (router logits, mask of real tokens, labels) for each adapter, or once without rows.
 
-    A router's loss is one of all rows together: those of an adapter have that of a batch of them.
+    A router's loss depends on all rows of a batch together.  The rows of each adapter are a batch
+    of their own, so that its loss does not depend on the rows of other adapters.
     """
-    seen = None if model.invariant else mask  # else the routers have seen real tokens alone
-    if seen is None and model.filled is not None:
-        seen = np.ones_like(shifted, dtype=bool) & model.real_columns(shifted)
-    real, rows = real_tokens(context, seen, like=shifted), model.adapter
+    # The routers of an invariant model get real tokens only, so no mask is needed.
+    router_mask = None if model.invariant else mask
+    if router_mask is None and model.filled is not None:
+        router_mask = np.ones_like(shifted, dtype=bool) & model.real_columns(shifted)
+    real, rows = real_tokens(context, router_mask, like=shifted), model.adapter
     if not isinstance(rows, ByRows):
         yield routers, real, shifted
         return
     names = rows.names(offsets)
     names = np.broadcast_to(names if offsets is not None else names[:, None], shifted.shape)
     own = own_tokens(context, names)
-    if own.size != math.prod(routers[0].shape[:-1]):  # they have seen real tokens alone
+    if own.size != math.prod(routers[0].shape[:-1]):  # routers without padding: invariant
         own = own[to_numpy(mask) != 0]
     for name in dict.fromkeys(rows.rows):
         place = to_device_of(np.flatnonzero(own == name), shifted)
+        # (1, batch * tokens, experts)
         flat = (reshape(each, shape=(1, -1, each.shape[-1])) for each in routers)
         parts = [taken(each, place, 1) for each in flat]
         of = None if real is None else real.reshape(1, -1)[:, place]
@@ -167,7 +171,7 @@ def _routed(
 
 
 def _added(loss: Any, balances: Sequence[tuple[Any, Any]]) -> Any:
-    """Return the loss and those of routers, each times its coefficient, in float64."""
+    """Return the loss plus the losses of routers times their coefficients, in float64."""
     for term, coefficient in balances:
         loss = loss + value_of(term).astype(np.float64) * coefficient
     return loss
@@ -183,7 +187,7 @@ def label_log_probs(
     temperature: float,
     routes: Array | None = None,
 ) -> LogProbs:
-    """Return the log-probabilities of the next labels, and what else the head's pass tells."""
+    """Return the ``LogProbs`` of the next labels: log-probabilities, entropy and relatives."""
     require_head("log_probs", model.config, CAUSAL)
     stages = None if model.division is None else model.division.stages
     if stages is not None and model.reached is None:
@@ -192,6 +196,7 @@ def label_log_probs(
         batch |= {"routes": routes}
         shape = tokens.shape if offsets is None else (1, tokens.size)
         floats = shape, np.promote_types(stages.dtype, FLOAT32)
+        # (shape, dtype) of each field: floats, and the flag of the most likely label last
         forms = [floats] * (len(LogProbs._fields) - 1) + [(shape, np.dtype(bool))]
         return LogProbs(*pipeline_results(model, function, batch, forms))
     parameters = model.entered(model.parameters)
@@ -221,10 +226,11 @@ def _on_tape(
     count: Any,
     balances: Sequence[tuple[Any, Any]],
 ) -> Var:
-    """Return the sum of losses / count, whose gradients are computed in the same pass.
+    """Return sum(losses) / count, with gradients computed in the same pass.
 
-    They do not depend on the losses but for a factor, which saves one matrix product.  Of
-    ``balances``, a router's loss and its coefficient, the products are added.
+    The upstream gradient of every loss is known, 1 / count.  So the forward pass computes the
+    gradients too, and the logits are computed once: it saves one matrix product.  ``balances`` are
+    (router loss, coefficient) pairs, whose products are added.
     """
     config, division, scaler = model.config, model.slices, model.step.scaler
     tape, values = x.tape, {"x": x.value, "weight": getattr(head, "value", head)}
@@ -239,11 +245,11 @@ def _on_tape(
                 [*values.values(), shifted, dloss, None],
                 {"ignore": IGNORE, "softcap": config.logit_softcap, "wanted": frozenset(inputs)},
             )
-    else:  # no op does both passes across ranks: a separate tape does
+    else:  # no op computes loss and gradients across ranks: a separate tape does
         own = Tape()
         own_values = {n: own.watch(value) if n in inputs else value for n, value in values.items()}
         losses_var = losses_of(config, own_values["x"], own_values["weight"], shifted, division)
-        token = take_gradients.set(None)  # callbacks of the whole step must not see these
+        token = take_gradients.set(None)  # hide these gradients from callbacks of the whole step
         try:
             own_gradients = own.gradients(losses_var, [own_values[name] for name in inputs], dloss)
         finally:
@@ -254,7 +260,8 @@ def _on_tape(
     gradients = {"x": dx, "weight": dweight}
     root = Var(as_array(loss.astype(losses.dtype)), tape)
     one = full_like(root.value, 1)
-    ranks = 1 if division is None else division.comm.size  # whose gradients are added up
+    # Every rank adds the router's gradient, and ranks sum it up: each contributes its share.
+    ranks = 1 if division is None else division.comm.size
     for i, (term, coefficient) in enumerate(balances):
         if type(term) is Var:
             share = as_array((one * coefficient / ranks).astype(term.dtype))

@@ -1,4 +1,4 @@
-"""The network: its parameters, its rotary tables, and the forward pass from tokens to logits."""
+"""The network: parameters, rotary tables, and the forward pass from tokens to logits."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -50,44 +50,48 @@ class Network(Summary):
     config : Config
         Sizes and settings of the model.
     parameters : dict of str to array
-        Replace or change them in place: every call reads them again.
+        Parameters by name.  You may replace them or change them in place: every call reads them
+        again.
     adapter : Adapter or None
-        Low-rank weights added to linear layers; the parameters are then frozen.
+        Low-rank weights added to linear layers; with an adapter the parameters are frozen.
     chunked_mlp : bool
-        Whether ``swiglu_mlp`` computes the MLPs: by chunks of rows, recomputed in backward.  False
-        at first.  Calls raise a ConfigError for an MLP with another activation, or with a norm,
-        biases, an adapter or BitNet's rounding inside.
+        Whether ``swiglu_mlp`` computes the MLPs: by chunks of rows, recomputed in backward.
+        Initially False.  Calls raise a ConfigError for an MLP with another activation, or with a
+        norm, biases, an adapter or BitNet's rounding inside.
     invariant : bool
-        Whether the bits of hidden states, logits and ``log_probs`` of a text depend on this text
-        alone: not on the batch, padding, packing, or what a cache held.  False at first.  Losses
-        and gradients may differ in rounding as ever, but for those of adapters: see ``by_rows``.
+        Whether the bits of a text's hidden states, logits and ``log_probs`` depend on this text
+        alone: not on the batch, padding, packing, or earlier contents of a cache.  Initially False.
+        Losses and gradients may still differ in rounding, except the gradients of adapters: see
+        ``by_rows``.
     division : Division or None
-        Which part of the model this rank holds, if ranks divide it; config and parameters are
-        then this rank's, and all ranks must make the same calls.
+        The part of the model that this rank stores, if ranks divide it.  Config and parameters
+        are then this rank's, and all ranks must make the same calls.
     context : Communicator or None
-        Ranks that divide the tokens of each row: ``loss`` and ``loss_and_gradients`` take whole
-        rows in all of them, and return this rank's term of a sum over ranks.
+        Ranks that divide the tokens of each row.  All of them pass whole rows to ``loss`` and
+        ``loss_and_gradients``, which return this rank's term of a sum over ranks.
     context_attention : str
-        Attention with a context: "ring" passes keys and values around, with "ulysses" each rank
-        has some of the heads.
+        Attention with a context: "ring" passes keys and values from rank to rank; with "ulysses"
+        each rank computes some of the heads.
     parts : Parts or None
-        The parts of parameters that ``load(folder, parts=comm)`` has read, until a Zero3 takes
-        over the model.
+        The parts of parameters that ``load(folder, parts=comm)`` reads, until a Zero3 takes over
+        the model.
     gather : callable or None
-        Returns whole parameters from the parts that ranks keep, for one block at a time.
+        Function that gathers the whole parameters of one block from the parts of all ranks.
     """
 
-    texts: Mapping[str, Mapping[str, Any]]  # JSON files of its folder: config.json and others
-    folder: Path | None = None  # where load read it
-    stored: Callable[[str], Any] | None = None  # returns its model as it is stored, for a call
-    words: Path | None = None  # where its tokenizer is
+    texts: Mapping[str, Mapping[str, Any]]  # JSON files of the folder: config.json and others
+    folder: Path | None = None  # from which load read the model
+    # (name of the call) returns the model with the weights as its file stores them
+    stored: Callable[[str], Any] | None = None
+    words: Path | None = None  # folder or file of the tokenizer
     step = TrainingStep()  # of the model on a tape
-    noise: Callable[..., Any] | None = None  # changes embeddings in a step of training
-    first_token = 0  # its number in the batch of all data ranks, by which dropout and noise draw
-    # takes what routers said in a pass, and the number of layers with experts before theirs
+    noise: Callable[..., Any] | None = None  # changes embeddings in a training step
+    # number of the first token in the batch of all data ranks, from which dropout and noise draw
+    first_token = 0
+    # receives the ``Routed`` of each layer in a pass, and the number of layers with experts before
     seen: Callable[[Sequence[Any], int], None] | None = None
-    reached: Reached | None = None  # what the stages of a pipeline have computed
-    filled: Any = None  # (), the tokens of a row before the padding of a graph: see ``graphs``
+    reached: Reached | None = None  # results of the last stage of a pipeline, before the head
+    filled: Any = None  # (), tokens of a row before the padding of a graph: see ``graphs``
 
     def __init__(self, config: Config, parameters: dict[str, Array]) -> None:
         self.config, self.parameters = config, parameters
@@ -102,14 +106,15 @@ class Network(Summary):
 
     def _make_tables(self) -> None:
         """Create the tables of the rotary embeddings."""
-        like = arrays.empty((0,), FLOAT32, like=self.table)  # the table itself may be replaced
+        # An empty array: the embedding table may be replaced, and would stay in memory.
+        like = arrays.empty((0,), FLOAT32, like=self.table)
         ropes = sorted(self.config.ropes.items())
         self.tables = {kind: rope_rows(rope, like) for kind, rope in ropes}
         for tables in self.tables.values():
-            tables(1)  # raises for an invalid rope_scaling now, not in the first call
+            tables(1)  # raises for an invalid rope_scaling now instead of in the first call
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without tables and graphs, which are created again."""
+        """Return the state to pickle, without tables and graphs, which are created again."""
         return {n: value for n, value in self.__dict__.items() if n not in ("tables", "graphs")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -118,7 +123,7 @@ class Network(Summary):
 
     @property
     def table(self) -> Array:
-        """The embedding table, (vocab, hidden); another weight if this rank has no embedding."""
+        """The embedding table, (vocab, hidden); another weight on a rank without embedding."""
         values = [*self.parameters.values()]
         first = next((value for value in values if not isinstance(value, Stored)), values[0])
         table: Any = self.parameters.get("model.embed_tokens.weight", first)
@@ -126,7 +131,7 @@ class Network(Summary):
 
     @property
     def trainable(self) -> dict[str, Array]:
-        """The parameters that have gradients: the adapter's if there is one, else all."""
+        """The parameters with gradients: those of the adapter, or all without an adapter."""
         return trainable(self.parameters) if self.adapter is None else self.adapter.parameters
 
     @property
@@ -136,27 +141,30 @@ class Network(Summary):
         return self.table.dtype if stages is None else stages.dtype
 
     def narrowed(self, dtype: Any) -> dict[str, Any]:
-        """Return the parameters that have another dtype in a computation in ``dtype``."""
+        """Return the parameters that are rounded to ``dtype`` if the model computes in it.
+
+        The other parameters stay float32: see ``Config.widened``.
+        """
         widened = self.config.widened
         return {n: each for n, each in self.parameters.items() if dtype not in widened(n)}
 
     @property
     def slices(self) -> Division | None:
-        """The division, if ranks hold slices of the same weights."""
+        """The division, if ranks store slices of the same weights."""
         return self.division if self.division is not None and self.division.comm.size > 1 else None
 
     @property
     def expert_ranks(self) -> Communicator | None:
-        """The ranks that hold different experts, if there are several."""
+        """The ranks that store different experts; None if there is one."""
         return None if self.division is None else self.division.experts
 
     @property
     def cache_sizes(self) -> dict[str, int | None]:
-        """The sizes ``kv_heads``, ``dim`` and ``latent`` of a KVCache or PagedKVCache.
+        """The arguments ``kv_heads``, ``dim`` and ``latent`` of a KVCache or PagedKVCache.
 
-        With latent attention one row of a token serves all heads: ``kv_lora_rank`` numbers and the
+        With latent attention, one row per token serves all heads: ``kv_lora_rank`` numbers and the
         rotated part of the key.  A cache with latent=None and the model's own ``kv_heads`` and
-        ``dim`` holds whole heads instead.  Ranks that divide heads hold every row.
+        ``dim`` stores whole heads instead.  Ranks that divide heads store every row.
         """
         config = self.config
         if config.latent is None or not absorbs(self.adapter):
@@ -167,7 +175,7 @@ class Network(Summary):
     def on_tape(
         self, parameters: Mapping[str, Any], step: TrainingStep, reached: Reached | None = None
     ) -> Self:
-        """Return this model with parameters that are Vars of a tape, for one step."""
+        """Return a shallow copy of this model for one step; parameters are Vars of a tape."""
         model = object.__new__(type(self))
         model.__dict__ |= self.__dict__
         model.parameters, model.step, model.reached = {**parameters}, step, reached
@@ -179,7 +187,7 @@ class Network(Summary):
         return Graphs()
 
     def passes(self, function: Any, step: TrainingStep) -> tuple[Any, dict[str, Array]]:
-        """Run a step forward and backward; return what ``value_and_gradients`` does."""
+        """Run forward and backward of a step; return the value and the gradients by name."""
         tape, scaler = Tape(), step.scaler
         watched = {name: tape.watch(array) for name, array in self.trainable.items()}
         quiet: Any = {} if scaler is None else {"over": "ignore", "invalid": "ignore"}
@@ -190,19 +198,19 @@ class Network(Summary):
         return value, dict(zip(watched, gradients, strict=True))
 
     def hidden(self, parameters: Mapping[str, Any], tokens: Array, **arguments: Any) -> Any:
-        """Return the normalised output of the last block; parameters are arrays or a tape's Vars.
+        """Return the normalised output of the last block, (batch, tokens, hidden).
 
-        Further arguments are those of ``call``.  For packed texts the output is one row:
-        (1, tokens, hidden).  With a context it holds only this rank's tokens.
+        Parameters are arrays or Vars of a tape; ``call`` documents further arguments.  The output
+        of packed texts is one row, (1, tokens, hidden).  With a context it has this rank's tokens.
         """
         if self.reached is not None:
             if arguments.get("routes") is not self.reached.routes:
-                problem = "routes are not those of the batch, which all stages have taken"
+                problem = "routes are not the routes of the batch, which all stages use"
                 raise ConfigError(f"Transformer: {problem}; pass them with its tokens")
             return self.reached.hidden
         if self.division is not None and self.division.stages is not None:
-            cure = "models.ranks.stages.ModelStage runs them with those of other ranks"
-            raise ConfigError(f"Transformer: this rank does not hold all blocks; {cure}")
+            cure = "models.ranks.stages.ModelStage runs them together with the other ranks"
+            raise ConfigError(f"Transformer: this rank does not store all blocks; {cure}")
         with self.ordered():
             run = partial(self._hidden, parameters)
             if self.invariant:
@@ -220,7 +228,7 @@ class Network(Summary):
         if self.noise is not None:
             branch = self.noise(branch, token_numbers(context, rows, self.first_token), context)
         branch, stream = blocks(call, branch, self.step.checkpoint)
-        self.tell(call)
+        self.report_routes(call)
         return join(call, "model.", self.config.norms.last, branch, stream)[0]
 
     def call(
@@ -235,9 +243,10 @@ class Network(Summary):
         routers: list[Any] | None = None,
         routes: Array | None = None,
     ) -> Call:
-        """Return the inputs that all blocks of a call share; raise if arguments do not fit.
+        """Check the arguments, and return the inputs that all blocks of a call share.
 
-        What all routers say is added to ``routers``; ``routes`` are experts that they chose before.
+        Each layer with experts adds its ``Routed`` to the list ``routers``.  ``routes`` are experts
+        of an earlier pass, which the routers use again.
         """
         seed = self.step.seed
         rows = check(tokens, mask, cache, offsets, self.step.checkpoint, sequences)
@@ -282,21 +291,21 @@ class Network(Summary):
             self.chunked_mlp, self.slices, self.gather, context,
         )  # fmt: skip
 
-    def tell(self, call: Call, before: int = 0) -> None:
-        """Tell ``seen`` what the routers of a call said, after those of ``before`` blocks."""
+    def report_routes(self, call: Call, before: int = 0) -> None:
+        """Pass the routes of a call to ``seen``; ``before`` blocks come before this call's."""
         if self.seen is None or not call.experts.routers:
             return
         routed, context = call.experts.routers, call.context
-        if self.filled is not None:  # padding goes to no expert: to the number after the last
-            real = self.real_columns(routed[0].experts[..., 0])[:, None]
-            none: Any = self.config.experts
-            routed = [
-                each._replace(experts=np.where(real, each.experts, none.count)) for each in routed
-            ]
-        if context is not None:  # without the tokens that fill up rows
-            kept = to_device_of(context.order < context.length, routed[0].experts)
-            routed = [each._replace(experts=each.experts[:, kept]) for each in routed]
         experts: Any = self.config.experts
+        if self.filled is not None:  # padding goes to no expert: to the number after the last one
+            real = self.real_columns(routed[0].experts[..., 0])[:, None]
+            routed = [
+                each._replace(experts=np.where(real, each.experts, experts.count))
+                for each in routed
+            ]
+        if context is not None:  # drop the padding that fills up rows
+            real = to_device_of(context.order < context.length, routed[0].experts)
+            routed = [each._replace(experts=each.experts[:, real]) for each in routed]
         self.seen(routed, sum(experts.sparse[:before]))
 
     def real_columns(self, rows: Array) -> Array:
@@ -305,41 +314,41 @@ class Network(Summary):
         return real
 
     def _checked(self, routes: Any, tokens: Array, offsets: Any, context: Any) -> Array:
-        """Return routes as the blocks take them; raise if they do not fit."""
+        """Raise unless routes fit tokens and config; return this rank's, (rows, tokens, ...)."""
         experts = self.config.experts
         if experts is None:
             problem = f"a {self.config.model_type} has no experts"
             raise ConfigError(f"Transformer: {problem}; leave routes out")
         shape = (*tokens.shape, sum(experts.sparse), experts.k)
         if tuple(routes.shape) != shape:
-            problem = f"routes are {tuple(routes.shape)}; of tokens, layers with experts, and k"
-            problem = f"Transformer: {problem}, they must be {shape}"
+            axes = "(batch, tokens, layers with experts, k)"
+            problem = f"Transformer: routes are {tuple(routes.shape)}, not {axes} = {shape}"
             raise ShapeError(problem, expected=shape, actual=tuple(routes.shape))
         if routes.dtype.kind != "i":
             raise DTypeError(f"Transformer: routes are {routes.dtype}; they must be integers")
         if isinstance(routes, np.ndarray) and routes.size and routes.max() >= experts.count:
-            problem = f"routes name expert {routes.max()}, and there are {experts.count}"
+            problem = f"routes contain expert {routes.max()}, and there are {experts.count} experts"
             numbers = range(experts.count)
             raise RangeError(f"Transformer: {problem}", expected=numbers, actual=int(routes.max()))
         return own_tokens(context, routes if offsets is None else routes.reshape(1, -1, *shape[2:]))
 
     def _check_recurrent(self, rows: Any, context: Context | None) -> None:
-        """Raise a ConfigError for a call whose layers without attention have no states."""
+        """Raise a ConfigError if cache or context do not support recurrent layers."""
         kind = f"layers of a {self.config.model_type} that have no attention"
         rule = self.config.delta
         if context is not None and self.config.space is not None:
             cure = "divide the batch, not its tokens: --data-parallel, without --context-parallel"
             raise ConfigError(f"Transformer: ranks do not divide the tokens of {kind}; {cure}")
         if context is not None and rule is not None and rule.key_heads % context.comm.size:
-            ranks, cure = context.comm.size, "use fewer, or divide the batch, not its tokens"
+            ranks, cure = context.comm.size, "use fewer ranks, or divide the batch, not its tokens"
             problem = f"{ranks} ranks do not divide the {rule.key_heads} heads of {kind}"
             raise ConfigError(f"Transformer: {problem}; {cure}")
         if isinstance(rows, PagedRows):
-            problem = f"a PagedKVCache holds no states of {kind}"
+            problem = f"a PagedKVCache does not store the states of {kind}"
             raise ConfigError(f"Transformer: {problem}; use a KVCache")
 
     def in_order(self, invariant: bool | None) -> Self:
-        """Return this model, or one on its parameters that is ``invariant`` or is not."""
+        """Return this model, or a shallow copy with another ``invariant``; None: no change."""
         if not isinstance(invariant, bool | None):
             raise ConfigError(f"invariant={invariant!r}: pass True or False, or None")
         if invariant is None or invariant == self.invariant:
@@ -351,15 +360,15 @@ class Network(Summary):
     def ordered(self) -> AbstractContextManager[None]:
         """Return a context in which an invariant model fixes the order of sums.
 
-        So it does in the backward pass of an adapter, as rows of several pass the base together.
+        With an adapter, backward fixes it too: rows of several adapters pass the base together.
         """
         return fixed_order(self.invariant, gradients=self.adapter is not None)
 
     def entered(self, parameters: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return parameters in which those outside of the blocks are whole, and the adapter's."""
+        """Return parameters with whole weights outside of the blocks, and with the adapter's."""
         if self.parts is not None:
-            cure = "make a Zero3(model, comm) of it"
-            problem = "ranks keep parts of this model's weights, of which none is whole"
+            cure = "create a Zero3(model, comm), which gathers them"
+            problem = "each rank stores only parts of this model's weights"
             raise ConfigError(f"Transformer: {problem}; {cure}")
         if self.gather is not None:
             outside = {name: value for name, value in parameters.items() if ".layers." not in name}
@@ -369,7 +378,7 @@ class Network(Summary):
         return self.adapter.outside(self.adapter.file_weights(parameters))
 
     def used(self, parameters: Mapping[str, Any], seed: int | None) -> Mapping[str, Any]:
-        """Return parameters for the blocks, with those of an adapter, prepared for backward."""
+        """Return the parameters of the blocks and of the adapter, prepared for backward."""
         if self.adapter is not None:
             parameters = {**self.adapter.parameters, **self.adapter.file_weights(parameters)}
         if self.division is None:
@@ -380,9 +389,10 @@ class Network(Summary):
         return self.division.used(parameters)
 
     def settled(self) -> Self:
-        """Return this model with the weights of the file that its adapter is trained for.
+        """Return a copy of this model that has the weights of its adapter's file, without adapter.
 
-        They are made once, not in every call.  Other models are returned as they are.
+        The weights are rounded once here instead of in every call.  A model whose adapter is not
+        trained through a file's types is returned unchanged.
         """
         adapter = self.adapter
         if adapter is None or not adapter.through:
@@ -397,22 +407,22 @@ class Network(Summary):
         Raises
         ------
         ConfigError
-            There is an adapter, which would be lost; or a weight is quantized or divided.
+            The model has an adapter, which would be lost; or a weight is quantized or divided.
         """
         if self.division is not None:
-            cure = "save(folder) writes it whole"
-            raise ConfigError(f"to_torch: the model is not whole: ranks divide it; {cure}")
+            cure = "save(folder) writes the whole model"
+            raise ConfigError(f"to_torch: ranks divide the model; {cure}")
         if self.adapter is not None:
             cure = "call merge_adapter() first, or set adapter = None"
             raise ConfigError(f"to_torch: the model has an adapter, which would be lost; {cure}")
         if self.config.experts is not None and self.config.experts.transposed:
-            problem = f"transformers has the experts of a {self.config.model_type} otherwise"
-            cure = "save(folder) writes them so, which from_pretrained loads"
+            problem = f"transformers stores the experts of a {self.config.model_type} transposed"
+            cure = "save(folder) writes that layout, and from_pretrained loads it"
             raise ConfigError(f"to_torch: {problem}; {cure}")
         frozen = next((n for n, w in self.parameters.items() if isinstance(w, Stored)), None)
         if frozen is not None:
-            cure = "save(folder) writes what transformers loads, and dequantize() gives an array"
-            raise ConfigError(f"to_torch: {frozen} is quantized, which is not a tensor; {cure}")
+            cure = "save(folder) writes what transformers loads, and dequantize() returns an array"
+            raise ConfigError(f"to_torch: {frozen} is quantized, not a tensor; {cure}")
         arrays = self.parameters
         if self.config.experts is not None and self.config.experts.correction_row:
             arrays = {n: a[None] if n.endswith(CORRECTION) else a for n, a in arrays.items()}
@@ -420,17 +430,18 @@ class Network(Summary):
 
     @property
     def head(self) -> str:
-        """The name of its head: see ``load``."""
+        """The name of the head: see ``load``."""
         return self.config.head
 
     def next_logits(self, parameters: Mapping[str, Any], x: Array) -> Array:
         """Return the logits of a language model from normalised hidden states."""
         with self.ordered():
             logits: Array = logits_of(self.config, parameters, x, self.slices)
-        # ranks have the same rows, whose last bits may differ by their places among others' rows
+        # All ranks have the same rows, but their last bits may differ, as expert ranks sort them
+        # among other ranks' rows: rank 0's are used, so that all ranks choose the same tokens.
         return logits if self.expert_ranks is None else self.expert_ranks.broadcast(logits)
 
 
 def in_rows(tokens: Array, offsets: Any) -> Array:
     """Return tokens as (rows, tokens); packed texts are one row."""
-    return tokens if offsets is None else tokens.reshape(1, -1)
+    return tokens if offsets is None else tokens.reshape(1, -1)  # (1, batch * tokens)

@@ -1,10 +1,10 @@
-"""What training minimises: an objective, and the gradients of a step.
+"""Objectives, the functions that training minimises, and the settings of a step.
 
     objective(model, **batch) -> loss        a scalar; a Var of shape () if the model is on a tape
 
-An objective is a function of a model and a batch, and computes the loss from ``model.logits`` or
-``model.loss``.  Training, evaluation and the plan of memory call the same one.  In a pipeline it
-runs in the last stage, and makes one forward pass, of the batch's tokens, mask and offsets.
+An objective computes the loss from ``model.logits`` or ``model.loss``.  Training, evaluation and
+the memory plan call the same objective.  In a pipeline it runs in the last stage, and may make one
+forward pass, with the batch's tokens, mask and offsets.
 """
 
 from collections.abc import Callable
@@ -21,46 +21,46 @@ from ..training.loss_scaler import LossScaler
 from ..training.tape import Gradients, add_up
 from ..training.variable import Var
 
-IGNORE = -100  # the label of a row or a token that does not count
+IGNORE = -100  # the label of a row or a token without a loss
 Objective = Callable[..., Any]
 
 
 def next_token(model: Any, **batch: Any) -> Any:
-    """Return the mean loss of the next tokens; the batch holds the arguments of ``loss``."""
+    """Return the mean next-token loss; the batch contains the arguments of ``loss``."""
     return model.loss(**batch)
 
 
 class TrainingStep(NamedTuple):
-    """How a step runs a model on a tape, whatever its objective."""
+    """Settings of a training step that do not depend on the objective."""
 
     checkpoint: CheckpointConfig | None = None
     scaler: LossScaler | None = None
-    seed: Any = None  # of an adapter's dropout, an int or its Seeds; None: no dropout
+    seed: Any = None  # of the adapter's dropout, an int or its Seeds; None: no dropout
 
 
 class Reached(NamedTuple):
-    """What the stages of a pipeline have computed before the head."""
+    """Results of the stages of a pipeline, which the head continues from."""
 
     hidden: Any  # the normalised output of the last block
-    routes: Any = None  # experts that its routers were given
-    sums: Any = None  # of the router's loss: see ``sums_of_balance``
+    routes: Any = None  # experts of an earlier pass that the routers used
+    sums: Any = None  # sums of the router's loss: see ``sums_of_balance``
 
 
 class LossRecord(NamedTuple):
-    """A tape entry of a loss computed together with its gradients: logits are computed once."""
+    """A tape entry of a loss that is computed together with its gradients."""
 
     values: dict[str, Any]
     inputs: dict[str, int]
     outputs: dict[str, int]
-    gradients: dict[str, Any]  # of the inputs, for a gradient of the loss of 1 times the scale
-    one: Array  # starts a backward pass that begins at this loss
+    gradients: dict[str, Any]  # of the inputs, for an upstream gradient of 1 times the loss scale
+    one: Array  # upstream gradient of a backward pass that begins at this loss
     scaler: LossScaler | None
     loss: Any  # in float64
 
     def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
-        """Add the stored gradients to those of these inputs."""
+        """Add the stored gradients, times the upstream gradient, to the gradients of the inputs."""
         dloss, share = take["loss"], None
-        if dloss is not self.one:  # the loss is a term of what is differentiated
+        if dloss is not self.one:  # the backward pass begins at a function of this loss
             one = self.one if self.scaler is None else self.scaler.scale(self.one)
             share = as_array(dloss / one)
         for name, index in inputs.items():
@@ -70,16 +70,16 @@ class LossRecord(NamedTuple):
 
 
 def as_array(number: Any) -> Array:
-    """Return a scalar of NumPy as an array; others are arrays already."""
+    """Return a NumPy scalar as an array; arrays are returned unchanged."""
     array: Array = np.asarray(number) if isinstance(number, np.generic) else number
     return array
 
 
 def start_of_backward(loss: Any, scaler: LossScaler | None) -> tuple[Array, Any]:
-    """Return the gradient of a step's loss, which is 1 times the scale, and the loss to report."""
+    """Return the upstream gradient of a step's loss, 1 times the loss scale, and the loss value."""
     if type(loss) is not Var or loss.shape != ():
         shown = repr(loss) if type(loss) is Var else type(loss).__name__
-        cure = "return a Var of shape (), computed from the model that it is called with"
+        cure = "return a Var of shape (), computed from the model that the function receives"
         raise GradientError(f"value_and_gradients: function returned {shown}; {cure}")
     last = loss.tape.entries[-1] if loss.tape.entries else None
     if isinstance(last, LossRecord) and last.outputs["loss"] == loss.index:

@@ -1,4 +1,4 @@
-"""The optimizers that a run may name: one table, and the optimizer of a model."""
+"""The table of optimizers that a run can name, and functions that create them for a model."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,27 +15,27 @@ from .configs.config import Config
 from .configs.names import SCORE
 from .ranks.pipeline_stages import EMBEDDING, HEAD
 
-BETAS = (0.9, 0.95)  # a run is short: the second moment must decay faster than by 0.999
+BETAS = (0.9, 0.95)  # a run is short: with 0.999 the second moment would average 1000 steps
 
 
 @dataclass(frozen=True)
 class Kind:
-    """One optimizer that a run may name.
+    """One optimizer that a run can name.
 
-    ``rates`` are its default rates, of weights and of adapters, as multiples of AdamW's.
-    ``undivided`` has the settings of ranks that it cannot be combined with, and why.
+    ``rates`` are the default learning rates of weights and of adapters, as multiples of AdamW's.
+    ``undivided`` has the parallel settings that it cannot be combined with, each with a reason.
     """
 
     create: Callable[..., Optimizer | Joined]
     rates: tuple[float, float] = (1.0, 1.0)
-    decay: str = "cosine"  # how the rate falls by default
-    constant: bool = False  # it averages steps of one rate, and takes no other ``decay``
-    small: bool = False  # its averages may have 8 bits, and data ranks may divide them
+    decay: str = "cosine"  # default schedule of the learning rate
+    constant: bool = False  # no other ``decay`` is allowed: it averages steps at a constant rate
+    small: bool = False  # moments may have 8 bits, and data ranks may divide them
     undivided: Mapping[str, str] = field(default_factory=dict)
 
 
 def _muon(model: Any, parameters: dict[str, Any], **options: Any) -> Optimizer | Joined:
-    """Return Muon of the matrices in blocks, and AdamW of all others."""
+    """Return Muon for the matrices in blocks, joined with AdamW for all other parameters."""
     adapted = () if model.adapter is None else model.adapter.stacks.values()
     stacked = {name for each in adapted for name in (each.down, each.up)}
     inner = parameters.keys() - {EMBEDDING, HEAD, *stacked}
@@ -59,10 +59,10 @@ def _adamw(_: Any, parameters: dict[str, Any], **options: Any) -> AdamW:
 
 
 def _plain(kind: Callable[..., Optimizer], **fixed: Any) -> Callable[..., Optimizer]:
-    """Return a function that makes an optimizer of all parameters."""
+    """Return a function that creates one optimizer for all parameters."""
 
     def create(_: Any, parameters: dict[str, Any], **options: Any) -> Optimizer:
-        del options["state_bits"]  # 32: see ``conflict``
+        del options["state_bits"]  # always 32: see ``conflict``
         options["groups"] = options["groups"](parameters)
         return kind(parameters, **fixed, **options)
 
@@ -74,7 +74,7 @@ STACKS = {"expert_parallel": "its steps need whole stacks of experts"}
 OPTIMIZERS: Mapping[str, Kind] = {
     "adamw": Kind(_adamw, small=True),
     "muon": Kind(_muon, undivided=MATRICES),
-    # its rates are shares of a weight, and at first the weights of an adapter are 0
+    # a rate is relative to the size of a weight, and B of an adapter is 0 at first
     "adafactor": Kind(_plain(Adafactor), rates=(10.0, 300.0), undivided=MATRICES | STACKS),
     "lion": Kind(_plain(Lion), rates=(0.3, 0.3)),
     "schedulefree": Kind(
@@ -87,9 +87,9 @@ OPTIMIZERS: Mapping[str, Kind] = {
 
 
 def undecayed(model: Any) -> list[str]:
-    """Return the trained parameters that do not decay: norms, biases, and embeddings."""
+    """Return the trainable parameters without weight decay: norms, biases and embeddings."""
     whole = model.config if model.division is None else model.division.whole
-    shapes: Mapping[str, Any] = whole.shapes()  # of whole arrays: ranks may hold flat parts
+    shapes: Mapping[str, Any] = whole.shapes()  # of whole arrays: ranks may store flat parts
     axes = {n: len(shapes.get(n, array.shape)) for n, array in model.trainable.items()}
     return [name for name, count in axes.items() if count < 2 or "embed_tokens." in name]
 
@@ -104,14 +104,15 @@ def optimizer_of(
     undecayed: Collection[str] = (),
     embedding_lr: float | None = None,
 ) -> Optimizer | Joined:
-    """Return an optimizer of what a model trains; parameters in ``undecayed`` do not decay.
+    """Return an optimizer of a model's trainable parameters.
 
-    ``embedding_lr`` is the rate of the table of tokens and of the head, and of what an adapter has
-    of them.  Their averages, and those of a classifier's head, have 32 bits: tokens that a batch
-    does not have leave rows of zeros in their gradients.
+    Parameters in ``undecayed`` have no weight decay.  ``embedding_lr`` is the learning rate of the
+    embedding table and of the head, and of an adapter's weights for them.  Their moments, and the
+    moments of a classifier's head, always have 32 bits: tokens that are not in a batch have rows of
+    zeros in the gradients.
 
-    Muon has the matrices other than the embedding and the head, with AdamW's rate and decay, and
-    AdamW the rest: also stacks of experts, and what adapters have of those.
+    Muon trains the matrices other than embedding and head, with AdamW's learning rate and weight
+    decay.  AdamW trains the rest, which includes stacks of experts and their adapters.
     """
 
     def groups(parameters: Collection[str]) -> list[dict[str, Any]]:
@@ -124,14 +125,14 @@ def optimizer_of(
 def conflict(
     optimizer: str, *, state_bits: int = 32, zero: int = 0, **ranks: int
 ) -> tuple[dict[str, Any], str] | None:
-    """Return settings that an optimizer cannot be combined with, and why; None if it can."""
+    """Return a setting that conflicts with the optimizer, and the reason; None without conflict."""
     kind = OPTIMIZERS.get(optimizer)
     if kind is None or kind.small:
         return None
     if state_bits != 32:
-        return {"state_bits": state_bits}, "AdamW alone has averages of 8 bits"
+        return {"state_bits": state_bits}, "only AdamW has moments of 8 bits"
     if zero:
-        return {"zero": zero}, "data ranks divide the averages of AdamW alone"
+        return {"zero": zero}, "data ranks divide the moments of AdamW only"
     for setting, why in kind.undivided.items():
         if ranks.get(setting, 1) > 1:
             return {setting: ranks[setting]}, why
@@ -139,7 +140,7 @@ def conflict(
 
 
 def of_tables(names: Iterable[str]) -> list[str]:
-    """Return those of some names that are of the table of tokens or of the head."""
+    """Return the names that belong to the embedding table or to the head."""
     modules = (f".{EMBEDDING}".removesuffix("weight"), f".{HEAD}".removesuffix("weight"))
     return [name for name in names if any(module in f".{name}" for module in modules)]
 
@@ -147,7 +148,7 @@ def of_tables(names: Iterable[str]) -> list[str]:
 def _groups(
     parameters: Collection[str], undecayed: Collection[str], embedding_lr: float | None
 ) -> list[dict[str, Any]]:
-    """Return the groups of parameters that do not decay, or have a rate of their own."""
+    """Return the parameter groups that have no weight decay, or their own learning rate."""
     tables = {} if embedding_lr is None else {"lr": embedding_lr}
     of_own_rate = {*of_tables(parameters)} if tables else set()
     groups = []
@@ -160,7 +161,7 @@ def _groups(
 
 
 def _rows(name: str, config: Config) -> tuple[int, ...]:
-    """Return the rows of the matrices that a weight, or the B of its adapter, stores as one."""
+    """Return the number of rows of each matrix in a fused weight, or in the B of its adapter."""
     keys = config.kv_heads * config.dim
     if ".qkv_proj." in name:
         return config.heads * config.dim, keys, keys

@@ -137,7 +137,7 @@ class ModelStage:
         rows = own_tokens(context, tokens if offsets is None else tokens.reshape(1, -1))
         x, *before = xs or (None,)
         y = chunk_of_blocks(call, self.stages, chunk, rows, x, self.step.checkpoint)
-        model.tell(call, self.stages.layers[chunk].start)
+        model.report_routes(call, self.stages.layers[chunk].start)
         sums: tuple[Any, ...] = ()
         if experts is not None and model.config.balanced:
             real, (none,) = real_tokens(context, mask, rows), before or self.like(microbatch)[1:]

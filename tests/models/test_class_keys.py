@@ -60,7 +60,7 @@ def test_each_key_is_read_ignored_or_refused(kind: str) -> None:
     if (experts := family.experts) is not None:  # GGUF files are read as configs with these keys
         assert {experts.count[0], experts.k[0], experts.inner} <= keys.keys()
     expected = parse(config)
-    others = {key for each in FAMILIES.values() for key in (*each.defaults, *each.obeys)}
+    others = {key for each in FAMILIES.values() for key in (*each.defaults, *each.factors)}
     for key in sorted(others - {*keys, *family.facts, *NEUTRAL}):
         with pytest.warns(UserWarning, match=rf"{IGNORED} {kind}"):
             assert parse(config | {key: 3}) == expected, key

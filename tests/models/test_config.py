@@ -154,7 +154,7 @@ def test_create():
         ({"rope_parameters": {"full_attention": 3}}, "full_attention=3: not read"),
         (
             {"model_type": "gemma3_text", "rope_parameters": {"full_attention": 3}},
-            "a dict for each type of layers",
+            "a dict for each layer type",
         ),
         ({"rope_parameters": {**LLAMA3, "low_freq_factor": None}}, "config: .*low_freq_factor"),
         ({"rope_scaling": {**LONGROPE, "short_factor": [1.0] * 3}}, "config: .*short_factor must"),

@@ -322,7 +322,7 @@ def test_problem_type_decides() -> None:
         (lambda f: load(f, head="sequence_classification"), "pass labels=, the number of outputs"),
         (
             lambda f: load(f, head="sequence_classification", labels=0),
-            "how many outputs, 1 or more",
+            "number of outputs, 1 or more",
         ),
         (lambda f: load(f, head="causal_lm", labels=2), "causal_lm has no labels; leave it out"),
         (lambda f: load(f, labels=2), "head is causal_lm; pass head= with it"),

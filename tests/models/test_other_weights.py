@@ -492,7 +492,7 @@ def changed(path: Path, **facts: Any) -> None:
         (
             "gptq 4",
             {"quant_method": "aqlm"},
-            r"is of aqlm, which is not one of bitsandbytes or bitnet or gptq",
+            r"has quant_method aqlm, which is not bitsandbytes or bitnet or gptq",
         ),
     ],
 )

@@ -262,13 +262,13 @@ def test_the_peak_of_loading_is_one_tensor_beyond(tmp_path: Path) -> None:
 
 def test_wrong_calls(tmp_path: Path) -> None:
     model = small()
-    with pytest.raises(ConfigError, match="kind 'int3' is not known; choose from nf4"):
+    with pytest.raises(ConfigError, match="kind 'int3' is unknown; choose from nf4"):
         models.quantize(model, "int3")
     with pytest.raises(ConfigError, match="skip='norm'"):
         models.quantize(model, "nf4", skip="norm")
     with pytest.raises(ConfigError, match="least=-1"):
         models.quantize(model, "nf4", least=-1)
-    with pytest.raises(ConfigError, match="kind 4 is not known"):
+    with pytest.raises(ConfigError, match="kind 4 is unknown"):
         models.load(QUANT / "llama_nf4", quantize=4)
     with pytest.raises(ConfigError, match="quantized already"):
         models.load(QUANT / "llama_nf4", quantize="nf4")

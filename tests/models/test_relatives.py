@@ -112,7 +112,7 @@ def test_text_parts_of_older_files() -> None:
     config = parse(SIZES | flat)
     assert (config.model_type, config.qkv_bias) == ("qwen2", True)
     assert config.ropes["full_attention"].base == 1e6
-    with pytest.raises(ConfigError, match="'kosmos' with a text_config; text parts are known of"):
+    with pytest.raises(ConfigError, match="'kosmos' with a text_config; supported text parts"):
         parse({"model_type": "kosmos", "text_config": TEXT})
     assert OUTER["gemma3"] == "gemma3_text"
 
@@ -157,10 +157,10 @@ def test_a_mixture_of_few_layers_without_a_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "nanochat"}, "no known structure has its tensors"),
-        ({"model_type": "diffllama"}, "no known structure reads its config.json: lambda_std_dev"),
+        ({"model_type": "nanochat"}, "no known family has its tensors"),
+        ({"model_type": "diffllama"}, "no known family reads its config.json: lambda_std_dev"),
         ({"model_type": "exaone", "residual_factor": 2.0}, "its config.json: residual_factor"),
-        ({"model_type": "no such type"}, "transformers does not know it either"),
+        ({"model_type": "no such type"}, "transformers does not support it either"),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
@@ -175,7 +175,7 @@ def test_a_structure_with_other_logits_is_not_believed(monkeypatch: pytest.Monke
     computed = Transformer.logits
     changed = SIZES | {"model_type": "exaone", "rope_theta": 901.0}  # which nothing has cached
     monkeypatch.setattr(Transformer, "logits", lambda *a, **o: computed(*a, **o) + 1e-3)
-    with pytest.raises(ConfigError, match="its logits are not those of a known structure"):
+    with pytest.raises(ConfigError, match="its logits differ from those of every known"):
         parse(changed)
     monkeypatch.undo()
     assert parse(changed | {"rope_theta": 902.0}).heads == SIZES["num_attention_heads"]
@@ -194,7 +194,7 @@ def test_without_transformers_other_types_are_refused(monkeypatch: pytest.Monkey
     ("change", "message"),
     [
         ({"model_type": "gemma3_text", "attn_logit_softcapping": 0.3}, "capping=0.3: not read"),
-        ({"is_causal": False}, "is_causal is False; only causal models are known"),
+        ({"is_causal": False}, "is_causal is False; only causal models are supported"),
         ({"model_type": "cohere2", "rotary_pct": 0.5}, "rotary_pct=0.5: not read"),
         ({"rope_parameters": {"rope_theta": 1e4, "stretch": 2}}, "stretch=2: not read"),
         ({"rope_parameters": {"rope_type": "dynamic", "alpha": 2.0}}, "alpha=2.0: not read"),
@@ -202,10 +202,13 @@ def test_without_transformers_other_types_are_refused(monkeypatch: pytest.Monkey
         ({"model_type": "smollm3", "no_rope_layers": [1, 0]}, "no_rope_layers must list"),
         ({"model_type": "smollm3", "no_rope_layers": [1, 0, 2]}, "no_rope_layers must list"),
         (RELATIVES["olmo3"] | {"sliding_window": None}, "sliding layers; add sliding_window"),
-        ({"model_type": "olmo3", "rope_parameters": {"rope_theta": 1e4}}, "each type of layers"),
+        ({"model_type": "olmo3", "rope_parameters": {"rope_theta": 1e4}}, "each layer type"),
         ({"model_type": "arcee", "hidden_act": "silu"}, "an MLP that has no gate has only gelu"),
         ({"model_type": "llama", "hidden_act": "xielu"}, "an MLP that has a gate has not xielu"),
-        ({"model_type": "apertus", "rope_theta": 5.0}, "rope_theta is there without rope_scaling"),
+        (
+            {"model_type": "apertus", "rope_theta": 5.0},
+            "rope_theta is present without rope_scaling",
+        ),
         ({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "full_attention=.* not rea"),
         ({"model_type": "gemma", "hidden_activation": "gelu"}, "hidden_activation is 'gelu' and h"),
     ],

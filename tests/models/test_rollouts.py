@@ -94,7 +94,7 @@ def test_a_row_ends_with_its_end_token(model):
         ([[3], [-1]], {}, "prompt 1 has a token outside"),
         ([[3]], {"samples": 0}, "samples=0 must be 1 or more"),
         ([[3]], {"max_new_tokens": 0}, "max_new_tokens=0 must be 1 or more"),
-        ([[3]], {"temperature": 0}, "temperature=0 draws nothing"),
+        ([[3]], {"temperature": 0}, "temperature=0 does not sample"),
         ([[3]], {"seed": None}, "seed=None"),
         ([[3]], {"first": -1}, "first=-1 must be 0 or more"),
         ([[3]], {"stop": b"a"}, "rollouts: stop=b'a' must be a token"),

@@ -33,7 +33,8 @@ from .folders.quantized_weights import GGUF, inverse_scales
 from .quantizer import OF_STACKS
 
 QUANTIZED = ("bitsandbytes", "bitnet", GGUF, *KEYS)  # supported values of quant_method
-SAID = ("qkv_bias", "output_bias", "mlp_bias", "head_bias", "interleaved", "parallel")  # or not
+# properties of a family that are true, false, or the name of a key with that value
+FLAGS = ("qkv_bias", "output_bias", "mlp_bias", "head_bias", "interleaved", "parallel")
 CAUSALITY = {"use_bidirectional_attention": (None, False), "is_causal": (True,)}
 
 
@@ -43,8 +44,8 @@ def parse(values: Mapping[str, Any]) -> Config:
     Raises
     ------
     ConfigError
-        The model type is unknown, a key is missing, invalid or not read, though its value may
-        change what the model computes, or sizes contradict each other.
+        The model type is unknown; a key is missing or invalid; a key is not read, but may change
+        what the model computes; or sizes contradict each other.
     """
     if not isinstance(values, Mapping):
         raise ConfigError(f"config: is {type(values).__name__}; it must be a dict of a config.json")
@@ -60,7 +61,7 @@ def parse(values: Mapping[str, Any]) -> Config:
 
 
 def parse_as(values: Mapping[str, Any], family: Family) -> Config:
-    """Return the ``Config`` of a text model's config.json, read as that of a family."""
+    """Return the ``Config`` of a text model's config.json, read by the rules of a family."""
     values = with_types(of_kimi(values) if family.delta == "short" else values)
     check_keys(values, family)
     read = Reader(values, family)
@@ -72,7 +73,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     for key, known_values in CAUSALITY.items():
         if key in values and values[key] not in known_values:
             problem = f"{key} is {str(values[key])[:CUT]}"
-            raise ConfigError(f"config: {problem}; only causal models are known")
+            raise ConfigError(f"config: {problem}; only causal models are supported")
     latent = latent_of(read, hidden, heads) if family.latent else None
     read, kv_heads = _with_heads(read, hidden, heads, latent)
     dim = read.size("head_dim")
@@ -80,7 +81,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     turned = dim if latent is None else latent.rotated
     ropes = {kind: rope_of(read, kind, turned) for kind in sorted({*layer_types} - {LINEAR, MLP})}
     activation = activation_of(read)
-    normed = read.says(family.query_key_if)
+    normed = read.resolve(family.query_key_if)
     head = head_of(values)
     read.flag("attention_bias")
     return Config(
@@ -100,8 +101,8 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         ropes=ropes,
         **_scales_of(read, hidden, layers),
         scale=_scale_of(read, dim, latent, ropes),
-        softcap=read.obeyed("attn_logit_softcapping"),
-        logit_softcap=read.obeyed("final_logit_softcapping"),
+        softcap=read.factor("attn_logit_softcapping"),
+        logit_softcap=read.factor("final_logit_softcapping"),
         query_key_norm=family.query_key_norm if normed else None,
         query_key_biases=normed and family.query_key_biases,
         experts=experts,
@@ -113,7 +114,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         end_tokens=token_ids("eos_token_id", values),
         pad_token=next(iter(token_ids("pad_token_id", values)), None),
         rotated=() if all(rotated) else rotated,
-        clip=read.obeyed("clip_qkv"),
+        clip=read.factor("clip_qkv"),
         latent=latent,
         delta=None if family.delta is None else delta_of(read),
         space=state_space_of(read),
@@ -124,10 +125,10 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
 
 
 def _structure_of(read: Reader) -> dict[str, Any]:
-    """Return what the family says of blocks, where a key of config.json does not."""
+    """Return the fields of ``Structure``: from the family, or from the keys that it names."""
     family = read.family
     values = {each.name: getattr(family, each.name) for each in fields(Structure)}
-    values |= {name: read.says(getattr(family, name)) for name in SAID}
+    values |= {name: read.resolve(getattr(family, name)) for name in FLAGS}
     if values["parallel"]:
         values["norms"] = replace(family.norms, before_mlp=None)
     return values | ({"qkv_bias": False} if family.latent else {})
@@ -136,7 +137,7 @@ def _structure_of(read: Reader) -> dict[str, Any]:
 def _quantization_of(
     values: Mapping[str, Any], family: Family, experts: Experts | None
 ) -> Mapping[str, Any]:
-    """Return the quantization_config of a config.json, which has a supported method; {} if none."""
+    """Return the quantization_config of a config.json, {} without one; raise if not supported."""
     facts = values.get("quantization_config")
     if not facts:
         return {}
@@ -148,21 +149,21 @@ def _quantization_of(
         cure = "load the plain weights (float16, bfloat16 or float32) instead"
         known = " or ".join(method for method in methods if method != GGUF)
         kind = facts.get("quant_method") if isinstance(facts, Mapping) else facts
-        problem = f"quantization_config is of {str(kind)[:60]}, which is not one of {known}"
+        problem = f"quantization_config has quant_method {str(kind)[:60]}, which is not {known}"
         raise ConfigError(f"config: {problem}; {cure}")
     check_quantization(facts)
     return facts
 
 
 def _with_heads(read: Reader, hidden: int, heads: int, latent: Latent | None) -> tuple[Reader, int]:
-    """Return a reader whose values have head_dim, and the number of heads of keys."""
+    """Return a reader whose values include head_dim, and the number of key/value heads."""
     shared = read.get("num_key_value_heads") is not None
     kv_heads = read.size("num_key_value_heads") if shared else heads
     dim = read.get("head_dim")
     if latent is not None:
         if kv_heads != heads:
             problem = f"num_key_value_heads={kv_heads} is not num_attention_heads={heads}"
-            raise ConfigError(f"config: {problem}, and all heads have keys of their own here")
+            raise ConfigError(f"config: {problem}; in latent attention every head has its own keys")
         dim = max(latent.dim, latent.value)
     if dim is None and hidden % heads:
         raise ConfigError(
@@ -180,34 +181,34 @@ def _with_heads(read: Reader, hidden: int, heads: int, latent: Latent | None) ->
 
 
 def _scale_of(read: Reader, dim: int, latent: Latent | None, ropes: Mapping[str, Rope]) -> float:
-    """Return the factor of attention's scores."""
+    """Return the factor of attention scores."""
     scale = (
         latent_scale(latent, {} if read.family.rotates == "none" else ropes)
-        or read.obeyed("attention_multiplier")
-        or (read.obeyed("query_pre_attn_scalar") or dim) ** -0.5
+        or read.factor("attention_multiplier")
+        or (read.factor("query_pre_attn_scalar") or dim) ** -0.5
     )
-    return scale * (read.obeyed("key_multiplier") or 1)
+    return scale * (read.factor("key_multiplier") or 1)
 
 
 def _scales_of(read: Reader, hidden: int, layers: int) -> dict[str, Any]:
-    """Return the factors of the embedding, of branches and of logits, by the names in a Config."""
-    embedding = read.obeyed("embedding_multiplier") or read.obeyed("scale_emb")
-    depth, base = read.obeyed("scale_depth"), read.obeyed("dim_model_base")
-    logits = read.obeyed("logit_scale") or read.obeyed("lm_head_multiplier")
+    """Return the factors of embedding, branches and logits, by their names in ``Config``."""
+    embedding = read.factor("embedding_multiplier") or read.factor("scale_emb")
+    depth, base = read.factor("scale_depth"), read.factor("dim_model_base")
+    logits = read.factor("logit_scale") or read.factor("lm_head_multiplier")
     return {
         "embedding_scale": hidden**0.5 if read.family.scaled_embedding else embedding or 1.0,
-        "residual_scale": read.obeyed("residual_multiplier")
+        "residual_scale": read.factor("residual_multiplier")
         or (depth or layers**0.5) / layers**0.5,
         "logit_scale": base / hidden
         if base
-        else logits or 1 / (read.obeyed("logits_scaling") or 1),
+        else logits or 1 / (read.factor("logits_scaling") or 1),
     }
 
 
 def delta_of(read: Reader) -> Delta:
     """Return the sizes of the layers with a gated delta rule."""
     stored, heads = read.family.delta or "", read.size("num_attention_heads")
-    if stored == "apart":  # sizes that follow from others
+    if stored == "apart":  # OLMo's class in transformers derives absent sizes from others
         sizes = dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), heads)
         known = {name: _size_or(read, name, size) for name, size in sizes.items()}
         dim = int(0.75 * read.size("hidden_size") / known["linear_num_key_heads"])
@@ -224,9 +225,9 @@ def delta_of(read: Reader) -> Delta:
         problem = f"linear_num_value_heads={values} is not a multiple"
         raise ConfigError(f"config: {problem} of linear_num_key_heads={keys}")
     if read.values.get("attn_output_gate") is False:
-        raise ConfigError("config: attn_output_gate is false; attention without it is not known")
+        raise ConfigError("config: attn_output_gate is false; only attention with it is supported")
     if read.get("hidden_act") not in ("silu", "swish"):
-        raise ConfigError("config: hidden_act is that of the convolutions, too; it must be silu")
+        raise ConfigError("config: hidden_act also applies to convolutions; it must be silu")
     return Delta(
         key_heads=keys,
         value_heads=values,
@@ -240,7 +241,7 @@ def delta_of(read: Reader) -> Delta:
 
 
 def _size_or(read: Reader, key: str, other: int) -> int:
-    """Return a size, or another one where it is absent or null."""
+    """Return the size of a key, or ``other`` if the key is absent or null."""
     return other if read.get(key) is None else read.size(key)
 
 
@@ -261,7 +262,7 @@ def latent_of(read: Reader, hidden: int, heads: int) -> Latent:
 
 
 def latent_scale(latent: Latent | None, ropes: Mapping[str, Rope]) -> float | None:
-    """Return the factor of scores, in which yarn's stretched positions count; None: not latent."""
+    """Return the factor of latent attention's scores, which yarn scales; None: not latent."""
     if latent is None:
         return None
     scaling = next((rope.scaling for rope in ropes.values()), None) or {}
@@ -271,7 +272,7 @@ def latent_scale(latent: Latent | None, ropes: Mapping[str, Rope]) -> float | No
 
 
 def _bit_layers(quantization: Mapping[str, Any]) -> bool:
-    """Return whether dense layers are rounded at every call; raise for unknown settings."""
+    """Return whether every call rounds dense layers, as in BitNet; raise for unknown settings."""
     if quantization.get("quant_method") != "bitnet":
         return False
     online = quantization.get("quantization_mode", "offline") == "online"
@@ -287,5 +288,5 @@ def _bit_layers(quantization: Mapping[str, Any]) -> bool:
         if (value := quantization.get(key, default.get(key))) not in values:
             listed = " or ".join(map(repr, values))
             problem = f"quantization_config of bitnet has {key}={str(value)[:CUT]}"
-            raise ConfigError(f"config: {problem}; only {listed} is read")
+            raise ConfigError(f"config: {problem}; only {listed} is supported")
     return online and dense_modules in (None, [], ["lm_head"])

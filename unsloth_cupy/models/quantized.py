@@ -53,12 +53,12 @@ class QuantizationReport:
 
     @property
     def before(self) -> int:
-        """Bytes of all weights before."""
+        """Bytes of all weights before quantization."""
         return sum(row.before for row in self.rows)
 
     @property
     def after(self) -> int:
-        """Bytes of all weights after."""
+        """Bytes of all weights after quantization."""
         return sum(row.after for row in self.rows)
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class QuantizationReport:
             lines.append((row.name, *sizes, f"{row.error:.2%}", f"{row.sparsity:.1%}"))
         unchanged = len(self.rows) - len(quantized)
         size = sum(row.after for row in self.rows if row.reason)
-        lines.append((f"{unchanged} others, as they were", "", format_bytes(size), "", ""))
+        lines.append((f"{unchanged} others, unchanged", "", format_bytes(size), "", ""))
         lines.append(("all", format_bytes(self.before), format_bytes(self.after), "", ""))
         wide = [max(len(line[i]) for line in lines) for i in range(5)]
         text = (
@@ -95,24 +95,24 @@ def quantize(
     ----------
     model : Transformer
     kind : str
-        nf4, nf4-double (absmax in 8 bits too), fp4, int8 or ternary (one scale, by absmean); of a
-        mixture of experts not the last.
+        nf4, nf4-double (absmax in 8 bits too), fp4, int8, or ternary (one scale, by absmean).
+        ternary does not support mixtures of experts.
     skip : sequence of str
         Weights whose names contain one of these words stay dense.
     least : int
-        Weights with fewer values stay dense.
+        Weights with fewer values than this stay dense.
 
     Returns
     -------
     report : QuantizationReport
-        By weight: bytes before and after, error, share of zeros; it prints as a table.
+        For each weight: bytes before and after, error, share of zeros.  It prints as a table.
 
     Raises
     ------
     ConfigError
         The kind is unknown, an option is invalid, or the model is quantized already.
     RangeError
-        A weight is not finite; the weights before it are then already quantized.
+        A weight is not finite; the weights before it are already quantized then.
     """
     if not hasattr(model, "division"):
         raise ConfigError(f"quantize: {model!r} is not a model; pass what load or create returned")
@@ -145,7 +145,7 @@ def quantize(
 
 
 def error_of(dense: Array, quantized: Quantized) -> tuple[float, float]:
-    """Return the norm of the difference / the norm of the weight, and the share of zeros."""
+    """Return the relative error, norm(difference) / norm(weight), and the share of zeros."""
     squared_error = squares = zeros = 0.0
     step = ROWS if dense.ndim == 2 else 1
     for top in range(0, len(dense), step):

@@ -1,4 +1,4 @@
-"""Which weights of a model are quantized to a kind, and how: by name and shape, one at a time."""
+"""Kinds of quantized weights, and rules that choose weights to quantize by name and shape."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
 
 
 class Kind(NamedTuple):
-    """A kind of quantized weights: how they are made, and which values share a scale."""
+    """A kind of quantized weights: the function that quantizes, and which values share a scale."""
 
     make: Callable[[Array], Quantized]
-    block: int | None = None  # consecutive values that share a scale; None: other values do
-    by_row: bool = False  # no two rows share a scale
-    stacks: bool = True  # whether it holds stacks of experts
-    in_folders: bool = True  # whether Hugging Face folders have a form of it
-    stack_in_folders: bool = False  # and of stacks of experts
-    only_experts: bool = False  # all but the experts of such a model is dense
+    block: int | None = None  # number of consecutive values that share a scale; None: no blocks
+    by_row: bool = False  # whether every row has its own scales
+    stacks: bool = True  # whether stacks of experts can have this kind
+    in_folders: bool = True  # whether Hugging Face folders can store weights of this kind
+    stack_in_folders: bool = False  # whether they can store stacks of experts of this kind
+    only_experts: bool = False  # whether all weights other than experts stay dense
 
     @property
-    def made(self) -> bool:
-        """Whether ``models.quantize`` makes it; other kinds are read from files."""
+    def is_choice(self) -> bool:
+        """Whether ``models.quantize`` supports this kind; other kinds are only read from files."""
         return self.in_folders and not self.only_experts
 
 
@@ -49,7 +49,7 @@ KINDS: Mapping[str, Kind] = {
     "q4_0": Kind(Q40.quantized, block=BLOCK, by_row=True, in_folders=False),
     "q8_0": Kind(Q80.quantized, block=BLOCK, by_row=True, in_folders=False),
 }
-CHOICES = tuple(name for name, kind in KINDS.items() if kind.made)  # of ``models.quantize``
+CHOICES = tuple(name for name, kind in KINDS.items() if kind.is_choice)  # of ``models.quantize``
 IN_FOLDERS = tuple(name for name, kind in KINDS.items() if kind.in_folders)
 OF_STACKS = tuple(name for name, kind in KINDS.items() if kind.only_experts)
 STACKED = tuple(name for name in CHOICES if KINDS[name].stacks)
@@ -58,19 +58,19 @@ LEAST = 1024  # values: smaller weights save nothing
 
 
 def check_stacks(call: str, kind: str, config: "Config") -> None:
-    """Raise a ConfigError for a mixture of experts whose stacks cannot be of a kind."""
+    """Raise a ConfigError if the model has stacks of experts, which this kind does not support."""
     kind = in_any_case(kind, KINDS)
     if config.experts is not None and not KINDS[kind].stacks:
-        problem = f"the experts of a {config.model_type} are stacks, which {kind} does not hold"
+        problem = f"{kind} does not support the stacks of experts of a {config.model_type}"
         raise ConfigError(f"{call}: {problem}; choose from {', '.join(STACKED)}")
 
 
 def maker_of(
     call: str, kind: Any, skip: Sequence[str] = SKIP, least: int = LEAST
 ) -> Callable[[Array], Quantized]:
-    """Return the function that quantizes a weight to this kind; raise for invalid options."""
+    """Check the options, and return the function that quantizes a weight to this kind."""
     if not isinstance(kind, str) or kind not in CHOICES:
-        raise ConfigError(f"{call}: kind {kind!r} is not known; choose from {', '.join(CHOICES)}")
+        raise ConfigError(f"{call}: kind {kind!r} is unknown; choose from {', '.join(CHOICES)}")
     words: Any = skip
     listed = isinstance(words, list | tuple)
     if not listed or not all(isinstance(word, str) and word for word in words):
@@ -81,7 +81,7 @@ def maker_of(
 
 
 def kind_of(weight: Any) -> str | None:
-    """Return the kind of a quantized weight, by its name in ``KINDS``; None: it is dense."""
+    """Return the name in ``KINDS`` of a quantized weight's kind; None for a dense weight."""
     if not isinstance(weight, Quantized):
         return None
     kind = str(getattr(weight, "kind", weight.KIND))
@@ -90,7 +90,7 @@ def kind_of(weight: Any) -> str | None:
 
 
 def left_dense(name: str, shape: Sequence[int], skip: Sequence[str], least: int) -> str:
-    """Return why a weight stays dense; an empty string for one to be quantized."""
+    """Return the reason why a weight stays dense; an empty string if it is to be quantized."""
     if is_router(name):
         return "a router"
     if not is_stack(name) and (len(shape) != 2 or is_norm(name) or name.endswith("_bias")):
@@ -99,12 +99,12 @@ def left_dense(name: str, shape: Sequence[int], skip: Sequence[str], least: int)
         return "read by the embedding or the loss"
     word = next((word for word in skip if word in name), None)
     if word is not None:
-        return f"its name holds {word}"
+        return f"its name contains {word}"
     return f"fewer than {least} values" if prod(shape) < least else ""
 
 
 def named(maker: Callable[[Array], Quantized], name: str, array: Array) -> Quantized:
-    """Return the weight quantized; errors name the parameter."""
+    """Return the quantized weight; errors name the parameter."""
     try:
         return maker(array)
     except ValueError as error:
@@ -112,9 +112,9 @@ def named(maker: Callable[[Array], Quantized], name: str, array: Array) -> Quant
 
 
 class Quantizer:
-    """Quantizes weights of a model by name to one kind, and returns other parameters unchanged.
+    """A callable that quantizes the weights of a model to one kind; other parameters are unchanged.
 
-    In a divided model, each rank's part has the codes that it has in the whole quantized weight.
+    In a divided model, the codes of each rank's part equal the codes in the whole quantized weight.
     """
 
     def __init__(self, call: str, kind: str, division: Any = None) -> None:
@@ -124,7 +124,7 @@ class Quantizer:
         self.rule = KINDS[kind]
 
     def makes(self, name: str, shape: Sequence[int]) -> bool:
-        """Return whether a weight of this shape is to be quantized."""
+        """Return whether a weight of this name and shape is to be quantized."""
         if self.rule.only_experts:
             return is_stack(name)
         if not self.rule.in_folders and shape[-1] % BLOCK:
@@ -141,7 +141,7 @@ class Quantizer:
         return not all(cut is None or self._separate(shape, *cut) for cut in cuts)
 
     def _separate(self, shape: Sequence[int], axis: int, places: Sequence[slice]) -> bool:
-        """Return whether these slices along an axis share no scale with the other values."""
+        """Return whether these slices of an axis share no scales with other values."""
         block = self.rule.block
         if self.rule.by_row:
             matrix = prod(shape[:-1]), shape[-1]
@@ -160,9 +160,10 @@ class Quantizer:
     def by_rows(
         self, name: str, shape: Sequence[int], read: Callable[[slice], Array]
     ) -> tuple[int, Callable[[slice], Quantized]] | None:
-        """Return (step, function from rows to their quantized weight); None if rows share scales.
+        """Return (step, function): the function maps a slice of rows to their quantized weight.
 
-        Groups of ``step`` rows have scales that do not depend on other rows.
+        Groups of ``step`` rows have scales that do not depend on other rows.  None: all rows share
+        scales, or the weight is a stack.
         """
         block, by_row = self.rule.block, self.rule.by_row
         if is_stack(name) or not (by_row or block):
@@ -171,11 +172,11 @@ class Quantizer:
         return step, lambda rows: named(self.maker, name, read(rows))
 
     def __call__(self, name: str, array: Any) -> Any:
-        """Return a parameter, quantized if it is to be; of a divided model, this rank's part.
+        """Return a parameter, quantized if the rules choose it; in a divided model, a rank's part.
 
         ``array`` is this rank's part, or the whole weight if ``wants_whole``.
         """
-        if isinstance(array, Quantized) and not array.IN_FOLDERS:  # of a GGUF file
+        if isinstance(array, Quantized) and not array.IN_FOLDERS:  # a kind of GGUF files
             array = array.dequantize()
         if isinstance(array, Stored):
             problem = f"{self.call}: {name} is quantized already"

@@ -1,4 +1,4 @@
-"""What a model is, in one line, and how many parameters it has."""
+"""The repr of a model, and its number of parameters."""
 
 import math
 from typing import Any
@@ -11,7 +11,7 @@ from .folders.quantized_weights import FIXED
 
 
 class Summary:
-    """The methods of a model that describe it."""
+    """Base class with the methods that describe a model."""
 
     config: Any
     parameters: dict[str, Any]
@@ -27,7 +27,7 @@ class Summary:
         place = f"cuda:{gpu.number(table)}" if gpu.is_cupys(table.__class__) else "cpu"
         parts = [
             f"{own.layers} layers", f"hidden {own.hidden}",
-            f"{own.heads} heads ({own.kv_heads} of keys)", f"vocabulary {own.vocab}",
+            f"{own.heads} heads ({own.kv_heads} KV heads)", f"vocabulary {own.vocab}",
             f"{self.num_parameters():,} parameters",
             f"head {own.head}" + f" of {own.labels} labels" * (own.labels > 0),
             f"{table.dtype} on {place}", *(f"{kind} weights" for kind in kinds),
@@ -39,11 +39,11 @@ class Summary:
         return one_screen(f"<{type(self).__name__} {own.model_type}: ", parts, ">")
 
     def num_parameters(self, only_trainable: bool = False) -> int:
-        """Return the number of parameters; a quantized weight has as many as the dense one.
+        """Return the number of parameters; a quantized weight counts as its dense weight.
 
-        Those of an adapter are counted too; they alone are trainable then.  Without an adapter,
-        the parameters that are not quantized are.  A tied head is the embedding, counted once.  Of
-        a divided model, the parameters of this rank are counted.
+        The parameters of an adapter count too, and only they are trainable.  Without an adapter,
+        the parameters that are not quantized are trainable.  A tied head counts once, as the
+        embedding.  In a divided model, only the parameters of this rank count.
         """
         own = [] if self.adapter is None else [*self.adapter.parameters.values()]
         values = [each for name, each in self.parameters.items() if not name.endswith(FIXED)]

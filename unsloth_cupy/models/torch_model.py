@@ -19,14 +19,14 @@ from .transformer import Transformer
 def from_torch(model: Any) -> Transformer:
     """Return a ``Transformer`` that shares the weights of a transformers model in memory.
 
-    Nothing is copied, so that a change in place shows in both models.  They no longer share a
-    weight after it is replaced by a new array, as ``parameters[name] = array`` does.  Layers of
-    bitsandbytes become an ``Nf4`` or ``Int8`` over their memory.
+    Nothing is copied: a change in place shows in both models.  ``parameters[name] = array``
+    replaces a weight in one model only.  Layers of bitsandbytes become ``Nf4`` or ``Int8`` weights
+    over the same memory.
 
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        A model of a type and with a head that ``load`` knows.
+        A model whose type and head ``load`` supports.
 
     Returns
     -------
@@ -35,15 +35,16 @@ def from_torch(model: Any) -> Transformer:
     Raises
     ------
     FrameworkError
-        This is not a model of transformers, or its weights are on a device that ops cannot read.
+        The argument is not a model of transformers, or its weights are on a device that ops cannot
+        read.
     ConfigError
-        Its type is not supported, or its weights do not match its config: quantized by a library
-        other than bitsandbytes, or with adapters, which ``merge_and_unload()`` merges.
+        The type is not supported; or the weights do not match the config, because another library
+        than bitsandbytes quantized them, or because of adapters: call ``merge_and_unload()`` first.
     """
     if not hasattr(model, "config") or not hasattr(model, "named_parameters"):
         raise FrameworkError(
-            f"from_torch: {type(model).__name__} is not a model of transformers; pass what"
-            " AutoModelForCausalLM.from_pretrained returned"
+            f"from_torch: {type(model).__name__} is not a model of transformers; pass a model from"
+            " AutoModelForCausalLM.from_pretrained"
         )
     texts = {"config.json": _plain(model.config)}
     if type(model).__name__.endswith(tuple(ENDS)):
@@ -56,7 +57,7 @@ def from_torch(model: Any) -> Transformer:
         raise ConfigError(f"from_torch: {error}") from None
     if config.experts is not None and config.experts.transposed:
         problem = f"the experts of a {config.model_type} have another layout here"
-        cure = "save_pretrained(folder) writes them, and load(folder) reads that"
+        cure = "save_pretrained(folder) writes them, and load(folder) reads that folder"
         raise ConfigError(f"from_torch: {problem}; {cure}")
     texts["config.json"] = dict(text_config(texts["config.json"]))
     buffers = ((name, value) for name, value in model.named_buffers() if name.endswith(FIXED))
@@ -66,20 +67,20 @@ def from_torch(model: Any) -> Transformer:
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """Return a transformers config as the dict that config.json would hold."""
+    """Return a transformers config as a dict, as in config.json."""
     values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return values
 
 
 def _by_parameter(named: Iterable[tuple[str, Any]]) -> dict[str, Any]:
-    """Return values by the names of parameters, without those of parts that are left out."""
+    """Return values by the names of parameters, without the parts that are not loaded."""
     return {own: value for name, value in named if (own := parameter_name(name)) is not None}
 
 
 def _checked(
     config: Config, named: Mapping[str, Any], layers: Mapping[str, Any]
 ) -> dict[str, Array]:
-    """Return arrays over the weights that the config implies; raise for one that does not fit."""
+    """Return arrays over the weights of the model; raise unless they match the config."""
     from .. import interop  # noqa: F401  # registers torch in FRAMEWORKS
 
     shapes = config.shapes()
@@ -95,7 +96,7 @@ def _checked(
             array = array[0]
         if tuple(array.shape) != shape:
             raise ConfigError(
-                f"from_torch: {name} has the shape {tuple(array.shape)}; its config says {shape}"
+                f"from_torch: {name} has the shape {tuple(array.shape)}; its config implies {shape}"
             )
         arrays[name] = array
     dtype = arrays[TABLE].dtype

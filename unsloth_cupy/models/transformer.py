@@ -44,7 +44,7 @@ from .text.chat import Message, Tools
 from .text.predicting import predicted
 from .text.tokenizer import Tokenizer
 
-SHOWN = frozenset({  # the names that completion offers: those of its documentation
+SHOWN = frozenset({  # the documented names, which ``dir`` and tab completion list
     "adapter", "adapters", "add_adapter", "base", "by_rows", "cache_sizes", "chunked_mlp",
     "config", "context", "context_attention", "delete_adapter", "division", "dtype",
     "embeddings", "folder", "gather", "generate", "generate_text", "graphs", "grown",
@@ -62,23 +62,26 @@ class Transformer(Adapted):
     Attributes
     ----------
     parameters : dict of str to array or quantized weight
-        Replace or change them in place: every call reads them again.
+        Parameters by name.  You may replace them or change them in place: every call reads them
+        again.
     adapter : Adapter or None
-        Low-rank weights added to linear layers; the parameters are then frozen.
+        Low-rank weights added to linear layers; with an adapter the parameters are frozen.
     trainable : dict of str to array
-        What gradients are of: the adapter's parameters, or without one all that are not quantized.
+        The trainable parameters: those of the adapter, or without an adapter all parameters that
+        are not quantized.
     chunked_mlp : bool
-        Whether ``swiglu_mlp`` computes the MLPs, which must be SwiGLU; False at first.
+        Whether ``swiglu_mlp`` computes the MLPs, which must be SwiGLU.  Initially False.
     invariant : bool
-        Whether ``log_probs`` of training are those of sampling to the bit: what is computed of a
-        text does not depend on the batch, padding, packing or caches.  False at first.
+        Whether ``log_probs`` of training equal those of sampling to the bit: results of a text do
+        not depend on the batch, padding, packing or caches.  Initially False.
     origin : str or None
-        The formats of the file or folder that it was read from, if they are dense here; of a
-        mixture in a GGUF file also that it has no coefficient of the router's loss.
+        The quantized formats of the file or folder, if they are dense in memory.  For a mixture of
+        experts in a GGUF file, also a note that the file has no coefficient of the router's loss.
     adapters : mapping of str to Adapter, read-only
-        Those that are kept by name: see ``load_adapter``.
+        The adapters that are stored by name: see ``load_adapter``.
     grown : bool
-        Whether its tables differ from the folder's, as of new tokens: an adapter's file has them.
+        Whether ``resize`` changed the tables since they were loaded.  The file of an adapter then
+        stores the tables.
     """
 
     origin: str | None = None
@@ -99,22 +102,22 @@ class Transformer(Adapted):
 
     def __call__(self, *_: Any, **__: Any) -> Any:
         """Raise an ArgumentError that names ``logits``."""
-        raise ArgumentError("Transformer: a model is not called; call model.logits(tokens)")
+        raise ArgumentError("Transformer: a model is not callable; call model.logits(tokens)")
 
     @naming("resize")
     def resize(self, vocab: int, *, multiple: int = 1) -> None:
-        """Change the number of rows of the embedding table and of the head, as of new tokens.
+        """Change the number of rows of the embedding table and of the head, such as for new tokens.
 
-        The new rows of each are the mean of its old ones (Hewitt, Initializing New Word Embeddings,
-        2021), a row beyond the new number is dropped; tied ones stay tied, and config follows.  The
+        New rows are the mean of the old rows (Hewitt, Initializing New Word Embeddings, 2021).
+        Rows beyond the new number are dropped.  Tied tables stay tied, and config is updated.  The
         parameters become new arrays.
 
         Parameters
         ----------
         vocab : int
-            The new number of rows, at least.
+            Least new number of rows.
         multiple : int
-            It is rounded up to a multiple of this: 64 keeps products fast.
+            The number of rows is rounded up to a multiple of this: products are fast with 64.
 
         Raises
         ------
@@ -155,29 +158,33 @@ class Transformer(Adapted):
         offsets: Array | None = None,
         routes: Array | None = None,
     ) -> Array:
-        """Return the logits of every next token, at every position; those of a classifier's labels.
+        """Return the logits of the next token at every position, or the logits of a classifier.
 
         Parameters
         ----------
         tokens : (batch, tokens) int32 or int64
             Token ids.
         mask : (batch, tokens) bool or int, optional
-            True or 1 where a token is real, 0 where it is padding, on the left or on the right.
-            Positions count real tokens.  Logits at padding are undefined.
+            1 or True at real tokens, 0 at padding, which may be on the left or on the right.
+            Positions count real tokens only.  Logits at padding are undefined.
         cache : KVCache or PagedKVCache, optional
-            Continue after the tokens that it holds, and append these; mask may then also cover
-            all tokens, (batch, held + tokens).  A PagedKVCache has no padding.
+            Keys and values of earlier tokens, which these tokens continue; theirs are appended.
+            With a cache, mask may also cover all tokens, (batch, cached + tokens).  A PagedKVCache
+            does not support padding.
         sequences : sequence of int, optional
             The sequence of a PagedKVCache that each row continues; they may differ in length.
         offsets : (texts + 1,) int, optional
-            Packed texts: where each one starts among all tokens, row after row, and the number of
-            tokens last.  Each text begins at position 0 and does not see the others.
+            Starts of packed texts among all tokens, row after row, and the number of tokens last.
+            Each text begins at position 0 and attends only to itself.
+        routes : (batch, tokens, layers with experts, k) int, optional
+            Experts of each token from an earlier pass, such as ``rollouts``, used instead of the
+            router's choice.  -1: the router chooses.
 
         Returns
         -------
         logits : (batch, tokens, vocab), in the dtype of the parameters
-            Of a token classifier (batch, tokens, labels); of a sequence classifier (batch, labels),
-            at the rightmost real token, of packed texts (texts, labels).
+            A token classifier returns (batch, tokens, labels).  A sequence classifier returns
+            (batch, labels), or (texts, labels) for packed texts, from the rightmost real token.
 
         Raises
         ------
@@ -185,9 +192,9 @@ class Transformer(Adapted):
             A token is outside the vocabulary, the cache is full, or offsets do not rise from 0 to
             the number of tokens.
         ShapeError, DTypeError
-            tokens, mask or offsets have another shape or dtype.
+            tokens, mask or offsets have an invalid shape or dtype.
         ConfigError
-            There are offsets together with a mask or a cache; or the model has no head.
+            offsets are combined with a mask or a cache; or the model has no head.
         """
         parameters, config = self.entered(self.parameters), self.config
         options: Any = {"cache": cache, "sequences": sequences, "routes": routes}
@@ -210,38 +217,39 @@ class Transformer(Adapted):
         count: int | None = None,
         routes: Array | None = None,
     ) -> Any:
-        """Return the mean negative log probability of the labels, in nats; a classifier's loss.
+        """Return the mean negative log probability of the labels, in nats, or a classifier's loss.
 
-        The shift by one token happens here: position t predicts ``labels[:, t + 1]``.
+        This method shifts the labels of a language model: position t predicts ``labels[:, t + 1]``.
 
         Parameters
         ----------
         tokens, labels : (batch, tokens) int32 or int64
-            Labels are usually the tokens themselves; -100 where a label does not count.  Those of a
-            token classifier are not shifted.  Those of a sequence classifier choose its loss,
-            unless ``problem_type`` in config.json does: (batch,) float: squared error; (batch,)
-            int: cross entropy; (batch, labels) float in 0 .. 1: binary cross entropy.
+            Labels are usually the tokens themselves, and -100 where no loss is computed.  Labels of
+            a token classifier are not shifted.  A sequence classifier has (batch,) float labels for
+            squared error, (batch,) int labels for cross entropy, or (batch, labels) float labels in
+            0 .. 1 for binary cross entropy; ``problem_type`` in config.json has priority.
         mask : (batch, tokens) bool or int, optional
-            As in ``logits``; padding counts in the loss unless its label is -100.
+            As in ``logits``.  Padding counts in the loss unless its label is -100.
         offsets : (texts + 1,) int, optional
-            As in ``logits``; a text does not predict the first token of the next one.
+            As in ``logits``.  A text does not predict the first token of the next text.
         count : int, optional
-            Divides the sum; pass the labels of the whole batch if this is a part of it, so that
-            losses of the parts add up.  None: the labels that count here.
+            Divisor of the sum of losses.  If this call computes a part of a batch, pass the number
+            of target tokens in the whole batch: the losses of all parts then add up.  None: the
+            number of labels other than -100 in this call.
         routes : (batch, tokens, layers with experts, k) int, optional
-            As in ``logits``, of a language model.
+            As in ``logits``; only for language models.
 
         Returns
         -------
         loss : float64 scalar, or float32 Var inside ``value_and_gradients``
-            0 if no label counts.
+            0 if all labels are -100.
 
         Raises
         ------
         ShapeError, DTypeError, RangeError
             The labels do not fit the head.
         ConfigError
-            ``count`` is not a number of labels; the model has no head; or ranks divide the rows of
+            ``count`` is not a positive number; the model has no head; or ranks divide the tokens of
             a classifier.
         """
         return mean_loss(self, tokens, labels, mask, offsets, count, routes)
@@ -258,25 +266,25 @@ class Transformer(Adapted):
         routes: Array | None = None,
         invariant: bool | None = None,
     ) -> LogProbs:
-        """Return the log-probability of each label, with entropy and relatives.
+        """Return the log-probability and entropy of each label, and further statistics.
 
-        The shift by one token happens here: entry t is of ``labels[:, t + 1]``, the last is 0.
+        This method shifts the labels: entry t belongs to ``labels[:, t + 1]``, the last entry is 0.
 
         Parameters
         ----------
         tokens, labels : (batch, tokens) int32 or int64
-            -100 where a label does not count: its results are 0.
+            Where labels are -100, the results are 0.
         mask : (batch, tokens) bool or int, optional
             As in ``logits``.
         offsets : (texts + 1,) int, optional
-            As in ``logits``: the results are then one row, of all texts.
+            As in ``logits``.  The results of packed texts are one row.
         temperature : float
-            Of sampling, above 0; it divides the logits.
+            Sampling temperature, above 0; it divides the logits.
         routes : (batch, tokens, layers with experts, k) int, optional
             As in ``logits``.
         invariant : bool, optional
             True: the bits of a text's results do not depend on the batch, padding or packing, and
-            are those by which ``rollouts(invariant=True)`` samples.  None: as the model is.
+            equal those of ``rollouts(invariant=True)``.  None: the model's own setting.
 
         Returns
         -------
@@ -287,7 +295,7 @@ class Transformer(Adapted):
         Raises
         ------
         ConfigError
-            temperature is not above 0; or the model is not invariant: the message says why.
+            temperature is not above 0; or the model cannot be invariant, with the reason.
         """
         model = self.in_order(invariant)
         return label_log_probs(model, tokens, labels, mask, offsets, temperature, routes)
@@ -301,7 +309,7 @@ class Transformer(Adapted):
         offsets: Array | None = None,
         pooling: str = "mean",
     ) -> Array:
-        """Return one vector of length 1 for each text: its last hidden states, pooled.
+        """Return one vector of length 1 for each text, pooled from its last hidden states.
 
         Parameters
         ----------
@@ -309,14 +317,14 @@ class Transformer(Adapted):
         mask : (batch, tokens) bool or int, optional
             As in ``logits``.
         offsets : (texts + 1,) int, optional
-            As in ``logits``: the result has a row for each text.
+            As in ``logits``.  The result has one row for each packed text.
         pooling : str
-            mean: over real tokens; last: the state of the rightmost one.
+            mean: the mean over real tokens; last: the state of the rightmost real token.
 
         Returns
         -------
         embeddings : (batch, hidden) float32, or float64 for float64 parameters
-            A Var inside ``value_and_gradients``, as ``losses.contrastive`` takes it.
+            A Var inside ``value_and_gradients``, for example for ``losses.contrastive``.
 
         Raises
         ------
@@ -329,29 +337,29 @@ class Transformer(Adapted):
     def _whole_rows(
         self, parameters: Any, tokens: Array, mask: Any, offsets: Any, **options: Any
     ) -> Any:
-        """Return the normalised output of the last block, also of tokens that ranks divide."""
+        """Return the normalised output of the last block; ranks gather the tokens they divide."""
         ranks, kind = self.context, self.context_attention
         if ranks is not None and mask is not None and is_left_aligned(mask):
-            mask = None  # no real token sees what comes after it
+            mask = None  # attention is causal: no real token attends to padding after it
         context = Context.of(ranks, tokens, mask, offsets, kind)
         options |= {"mask": mask, "offsets": offsets, "context": context}
         x = self.hidden(parameters, tokens, **options)
         return x if context is None else context.whole(x)
 
     def predict(self, texts: Sequence[str | Sequence[Message]]) -> list[dict[str, float]]:
-        """Return what a sequence classifier says of each text: a number by the name of the label.
+        """Return a sequence classifier's output for each text: a number by the name of the label.
 
         Parameters
         ----------
         texts : sequence of str or of messages
-            Texts, in which special tokens may be written; or lists of messages, which the chat
-            template formats.
+            Texts, which may contain special tokens; or lists of messages, which the chat template
+            formats.
 
         Returns
         -------
         numbers : list of dict
-            Probabilities: softmax of the logits, of several labels at once (``problem_type``) their
-            sigmoid; of a regression or a reward the logits themselves.
+            Probabilities: the softmax of the logits, or their sigmoid if a text may have several
+            labels (``problem_type``).  For a regression or a reward model, the logits.
 
         Raises
         ------
@@ -374,35 +382,36 @@ class Transformer(Adapted):
         Parameters
         ----------
         function : callable
-            Takes this model on a tape, whose ``logits`` and ``loss`` are Vars; returns a Var of
-            shape ().
+            Function of this model on a tape, whose ``logits`` and ``loss`` are Vars; it must return
+            a Var of shape ().
         checkpoint : CheckpointConfig, optional
-            If enabled, the tape keeps the input of each group of blocks, and backward computes
-            them again: less memory, more time, the same bits.
+            Gradient checkpointing: the tape stores only the input of each group of blocks, and
+            backward computes the blocks again.  Less memory, more time, the same bits.
         scaler : LossScaler, optional
-            Scales the gradients, not the value; overflow becomes infinite without a warning.
+            Scales the gradients, not the value.  Overflow becomes infinite without a warning.
         seed : int, optional
-            Turns the adapter's dropout on; each step should pass a new one.
+            Seed of the adapter's dropout, which is off without it; pass a new seed in each step.
         graph : bool
-            On a GPU, capture the call into a CUDA graph, and launch that from the third call of a
-            form on: the same bits, one launch.  The results are then overwritten by the next call.
-            function must be a ``functools.partial`` of a function that reads nothing else that
-            changes: calls are of one form if its keywords are arrays of equal shapes, and equal
-            otherwise.  What cannot be captured runs as without: ``explain`` says why.
+            On a GPU, capture the call into a CUDA graph, and launch the graph from the third call
+            of the same form on: the same bits in one launch.  The next call overwrites the results.
+            function must be a ``functools.partial`` of a function that reads no other data that
+            change.  Two calls have the same form if array keywords have equal shapes and dtypes,
+            and all other keywords are equal.  Calls that cannot be captured run without a graph;
+            ``explain`` returns the reason.
 
         Returns
         -------
         value : scalar
             In the dtype of the Var; float64 if function returns ``model.loss`` itself.
-        gradients : {name: array}
+        gradients : dict of str to array
+            One gradient for each name in ``trainable``.
 
         Raises
         ------
         ConfigError
             An option is invalid.
         GradientError
-            function returned something else than a scalar of this tape, or used an op that has no
-            gradient.
+            function did not return a scalar of this tape, or used an op without a gradient.
 
         Examples
         --------
@@ -453,8 +462,7 @@ class Transformer(Adapted):
     ) -> tuple[Any, dict[str, Array]]:
         """Return ``loss`` and its gradient with respect to every ``trainable`` array, by name.
 
-        The arrays and ``count`` are those of ``loss``, the other options those of
-        ``value_and_gradients``.
+        ``loss`` documents the arrays and ``count``, ``value_and_gradients`` the other options.
         """
         batch = {"tokens": tokens, "labels": labels, "mask": mask, "offsets": offsets}
         function = partial(next_token, **batch, count=count, routes=routes)
@@ -489,43 +497,47 @@ class Transformer(Adapted):
         tokens : (batch, prompt) int32 or int64
             Prompts, padded on the left or on the right where mask is 0.
         max_new_tokens, min_new_tokens : int
-            How many tokens to add, at most and at least.  A warning says if a row then has more
-            tokens than the config's ``max_position_embeddings``.
+            Maximum and minimum number of tokens to generate.  A warning is given if a row exceeds
+            the config's ``max_position_embeddings``.
         mask : (batch, prompt) bool or int, optional
-            1 where a token is real.
+            1 at real tokens, 0 at padding.
         temperature : float
-            0: the most likely token.  Otherwise tokens are sampled from softmax(logits /
-            temperature), restricted to the ``top_k`` most likely ones, then to the fewest whose
-            probabilities reach ``top_p``.  At 0 those options and ``seed`` change nothing, which a
-            warning says.
+            0: greedy, the most likely token.  Otherwise tokens are sampled from softmax(logits /
+            temperature).  At 0 ``top_k``, ``top_p``, ``min_p`` and ``seed`` have no effect, and a
+            warning is given if one is passed.
+        top_k : int, optional
+            Sample from the top_k most likely tokens.
+        top_p : float, optional
+            In (0, 1]: after top_k, sample from the fewest tokens whose probabilities reach top_p.
         min_p : float, optional
-            In [0, 1]: after that, only tokens of at least min_p times the probability of the most
-            likely one are sampled (Nguyen et al., Turning Up the Heat, 2024).
+            In [0, 1]: after top_k and top_p, sample from tokens with at least min_p times the
+            probability of the most likely token (Nguyen et al., Turning Up the Heat, 2024).
         repetition_penalty : float, optional
-            Above 0: before all that, logits of tokens that occur in the row, its prompt included,
+            Above 0; applied first.  Logits of tokens that occur in the row, including its prompt,
             are divided by it if positive and multiplied by it if negative (Keskar et al., CTRL,
-            2019).  1 changes nothing.
+            2019).  1 has no effect.
         seed : int, optional
-            Row i of a batch samples from (seed, i), whatever other rows do: the same seed draws the
-            same tokens.  None: other tokens with each call; ranks that divide a model need one.
+            Row i samples from (seed, i), independent of other rows: the same seed gives the same
+            tokens.  None: other tokens in each call.  Ranks that divide a model need a seed.
         stop : int or sequence of int, optional
-            Tokens that end a row.  None: the config's; (): none, so rows run to max_new_tokens.
+            Tokens that end a row.  None: the end tokens of the config.  (): no end, all rows have
+            max_new_tokens tokens.
         cache : PagedKVCache, optional
             Stores keys and values, instead of a new KVCache.
         sequences : sequence of int, optional
-            The sequence of that cache that each row continues; afterwards it holds the row without
-            its last new token.  None: new sequences, which are freed at the end.
+            The sequences of that cache that the rows continue.  Afterwards a sequence holds its row
+            without the last new token.  None: new sequences, which are freed at the end.
         cache_dtype : str, optional
             int8: a new KVCache stores int8 codes, half of the bytes of 16 bits.
         invariant : bool, optional
-            True: tokens of a row do not depend on the other rows, not even in a tie that rounding
-            decides.  None: as the model is.
+            True: the tokens of a row do not depend on other rows, not even in a tie that rounding
+            decides.  None: the model's own setting.
 
         Returns
         -------
         tokens : (batch, prompt + new)
-            new is max_new_tokens, or less if all rows have ended before; a row that ended is
-            filled with the pad token.
+            new is max_new_tokens, or less if all rows end earlier.  A row that ended is filled
+            with the pad token.
 
         Raises
         ------
@@ -559,28 +571,28 @@ class Transformer(Adapted):
         first: int = 0,
         invariant: bool | None = None,
     ) -> Rollouts:
-        """Return samples of prompts, with the log-probabilities by which they were drawn.
+        """Return sampled completions of prompts, with their log-probabilities.
 
         Parameters
         ----------
         prompts : sequence of (tokens,) int
-            Lists or arrays of tokens, of any lengths; each goes through the model once.
+            Lists or arrays of tokens, of any lengths; the model computes each prompt once.
         samples : int
-            How many continuations of each prompt.
+            Number of completions per prompt.
         max_new_tokens, temperature, top_k, top_p, min_p, seed, stop, cache, cache_dtype
             As in ``generate``; temperature must be above 0.  Samples of a prompt share its pages.
         first : int
-            The number of the first row: with ``seed`` it determines what a row draws, so that parts
-            of the prompts are answered as all of them are.
+            Number of the first row.  A row samples from (seed, first + index), so that a call with
+            some of the prompts samples the same completions as a call with all of them.
         invariant : bool, optional
-            True: the log-probabilities are those of ``log_probs(invariant=True)`` to the bit.
-            None: as the model is.
+            True: the log-probabilities equal those of ``log_probs(invariant=True)`` to the bit.
+            None: the model's own setting.
 
         Returns
         -------
         result : Rollouts
             ``tokens``, ``real``, ``mask`` and ``log_probs``, (len(prompts) * samples, width) each,
-            for ``log_probs`` and ``losses.policy``; of a mixture of experts ``routes``, too.
+            for ``log_probs`` and ``losses.policy``; for a mixture of experts also ``routes``.
 
         Raises
         ------
@@ -588,7 +600,7 @@ class Transformer(Adapted):
             An option or a prompt is invalid.
         """
         if temperature == 0:
-            raise ConfigError("rollouts: temperature=0 draws nothing; pass one above 0")
+            raise ConfigError("rollouts: temperature=0 does not sample; pass one above 0")
         if not is_integer(seed, 0):
             raise ConfigError(f"rollouts: seed={seed!r} must be an integer of 0 or more")
         options = generation.Options(
@@ -602,12 +614,12 @@ class Transformer(Adapted):
     def stream(
         self, tokens: Array, *, max_new_tokens: int, mask: Array | None = None, **options: Any
     ) -> Iterator[Array]:
-        """Yield the tokens that ``generate`` appends, as they are computed: (batch,) at a time."""
+        """Yield the new tokens of ``generate`` as they are computed, (batch,) per step."""
         return generation.stream(self, tokens, mask, generation.Options(max_new_tokens, **options))
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the model's folder, or None if there is none; it may be replaced."""
+        """The tokenizer of the model's folder, None if it has none; you may replace it."""
         return None if self.words is None else Tokenizer(self.words)
 
     @naming("stream_text", "generate_text", "generate")
@@ -620,7 +632,7 @@ class Transformer(Adapted):
         tools: Tools = None,
         **options: Any,
     ) -> Iterator[str]:
-        """Yield the text that ``generate_text`` returns, in pieces as they are computed."""
+        """Yield the text of ``generate_text`` in pieces, as they are computed."""
         rest: Any = {"stop": stop, "tools": tools, **options}
         return iter(
             Continuation(self, self.tokenizer, prompt, max_new_tokens=max_new_tokens, **rest)
@@ -636,7 +648,7 @@ class Transformer(Adapted):
         tools: Tools = None,
         **options: Any,
     ) -> str:
-        """Return the text with which the model goes on after a text, or answers messages.
+        """Return the model's completion of a text, or its reply to messages.
 
         Parameters
         ----------
@@ -644,9 +656,9 @@ class Transformer(Adapted):
             A text; or messages, each with ``role`` and ``content``, which the chat template of the
             tokenizer formats.
         max_new_tokens : int
-            How many tokens to add, at most; fewer if the model has no more positions.
+            Maximum number of new tokens; fewer if the model has no more positions.
         stop : str or sequence of str
-            The text ends before the first of these.  It also ends at an end token of the config.
+            Strings before which the text ends.  It also ends at an end token of the config.
         tools : sequence of dict, optional
             JSON schemas of functions that the model may call, for the chat template.
         **options
@@ -661,26 +673,26 @@ class Transformer(Adapted):
         Raises
         ------
         ConfigError
-            The model has no tokenizer, an option is invalid, the template does not take the
+            The model has no tokenizer, an option is invalid, the chat template rejects the
             messages, or the prompt fills all positions.
         """
         rest: Any = {"stop": stop, "tools": tools, **options}
         return "".join(self.stream_text(prompt, max_new_tokens=max_new_tokens, **rest))
 
     def save(self, folder: str | PathLike[str]) -> None:
-        """Write config.json and the parameters, with the files and names they were loaded from.
+        """Write config.json and the parameters, with the file and tensor names of the loaded model.
 
-        After a crash the folder holds the old checkpoint or the new one.  Other files in it stay.
-        An adapter is not written, only its base, and a warning says so.
+        After a crash the folder holds the old checkpoint or the new one.  Other files in the folder
+        are unchanged.  With an adapter, only the base is written, and a warning is given.
 
-        Before the new files are in their places, what they compute for a few tokens is compared
-        with the model, both on the host and in float32, with one block in memory at a time.
+        Before the new files replace the old ones, the logits of a few tokens are compared with the
+        model's, both on the host in float32, with one block in memory at a time.
 
         Raises
         ------
         ConfigError
-            The folder is a file, holds weights in other files, or cannot be written; the disk is
-            full; or what is written computes other numbers.
+            The folder is a file, has weights in other files, or cannot be written; the disk is
+            full; or the new files give other logits than the model.
         """
         from .adapters.probe import check_saved  # which runs models
 

@@ -1,1 +1,1 @@
-"""What a config.json says: one ``Config`` for all families, and the names of its tensors."""
+"""Parsing of config.json: one ``Config`` for all families, and the names of its tensors."""

@@ -1,8 +1,8 @@
 """The keys of config.json that transformers' class of each model type reads, and their defaults.
 
-    keys_of("llama")["hidden_act"]        "silu"; None where the default is null or none
+    keys_of("llama")["hidden_act"]        "silu"; None if the default is null or absent
 
-Made by ``python -m tests.models.class_keys``.  Keys of the row ``all`` are read of every type.
+``python -m tests.models.class_keys`` writes the table.  Every type reads the keys of row ``all``.
 """
 
 import functools
@@ -13,7 +13,7 @@ from typing import Any
 
 @functools.cache
 def _rows() -> dict[str, dict[str, Any]]:
-    """Return the table: the keys of each model type with their defaults."""
+    """Return the parsed table: keys and defaults by model type."""
     rows: dict[str, dict[str, Any]] = {}
     for line in TABLE.replace("\n ", " ").splitlines():
         kind, _, keys = line.partition(": ")
@@ -23,13 +23,13 @@ def _rows() -> dict[str, dict[str, Any]]:
 
 
 def keys_of(kind: Any) -> Mapping[str, Any] | None:
-    """Return the keys that the class of a model type reads; None: the type is not in the table."""
+    """Return the keys that the class of a model type reads; None for a type without a row."""
     known = isinstance(kind, str) and kind in _rows()
     return {**_rows()["all"], **_rows()[kind]} if known else None
 
 
 def own_keys(kind: str) -> Mapping[str, Any]:
-    """Return the keys of a class that few others have."""
+    """Return the keys in the row of a class, without those of row ``all``."""
     return _rows()[kind]
 
 

@@ -9,24 +9,24 @@ from .names import TEXT
 from .state_space import StateSpace
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
-MLP = "mlp"  # a layer of that alone
-# of the norms inside latent attention, and of the lengths of queries and keys of a delta rule,
-# whatever that of the other norms is
+MLP = "mlp"  # type of a layer that has only an MLP
+# Epsilon of the norms inside latent attention, and of the lengths of a delta rule's queries and
+# keys: transformers' classes do not use the config's rms_norm_eps there.
 INNER_EPS = 1e-6
-BUFFERS = ("beta", "eps")  # numbers of xielu that are stored and do not learn
-CORRECTION = "e_score_correction_bias"  # of a router's choice: it does not learn by gradients
+BUFFERS = ("beta", "eps")  # constants of xielu that are stored and not trained
+CORRECTION = "e_score_correction_bias"  # bias of a router's choice, not trained by gradients
 STACKS, UNGATED = ("gate_up_proj", "down_proj"), ("up_proj", "down_proj")  # of experts
-LATENT = ("fc1_latent_proj", "fc2_latent_proj")  # before and behind these
+LATENT = ("fc1_latent_proj", "fc2_latent_proj")  # projections before and after latent experts
 
 
 @dataclass(frozen=True)
 class Rope:
-    """Rotary positions of some layers.
+    """Rotary positions of the layers of one type.
 
     The first ``dim`` elements of each head are rotated.  ``scaling`` is the argument of
     ``rope_tables``.  In sequences longer than ``original``, the angles of every position depend on
-    the length of the sequence (dynamic and longrope); None where they never do.  With ``growth``,
-    (beta, length), queries at position p are scaled by 1 + beta log(1 + floor(p / length)).
+    the length of the sequence (dynamic and longrope); None: they never do.  With ``growth``, (beta,
+    length), queries at position p are scaled by 1 + beta log(1 + floor(p / length)).
     """
 
     dim: int
@@ -38,13 +38,13 @@ class Rope:
 
 @dataclass(frozen=True)
 class Norms:
-    """Names of the norms around the two branches of a block; None: there is no such norm.
+    """Names of the norms around the two branches of a block; None for an absent norm.
 
     h = x + after_attention(attention(before_attention(x)))
     y = h + after_mlp(mlp(before_mlp(h)))
 
-    ``kind`` is "rms" or, with the mean subtracted, "layer".  A norm has ``weights``, to which the
-    config's ``norm_offset`` is added, and ``biases``, or not.
+    ``kind`` is "rms", or "layer" if the mean is subtracted.  ``weights`` and ``biases`` are whether
+    norms have these parameters.  The config's ``norm_offset`` is added to the weights.
     """
 
     before_attention: str | None = "input_layernorm"
@@ -67,9 +67,9 @@ class Names:
     query_norm: str = "q_norm"
     key_norm: str = "k_norm"
     mlp: str = "mlp"
-    gate_up: str = "gate_up_proj"  # where one matrix has both
+    gate_up: str = "gate_up_proj"  # if one matrix stores both
     attention: str = "self_attn"
-    recurrent: str = "linear_attn"  # what layers without attention have
+    recurrent: str = "linear_attn"  # in layers without attention
 
 
 OWN_NAMES = Names()
@@ -78,13 +78,12 @@ BEFORE = Norms()
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
-    """What a family's blocks have, whatever its config.json says: of ``Family`` and ``Config``.
+    """Properties of a family's blocks that config.json does not change.
 
-    Queries and keys are normalised before the rotation unless ``rotated_first``.  ``fused`` lists
-    what a checkpoint stores in one matrix: "qkv", and "mlp" for gate and up.  Without ``gate`` the
-    MLP is down(activation(up(x))).  With ``sinks`` each head's attention has the score of a further
-    key, without a value.  ``left_out`` are further layers in the files, which only predict several
-    tokens at once.
+    ``Family`` and ``Config`` share them.  Queries and keys are normalised before the rotation
+    unless ``rotated_first``.  ``fused`` lists projections that a checkpoint stores in one matrix:
+    "qkv", and "mlp" for gate and up.  Without ``gate`` the MLP is down(activation(up(x))).  With
+    ``sinks`` the softmax of each head has one more score, which has no value.
     """
 
     norms: Norms = BEFORE
@@ -95,28 +94,34 @@ class Structure:
     names: Names = OWN_NAMES
     gate: bool = True
     sinks: bool = False
-    left_out: str = ""  # of the names of tensors in files: a pattern
-    delta_norms: Norms | None = None  # of blocks with a delta rule, where other than ``norms``
-    gated: bool = False  # the output of attention, by what its queries' projection has more
+    left_out: str = ""  # pattern of tensor names that are not loaded: multi-token prediction layers
+    delta_norms: Norms | None = None  # norms of blocks with a delta rule, if other than ``norms``
+    gated: bool = False  # attention's output has a gate, which the query projection also computes
     single: bool = False  # a block has one branch: attention, a recurrence or an MLP
-    wide: tuple[str, ...] = ()  # ends of names of parameters that 16 bits do not replace
-    wide_in_float16: tuple[str, ...] = ()  # that float16 does not, and bfloat16 does
+    wide: tuple[str, ...] = ()  # suffixes of parameters that stay float32 in 16-bit models
+    wide_in_float16: tuple[str, ...] = ()  # suffixes of those that do so only in float16 models
 
 
 @dataclass(frozen=True)
 class Experts:
-    """The layers of a mixture of experts: a router chooses k of ``count`` experts for each token.
+    """A mixture of experts: in each layer a router chooses k of ``count`` experts for each token.
 
-    ``inner`` is the inner size of an expert, ``sparse`` says which layers have experts; the others
-    are dense.  ``scores``, ``normalize``, ``groups``, ``top_groups`` and ``scale`` are those of
-    ``route``; with ``jitter`` the router is ``sparse_mixer``.  With ``corrected`` a bias is
-    added for the choice; ``wide`` routers compute in float32.  ``limit`` and ``alpha`` are
-    those of ``experts_mlp``.  ``shared`` is the inner size of an expert that every token has, with
-    a gate of its own or not.  ``balance`` is the coefficient of the router's loss, 0 if it is off.
-    With ``latent`` the experts, but neither router nor shared expert, see vectors of that length.
-    ``files`` are the names of tensors in a layer of a released checkpoint where they differ, those
-    of stacks with a place for the number of the expert; ``transposed`` stacks are stored as
-    (experts, in, out), with the columns of gate and up in turns.
+    inner       inner size of an expert
+    sparse      for each layer, whether it has experts; other layers are dense
+    scores, normalize, groups, top_groups, scale        options of ``route``
+    jitter      if not None, the router is ``sparse_mixer``
+    corrected   whether a bias is added to the scores for the choice only
+    wide        whether the router computes in float32
+    limit, alpha        options of ``experts_mlp``
+    shared      inner size of an expert that computes every token, 0 for none
+    shared_gate whether a gate multiplies the output of the shared expert
+    balance     coefficient of the router's loss, 0 if it is off
+    latent      length of the vectors that experts compute, which are projections of the hidden
+                state; router and shared expert compute the hidden state itself
+    files       tensor names in a layer of a released checkpoint, where they differ from
+                transformers'; names of experts have a placeholder for the number of the expert
+    transposed  whether stacks are stored as (experts, in, out), with columns of gate and up
+                alternating
     """
 
     count: int
@@ -140,10 +145,10 @@ class Experts:
     balance: float = 0.0
     module: str = "mlp"
     router: str = "gate"
-    correction_in: str = "gate."  # what is before the name of the correction
-    correction_row: bool = False  # files have it as the row of a matrix
+    correction_in: str = "gate."  # prefix of the correction's name
+    correction_row: bool = False  # files store the correction as a matrix with one row
     shared_in: str = "shared_experts"
-    shared_beside: bool = False  # the shared expert is beside the module of the others
+    shared_beside: bool = False  # whether the shared expert is outside of ``module``
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transposed: bool = False
     latent: int | None = None
@@ -155,28 +160,28 @@ class Experts:
 
     @property
     def shared_module(self) -> str:
-        """The name of the shared expert in a layer."""
+        """The module name of the shared expert in a layer."""
         return self.shared_in if self.shared_beside else f"{self.module}.{self.shared_in}"
 
     @property
     def clamps(self) -> dict[str, float]:
-        """The options of a clamped activation."""
+        """The options of a clamped activation that are set."""
         pairs = {"limit": self.limit, "alpha": self.alpha}
         return {name: value for name, value in pairs.items() if value is not None}
 
     @property
     def routers(self) -> tuple[str, str]:
-        """The names of the modules that weigh experts: the router, the gate of the shared one."""
+        """The names of the modules that weigh experts: the router, the shared expert's gate."""
         return self.router, f"{self.shared_in}_gate"
 
     @property
     def wide_names(self) -> tuple[str, ...]:
-        """The ends of the names of parameters that 16 bits do not replace."""
+        """Suffixes of the names of parameters that stay float32 in 16-bit models."""
         router = f".{self.module}.{self.router}.weight"
         return (CORRECTION, router) if self.wide else (CORRECTION,)
 
     def stacks(self, hidden: int) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the stacks of a layer, by their names in it."""
+        """Return the shapes of a layer's stacks, by their names in the layer."""
         width, rows = self.latent or hidden, (1 + (self.names is STACKS)) * self.inner
         sizes = (rows, width), (width, self.inner)
         shapes: dict[str, tuple[int, ...]] = {}
@@ -189,12 +194,14 @@ class Experts:
 
 @dataclass(frozen=True)
 class Latent:
-    """Latent attention (MLA): keys and values of all heads come from one short vector of a token.
+    """Latent attention (MLA): keys and values of all heads come from one short vector per token.
 
-    Queries and keys have ``plain`` elements of a head, then ``rotated`` ones, of which the keys of
-    all heads share one vector; values have ``value``.  ``rank`` is the length of the vector of keys
-    and values, ``queries`` that of queries; None: they come from the hidden state.  ``biases``
-    are those of what makes these vectors.
+    plain       elements of a query or key head that are not rotated
+    rotated     elements of a query or key head that are rotated; all key heads share them
+    value       elements of a value head
+    rank        length of the short vector of keys and values
+    queries     length of the short vector of queries; None: queries come from the hidden state
+    biases      whether the projections to short vectors have biases
     """
 
     queries: int | None
@@ -206,11 +213,11 @@ class Latent:
 
     @property
     def dim(self) -> int:
-        """The elements of a head of queries and keys."""
+        """The head dimension of queries and keys."""
         return self.plain + self.rotated
 
     def shapes(self, heads: int, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the parameters that make queries, keys and values."""
+        """Yield the names and shapes of the query, key and value projections."""
         rows = heads * self.dim
         if self.queries is None:
             yield "q_proj.weight", (rows, hidden)
@@ -231,11 +238,15 @@ class Latent:
 class Delta:
     """Layers with a gated delta rule, after a convolution with ``taps`` taps.
 
-    Queries and keys have ``key_heads`` of ``key_dim``, values ``value_heads`` of ``value_dim``.
-    The projections are ``stored`` "fused", head by head in two matrices, "split" in four, or
-    "apart", each by itself.  ``short`` ones, each by itself, make the decay of every channel of a
-    key, and the gate, of vectors as long as a head.  ``beta`` is at most ``most``; ``eps`` is that
-    of the norm behind the rule, None: of all norms.
+    Queries and keys have ``key_heads`` heads with ``key_dim`` elements, values ``value_heads``
+    heads with ``value_dim``.  ``most`` is the upper bound of beta.  ``eps`` belongs to the norm
+    after the rule; None: the eps of all norms.  ``stored`` is how a checkpoint stores projections:
+
+    fused       two matrices, which store their parts head by head
+    split       four matrices
+    apart       one matrix for each projection
+    short       one matrix for each projection; every key channel has a decay, and decay and gate
+                are computed from short vectors, as long as a head
     """
 
     key_heads: int
@@ -249,7 +260,7 @@ class Delta:
 
     @property
     def projections(self) -> dict[str, int]:
-        """The rows of the projections of a token, by their names."""
+        """The number of rows of each input projection, by name."""
         keys, values = self.key_heads * self.key_dim, self.value_heads * self.value_dim
         few = self.value_heads
         if self.stored == "short":
@@ -266,12 +277,12 @@ class Delta:
 
     @property
     def after(self) -> tuple[str, str]:
-        """The names of the norm and of the projection behind the rule."""
+        """The names of the norm and of the output projection after the rule."""
         apart = self.stored in ("apart", "short")
         return ("o_norm", "o_proj") if apart else ("norm", "out_proj")
 
     def shapes(self, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the parameters of a layer."""
+        """Yield the names and shapes of a layer's parameters."""
         values, (norm, output) = self.value_heads * self.value_dim, self.after
         for name, size in self.projections.items():
             yield f"{name}.weight", (size, hidden)
@@ -290,22 +301,26 @@ class Delta:
 
 @dataclass(frozen=True, kw_only=True)
 class Config(Structure):
-    """A decoder-only transformer.
+    """The settings of a decoder-only transformer.
 
-    ``window`` is the number of keys that a query of a sliding layer sees, its own included.
-    ``query_key_norm`` is "head" (one weight for every head), "heads" (a row of weights for each),
-    "modules" (the same, in a module for each), "projection" (over all heads) or None; it has
-    ``query_key_biases`` or not.
-    ``rotated`` says which layers rotate queries and keys, ``interleaved`` which pairs: see
-    ``rope``.  ``clip`` bounds queries, keys and values.  ``parallel`` blocks compute the MLP from
-    the input of attention.  Branches are multiplied by ``residual_scale``, logits by
-    ``logit_scale``.  With ``bit_layers`` all linear layers but the head are ``bit_linear``: weights
-    are rounded at every call.  With ``inverse_scales`` the checkpoint's ternary weights are codes /
-    scale, not codes * scale.  With ``latent`` queries, keys and values are made of short vectors;
-    ``dim`` is then the length of heads in caches.  ``experts`` are those of a mixture.
-    ``body`` is what transformers' model has before the names of the body's modules: another prefix
-    in a model that reads images.  ``head`` is one of ``heads.HEADS``; only that of a language model
-    can be ``tied``.
+    window          number of keys that a query of a sliding layer attends to, including its own
+    query_key_norm  "head" (all heads share a weight), "heads" (a matrix with a row per head),
+                    "modules" (a module per head), "projection" (a norm over all heads), or None;
+                    ``query_key_biases``: whether these norms have biases
+    rotated         for each layer, whether queries and keys are rotated; empty: in all layers
+    interleaved     which elements are rotated in pairs: see ``rope``
+    clip            bound of queries, keys and values
+    parallel        whether the MLP of a block has the same input as attention
+    residual_scale  factor of every branch
+    logit_scale     factor of logits
+    bit_layers      whether all linear layers except the head are ``bit_linear``, which rounds
+                    weights at every call
+    inverse_scales  whether ternary weights in the checkpoint are codes / scale, not codes * scale
+    latent          sizes of latent attention; ``dim`` is then the head dimension in caches
+    experts         the mixture of experts
+    body            prefix of the body's modules in transformers' model; multimodal models have
+                    another one
+    head            one of ``heads.HEADS``; only the head of a language model can be ``tied``
     """
 
     model_type: str
@@ -337,7 +352,7 @@ class Config(Structure):
     bit_layers: bool = False
     inverse_scales: bool = False
     body: str = TEXT
-    rotated: tuple[bool, ...] = ()  # empty: all layers
+    rotated: tuple[bool, ...] = ()
     interleaved: bool = False
     query_key_biases: bool = False
     clip: float | None = None
@@ -347,11 +362,11 @@ class Config(Structure):
     head_bias: bool = False
     experts: Experts | None = None
     latent: Latent | None = None
-    delta: Delta | None = None  # of the layers of type LINEAR
-    space: StateSpace | None = None  # of the layers of type LINEAR, or of all
-    gate_scale: float = 1.0  # of an MLP
-    down_scale: float = 1.0  # of its output
-    attention_scales: tuple[float, float] = (1.0, 1.0)  # of its input and its output
+    delta: Delta | None = None  # in layers of type LINEAR
+    space: StateSpace | None = None  # in layers of type LINEAR, or in all
+    gate_scale: float = 1.0  # factor of an MLP's gate
+    down_scale: float = 1.0  # factor of an MLP's output
+    attention_scales: tuple[float, float] = (1.0, 1.0)  # factors of attention's input and output
 
     def rotates(self, layer: int) -> bool:
         """Return whether this layer rotates its queries and keys."""
@@ -366,17 +381,17 @@ class Config(Structure):
 
     @property
     def balanced(self) -> bool:
-        """Whether a router's loss is added to that of next tokens."""
+        """Whether a router's loss is added to the next-token loss."""
         return self.experts is not None and self.experts.balance > 0 and any(self.experts.sparse)
 
     @property
     def recurrent(self) -> bool:
-        """Whether some layers have states, which pass from token to token."""
+        """Whether some layers have recurrent states."""
         return self.delta is not None or self.space is not None
 
     @property
     def beside(self) -> bool:
-        """Whether layers have a recurrence beside attention."""
+        """Whether layers have both a recurrence and attention."""
         return self.space is not None and self.space.beside
 
     def norms_of(self, layer: int) -> Norms:
@@ -384,14 +399,14 @@ class Config(Structure):
         return self.delta_norms or self.norms if not self.attends(layer) else self.norms
 
     def window_of(self, layer: int) -> int | None:
-        """Return how many keys a query of this layer sees, its own included; None: all."""
+        """Return the number of keys a query of this layer attends to, with its own; None: all."""
         return self.window if self.layer_types[layer] == SLIDING else None
 
     def widened(self, name: str) -> tuple[Any, ...]:
-        """Return the dtypes in whose place a parameter has float32.
+        """Return the dtypes of a model in which this parameter is float32 instead.
 
-        As in transformers: 16 bits (``_keep_in_fp32_modules_strict``, or a parameter that its class
-        creates in float32), float16 alone (``_keep_in_fp32_modules``), or none.
+        As in transformers: both 16-bit dtypes (``_keep_in_fp32_modules_strict``, or a parameter
+        that the class creates in float32), only float16 (``_keep_in_fp32_modules``), or none.
         """
         experts = () if self.experts is None else self.experts.wide_names
         if name.endswith((*self.wide, *experts)):
@@ -399,7 +414,7 @@ class Config(Structure):
         return (FLOATS[0],) if name.endswith(self.wide_in_float16) else ()
 
     def dtype_of(self, name: str, dtype: Any) -> Any:
-        """Return the dtype of a parameter of a model in a dtype."""
+        """Return the dtype of a parameter in a model of ``dtype``."""
         return FLOAT32 if dtype in self.widened(name) else dtype
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -427,7 +442,7 @@ class Config(Structure):
         return {f"{name}.{kind}": (self.hidden,) for kind, there in kinds.items() if there}
 
     def _block_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the name inside of a block and the shape of each parameter of a block."""
+        """Yield the name and the shape of each parameter of a block; names are relative to it."""
         rule = self.delta or self.space
         if rule is not None and (self.beside or self.layer_types[layer] == LINEAR):
             module = self.names.recurrent
@@ -453,7 +468,7 @@ class Config(Structure):
                 yield from self._norm_shapes(norm).items()
 
     def _attention_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the parameters of attention."""
+        """Yield the names and shapes of attention's parameters."""
         names, latent, module = self.names, self.latent, self.names.attention
         queries = self.heads * (self.dim if latent is None else latent.value)
         if latent is None:
@@ -470,7 +485,7 @@ class Config(Structure):
             yield f"{module}.sinks", (self.heads,)
 
     def _projection_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the parameters that project a token into queries, keys and values."""
+        """Yield the names and shapes of the query, key and value projections."""
         module = self.names.attention
         queries, keys = self.heads * self.dim, self.kv_heads * self.dim
         if "qkv" in self.fused:
@@ -482,14 +497,14 @@ class Config(Structure):
                 yield f"{module}.{name}_proj.bias", (size,)
 
     def _feed_forward_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the parameters of the MLP of a block, or of its experts."""
+        """Yield the names and shapes of a block's MLP, or of its experts."""
         if self.experts is not None and self.experts.sparse[layer]:
             yield from self._experts_shapes(self.experts)
         else:
             yield from self._mlp_shapes(self.names.mlp, self.inner)
 
     def _mlp_shapes(self, module: str, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the parameters of a dense MLP."""
+        """Yield the names and shapes of a dense MLP."""
         hidden, names = self.hidden, self.names
         projections = {names.gate_up: 2 * inner} if "mlp" in self.fused else {}
         projections |= {"gate_proj": inner} if self.gate and not projections else {}
@@ -502,7 +517,7 @@ class Config(Structure):
             yield f"{module}.{names.down}.bias", (hidden,)
 
     def _experts_shapes(self, experts: Experts) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the parameters of a router, of its experts and of the shared one."""
+        """Yield the names and shapes of a router, its experts and the shared expert."""
         module, count, hidden = experts.module, experts.count, self.hidden
         yield f"{module}.{experts.router}.weight", (count, hidden)
         if experts.biases:
@@ -521,7 +536,7 @@ class Config(Structure):
             yield f"{experts.shared_module}_gate.weight", (1, hidden)
 
     def _query_key_shapes(self, name: str, heads: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the parameters of a norm of queries or keys."""
+        """Yield the names and shapes of a norm of queries or keys."""
         dim = self.dim
         match self.query_key_norm:
             case "modules":

@@ -1,4 +1,4 @@
-"""The JSON files of a model's folder: its config and what it generates by."""
+"""The JSON files of a model's folder: config.json and generation_config.json."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -21,7 +21,7 @@ def read_config(
 ) -> tuple[Config, dict[str, Mapping[str, Any]], Choice]:
     """Return the config of a model's folder, its JSON files by name, and the choice of its head.
 
-    No weights are read.
+    Weights are not read.
     """
     complete_moves(path, "config.json")
     source = read_json(path / "config.json")
@@ -35,7 +35,10 @@ def read_config(
 
 
 def with_generation(path: Path, config: Config, texts: dict[str, Mapping[str, Any]]) -> Config:
-    """Return a config with the tokens of a folder's generation_config.json, added to ``texts``."""
+    """Return a config with the end and pad tokens of a folder's generation_config.json.
+
+    The file is added to ``texts``.
+    """
     if not (path / GENERATION).exists():
         return config
     generation = texts[GENERATION] = read_json(path / GENERATION)

@@ -1,4 +1,4 @@
-"""Families whose blocks are attention and a dense MLP."""
+"""Families whose blocks consist of attention and a dense MLP."""
 
 from collections.abc import Mapping
 
@@ -58,7 +58,7 @@ MISTRAL = {
     "sliding_window": 4096,
     "max_position_embeddings": 131_072,
 }
-# Dropout of these is that of their pretraining, which released checkpoints name.
+# Released checkpoints name the dropout of pretraining, which is not applied here.
 DROPOUT = dict.fromkeys(("attention_dropout", "residual_dropout", "embedding_dropout"), 0.0)
 GLM = {
     "attention_bias": True,
@@ -121,7 +121,7 @@ DENSE: Mapping[str, Family] = {
         activation="hidden_activation",
         norm_offset=1.0,
         scaled_embedding=True,
-        obeys=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+        factors=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
     ),
     "gemma3_text": Family(
         {**GEMMA, **GEMMA3},
@@ -131,7 +131,7 @@ DENSE: Mapping[str, Family] = {
         norm_offset=1.0,
         scaled_embedding=True,
         query_key_norm="head",
-        obeys=("query_pre_attn_scalar", "final_logit_softcapping"),
+        factors=("query_pre_attn_scalar", "final_logit_softcapping"),
     ),
     "vaultgemma": Family(
         {**GEMMA, **GEMMA2},
@@ -140,7 +140,7 @@ DENSE: Mapping[str, Family] = {
         activation="hidden_activation",
         norm_offset=1.0,
         scaled_embedding=True,
-        obeys=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
+        factors=("query_pre_attn_scalar", "attn_logit_softcapping", "final_logit_softcapping"),
     ),
     "phi3": Family(
         PHI3, "all", qkv_bias=False, output_bias=False, fused=("qkv", "mlp"), partial=True
@@ -163,8 +163,8 @@ DENSE: Mapping[str, Family] = {
         rotates="listed",
     ),
     "olmo3": Family(OLMO3, "most", norms=AFTER, query_key_norm="projection", local=True),
-    "olmo": Family(norms=Norms(kind="layer", weights=False), eps=1e-5, obeys=("clip_qkv",)),
-    "granite": Family(GRANITE_FACTORS, mlp_bias="mlp_bias", obeys=tuple(GRANITE_FACTORS)),
+    "olmo": Family(norms=Norms(kind="layer", weights=False), eps=1e-5, factors=("clip_qkv",)),
+    "granite": Family(GRANITE_FACTORS, mlp_bias="mlp_bias", factors=tuple(GRANITE_FACTORS)),
     "cohere": Family(
         {**COHERE_KEYS, "rope_theta": 500_000.0, "use_qk_norm": False},
         norms=COHERE,
@@ -173,7 +173,7 @@ DENSE: Mapping[str, Family] = {
         query_key_if="use_qk_norm",
         interleaved=True,
         parallel=True,
-        obeys=("logit_scale",),
+        factors=("logit_scale",),
         facts={"pretraining_tp": ..., "model_max_length": ...},
     ),
     "cohere2": Family(
@@ -184,7 +184,7 @@ DENSE: Mapping[str, Family] = {
         interleaved=True,
         rotates="sliding",
         parallel=True,
-        obeys=("logit_scale",),
+        factors=("logit_scale",),
         facts={
             "layer_switch": ...,
             "order_of_interleaved_layers": "local_attn_first",
@@ -354,7 +354,7 @@ DENSE: Mapping[str, Family] = {
         "all",
         qkv_bias=False,
         output_bias=False,
-        obeys=("llama_4_scaling_beta",),
+        factors=("llama_4_scaling_beta",),
     ),
     "apertus": Family(
         {

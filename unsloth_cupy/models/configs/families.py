@@ -1,4 +1,4 @@
-"""The model types that are known, each with the properties of its family."""
+"""The supported model types, each with the properties of its family."""
 
 from collections.abc import Mapping
 

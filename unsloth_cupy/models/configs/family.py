@@ -1,4 +1,4 @@
-"""What a family of models has that its config.json does not state."""
+"""Properties of a model family that config.json does not contain."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,20 +19,35 @@ LAYER = Norms(kind="layer", biases=True)
 
 @dataclass(frozen=True)
 class Family(Structure):
-    """One model type.  ``defaults`` are the values of keys that a config.json may leave out.
+    """The properties of one model type.
 
-    A property that a string names is the value of that key.  ``windows`` says which layers see
-    only a window of keys: none, all, flagged (all if use_sliding_window), the late ones (from
-    max_window_layers on), every second one of the early ones, or most (all but every
-    sliding_window_pattern-th); with linear all but every full_attention_interval-th have no
-    attention.  ``rotates`` says which layers rotate queries and keys: all, those that
-    no_rope_layers lists with 1, the sliding ones, these where there is a window, all where
-    rope_theta is not null, or position_embedding_type is rope; or none.  ``facts`` are keys that
-    say what the family has anyway; ... stands for any value.
+    A property of type ``str | bool`` or ``str | float`` may name a key of config.json, whose value
+    then counts.  ``windows`` chooses the layers in which queries attend to a window of keys, if
+    sliding_window is set; layer_types has priority, except with none, all and flagged:
+
+    none        no layer
+    all         all layers
+    flagged     all layers if use_sliding_window is true
+    late        layers from max_window_layers on, if use_sliding_window is true
+    early       every second layer before max_window_layers, if use_sliding_window is true
+    unrotated   layers without rotation, if use_sliding_window is true
+    most        all layers except every sliding_window_pattern-th
+    named       all layers, without layer_types
+    linear      no layer; all layers except every full_attention_interval-th have no attention
+
+    ``rotates`` chooses the layers that rotate queries and keys:
+
+    all         all layers
+    listed      layers with a 1 in no_rope_layers
+    sliding     layers with a window
+    windowed    layers with a window, or all layers if no layer has one
+    by_theta    all layers unless rope_theta is null
+    by_type     all layers if position_embedding_type is rope
+    none        no layer
     """
 
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    windows: str = "none"  # none, all, flagged, late, early or most
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys that may be absent
+    windows: str = "none"
     eps: str | float = "rms_norm_eps"
     scaled_embedding: bool = False
     query_key_norm: str | None = None
@@ -43,17 +58,18 @@ class Family(Structure):
     mlp_bias: str | bool = False
     head_bias: str | bool = False
     interleaved: str | bool = False
-    local: bool = False  # sliding layers keep their positions where rope_scaling stretches others
-    of_rope: tuple[str, ...] = ()  # keys of rope_parameters that it alone reads
-    partial: bool = False  # partial_rotary_factor also counts where rope_type is default
-    rotates: str = "all"  # all, listed, sliding, windowed, by_theta or none
+    local: bool = False  # rope_scaling does not apply to sliding layers
+    of_rope: tuple[str, ...] = ()  # keys of rope_parameters that only this family reads
+    partial: bool = False  # partial_rotary_factor also applies if rope_type is default
+    rotates: str = "all"
     parallel: str | bool = False
-    obeys: tuple[str, ...] = ()  # keys that scale, cap or clip, if it reads them
+    factors: tuple[str, ...] = ()  # keys that scale, cap or clip, which the family applies
+    # allowed values of keys that are not read; ``...`` allows any value
     facts: Mapping[str, Any] = field(default_factory=dict)
     experts: Mixture | None = None
     delta: str | None = None  # ``Delta.stored`` of layers with a delta rule
-    space: Mapping[str, str] | None = None  # keys of layers with a recurrence of Mamba2
-    space_beside: bool = False  # beside attention in every layer
-    inner: str = "intermediate_size"  # of dense layers
+    space: Mapping[str, str] | None = None  # keys of layers with the recurrence of Mamba2
+    space_beside: bool = False  # every layer has both this recurrence and attention
+    inner: str = "intermediate_size"  # key of the inner size of dense layers
     activation: str = "hidden_act"
-    latent: bool = False  # attention with short vectors of keys and values
+    latent: bool = False  # latent attention

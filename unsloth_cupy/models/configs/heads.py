@@ -1,11 +1,11 @@
-"""Heads of a model: which one config.json names, what it computes, and the losses of classifiers.
+"""Heads of a model: their names in config.json, their logits, and embeddings without a head.
 
-    causal_lm                   logits of every next token, by lm_head or the embedding table
-    sequence_classification     score.weight x, x the hidden state of a text's rightmost real token
-    token_classification        score.weight x + score.bias, x that of every token
-    none                        no head: the model gives embeddings
+    causal_lm                   logits of every next token, from lm_head or the embedding table
+    sequence_classification     score.weight x; x is the hidden state of the rightmost real token
+    token_classification        score.weight x + score.bias; x is the hidden state of each token
+    none                        no head: the model returns embeddings
 
-config.json names the head at the end of a class, as in LlamaForSequenceClassification.
+In config.json, the end of the class name is the head, as in LlamaForSequenceClassification.
 """
 
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ CAUSAL, SEQUENCE, TOKEN, NONE = HEADS = (
     *("causal_lm", "sequence_classification", "token_classification", "none"),
 )
 CLASSIFIERS = SEQUENCE, TOKEN
-ENDS = {  # of the names of classes in config.json
+ENDS = {  # suffixes of class names in config.json
     "ForCausalLM": CAUSAL,
     "ForConditionalGeneration": CAUSAL,
     "ForSequenceClassification": SEQUENCE,
@@ -44,24 +44,24 @@ POOLINGS = ("mean", "last")
 
 # ---- config.json --------------------------------------------------------------------------------
 def head_of(values: Mapping[str, Any]) -> str:
-    """Return the head that a config.json names; a language model's where it names none.
+    """Return the head that a config.json names; by default that of a language model.
 
     Raises
     ------
     ConfigError
-        It names a class with another head.
+        The class has an unknown head.
     """
     named = values.get("architectures") or ["ForCausalLM"]
     first = str(named[0] if isinstance(named, list) else named)
     known_head = next((head for end, head in ENDS.items() if first.endswith(end)), None)
     if known_head is None:
-        cure = f"name the head that you want: load(folder, head=), one of {', '.join(HEADS)}"
-        raise ConfigError(f"config: architectures is {first}, whose head is not known; {cure}")
+        cure = f"choose a head: load(folder, head=), one of {', '.join(HEADS)}"
+        raise ConfigError(f"config: architectures is {first}, whose head is unknown; {cure}")
     return known_head
 
 
 def labels_of(values: Mapping[str, Any], head: str) -> int:
-    """Return how many outputs the classifier of a config.json has; 0 for other heads."""
+    """Return the number of outputs of a classifier; 0 for other heads."""
     if head not in CLASSIFIERS:
         return 0
     names = values.get("id2label")
@@ -86,23 +86,23 @@ def class_of(values: Mapping[str, Any], head: str) -> str:
 
 
 class Choice(NamedTuple):
-    """A config.json with a chosen head, and what that means for the tensors of its folder."""
+    """A config.json with a chosen head, and the parameters that the choice affects."""
 
     values: Mapping[str, Any]
-    unread: frozenset[str] = frozenset()  # parameters that are not read though the file holds them
-    optional: frozenset[str] = frozenset()  # parameters that are new where the file lacks them
+    unread: frozenset[str] = frozenset()  # parameters that are not read from the file
+    optional: frozenset[str] = frozenset()  # parameters that are new if the file does not have them
 
 
 OWN = Choice({})  # the folder's own head
 
 
 def chosen(values: Mapping[str, Any], head: str | None, labels: int | None) -> Choice:
-    """Return a config.json with a head in place of its own; None leaves it as it is.
+    """Return a config.json whose head is replaced; None: its own head.
 
     Raises
     ------
     ConfigError
-        The head is unknown, or ``labels`` do not fit it.
+        The head is unknown, or ``labels`` does not fit it.
     """
     if head is None and labels is None:
         return Choice(values)
@@ -116,12 +116,12 @@ def chosen(values: Mapping[str, Any], head: str | None, labels: int | None) -> C
         raise ConfigError(f"load(head={head!r}): choose from {', '.join(HEADS)}")
     if labels is not None and (head not in CLASSIFIERS or not is_integer(labels, 1)):
         cure = f"{head} has no labels; leave it out"
-        cure = "pass how many outputs, 1 or more" if head in CLASSIFIERS else cure
+        cure = "pass the number of outputs, 1 or more" if head in CLASSIFIERS else cure
         raise ConfigError(f"load(head={head!r}, labels={labels!r}): {cure}")
     try:
         own = head_of(values)
     except ConfigError:
-        own = ""  # another head, which is replaced
+        own = ""  # an unknown head, which is replaced
     known = labels_of(values, own)
     if head == own and labels in (None, known):
         return Choice(values)
@@ -144,9 +144,9 @@ def require_head(call: str, config: Config, *heads: str) -> None:
         best = CAUSAL if config.head == NONE and CAUSAL in heads else heads[0]
         what = f"the head of this model is {config.head!r}"
         if config.head == NONE:
-            what += ": its files are those of a bare model, whose tensors have no prefix"
+            what += ": its files contain a bare model, whose tensors have no prefix"
         cure = f"load the folder with head={best!r}, or call another method"
-        if CAUSAL in heads and config.labels:  # which has no head of a language model
+        if CAUSAL in heads and config.labels:  # a classifier has no head of a language model
             cure = "pass the language model; labels come from logits(tokens), or predict(texts)"
         raise ConfigError(f"{call}: {what}; {cure}")
 
@@ -158,12 +158,13 @@ def sequence_scores(parameters: Mapping[str, Any], x: Any, mask: Any, offsets: A
 
 
 def rightmost(x: Any, mask: Any, offsets: Any = None) -> Array:
-    """Return where the last real token of each text is among the rows of x, (batch, tokens, ...).
+    """Return the index of each text's last real token in x, flattened to (batch * tokens, ...).
 
     Raises
     ------
     ConfigError
-        A row has no real token; masks on a GPU are not read.
+        A row has no real token.  Masks on a GPU are not checked: reading them would make the host
+        wait.
     """
     (batch, tokens), like = x.shape[:2], getattr(x, "value", x)
     if offsets is not None:
@@ -188,7 +189,7 @@ def check_real(call: str, real: Any) -> None:
 def pooled(x: Any, mask: Any, offsets: Any, pooling: str) -> Any:
     """Return one vector of length 1 for each row of x or packed text, in float32 or wider.
 
-    p = mean of the hidden states at real tokens, or that of the last one      y = p / ‖p‖
+    p = mean of the hidden states at real tokens, or the last hidden state      y = p / ‖p‖
     """
     if pooling not in POOLINGS:
         choices = " or ".join(map(repr, POOLINGS))
@@ -207,7 +208,7 @@ def pooled(x: Any, mask: Any, offsets: Any, pooling: str) -> Any:
         sums = gemm(weights, value[0], dtype=wide)
     count = real.sum(axis=1)[:, None].astype(wide)
     mean = sums / count
-    length = np.sqrt((mean * mean).sum(axis=1))[:, None].clip(1e-12)
+    length = np.sqrt((mean * mean).sum(axis=1))[:, None].clip(1e-12)  # eps of torch's normalize
     y = mean / length
     if type(x) is not Var:
         return y
@@ -218,7 +219,7 @@ def pooled(x: Any, mask: Any, offsets: Any, pooling: str) -> Any:
 
 
 def tokens_of_texts(x: Any, mask: Any, offsets: Any) -> Any:
-    """Return which tokens each row, or each packed text, has: (texts, tokens) bool."""
+    """Return which tokens belong to each row or packed text: (texts, tokens) bool."""
     batch, tokens = x.shape[:2]
     if offsets is None:
         return np.ones_like(x, bool, shape=(batch, tokens)) if mask is None else mask != 0
@@ -234,13 +235,13 @@ class PooledRecord(NamedTuple):
     outputs: dict[str, int]
 
     def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
-        """Add dx: that of the mean, at every token that it was taken of."""
+        """Add dx: the gradient of the mean, at every token in the mean."""
         dy, index = take["y"], self.inputs["x"]
         x, y, real, factor = (self.values[name] for name in ("x", "y", "real", "factor"))
         dp = (dy - y * (y * dy).sum(axis=1)[:, None]) * factor
         if len(real) == len(x):
             dx = np.where(real[..., None], dp[:, None], 0)
-        else:  # of packed texts, each token is of one
+        else:  # packed texts: each token belongs to one text
             dx = gemm(real.T.astype(dp.dtype), dp, dtype=dp.dtype)[None]
         dx = dx.astype(x.dtype, copy=False)
         grads[index] = add_up(grads.get(index), dx)

@@ -1,4 +1,4 @@
-"""Families with a delta rule in most layers, or with latent attention."""
+"""Families with recurrent layers (delta rule, Mamba2), or with latent attention."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -36,7 +36,7 @@ HYBRID: dict[str, Any] = {
     "windows": "linear",
     "norm_offset": 1.0,
     "query_key_norm": "head",
-    "of_rope": ("mrope_section", "mrope_interleaved"),  # of an image: those of a text are equal
+    "of_rope": ("mrope_section", "mrope_interleaved"),  # no effect: positions of a text are equal
     "partial": True,
     "facts": {
         "attn_output_gate": True,
@@ -70,17 +70,17 @@ DEEPSEEK = {
 }
 BAMBA = Norms(before_mlp="pre_ff_layernorm", last="final_layernorm")
 SINGLE = Norms("norm", before_mlp=None, last="norm_f")
-MIXER_FACTS: Mapping[str, Any] = {  # of rounding, of how weights are drawn, and of other programs
+MIXER_FACTS: Mapping[str, Any] = {  # keys about rounding, initial weights and other programs
     **dict.fromkeys(("residual_in_fp32", "rescale_prenorm_residual", "chunk_size"), ...),
     **dict.fromkeys(("time_step_max", "time_step_floor"), ...),
 }
-FACTORS = {  # of Falcon-H1
+FACTORS = {  # of Falcon-H1: the defaults multiply by 1
     **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier", "key_multiplier"), 1.0),
     **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier"), 1.0),
     **dict.fromkeys(("ssm_in_multiplier", "ssm_out_multiplier"), 1.0),
     **dict.fromkeys(("mlp_multipliers", "ssm_multipliers"), None),
 }
-HEAD_DIM: Mapping[str, Any] = {"qk_head_dim": ...}  # the sum of two that are read
+HEAD_DIM: Mapping[str, Any] = {"qk_head_dim": ...}  # the sum of two keys that are read
 ROUTER: Mapping[str, Any] = {"aux_loss_alpha": ..., "seq_aux": ..., "moe_layer_freq": 1, **HEAD_DIM}
 FURTHER = dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers", "ep_size"), ...)
 HYBRIDS: Mapping[str, Family] = {
@@ -109,7 +109,7 @@ HYBRIDS: Mapping[str, Family] = {
             "num_experts": 256,
             "num_experts_per_tok": 8,
             "shared_expert_intermediate_size": 512,
-            "intermediate_size": 512,  # of dense layers, which it has none of
+            "intermediate_size": 512,  # unused: it is for dense layers, and there are none
         },
         delta="split",
         experts=QWEN35,
@@ -190,7 +190,7 @@ HYBRIDS: Mapping[str, Family] = {
         ),
         fused=("mlp",),
         rotates="by_type",
-        obeys=tuple(GRANITE_FACTORS),
+        factors=tuple(GRANITE_FACTORS),
         facts=MAMBA_FACTS,
         experts=GRANITE_HYBRID,
         space=MAMBA,
@@ -209,7 +209,7 @@ HYBRIDS: Mapping[str, Family] = {
         norms=BAMBA,
         mlp_bias="mlp_bias",
         names=Names(mlp="feed_forward", recurrent="mamba"),
-        obeys=("embedding_multiplier", "lm_head_multiplier", "key_multiplier"),
+        factors=("embedding_multiplier", "lm_head_multiplier", "key_multiplier"),
         facts=MAMBA_FACTS,
         space={**MAMBA, "inner": "mamba_d_ssm"},
         space_beside=True,
@@ -218,10 +218,10 @@ HYBRIDS: Mapping[str, Family] = {
         {
             **{"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, "expand": 2},
             **{"conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_limit": None},
-            **{"num_attention_heads": 1, "intermediate_size": 1},  # it has neither
+            **{"num_attention_heads": 1, "intermediate_size": 1},  # unused: no attention, no MLP
             "layer_norm_epsilon": 1e-5,
             "initializer_range": 0.1,
-            "max_position_embeddings": 2**20,  # as many as there are
+            "max_position_embeddings": 2**20,  # a recurrence has no limit; a Config needs one
         },
         "linear",
         norms=SINGLE,
@@ -261,7 +261,7 @@ HYBRIDS: Mapping[str, Family] = {
             **dict.fromkeys(("num_nextn_predict_layers", "mtp_layers_block_type"), ...),
             **dict.fromkeys(("moe_shared_expert_overlap", "output_router_logits"), ...),
             "mtp_hybrid_override_pattern": ...,
-            "n_shared_experts": ...,  # transformers has one
+            "n_shared_experts": ...,  # transformers always has one
             "mamba_proj_bias": ...,  # transformers reads use_bias
         },
         activation="mlp_hidden_act",
@@ -349,7 +349,7 @@ HYBRIDS: Mapping[str, Family] = {
             "tie_word_embeddings": True,
             "max_position_embeddings": 32_768,
         },
-        obeys=("scale_emb", "scale_depth", "dim_model_base"),
+        factors=("scale_emb", "scale_depth", "dim_model_base"),
         facts=HEAD_DIM,
         latent=True,
     ),

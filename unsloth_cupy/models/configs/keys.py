@@ -1,4 +1,4 @@
-"""Keys of config.json: those that are read, those that change nothing, and default values."""
+"""Keys of config.json: keys that are read, keys without effect, and default values."""
 
 COMMON = {
     "hidden_act": "silu",
@@ -10,7 +10,7 @@ COMMON = {
     "max_position_embeddings": 2048,
     "rope_theta": 10_000.0,
 }
-# Keys that some family reads; a family whose class in transformers ignores one ignores it too.
+# Keys that some family reads.  If a class in transformers ignores a key, its family does too.
 READ = {
     *COMMON,
     *("model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
@@ -21,8 +21,8 @@ READ = {
     "use_bidirectional_attention",
     *("eos_token_id", "pad_token_id", "quantization_config"),
 }
-# Keys that do not change what a model computes from tokens: facts about the file, other tokens,
-# what calls return, generation, the heads of classifiers.
+# Keys that do not change the logits of a language model: metadata of the file, other tokens,
+# outputs of calls, generation, heads of classifiers.
 NEUTRAL = {
     *(
         "architectures",
@@ -59,7 +59,7 @@ NEUTRAL = {
     *("top_k", "top_p", "typical_p", "prefix", "task_specific_params"),
     *("classifier_dropout", "id2label", "label2id", "num_labels", "problem_type"),
 }
-# Values of other keys with which they change nothing; None, False, [] and {} are such for any key.
+# Values with which other keys have no effect.  None, False, [] and {} have no effect for any key.
 WITHOUT_EFFECT = {
     **dict.fromkeys(("attention_dropout", "attention_probs_dropout_prob", "embd_pdrop"), 0),
     **dict.fromkeys(("hidden_dropout", "hidden_dropout_prob", "resid_pdrop"), 0),

@@ -1,4 +1,4 @@
-"""The keys of Kimi Linear's config.json, in its released form and in transformers'."""
+"""The keys of Kimi Linear's config.json: the released form in terms of transformers' form."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,21 +20,21 @@ OF_LINEAR = {
     "head_dim": "linear_head_dim",
     "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
-TYPES = {"full_attn_layers": FULL, "kda_layers": LINEAR}  # their layers are counted from 1
+TYPES = {"full_attn_layers": FULL, "kda_layers": LINEAR}  # lists of layers, counted from 1
 
 
 def of_kimi(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config.json with the keys that other families have.
+    """Return a config.json with the keys of transformers' form.
 
     Raises
     ------
     ConfigError
-        linear_attn_config has a key that is not known, or does not list each layer once.
+        linear_attn_config has an unknown key, or does not list each layer once.
     """
     read = {KEYS.get(key, key): value for key, value in values.items()}
     layers, first = read.get("num_hidden_layers"), read.pop("first_k_dense_replace", 1)
     if type(layers) is not int or layers > MOST_OF["num_hidden_layers"]:
-        return read  # which is refused further on
+        return read  # invalid: the caller raises
     if read.get("mlp_layer_types") is None and type(first) is int:
         read["mlp_layer_types"] = ["dense" if n < first else "sparse" for n in range(layers)]
     check_entries("config", read, {"linear_attn_config": Mapping | None})

@@ -100,11 +100,11 @@ MIXTURES: Mapping[str, Family] = {
             "max_position_embeddings": 4096,
         },
         query_key_norm="projection",
-        obeys=("clip_qkv",),
+        factors=("clip_qkv",),
         experts=OLMOE,
     ),
     "granitemoe": Family(
-        {**GRANITE_FACTORS, **KEYS}, obeys=tuple(GRANITE_FACTORS), experts=GRANITE
+        {**GRANITE_FACTORS, **KEYS}, factors=tuple(GRANITE_FACTORS), experts=GRANITE
     ),
     "phimoe": Family(
         {

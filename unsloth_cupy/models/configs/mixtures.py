@@ -1,4 +1,4 @@
-"""The mixtures of experts of each family: keys of config.json, and names of tensors in files."""
+"""The mixture of experts of each family: keys of config.json, and names of tensors in files."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -9,13 +9,18 @@ from .config import STACKS, UNGATED
 
 @dataclass(frozen=True)
 class Mixture:
-    """The experts of one model type.
+    """The experts of one model type: properties, and keys of config.json that have their values.
 
-    A property that a string names is the value of that key.  ``layers`` says which layers have
-    experts: all; those that decoder_sparse_step and mlp_only_layers leave; those after the
-    first_k_dense_replace first; every moe_layer_interval-th between two; or those that
-    mlp_layer_types lists as sparse.  Groups that topk_method names are of "group_limited_greedy".
-    ``files`` are in ``Experts``.
+    ``layers`` chooses the layers with experts:
+
+    all         all layers
+    stepped     every decoder_sparse_step-th layer that is not in mlp_only_layers
+    late        all layers after the first first_k_dense_replace
+    between     every moe_layer_interval-th, from moe_layer_start_index to moe_layer_end_index
+    listed      the layers that mlp_layer_types lists as sparse
+
+    ``grouped`` is whether routers choose groups first, or the key topk_method, which names
+    "group_limited_greedy" if they do.  ``Experts`` documents ``files``.
     """
 
     count: tuple[str, ...] = ("num_local_experts", "num_experts")
@@ -27,17 +32,17 @@ class Mixture:
     grouped: bool | str = False
     scale: str | None = None
     mixer: bool = False  # the router is ``sparse_mixer``
-    correction: str | None = None  # what is before the name of a bias of the choice
-    correction_row: bool = False  # files have it as the row of a matrix
+    correction: str | None = None  # prefix of the name of the choice's bias; None: no bias
+    correction_row: bool = False  # files store this bias as a matrix with one row
     wide: bool = False
     biases: bool = False
     clamped: bool = False
     shared: tuple[str, ...] = ()  # keys whose product is the inner size of the shared expert
     shared_gate: bool = False
     shared_in: str = "shared_experts"
-    shared_beside: bool = False  # the shared expert is beside the module of the others
-    optional: bool = False  # models without experts say that there are 0, or in no layer
-    balanced: bool = True  # transformers adds the router's loss where output_router_logits asks
+    shared_beside: bool = False  # whether the shared expert is outside of ``module``
+    optional: bool = False  # some models of the family have no experts: count 0, or no sparse layer
+    balanced: bool = True  # transformers adds the router's loss if output_router_logits is true
     module: str = "mlp"
     router: str = "gate"
     latent: str | None = None
@@ -46,7 +51,7 @@ class Mixture:
 
 
 def _of_files(module: str, *names: str) -> dict[str, tuple[str, ...]]:
-    """Return where the gate, up and down of each expert are in files."""
+    """Return the names in files of each expert's gate, up and down, by the names of stacks."""
     gate, up, down = (f"{module}.experts.{{}}.{name}.weight" for name in names)
     return {f"mlp.experts.{STACKS[0]}": (gate, up), f"mlp.experts.{STACKS[1]}": (down,)}
 
@@ -54,14 +59,14 @@ def _of_files(module: str, *names: str) -> dict[str, tuple[str, ...]]:
 BY_NAME = _of_files("mlp", "gate_proj", "up_proj", "down_proj")
 SPARSE = "block_sparse_moe"
 W123 = _of_files(SPARSE, "w1", "w3", "w2")
-KEYS: Mapping[str, Any] = {  # which most families read
+KEYS: Mapping[str, Any] = {  # defaults of keys that most families read
     "num_experts_per_tok": 2,
     "num_local_experts": 8,
     "num_experts": None,
     "output_router_logits": False,
     "router_aux_loss_coef": 0.001,
 }
-NOISE: Mapping[str, Any] = {"router_jitter_noise": 0.0}  # of pretraining, as dropout is
+NOISE: Mapping[str, Any] = {"router_jitter_noise": 0.0}  # of pretraining; not applied, like dropout
 STEPPED: Mapping[str, Any] = {
     **KEYS,
     "moe_intermediate_size": 768,

@@ -1,21 +1,21 @@
-"""Names of tensors in files, adapters and models of transformers, and which parameter each is.
+"""Names of tensors in files, adapters and models of transformers, and the names of parameters.
 
-    model.layers.0.mlp.up_proj.weight                        a parameter; in a language model
-    layers.0.mlp.up_proj.weight                              of a body without its head
-    model.language_model.layers.0.mlp.up_proj.weight         in a model that also reads images
-    language_model.model.layers.0.mlp.up_proj.weight         the same, in older files
-    backbone.layers.0.mixer.in_proj.weight                   in a model without attention
+    model.layers.0.mlp.up_proj.weight                        the parameter's name: a language model
+    layers.0.mlp.up_proj.weight                              a body without its head
+    model.language_model.layers.0.mlp.up_proj.weight         a multimodal model
+    language_model.model.layers.0.mlp.up_proj.weight         a multimodal model in older files
+    backbone.layers.0.mixer.in_proj.weight                   a model without attention
 
-What a model that reads images or sounds has besides its language model is left out.
+Only the language model of a multimodal model is loaded.
 """
 
 import re
 from typing import Any
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-ADAPTED = "base_model.model."  # before the names of an adapter's tensors
-SCORE, SCORE_BIAS = "score.weight", "score.bias"  # of a classifier
-TEXT, IMAGES = "model.", "model.language_model."  # before the names of a body's modules
+ADAPTED = "base_model.model."  # prefix of an adapter's tensors
+SCORE, SCORE_BIAS = "score.weight", "score.bias"  # head of a classifier
+TEXT, IMAGES = "model.", "model.language_model."  # prefixes of a body's modules
 BACKBONE, EMBEDDINGS = "backbone.", "model.embeddings.weight"  # Mamba's names of a body and a table
 BODY = re.compile(
     r"(?:(?:model|language_model|text_model|backbone)\.){0,3}"
@@ -36,7 +36,7 @@ LEFT_OUT = re.compile(
 
 
 def parameter_name(stored: str) -> str | None:
-    """Return the name of the parameter, or of a part of one, that a tensor is; None: left out."""
+    """Return the parameter's name for the name of a stored tensor; None: it is not loaded."""
     if LEFT_OUT.match(stored):
         return None
     if body := BODY.match(stored):
@@ -51,7 +51,7 @@ def is_norm(name: str) -> bool:
 
 
 def is_attention(config: Any, name: str) -> bool:
-    """Return whether a parameter or a module is of the attention of a block."""
+    """Return whether a parameter or a module belongs to the attention of a block."""
     layer = name.removeprefix("model.layers.").partition(".")[0]
     return f".{config.names.attention}." in name and config.attends(int(layer))
 
@@ -62,7 +62,7 @@ def is_router(name: str) -> bool:
 
 
 def is_stack(name: str) -> bool:
-    """Return whether a parameter is a stack of experts' matrices."""
+    """Return whether a parameter is a stack of the matrices of experts."""
     return name.endswith((".experts.gate_up_proj", ".experts.up_proj", ".experts.down_proj"))
 
 
@@ -72,5 +72,5 @@ def role_of(module: str) -> str:
 
 
 def stored_name(module: str, prefix: str) -> str:
-    """Return the name of a module in a model whose body has this prefix."""
+    """Return a module's name in a model whose body has this prefix."""
     return prefix + module.removeprefix(TEXT) if module.startswith(TEXT) else module

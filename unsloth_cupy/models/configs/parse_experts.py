@@ -1,4 +1,4 @@
-"""The experts that a config.json describes."""
+"""Parse the mixture of experts of a config.json."""
 
 from ...errors import ConfigError
 from .config import Experts
@@ -7,12 +7,12 @@ from .parse_layers import activation_of
 from .reading import Reader
 
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
-METHODS = ("greedy", "group_limited_greedy")  # of choosing experts
-LARGEST_MINIMUM = 1e-6  # of a sum of weights, which no text reaches
+METHODS = ("greedy", "group_limited_greedy")  # values of topk_method
+LARGEST_MINIMUM = 1e-6  # a smaller bound of a sum of weights has no effect: no text reaches it
 
 
 def experts_of(read: Reader, layers: int) -> Experts | None:
-    """Return the experts that a config.json describes; None for a dense family."""
+    """Return the experts of a config.json; None for a dense model."""
     rules = read.family.experts
     if rules is None:
         return None
@@ -28,13 +28,13 @@ def experts_of(read: Reader, layers: int) -> Experts | None:
         raise ConfigError(f"config: the activation of experts is {name!r}; {cure}")
     groups, top_groups = _groups(read, rules, count)
     if not 1 <= k <= (count if groups is None else count // groups * (top_groups or 0)):
-        raise ConfigError(f"config: {k} experts of a token cannot be chosen from {count}")
+        raise ConfigError(f"config: a router cannot choose {k} experts for a token from {count}")
     if rules.mixer and (k != 2 or count < k):
         raise ConfigError(f"config: {rules.k[0]} is {k}; this router chooses 2 experts")
     minimum = read.get("moe_norm_min")
     if minimum is not None and read.number("moe_norm_min") > LARGEST_MINIMUM:
-        problem = f"moe_norm_min is {minimum}: a bound of the sum of weights that counts"
-        raise ConfigError(f"config: {problem} is not known; {LARGEST_MINIMUM} or less is")
+        problem = f"moe_norm_min is {minimum}, a bound that changes sums of weights"
+        raise ConfigError(f"config: {problem}; it must be {LARGEST_MINIMUM} or less")
     shared = _shared(read, rules.shared)
     on = rules.balanced and read.flag("output_router_logits")
     return Experts(
@@ -44,7 +44,7 @@ def experts_of(read: Reader, layers: int) -> Experts | None:
         sparse=sparse,
         activation="swiglu_clamped" if rules.clamped else known[name],
         scores=rules.scores,
-        normalize=read.says(rules.normalize),
+        normalize=read.resolve(rules.normalize),
         groups=groups,
         top_groups=top_groups,
         scale=1.0 if rules.scale is None else read.number(rules.scale),
@@ -70,13 +70,13 @@ def experts_of(read: Reader, layers: int) -> Experts | None:
 
 
 def _size(read: Reader, keys: tuple[str, ...]) -> int:
-    """Return the number under the first of these keys that is there."""
+    """Return the size of the first of these keys that is present."""
     there = (key for get in (read.values.get, read.get) for key in keys if get(key) is not None)
     return read.size(next(there, keys[0]))
 
 
 def _groups(read: Reader, rules: Mixture, count: int) -> tuple[int | None, int | None]:
-    """Return how many groups of experts there are and how many are chosen from; None: one."""
+    """Return the number of groups of experts, and how many of them are chosen; None: no groups."""
     if isinstance(rules.grouped, str):
         method = read.get(rules.grouped)
         if method not in METHODS:
@@ -94,7 +94,7 @@ def _groups(read: Reader, rules: Mixture, count: int) -> tuple[int | None, int |
 
 
 def _shared(read: Reader, keys: tuple[str, ...]) -> int:
-    """Return the inner size of the expert that all tokens have, 0 if there is none."""
+    """Return the inner size of the shared expert, 0 without one."""
     if any(read.get(key) == 0 for key in keys):
         return 0
     size = 1 if keys else 0
@@ -104,7 +104,7 @@ def _shared(read: Reader, keys: tuple[str, ...]) -> int:
 
 
 def _sparse(read: Reader, rule: str, layers: int) -> tuple[bool, ...]:
-    """Return which layers have experts."""
+    """Return for each layer whether it has experts: see ``Mixture.layers``."""
     every = range(layers)
     match rule:
         case "stepped":

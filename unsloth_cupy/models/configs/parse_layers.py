@@ -1,4 +1,4 @@
-"""What the layers of a config.json are: the activation, windows, and which of them rotate."""
+"""Parse the layers of a config.json: activation, layer types, windows and rotation."""
 
 from typing import Any
 
@@ -19,10 +19,10 @@ UNGATED = ("gelu", "gelu_tanh", "relu2", "xielu")
 
 
 def activation_of(read: Reader) -> str:
-    """Return the activation's name.
+    """Return the name of the activation.
 
-    Gemma's first configs say gelu and mean its tanh form; which of two keys counts depends on the
-    version of transformers, so that they must not contradict each other.
+    The first configs of Gemma have gelu, but their models use its tanh form.  The version of
+    transformers determines which of two keys has priority, so they must not contradict each other.
     """
     name = read.not_null(read.family.activation)
     if read.family.scaled_embedding and read.family.activation == "hidden_act":
@@ -41,7 +41,7 @@ def activation_of(read: Reader) -> str:
 
 
 def layers_of(read: Reader, layers: int) -> tuple[tuple[bool, ...], tuple[str, ...]]:
-    """Return for each layer whether it rotates queries and keys, and its type."""
+    """Return for each layer whether it rotates queries and keys, and for each layer its type."""
     match read.family.rotates:
         case "listed":
             rotated = _rotated(read, layers)
@@ -64,7 +64,7 @@ def layers_of(read: Reader, layers: int) -> tuple[tuple[bool, ...], tuple[str, .
 
 
 def _rotated(read: Reader, layers: int) -> tuple[bool, ...]:
-    """Return which layers no_rope_layers lists with 1: by default all but every fourth."""
+    """Return which layers have a 1 in no_rope_layers; by default all but every fourth."""
     listed = read.get("no_rope_layers")
     if listed is None:
         period = read.size("no_rope_layer_interval")
@@ -79,7 +79,7 @@ def _rotated(read: Reader, layers: int) -> tuple[bool, ...]:
 
 
 def _types(read: Reader, layers: int, rotated: tuple[bool, ...] = ()) -> tuple[str, ...]:
-    """Return for each layer whether its queries see all keys or a window of them."""
+    """Return the type of each layer: full attention, sliding attention, or no attention."""
     windows, window = read.family.windows, read.get("sliding_window")
     if windows == "linear":
         return _linear(read, layers)
@@ -101,7 +101,7 @@ def _types(read: Reader, layers: int, rotated: tuple[bool, ...] = ()) -> tuple[s
 
 
 def _linear(read: Reader, layers: int) -> tuple[str, ...]:
-    """Return which layers have attention; the others have a recurrence."""
+    """Return the type of each layer in a family whose layers have attention or a recurrence."""
     types = read.get("layer_types")
     if types is None and read.family.delta == "short":
         every = range(layers)
@@ -112,11 +112,11 @@ def _linear(read: Reader, layers: int) -> tuple[str, ...]:
         period = read.size("full_attention_interval")
         types = [FULL if (layer + 1) % period == 0 else LINEAR for layer in range(layers)]
         if read.family.delta == "apart" and FULL not in types:
-            types[-1] = FULL  # one at least
+            types[-1] = FULL  # at least one layer must have attention
         return tuple(types)
     known = {FULL, LINEAR, MLP} if read.family.single else {FULL, LINEAR}
     listed = isinstance(types, list) and len(types) == layers
-    if not listed or any(each not in [*known] for each in types):  # also what has no hash
+    if not listed or any(each not in [*known] for each in types):  # a list: may not be hashable
         raise ConfigError(
             f"config: layer_types must be a list of num_hidden_layers={layers} names,"
             f" each {' or '.join(map(repr, sorted(known)))}, not {types!r}"
@@ -125,19 +125,19 @@ def _linear(read: Reader, layers: int) -> tuple[str, ...]:
 
 
 def _of_states(read: Reader, types: Any, layers: int) -> Any:
-    """Return the types of layers, of which those with states may have older names."""
+    """Return the types of layers in terms of layer_types, from older keys and names."""
     if types is None:
         chosen = read.get("attn_layer_indices") or []
         if not isinstance(chosen, list) or any(each not in range(layers) for each in chosen):
             problem = f"attn_layer_indices is {chosen!r}"
-            raise ConfigError(f"config: {problem}; it must list numbers of layers below {layers}")
+            raise ConfigError(f"config: {problem}; it must list indices of layers below {layers}")
         return [FULL if layer in chosen else LINEAR for layer in range(layers)]
     names = {"mamba": LINEAR, "attention": FULL}
     return [names.get(str(each), each) for each in types] if isinstance(types, list) else types
 
 
 def _slides(read: Reader, layers: int, rotated: tuple[bool, ...]) -> list[bool]:
-    """Return which layers have a window where layer_types does not say it."""
+    """Return which layers have a window, for a config.json without layer_types."""
     window, every = bool(read.get("sliding_window")), range(layers)
     match read.family.windows:
         case "late" | "early" as kind:

@@ -1,4 +1,4 @@
-"""The rotary positions that a config.json describes, in its older and newer forms."""
+"""Parse the rotary positions of a config.json, in older and newer forms."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,15 +10,15 @@ from .config import FULL, SLIDING, Rope
 from .reading import MOST, Reader, refuse_unread
 
 ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
-LOCAL = "rope_local_base_freq"  # of sliding layers, in older configs
-GROWING = ("dynamic", "longrope")  # their angles depend on the length of the sequence
-# Keys of rope_parameters whose meaning is known, in all families.
+LOCAL = "rope_local_base_freq"  # key of sliding layers' rope_theta, in older configs
+GROWING = ("dynamic", "longrope")  # types whose angles depend on the length of the sequence
+# Keys of rope_parameters that are known in all families.
 OF_ROPE = {
     *("rope_type", "type", "rope_theta", "factor", "original_max_position_embeddings"),
     *("attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate"),
     *("short_factor", "long_factor", "low_freq_factor", "high_freq_factor"),
     *("partial_rotary_factor", "max_position_embeddings", "finetuned"),
-    "attn_factor",  # of other programs; transformers does not read it
+    "attn_factor",  # of other programs; ignored, as in transformers
 }
 
 
@@ -36,21 +36,21 @@ def rope_of(read: Reader, kind: str, dim: int) -> Rope:
     if "qkv" in read.family.fused and name in ("su", "yarn"):  # Phi-3's old names of longrope
         name = "longrope"
     if name not in ("default", "longrope") and parameters.get("short_mscale") is not None:
-        raise ConfigError(f"config: short_mscale is that of longrope, and rope_type is {name!r}")
+        raise ConfigError(f"config: short_mscale is for longrope only, and rope_type is {name!r}")
     if name not in ROPES:
         raise ConfigError(f"config: rope_type is {name!r}; choose from {', '.join(ROPES)}")
     share = parameters.pop("partial_rotary_factor", None) or read.get("partial_rotary_factor")
     alpha = Reader({"alpha": parameters.pop("alpha", None) or 0}, read.family).number("alpha")
-    if alpha and name == "dynamic" and dim > 2:  # Hunyuan's form, whatever the length
+    if alpha and name == "dynamic" and dim > 2:  # Hunyuan's form, which ignores the length
         name, base = "default", base * alpha ** (dim / (dim - 2))
     if share is None and read.get("rotary_dim") is not None:
         share = read.size("rotary_dim") / dim
     share = share or 1
     if name == "default" and not read.family.partial:
-        share = 1  # the family's class in transformers does not read it there
+        share = 1  # the family's class in transformers ignores the key for this type
     if type(share) not in (int, float) or not 0 < share <= 1 or int(dim * share) % 2:
         raise ConfigError(
-            f"config: partial_rotary_factor={share!r} of a head of {dim} must be an even number"
+            f"config: partial_rotary_factor={share!r} times head_dim={dim} must be an even number"
             " of elements; choose a share in (0, 1] and an even head_dim"
         )
     growth = _growth(read, parameters, share)
@@ -73,7 +73,7 @@ def rope_of(read: Reader, kind: str, dim: int) -> Rope:
 
 
 def _parameters(read: Reader, kind: str) -> dict[str, Any]:
-    """Return the settings of the rotary positions of one type of layers."""
+    """Return the settings of rotary positions for the layers of one type."""
     scaling = read.get("rope_scaling") or {}
     by_type = read.family.local or LOCAL in read.family.defaults
     newer = (read.values.get if scaling else read.not_null)("rope_parameters") or {}
@@ -81,16 +81,16 @@ def _parameters(read: Reader, kind: str) -> dict[str, Any]:
         raise ConfigError("config: rope_parameters and rope_scaling must be dicts")
     assumed = read.values.get("rope_parameters") is None and newer
     if assumed and read.values.get("rope_theta") not in (None, newer["rope_theta"]):
-        cure = "name both in rope_parameters"
-        raise ConfigError(f"config: rope_theta is there without rope_scaling; {cure}")
+        cure = "put both into rope_parameters"
+        raise ConfigError(f"config: rope_theta is present without rope_scaling; {cure}")
     nested, both = by_type and (FULL in newer or SLIDING in newer), (FULL, SLIDING)
     dicts = nested and all(isinstance(newer.get(name) or {}, Mapping) for name in both)
     if (nested or (newer and read.family.local)) and not dicts:
-        raise ConfigError("config: rope_parameters must hold a dict for each type of layers")
+        raise ConfigError("config: rope_parameters must contain a dict for each layer type")
     theta = read.get(LOCAL) if kind == SLIDING and LOCAL in read.family.defaults else None
     local = theta is not None or (kind == SLIDING and read.family.local)
     parameters = dict(newer.get(kind) or {}) if nested else {} if local else {**newer, **scaling}
-    known = {*OF_ROPE, *read.family.obeys, *read.family.of_rope}
+    known = {*OF_ROPE, *read.family.factors, *read.family.of_rope}
     unread = {k: v for k, v in parameters.items() if k not in known}
     without = [k for k, v in unread.items() if v is None or v is False]
     refuse_unread({k: v for k, v in unread.items() if k not in without}, "config: rope_parameters")
@@ -99,12 +99,12 @@ def _parameters(read: Reader, kind: str) -> dict[str, Any]:
 
 
 def _growth(read: Reader, parameters: dict[str, Any], share: float) -> tuple[float, float] | None:
-    """Return how the scale of queries grows with their position, if the family has that."""
+    """Return (beta, length) of queries whose scale grows with their position: see ``Rope``."""
     beta = parameters.pop("llama_4_scaling_beta", None)
-    if "llama_4_scaling_beta" not in read.family.obeys or not beta:
+    if "llama_4_scaling_beta" not in read.family.factors or not beta:
         return None
     if share != 1:
-        raise ConfigError("config: llama_4_scaling_beta needs heads that are rotated whole")
+        raise ConfigError("config: llama_4_scaling_beta requires partial_rotary_factor=1")
     length = parameters.get("original_max_position_embeddings")
     reader = Reader(
         {"llama_4_scaling_beta": beta, "original_max_position_embeddings": length}, read.family
@@ -113,7 +113,7 @@ def _growth(read: Reader, parameters: dict[str, Any], share: float) -> tuple[flo
 
 
 def _checked(rope: Rope) -> Rope:
-    """Return the rope; raise for invalid numbers, also those that only a long text would use."""
+    """Return the rope; raise for invalid numbers, including those that only long texts use."""
     try:
         for length in {1, (rope.original or 0) + 1}:
             scaled_frequencies(rope.scaling, length, rope.dim, rope.base)

@@ -1,4 +1,4 @@
-"""The layers with the recurrence of Mamba2 that a config.json describes."""
+"""Parse the layers of a config.json that have the recurrence of Mamba2."""
 
 import math
 from collections.abc import Mapping
@@ -11,14 +11,14 @@ from .state_space import StateSpace
 
 OF_TYPES = ("hybrid_override_pattern", "layers_block_type")
 MOE = "moe"
-LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}  # of hybrid_override_pattern
-OF_PARTS = 5  # factors of gate, x, b, c and dt
+LETTERS = {"M": LINEAR, "*": FULL, "-": MLP, "E": MOE}  # in hybrid_override_pattern
+OF_PARTS = 5  # number of ssm_multipliers: gate, x, b, c and dt
 
 
 def with_types(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a config.json with layer_types, where a Nemotron-H says them otherwise.
+    """Return a config.json with layer_types; Nemotron-H has other keys for the types of layers.
 
-    Its layers of experts are of type MLP, and mlp_layer_types says which these are.
+    Layers with experts get the type MLP, and "sparse" in mlp_layer_types.
     """
     if values.get("model_type") != "nemotron_h":
         return values
@@ -36,7 +36,7 @@ def with_types(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def state_space_of(read: Reader) -> StateSpace | None:
-    """Return the layers that a config.json describes; None for a family without them."""
+    """Return the sizes of layers with the recurrence of Mamba2; None for other families."""
     names = read.family.space
     if names is None:
         return None
@@ -53,7 +53,7 @@ def state_space_of(read: Reader) -> StateSpace | None:
         problem = f"{names['heads']}={heads} is not a multiple of {names['groups']}={groups}"
         raise ConfigError(f"config: {problem}")
     if read.get(names.get("activation", "hidden_act")) not in ("silu", "swish"):
-        problem = f"{names.get('activation', 'hidden_act')} is that of the convolutions"
+        problem = f"{names.get('activation', 'hidden_act')} also applies to convolutions"
         raise ConfigError(f"config: {problem}; it must be silu")
     least, most = _limits(read)
     if "least" in names:
@@ -83,7 +83,7 @@ def state_space_of(read: Reader) -> StateSpace | None:
 
 
 def multipliers_of(read: Reader) -> dict[str, Any]:
-    """Return the factors of the other branches of a layer, which few families have."""
+    """Return the factors of attention and MLP that families with ``space_beside`` have."""
     if not read.family.space_beside:
         return {}
     of_mlp = read.get("mlp_multipliers") or [1.0, 1.0]
@@ -95,7 +95,7 @@ def multipliers_of(read: Reader) -> dict[str, Any]:
 
 
 def _inner(read: Reader, names: Mapping[str, str]) -> int:
-    """Return the channels of x."""
+    """Return the number of channels of x."""
     if "inner" in names and read.get(names["inner"]) is not None:
         return read.size(names["inner"])
     if "expand" not in names:
@@ -104,7 +104,7 @@ def _inner(read: Reader, names: Mapping[str, str]) -> int:
 
 
 def _limits(read: Reader) -> tuple[float, float | None]:
-    """Return the bounds of rates; transformers writes an infinite one as an object."""
+    """Return the bounds of time steps; transformers writes infinity as an object."""
     limits = read.get("time_step_limit")
     if limits is None:
         return 0.0, None
@@ -118,6 +118,6 @@ def _limits(read: Reader) -> tuple[float, float | None]:
 
 
 def _numbers(values: Any, count: int) -> bool:
-    """Return whether these are so many numbers."""
+    """Return whether ``values`` is a list of ``count`` numbers."""
     listed = isinstance(values, list | tuple) and len(values) == count
     return listed and all(type(each) in (int, float) for each in values)

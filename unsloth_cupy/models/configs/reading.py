@@ -10,15 +10,15 @@ from .class_keys import keys_of
 from .family import Family
 from .keys import COMMON, NEUTRAL, READ, WITHOUT_EFFECT
 
-# Larger numbers must be mistakes.
+# Upper bounds of sizes: larger numbers must be mistakes.
 MOST = 2**31 - 1
 MOST_OF = {
     "num_hidden_layers": 10_000,
     **dict.fromkeys(("head_dim", "num_attention_heads", "num_key_value_heads"), 2**16),
     **{"hidden_size": 2**20, "intermediate_size": 2**22, "vocab_size": 2**26},
 }
-SHOWN = 5  # keys that a message names
-CUT = 40  # characters of a key or a value that a message shows
+SHOWN = 5  # most keys in a message
+CUT = 40  # most characters of a key or a value in a message
 
 
 class Reader:
@@ -29,11 +29,11 @@ class Reader:
         self.defaults = {**COMMON, **family.defaults}
 
     def get(self, key: str) -> Any:
-        """Return the value, which may be null; if absent the family's default, or None."""
+        """Return the value, which may be None for null; if absent, the family's default or None."""
         return self.values.get(key, self.defaults.get(key))
 
     def not_null(self, key: str) -> Any:
-        """Return the value; if absent or null the family's default."""
+        """Return the value; if absent or null, the family's default."""
         value = self.values.get(key)
         return self.defaults.get(key) if value is None else value
 
@@ -61,13 +61,13 @@ class Reader:
             raise ConfigError(f"config: {key} is {value!r}; it must be true or false")
         return value
 
-    def says(self, of: str | bool) -> bool:
-        """Return a property of the family: the value of a key if a string names it."""
-        return self.flag(of) if isinstance(of, str) else of
+    def resolve(self, flag: str | bool) -> bool:
+        """Return a flag of the family; if it is a string, the value of the key that it names."""
+        return self.flag(flag) if isinstance(flag, str) else flag
 
-    def obeyed(self, key: str) -> float | None:
-        """Return a positive number, or None where it is absent or the family ignores the key."""
-        if key not in self.family.obeys or self.get(key) is None:
+    def factor(self, key: str) -> float | None:
+        """Return a positive number; None if it is absent, or not in the family's ``factors``."""
+        if key not in self.family.factors or self.get(key) is None:
             return None
         number = self.number(key)
         if number == 0:
@@ -76,9 +76,9 @@ class Reader:
 
 
 def without_ignored(values: Mapping[str, Any], kind: str, family: Family) -> Mapping[str, Any]:
-    """Return a config.json without keys that transformers' class of this type does not read.
+    """Return a config.json without the keys that transformers' class of this type ignores.
 
-    They cannot change what it computes.  A warning names them, once.
+    These keys cannot change the results of the model.  They are listed in one warning.
     """
     keys = keys_of(kind) or values
     own = {*keys, *family.facts, *NEUTRAL}
@@ -89,15 +89,15 @@ def without_ignored(values: Mapping[str, Any], kind: str, family: Family) -> Map
 
 
 def check_keys(values: Mapping[str, Any], family: Family) -> None:
-    """Raise for keys that nothing reads, unless they or their values change nothing.
+    """Raise for keys that are not read, unless the keys or their values have no effect.
 
-    Values of keys that are read must be of JSON.
+    Values of keys that are read must be JSON values.
     """
-    known = READ | family.defaults.keys() | {*family.obeys}
+    known = READ | family.defaults.keys() | {*family.factors}
     for key in known & values.keys():
         if not isinstance(values[key], str | int | float | list | tuple | Mapping | None):
             problem = f"config: {key} is {type(values[key]).__name__}"
-            raise ConfigError(f"{problem}; it must be a value of JSON, such as a number")
+            raise ConfigError(f"{problem}; it must be a JSON value, such as a number")
     harmless = {**WITHOUT_EFFECT, **family.facts}
     unread = {
         key: value
@@ -109,31 +109,31 @@ def check_keys(values: Mapping[str, Any], family: Family) -> None:
 
 
 def _changes_nothing(key: str, value: Any, harmless: Mapping[str, Any]) -> bool:
-    """Return whether this value of a key that nothing reads is as good as its absence."""
+    """Return whether this value has no effect: the key might as well be absent."""
     if not isinstance(value, str | int | float | list | tuple | Mapping | None):
-        return False  # no value of JSON: an array has no truth value
+        return False  # not a JSON value: an array, for example, has no truth value
     if isinstance(value, float):
-        value = float(value)  # a float64 of NumPy beside a list is compared as an array
+        value = float(value)  # NumPy compares its float64 with a list element by element
     absent = any(value is one for one in (None, False)) or value in ([], {})
     return absent or (key in harmless and harmless[key] in (value, ...))
 
 
 def refuse_unread(unread: Mapping[Any, Any], where: str) -> None:
-    """Raise a ConfigError that names keys which nothing reads, if there are any."""
+    """Raise a ConfigError that lists the unread keys, if there are any."""
     if unread:
         problem = f"{where}: {_listed(unread)}: not read, and may change what the model computes"
-        raise ConfigError(f"{problem}; remove what does not, other models are not known")
+        raise ConfigError(f"{problem}; remove keys without effect; other models are not supported")
 
 
 def _listed(keys: Mapping[Any, Any]) -> str:
-    """Return the first keys with their values, both cut, as a message shows them."""
+    """Return the first keys with their values for a message; long ones are cut."""
     shown = sorted(((str(key), str(value)) for key, value in keys.items()))[:SHOWN]
     more = f" and {len(keys) - SHOWN} more" * (len(keys) > SHOWN)
     return ", ".join(f"{key[:CUT]}={value[:CUT]}" for key, value in shown) + more
 
 
 def token_ids(key: str, values: Mapping[str, Any]) -> tuple[int, ...]:
-    """Return the token ids of a key whose value is an id or a list; negative ids are left out."""
+    """Return the token ids of a key, whose value is an id or a list, without negative ids."""
     value = values.get(key)
     listed = value if isinstance(value, list) else [] if value is None else [value]
     if any(type(token) is not int or token > MOST for token in listed):

@@ -1,11 +1,13 @@
-"""Which known structure a model of another type has: tried, and compared with transformers.
+"""Recognition of unknown model types: a known family that computes the same as transformers.
 
     family, settings = recognised({"model_type": "cwm", ...})
 
-A row of another family, perhaps varied, and config.json with the defaults of the type.
+``family`` is a row of ``FAMILIES``, or a variant of one.  ``settings`` is config.json with the
+defaults of the type.
 
-A small model of the type, with random weights, must have the tensors of the structure and its
-logits.  Values of config.json that nothing reads rule a structure out.
+A family is recognised if a small model of the type, with random weights, has the tensors of the
+family, and the same logits in both implementations.  A family that does not read all keys of
+config.json is excluded.
 """
 
 import importlib.util
@@ -25,8 +27,10 @@ from .family import Family
 from .names import parameter_name
 
 Parse = Callable[[Mapping[str, Any], Family], Config]
+# Layers and tokens of the small model: enough for each kind of layer, and for a sliding window.
+# CLOSE is the largest difference of logits, relative to the largest logit, in float32.
 MOST_LAYERS, TOKENS, CLOSE = 6, 24, 1e-4
-# The sizes of the small model; what is smaller stays.
+# Upper bounds of the small model's sizes.
 SMALL = {
     "vocab_size": 96,
     "intermediate_size": 80,
@@ -37,49 +41,49 @@ HEADS = 4
 
 
 def recognised(values: Mapping[str, Any], parse_as: Parse) -> tuple[Family, Mapping[str, Any]]:
-    """Return the structure of a model whose type has no row in ``FAMILIES``, and all its settings.
+    """Return the family of a model whose type is not in ``FAMILIES``, and all its settings.
 
     Raises
     ------
     ConfigError
-        transformers does not know the type or is not installed, or no structure fits.
+        transformers does not support the type or is not installed, or no family fits.
     """
     kind, known = values.get("model_type"), ", ".join(sorted({*FAMILIES, "gemma3"}))
     problem = f"config: model_type is {kind!r}; choose from {known}"
     if not isinstance(kind, str):
         raise ConfigError(problem)
     if importlib.util.find_spec("transformers") is None:
-        cure = "with the extra `peers` (transformers) other types are compared with these"
+        cure = "install the extra `peers` (transformers) to compare other types with these"
         raise ConfigError(f"{problem}; {cure}")
     try:
         text = json.dumps(values, sort_keys=True)
     except (TypeError, ValueError):
         raise ConfigError(problem) from None
-    result = _found(text, parse_as)
+    result = _recognise(text, parse_as)
     if isinstance(result, str):
         raise ConfigError(f"{problem}; {result}")
     return result
 
 
 @lru_cache(maxsize=16)
-def _found(text: str, parse_as: Parse) -> tuple[Family, Mapping[str, Any]] | str:
-    """Return the structure of a config.json and all settings, or why there is none."""
+def _recognise(text: str, parse_as: Parse) -> tuple[Family, Mapping[str, Any]] | str:
+    """Return the family of a config.json and all settings, or the reason why none fits."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     values = json.loads(text)
     kind = values.pop("model_type")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return "transformers does not know it either"
+        return "transformers does not support it either"
     try:
         whole = _plain(AutoConfig.for_model(kind, **values))
         rows, reason = _readers(whole, parse_as)
         if not rows:
-            return f"no known structure reads its config.json: {reason}"
+            return f"no known family reads its config.json: {reason}"
         small = AutoConfig.for_model(kind, **_small(whole))
     except Exception as error:
         message = next(iter(str(error).splitlines()), type(error).__name__)
-        return f"transformers refuses the config: {message}"
+        return f"transformers rejects the config: {message}"
     settings = _plain(small)
     known = [(family, parse_as(settings, family)) for family in rows]
     try:
@@ -88,16 +92,16 @@ def _found(text: str, parse_as: Parse) -> tuple[Family, Mapping[str, Any]] | str
         return f"a small model of the type does not run: {type(error).__name__}: {error}"
     shapes = {name: array.shape for name, array in parameters.items()}
     fits = [row for row, config in _varied(known) if config.shapes() == shapes]
-    why = "no known structure has its tensors"
+    why = "no known family has its tensors"
     for family in fits:
         if _agrees(parse_as(settings, family), parameters, tokens, expected):
             return family, whole
-        why = "its logits are not those of a known structure with its tensors"
+        why = "its logits differ from those of every known family with its tensors"
     return why
 
 
 def _readers(values: Mapping[str, Any], parse_as: Parse) -> tuple[list[Family], str]:
-    """Return the families that read a config.json, and why one of the others does not."""
+    """Return the families that read a config.json, and the shortest reason of the others."""
     rows, reasons = [], set[str]()
     for family in FAMILIES.values():
         try:
@@ -109,7 +113,7 @@ def _readers(values: Mapping[str, Any], parse_as: Parse) -> tuple[list[Family], 
 
 
 def _varied(rows: list[tuple[Family, Config]]) -> Iterator[tuple[Family, Config]]:
-    """Yield structures and, after them, variants: norms of other families, other rotary pairs."""
+    """Yield families, then variants of them: with norms of other families, other rotary pairs."""
     yield from rows
     norms = {family.norms for family in FAMILIES.values()}
     for family, config in rows:
@@ -122,7 +126,7 @@ def _varied(rows: list[tuple[Family, Config]]) -> Iterator[tuple[Family, Config]
 
 
 def _plain(config: Any) -> dict[str, Any]:
-    """Return a config of transformers as config.json holds it."""
+    """Return a config of transformers as a dict, as in config.json."""
     values: dict[str, Any] = json.loads(config.to_json_string(use_diff=False))
     return values
 
@@ -150,7 +154,7 @@ def _small(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _computed(config: Any) -> tuple[dict[str, Array], Array, Array]:
-    """Return random weights of a small model by name, tokens, and what transformers computes."""
+    """Return random weights of a small model by name, tokens, and transformers' logits."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -180,7 +184,7 @@ def _computed(config: Any) -> tuple[dict[str, Array], Array, Array]:
 def _agrees(
     config: Config, parameters: Mapping[str, Array], tokens: Array, expected: Array
 ) -> bool:
-    """Return whether a structure computes these logits from these weights."""
+    """Return whether a ``Transformer`` with this config computes the expected logits."""
     from ..transformer import Transformer
 
     ordered = {name: parameters[name] for name in config.shapes()}

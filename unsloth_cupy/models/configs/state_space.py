@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# What each size is called: by Bamba and the families that follow it.
+# Keys of config.json by size: those of Bamba and the families that follow it.
 MAMBA = {
     "heads": "mamba_n_heads",
     "dim": "mamba_d_head",
@@ -34,13 +34,17 @@ MAMBA_FACTS: Mapping[str, Any] = {"mamba_chunk_size": ..., "num_logits_to_keep":
 
 @dataclass(frozen=True)
 class StateSpace:
-    """Layers with a recurrence of ``heads`` states of (state, dim), after a convolution.
+    """Layers with the recurrence of Mamba2, after a convolution.
 
-    Heads read ``groups`` of b and c; ``conv_bias`` is that of the convolution, ``bias`` that of the
-    projection before it, ``out_bias`` of that behind it.  Rates are between ``least`` and ``most``.
-    ``norm`` says what is behind the recurrence: "after" the gate a norm of each group, "before" it,
-    or None, the gate alone.  ``beside`` layers have attention, too, and add both.  The input is
-    multiplied by ``scale``, parts of the projection by ``scales``, the output by ``out_scale``.
+    heads, state, dim       number of states, and the shape (state, dim) of each
+    groups                  number of b and c, which heads share
+    taps                    of the convolution
+    conv_bias, bias, out_bias       whether convolution, input and output projection have a bias
+    least, most             bounds of time steps; None: no upper bound
+    norm                    "after" or "before" the gate, a norm of each group; None: no norm
+    beside                  whether layers also have attention, and add both
+    scale, scales, out_scale        factors of the input, of the parts of the input projection, and
+                            of the output
     """
 
     heads: int
@@ -66,12 +70,12 @@ class StateSpace:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The rows of the projection: gate, x, b, c and dt."""
+        """The numbers of rows in the input projection: gate, x, b, c and dt."""
         each = self.groups * self.state
         return self.inner, self.inner, each, each, self.heads
 
     def shapes(self, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Yield the parameters of a layer."""
+        """Yield the names and shapes of a layer's parameters."""
         rows, channels = sum(self.sizes), sum(self.sizes[1:4])
         yield "in_proj.weight", (rows, hidden)
         if self.bias:

@@ -1,4 +1,4 @@
-"""The language model's part of a config.json that also describes a model of images or sounds."""
+"""Extract the language model's part of the config.json of a multimodal model."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -14,8 +14,8 @@ from .reading import CUT, without_ignored
 
 # Keys of a multimodal config.json that override those of its text_config.
 OUTER_KEYS = ("tie_word_embeddings", "eos_token_id", "pad_token_id", "quantization_config", *LABELS)
-# Model types whose text_config alone says what they compute from text, and the type of a
-# text_config that does not name its own.
+# Multimodal types whose text_config alone determines what they compute from text, and the type of
+# a text_config without model_type.
 OUTER = {
     "gemma3": "gemma3_text",
     **dict.fromkeys(("llava", "llava_next", "llava_next_video", "vipllava"), "llama"),
@@ -29,17 +29,17 @@ OUTER = {
     **dict.fromkeys(("aya_vision", "cohere2_vision"), "cohere2"),
     "glm4v": "glm4v_text",
 }
-# Types of text_configs that compute from text alone what another type does.
+# Types of text_configs that compute the same from text as another type.
 SAME = {
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text"), "qwen2"),
     "qwen3_vl_text": "qwen3",
     "glm4v_text": "glm4",
 }
-# Of an image, positions have three parts; of text these are equal.
+# Keys of positions with three parts, which differ in images only; in text they are equal.
 ONLY_OF_IMAGES = ("mrope_section", "mrope_interleaved")
-# Defaults of these classes that no field of theirs has.
+# Defaults in the code of these classes that are not fields, so ``class_keys`` does not have them.
 WITHOUT_FIELDS = {"glm4v_text": {"partial_rotary_factor": 1.0}}
-# Defaults that the class around a text_config has for it.
+# Defaults of a text_config that the class of the multimodal model sets.
 OF_OUTER: Mapping[str, Mapping[str, Any]] = {
     "voxtral": {
         **{"vocab_size": 131_072, "hidden_size": 3072, "intermediate_size": 8192},
@@ -47,7 +47,7 @@ OF_OUTER: Mapping[str, Mapping[str, Any]] = {
         **{"max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1e8},
     },
 }
-# The classes for images have a head of their own, without what the text model does to its logits.
+# The multimodal classes have their own head, which does not scale or cap logits.
 PLAIN_HEAD = {
     "final_logit_softcapping": None,
     **dict.fromkeys(("logit_scale", "logits_scaling", "lm_head_multiplier"), 1.0),
@@ -56,7 +56,7 @@ BODIES = dict.fromkeys(("idefics3", "smolvlm"), "model.text_model.")
 
 
 def body_of(values: Mapping[str, Any]) -> str:
-    """Return what is before the names of the body's modules: see ``Config.body``."""
+    """Return the prefix of the body's modules: see ``Config.body``."""
     outer = values.get("model_type")
     if outer == "mamba2":
         return BACKBONE
@@ -70,14 +70,14 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     Raises
     ------
     ConfigError
-        It is not known that the part alone says what the model computes from text.
+        The type is not in ``OUTER``: the part alone may not determine the results for text.
     """
     outer = values.get("model_type")
     if not isinstance(outer, str) or (outer not in OUTER and "text_config" not in values):
         return values
     if outer not in OUTER:
         known = ", ".join(sorted(OUTER))
-        cure = f"text parts are known of {known}; save the language model alone, if it is one"
+        cure = f"supported text parts: {known}; save the language model alone, if it has one"
         raise ConfigError(f"config: model_type is {outer!r} with a text_config; {cure}")
     flat = {key: each for key, each in values.items() if key not in own_keys(outer)}
     inner = values.get("text_config", flat)
@@ -91,9 +91,9 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
     text = {**_assumed(kind), **OF_OUTER.get(outer, {}), **inner, "model_type": same}
     text |= {key: values[key] for key in OUTER_KEYS if values.get(key) is not None}
     if (family := FAMILIES.get(same)) is not None:
-        text |= {key: value for key, value in PLAIN_HEAD.items() if key in family.obeys}
+        text |= {key: value for key, value in PLAIN_HEAD.items() if key in family.factors}
     text["architectures"] = [class_of({"model_type": same}, head_of(values))]
-    if kind == "glm4v_text" and isinstance(text.get("hidden_size"), int):  # it reads no head_dim
+    if kind == "glm4v_text" and isinstance(text.get("hidden_size"), int):  # it ignores head_dim
         heads = text.get("num_attention_heads")
         text["head_dim"] = (
             text["hidden_size"] // heads if isinstance(heads, int) and heads else None
@@ -106,13 +106,13 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _assumed(kind: str) -> dict[str, Any]:
-    """Return the defaults of transformers' class of a text_config, which may leave them out."""
+    """Return the defaults of transformers' class of a text_config, for absent keys."""
     keys = keys_of(kind) or {}
     known = {key: value for key, value in keys.items() if key in READ and value is not None}
     return known | WITHOUT_FIELDS.get(kind, {})
 
 
 def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Return rotary positions without what only images have."""
+    """Return rope settings without the keys that only images need."""
     kept = {key: value for key, value in rope.items() if key not in ONLY_OF_IMAGES}
     return {key: "default" if value == "mrope" else value for key, value in kept.items()}

@@ -296,7 +296,7 @@ def _as_family(kind: str, row: Architecture) -> Architecture:
     """Return an architecture with what it has in common with a family, which says it already."""
     family = FAMILIES[kind]
     defaults = {**COMMON, **family.defaults}
-    own, obeys = str(defaults.get(family.activation, defaults["hidden_act"])), {*family.obeys}
+    own, factors = str(defaults.get(family.activation, defaults["hidden_act"])), {*family.factors}
     mixture = row.experts
     if mixture is not None and family.experts is not None:
         shared, scaled = family.experts.shared_gate, family.experts.scale is not None
@@ -304,11 +304,11 @@ def _as_family(kind: str, row: Architecture) -> Architecture:
     return replace(
         row,
         activation=ACTIVATIONS.get(own, own),
-        softcap="attn_logit_softcapping" in obeys,
+        softcap="attn_logit_softcapping" in factors,
         partial=family.partial,
-        scales="embedding_multiplier" in obeys and "residual_multiplier" in obeys,
-        logit_scale=bool(obeys & {"logit_scale", "logits_scaling"}),
-        temperature="llama_4_scaling_beta" in obeys,
+        scales="embedding_multiplier" in factors and "residual_multiplier" in factors,
+        logit_scale=bool(factors & {"logit_scale", "logits_scaling"}),
+        temperature="llama_4_scaling_beta" in factors,
         latent=family.latent,
         delta=family.delta is not None,
         experts=mixture,

@@ -208,13 +208,13 @@ def _scales(
         "logit_scale": "logit_scale",
     }
     for key, theirs in named.items():
-        if key in family.obeys and (value := keys.take(theirs)):
+        if key in family.factors and (value := keys.take(theirs)):
             values[key] = shortest(value)
-        elif key in family.obeys and key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        elif key in family.factors and key in ("attn_logit_softcapping", "final_logit_softcapping"):
             values[key] = None
-    if "query_pre_attn_scalar" in family.obeys:
+    if "query_pre_attn_scalar" in family.factors:
         values["query_pre_attn_scalar"] = length
-    if values.get("attention_multiplier") is None and "attention_multiplier" in family.obeys:
+    if values.get("attention_multiplier") is None and "attention_multiplier" in family.factors:
         values["attention_multiplier"] = dim**-0.5
     return values
 
@@ -244,7 +244,7 @@ def _rope(
         del scaling["attention_factor"]
     if ORIGINAL in keys.left and "original_max_position_embeddings" in family.defaults:
         result["original_max_position_embeddings"] = keys.left[ORIGINAL]
-    if "llama_4_scaling_beta" in family.obeys:
+    if "llama_4_scaling_beta" in family.factors:
         beta = keys.take("attention.temperature_scale")
         length = keys.take("attention.temperature_length") or keys.left.pop(ORIGINAL, None)
         scaling |= {"llama_4_scaling_beta": shortest(beta)} if beta else {}

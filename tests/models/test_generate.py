@@ -52,7 +52,7 @@ def test_padding_changes_nothing(model, side, penalty):
 def test_a_broken_weight_is_no_text():
     broken = create(CONFIG, seed=0)
     broken.parameters["model.norm.weight"][0] = np.nan
-    with pytest.raises(NonFiniteError, match="the logits of new token 0 hold NaN"):
+    with pytest.raises(NonFiniteError, match="the logits of new token 0 contain NaN"):
         broken.generate(PROMPT, max_new_tokens=3)
 
 

@@ -143,7 +143,7 @@ def test_routes_that_do_not_fit_are_refused():
     experts = model.config.experts
     fitting = np.zeros((*TOKENS.shape, sum(experts.sparse), experts.k), np.int64)
     cases = [
-        (fitting[:, :-1], ShapeError, "they must be"),
+        (fitting[:, :-1], ShapeError, "layers with experts, k"),
         (fitting.astype(np.float32), DTypeError, "must be integers"),
         (fitting + experts.count, RangeError, "name expert"),
     ]

@@ -373,7 +373,7 @@ def test_what_ranks_of_experts_refuse() -> None:
     comm.size = 2
     with pytest.raises(ConfigError, match="a llama has no experts for 2 ranks; divide the batch"):
         create(SIZES | {"model_type": "llama"}, seed=0, experts=comm)
-    with pytest.raises(ConfigError, match=r"different experts of the model.*to DataParallel"):
+    with pytest.raises(ConfigError, match=r"store different experts.*to DataParallel"):
         Zero3(create(mixture, seed=0, experts=comm), SingleCommunicator())
     comm.size = 5
     with pytest.raises(ConfigError, match="4 experts are not enough for 5 ranks; use at most 4"):

@@ -22,13 +22,13 @@ def test_a_process_alone_has_all_layers() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     tokens = np.array([0, 3])
-    with pytest.raises(ShapeError, match="4 words are not the part of 5"):
+    with pytest.raises(ShapeError, match="has 4 of vocab=5, not 5"):
         vocab_parallel_embedding(tokens, TABLE, 5, comm=COMM)
     with pytest.raises(RangeError, match="holds 4"):
         vocab_parallel_embedding(np.array([4]), TABLE, 4, comm=COMM)
     with pytest.raises(RangeError, match="labels"):
         vocab_parallel_linear_cross_entropy(TABLE[:2], TABLE, tokens + 1, 4, comm=COMM)
-    with pytest.raises(ConfigError, match=r"smoothing=1.5\) is not a share"):
+    with pytest.raises(ConfigError, match=r"smoothing=1.5\): pass a number in"):
         vocab_parallel_linear_cross_entropy(TABLE, TABLE, tokens, 4, comm=COMM, smoothing=1.5)
     with pytest.raises(ShapeError, match="are the same axis"):
         COMM.all_to_all(TABLE, 1, -1)

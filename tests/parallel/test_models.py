@@ -186,7 +186,7 @@ def test_ranks_read_the_parts_that_they_keep(
     assert max(read) < max(array.nbytes for array in whole.values()) / 2
     with pytest.raises(ConfigError, match=r"none is whole; make a Zero3\(model, comm\)"):
         model.logits(np.array([[3, 4]]))
-    with pytest.raises(ConfigError, match="comm is not that of load"):
+    with pytest.raises(ConfigError, match="the same comm as to load"):
         Zero3(model, SingleCommunicator())
     with pytest.raises(ConfigError, match="DoRA needs norms of whole rows, and"):
         model.add_adapter(2, dora=True)

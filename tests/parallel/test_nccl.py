@@ -193,7 +193,7 @@ def test_what_makes_no_sense_is_refused(monkeypatch) -> None:
             raise cupy.cuda.nccl.NcclError("unhandled system error")
 
         monkeypatch.setattr(cupy.cuda.nccl, "groupEnd", broken)
-        with pytest.raises(CommunicationError, match="NCCL says unhandled"):
+        with pytest.raises(CommunicationError, match="NCCL reports unhandled"):
             comm.all_reduce(array([1.0]))
 
 

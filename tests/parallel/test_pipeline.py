@@ -76,7 +76,7 @@ def test_what_makes_no_sense_is_refused():
             pipeline_schedule(*wrong)
     with pytest.raises(ConfigError, match="does not have chunks"):
         pipeline_schedule(2, 4, "gpipe", chunks=2)
-    with pytest.raises(ConfigError, match="2 stages and 3 microbatches is not one of 1 ranks"):
+    with pytest.raises(ConfigError, match="has 2 stages and 3 microbatches, not 1 ranks"):
         run_pipeline(None, pipeline_schedule(2, 3), [None] * 3, SingleCommunicator())
     wrong = pipeline_schedule(2, 2)
     wrong[0] = wrong[0][::-1]

@@ -1,8 +1,12 @@
-"""The key that ranks prove to each other when they connect.
+"""The secret key by which ranks authenticate each other when they connect.
 
-It is the value of UNSLOTH_CUPY_AUTHKEY; else torchrun's run id if it is a random UUID; else the
-content of a file that only the user can read, made by the rank that needs it first.  Job numbers
-and step names of a scheduler are not keys: everybody on the cluster can read them.
+The key is the first of these that exists:
+
+    UNSLOTH_CUPY_AUTHKEY      an environment variable
+    torchrun's run id         if it is a random UUID
+    a file                    that only the user can read; the first rank that needs it creates it
+
+Job numbers and step names of a scheduler are not keys: everybody on the cluster can read them.
 """
 
 import os
@@ -16,8 +20,9 @@ from ..errors import CommunicationError
 from ..files import is_own, temporary_folder, user_folder
 
 AUTHKEY = "UNSLOTH_CUPY_AUTHKEY"
-LONGEST = 4096  # bytes that are read of the file
-FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)  # nor a pipe
+LONGEST = 4096  # most bytes that are read from the file
+# Symbolic links are not followed, and opening a pipe does not wait for a writer.
+FLAGS = os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0)
 
 
 def authkey() -> bytes:
@@ -26,7 +31,7 @@ def authkey() -> bytes:
     Raises
     ------
     CommunicationError
-        The file can be read by others, or cannot be made.
+        Other users can read the file, or it cannot be created.
     """
     if own := os.environ.get(AUTHKEY):
         return os.fsencode(own)
@@ -41,21 +46,22 @@ def authkey() -> bytes:
                 return kept(place / "authkey")
         return kept(temporary_folder() / "authkey")
     except OSError as error:
-        problem = f"the file with the key of the ranks cannot be made: {error}"
-        raise CommunicationError(f"{problem}; set {AUTHKEY} to one secret in all ranks") from error
+        problem = f"the file with the key of the ranks cannot be created: {error}"
+        cure = f"set {AUTHKEY} to the same secret in all ranks"
+        raise CommunicationError(f"{problem}; {cure}") from error
 
 
 def kept(path: Path) -> bytes:
-    """Return what a file holds that only this user can read; make it if there is none."""
+    """Return the content of a file that only this user can read; create the file if needed."""
     path.parent.mkdir(0o700, parents=True, exist_ok=True)
     while not path.is_symlink() and not path.exists():
         handle, draft = tempfile.mkstemp(dir=path.parent)
         try:
             with open(handle, "w", encoding="ascii") as file:
-                if not is_own(os.fstat(handle)):  # this disk has no permissions
+                if not is_own(os.fstat(handle)):  # the file system has no permissions
                     raise PermissionError
                 file.write(secrets.token_hex())
-            with suppress(FileExistsError):  # another rank was first
+            with suppress(FileExistsError):  # another rank created it first
                 os.link(draft, path)
         finally:
             os.unlink(draft)
@@ -68,5 +74,5 @@ def kept(path: Path) -> bytes:
         if is_own(status) and key:
             return key
         why = "is empty" if is_own(status) else "can be read by others, or belongs to them"
-    cure = f"remove it, or set {AUTHKEY} to one secret in all ranks"
+    cure = f"remove it, or set {AUTHKEY} to the same secret in all ranks"
     raise CommunicationError(f"{path}, with the key of the ranks, {why}; {cure}")

@@ -1,12 +1,12 @@
-"""How ranks meet: rank 0 listens at its own address, and every pair proves a common key by HMAC.
+"""Connection setup: rank 0 listens at its own address, and every pair proves a common key by HMAC.
 
-    caller     hello = magic, its rank, number of ranks, port at which it listens, 32 random bytes
+    caller     hello = magic, its rank, world size, port at which it listens, 32 random bytes
     listener   challenge = 32 random bytes
     caller     HMAC-SHA256(key, rank of the listener, hello, challenge)
     listener   answer, HMAC-SHA256(key, rank of the listener, hello, challenge, answer)
 
-All of these have fixed sizes, and nothing else is read of a caller before its proof.  Callers are
-heard side by side, each for a limited time.  What ranks send afterwards is not encrypted.
+All of these messages have fixed sizes, and the listener reads nothing else from a caller before its
+proof.  Callers are served concurrently, each for a limited time.  Later messages are not encrypted.
 """
 
 import errno
@@ -29,20 +29,20 @@ from ._peers import PAUSE, Peers, received
 HELLO = struct.Struct("!8sIIH32s")
 MAGIC, RANDOM, PROOF = b"ranks\0\0\1", 32, 32
 MET, REFUSED = b"\0", b"\1"  # answers
-HELLO_LIMIT = 10.0  # seconds within which a caller proves its key
-CALLERS = 64  # callers heard at a time, beside the ranks; with one more, the first is dropped
+HELLO_LIMIT = 10.0  # seconds within which a caller must prove its key
+CALLERS = 64  # most strangers served at a time besides ranks; with more, the oldest is dropped
 TABLE = "table"  # key of the message with the addresses at which ranks listen
-ONE_KEY = f"set {AUTHKEY} to one secret in all ranks"
+ONE_KEY = f"set {AUTHKEY} to the same secret in all ranks"
 
 
 class Door:
-    """A listening socket, with a thread that admits the ranks above this one until all are here."""
+    """A listening socket, with a thread that admits all ranks above this one."""
 
     def __init__(self, peers: Peers, size: int, key: bytes, host: str, port: int) -> None:
         self.peers, self.size, self.key, self.name = peers, size, key, host
         self.expected = set(range(peers.rank + 1, size))
-        self.homes: dict[int, tuple[str, int]] = {}  # where each rank listens
-        self.wrong = 0  # callers with another key
+        self.homes: dict[int, tuple[str, int]] = {}  # host and port at which each rank listens
+        self.wrong = 0  # number of callers with another key
         self.listener = listening(peers.rank, host, port, CALLERS + size)
         self.host, self.port = self.listener.getsockname()[:2]
         self.closing = threading.Event()
@@ -50,12 +50,12 @@ class Door:
         self.thread.start()
 
     def close(self) -> None:
-        """Listen no longer."""
+        """Stop listening."""
         self.closing.set()
         self.thread.join()
 
     def _admit(self) -> None:
-        """Hear callers side by side, and admit those that prove the key; the body of the thread."""
+        """Serve callers concurrently, and admit those that prove the key; the thread's body."""
         callers: dict[socket.socket, Caller] = {}
         with selectors.DefaultSelector() as selector, self.listener:
             selector.register(self.listener, selectors.EVENT_READ)
@@ -65,7 +65,7 @@ class Door:
                     if link is not self.listener:
                         callers[link].read()
                         continue
-                    with suppress(OSError):  # the caller has left, or there are too many files
+                    with suppress(OSError):  # the caller has left, or too many files are open
                         link = self.listener.accept()[0]
                         callers[link] = Caller(link, self._answering(link))
                         selector.register(link, selectors.EVENT_READ)
@@ -82,7 +82,10 @@ class Door:
             link.close()
 
     def _answering(self, link: socket.socket) -> Generator[int, bytes, int]:
-        """Yield how many bytes a caller owes, and return its rank; OSError: it is a stranger."""
+        """Yield the number of bytes to read next; return the caller's rank.
+
+        Raise an OSError for a caller that is not an expected rank with the key.
+        """
         hello = yield HELLO.size
         magic, rank, size, port, _ = HELLO.unpack(hello)
         if magic != MAGIC:
@@ -108,19 +111,19 @@ class Caller:
 
     def __init__(self, link: socket.socket, steps: Generator[int, bytes, int]) -> None:
         link.setblocking(False)
-        self.link, self.steps, self.owed, self.got = link, steps, next(steps), b""
+        self.link, self.steps, self.size, self.message = link, steps, next(steps), b""
         self.limit = time.monotonic() + HELLO_LIMIT
         self.ended = False
         self.rank: int | None = None
 
     def read(self) -> None:
-        """Read what has come, and no more than is owed now."""
+        """Read available bytes, but not beyond the end of the current message."""
         try:
-            data = self.link.recv(self.owed - len(self.got))
-            self.got += data
+            data = self.link.recv(self.size - len(self.message))
+            self.message += data
             self.ended = not data
-            if len(self.got) == self.owed:
-                self.owed, self.got = self.steps.send(self.got), b""
+            if len(self.message) == self.size:
+                self.size, self.message = self.steps.send(self.message), b""
         except StopIteration as end:
             self.ended, self.rank = True, end.value
         except OSError:
@@ -128,19 +131,19 @@ class Caller:
 
 
 def meet(peers: Peers, size: int, host: str, port: int, timeout: float) -> None:
-    """Connect this rank to all others.
+    """Connect this rank to all other ranks.
 
-    All others connect to rank 0, which sends them the addresses at which each rank listens; then
-    each rank connects to those of lower number.
+    All other ranks connect to rank 0, which sends them the addresses at which each rank listens.
+    Then each rank connects to all lower ranks.
 
     Raises
     ------
     CommunicationError
-        A rank did not come in time, has another key, or has ended.
+        A rank did not connect in time, has another key, or has ended.
     """
     rank, limit, key = peers.rank, time.monotonic() + timeout, authkey()
     place = host, port
-    if rank:  # others find it where this machine reaches rank 0
+    if rank:  # listen at the address from which this machine reaches rank 0
         with reached(peers, 0, host, port, limit) as link:
             place = link.getsockname()[0], 0
     door = Door(peers, size, key, *place)
@@ -150,8 +153,8 @@ def meet(peers: Peers, size: int, host: str, port: int, timeout: float) -> None:
             table = peers.take(0, TABLE, limit)
             peers.check()
             if table is None:
-                problem = f"rank {rank}: rank 0 did not say in time where the others are"
-                cure = "see whether all ranks were started"
+                problem = f"rank {rank}: rank 0 did not send the addresses of other ranks in time"
+                cure = "check that all ranks were started"
                 raise CommunicationError(f"{problem}; {cure}", rank=0)
             for other, (home, at) in enumerate(map(str.split, table.decode().splitlines()), 1):
                 if other < rank:
@@ -167,20 +170,20 @@ def meet(peers: Peers, size: int, host: str, port: int, timeout: float) -> None:
 
 
 def late(door: Door, missing: set[int]) -> CommunicationError:
-    """Return the error for ranks that did not come in time."""
-    known = ", ".join(map(str, sorted(door.expected - missing))) or "nobody"
-    problem = f"rank {door.peers.rank}: {len(door.expected)} ranks were to connect to"
-    problem += f" {door.host}:{door.port}, and {known} did"
-    cure = f"see whether rank {min(missing)} was started"
+    """Return the error for ranks that did not connect in time."""
+    known = ", ".join(map(str, sorted(door.expected - missing))) or "none"
+    problem = f"rank {door.peers.rank}: {len(door.expected)} ranks should connect to"
+    problem += f" {door.host}:{door.port}; connected: {known}"
+    cure = f"check that rank {min(missing)} was started"
     if door.name not in (door.host, "localhost") and ip_address(door.host).is_loopback:
-        cure += f"; MASTER_ADDR={door.name} is {door.host} here, which other machines do not reach"
+        cure += f"; MASTER_ADDR={door.name} is {door.host} here, which other machines cannot reach"
     if door.wrong:
         cure += f"; {door.wrong} callers had another key: {ONE_KEY}"
     return CommunicationError(f"{problem}; {cure}", rank=min(missing))
 
 
 def listening(rank: int, host: str, port: int, backlog: int) -> socket.socket:
-    """Return a socket that listens at an address of this machine; port 0 stands for any."""
+    """Return a socket that listens at an address of this machine; port 0: any free port."""
     problem: OSError = OSError("no such host")
     try:
         for family, *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
@@ -200,7 +203,7 @@ def listening(rank: int, host: str, port: int, backlog: int) -> socket.socket:
 
 
 def reached(peers: Peers, other: int, host: str, port: int, limit: float) -> socket.socket:
-    """Return a connection to a rank, tried until the time limit."""
+    """Return a connection to a rank, retrying until the time limit."""
     while True:
         peers.check()
         left = limit - time.monotonic()
@@ -208,17 +211,17 @@ def reached(peers: Peers, other: int, host: str, port: int, limit: float) -> soc
             return socket.create_connection((host, port), max(PAUSE, min(HELLO_LIMIT, left)))
         except OSError as error:
             if time.monotonic() > limit:
-                problem = f"rank {peers.rank}: nobody listens at {host}:{port} ({error})"
-                cure = f"see whether rank {other} was started, and MASTER_ADDR"
+                problem = f"rank {peers.rank}: no process listens at {host}:{port} ({error})"
+                cure = f"check that rank {other} was started, and MASTER_ADDR"
                 raise CommunicationError(f"{problem}; {cure}", rank=other) from error
             time.sleep(PAUSE)
 
 
 def call(door: Door, other: int, host: str, port: int, limit: float) -> None:
-    """Connect to a rank and prove the key, again until the time limit if nobody answers."""
+    """Connect to a rank and prove the key; without an answer, retry until the time limit."""
     rank = door.peers.rank
     hello = HELLO.pack(MAGIC, rank, door.size, door.port, os.urandom(RANDOM))
-    where = f"rank {rank}: who listens at {host}:{port}"
+    where = f"rank {rank}: the process that listens at {host}:{port}"
     while True:
         link = reached(door.peers, other, host, port, limit)
         until = min(limit, time.monotonic() + 2 * HELLO_LIMIT)
@@ -231,7 +234,7 @@ def call(door: Door, other: int, host: str, port: int, limit: float) -> None:
             link.close()
             if time.monotonic() > limit:
                 problem = f"{where} does not answer as rank {other} ({error})"
-                cure = "see what runs there, and set another MASTER_PORT"
+                cure = "check what runs there, or set another MASTER_PORT"
                 raise CommunicationError(f"{problem}; {cure}", rank=other) from error
             time.sleep(PAUSE)
             continue
@@ -241,13 +244,13 @@ def call(door: Door, other: int, host: str, port: int, limit: float) -> None:
             raise CommunicationError(f"{problem}; {ONE_KEY}", rank=other)
         if answer != MET:
             link.close()
-            problem = f"rank {other} does not take this process for rank {rank} of {door.size}"
-            cure = "give each process its own RANK, and all the same WORLD_SIZE"
+            problem = f"rank {other} does not accept this process as rank {rank} of {door.size}"
+            cure = "give each process its own RANK, and all processes the same WORLD_SIZE"
             raise CommunicationError(f"{problem}; {cure}", rank=rank)
         door.peers.add(other, link)
         return
 
 
 def proof(key: bytes, listener: int, *messages: bytes) -> bytes:
-    """Return the HMAC of what was said to a listener; an answer makes it longer than a caller's."""
+    """Return the HMAC of messages to a listener; its answer is one more message than a caller's."""
     return hmac.digest(key, b"%d " % listener + b"".join(messages), "sha256")

@@ -1,8 +1,7 @@
 """TCP connections between all pairs of processes, each with a thread that receives messages.
 
-A process that ends with an error tells the others, and they end too; they also end if a connection
-breaks: closes without a farewell, carries what is not a message, or belongs to a machine that is
-gone.
+If a process ends with an error, it sends a failure to all others, and they end too.  They also end
+if a connection closes without a farewell, transmits an invalid message, or loses its machine.
 """
 
 import atexit
@@ -20,46 +19,46 @@ from typing import Any
 
 from ..errors import CommunicationError, printable
 
-HEAD = struct.Struct("!QHH")  # bytes of a message, bytes of its key, kind of message
-CHECK = struct.Struct("!I")  # CRC-32 of a head, which follows it
-DATA, FAREWELL, FAILURE = range(3)
-GRACE = 0.5  # seconds for this process to print its own error before it ends
-STEP = 2**26  # bytes of a message for which memory is taken before they arrive
-SHORT = 2**14  # bytes up to which a message is sent in one piece with its head
-# An idle connection is lost after 4 unanswered probes: 25 s after its machine, or the cable, fails.
+HEAD = struct.Struct("!QHH")  # bytes of the message, bytes of its key, kind of message
+CHECK = struct.Struct("!I")  # CRC-32 of the head, which follows the head
+DATA, FAREWELL, FAILURE = range(3)  # kinds of messages
+GRACE = 0.5  # seconds in which this process can print its own error before it ends
+STEP = 2**26  # most bytes that are allocated for a message before they arrive
+SHORT = 2**14  # a message of at most this many bytes is copied, to send it together with its head
+# An idle connection is lost after 4 unanswered probes: 25 s after its machine or the cable fails.
 ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 PAUSE = 0.05  # seconds between attempts to connect
 LOST = "its connection ended"
 
 
 class Peers:
-    """The connections of this process to all others, and the messages received, by key."""
+    """The connections of this process to all others, and the received messages, by key."""
 
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.links: dict[int, socket.socket] = {}
         self.inbox: dict[tuple[int, str], deque[bytearray]] = defaultdict(deque)
-        self.gone: dict[int, str] = {}  # ranks whose connection ended, and why; "" after a farewell
-        self.on_failure: Callable[[int, str], None] | None = None  # None: ranks are still meeting
+        self.gone: dict[int, str] = {}  # why each rank's connection ended; "" after a farewell
+        self.on_failure: Callable[[int, str], None] | None = None  # None: not all are connected
         self.changed = threading.Condition()
         self.sending = threading.Lock()
         self.failing, self.before = False, sys.excepthook
 
     def add(self, other: int, link: socket.socket) -> None:
-        """Receive the messages of a rank from now on."""
+        """Start to receive the messages of a rank."""
         link.settimeout(None)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in ALIVE.items():
-            with suppress(AttributeError, OSError):  # each system has some of them
+            with suppress(AttributeError, OSError):  # each operating system has some of them
                 link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         with self.changed:
             self.links[other] = link
             self.changed.notify_all()
-        threading.Thread(target=self._hear, args=(other, link), daemon=True).start()
+        threading.Thread(target=self._receive, args=(other, link), daemon=True).start()
 
     def start(self) -> None:
-        """End all ranks from now on if one of them fails: all have met."""
+        """From now on, when all are connected, end all ranks if one of them fails."""
         sys.excepthook = self._fail
         atexit.register(self.leave)
         with self.changed:
@@ -68,14 +67,14 @@ class Peers:
             self._end(*failed)
 
     def close(self) -> None:
-        """Close all connections; those at the other end take this for a failure."""
+        """Close all connections without a farewell; other ranks treat this as a failure."""
         for link in self.links.values():
             with suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)
             link.close()
 
     def wait_for(self, ranks: set[int], limit: float) -> set[int]:
-        """Wait until these ranks are connected, and return those that are not at the limit.
+        """Wait until these ranks are connected; return the ranks that are missing at the limit.
 
         Raises
         ------
@@ -89,14 +88,14 @@ class Peers:
         return missing
 
     def check(self) -> None:
-        """Raise CommunicationError if the connection of a rank has ended while ranks meet."""
+        """Raise CommunicationError if the connection of a rank has ended during setup."""
         if failed := self.failed():
             problem = f"rank {self.rank}: the connection of rank {failed[0]} ended before all ranks"
             cure = "see what the others printed"
-            raise CommunicationError(f"{problem} had met; {cure}", rank=failed[0])
+            raise CommunicationError(f"{problem} were connected; {cure}", rank=failed[0])
 
     def send(self, to: int, key: str, data: Any) -> None:
-        """Send bytes to a rank, whose thread receives them at once."""
+        """Send bytes to a rank, whose thread receives them immediately."""
         name, view = key.encode(), memoryview(data).cast("B")
         head = head_of(len(view), len(name), DATA) + name
         try:
@@ -110,7 +109,7 @@ class Peers:
             self._lost(to, LOST)
 
     def take(self, source: int, key: str, limit: float) -> bytearray | None:
-        """Return the next message of a rank; None after the time limit or if the rank is gone."""
+        """Return the next message of a rank; None after the time limit, or if the rank is gone."""
         with self.changed:
             queue = self.inbox[source, key]
             while not queue:
@@ -125,31 +124,32 @@ class Peers:
         with self.changed:
             return next(((rank, why) for rank, why in self.gone.items() if why), None)
 
-    def tells(self, rank: int, why: str) -> bool:
-        """Return whether another rank reports a failure: the failed one or the first that is left.
+    def is_reported(self, rank: int, why: str) -> bool:
+        """Return whether another rank prints a failure, so that this one need not.
 
-        A rank whose connection was lost cannot print; then rank 0 does, or rank 1 if it is rank 0.
+        The failed rank prints it.  If its connection was lost, rank 0 prints it, or rank 1 if the
+        lost rank is 0.
         """
         return why != LOST or self.rank != (rank == 0)
 
     def leave(self) -> None:
-        """Send all others a farewell, unless an error ends this process."""
+        """Send a farewell to all others, unless an error ends this process."""
         if not self.failing:
-            self._say(FAREWELL, "")
+            self._send_to_all(FAREWELL, "")
 
     def _fail(self, *error: Any) -> None:
-        """Print an uncaught error, and tell all others."""
+        """Print an uncaught error, and send it to all others."""
         self.failing = True
         try:
-            if error[2] is None:  # there is no traceback, only a message
+            if error[2] is None:  # an error without a traceback: print its message alone
                 why = printable(str(error[1]))
                 print(f"rank {self.rank} failed: {why}", file=sys.stderr, flush=True)
             else:
                 self.before(*error)
         finally:
-            self._say(FAILURE, f"{error[0].__name__}: {error[1]}")
+            self._send_to_all(FAILURE, f"{error[0].__name__}: {error[1]}")
 
-    def _say(self, kind: int, text: str) -> None:
+    def _send_to_all(self, kind: int, text: str) -> None:
         """Send a message of this kind to all others; ignore closed connections."""
         data = text.encode()
         for link in self.links.values():
@@ -164,7 +164,7 @@ class Peers:
             print(f"rank {self.rank}: {problem}", file=sys.stderr, flush=True)
         os._exit(1)
 
-    def _hear(self, other: int, link: socket.socket) -> None:
+    def _receive(self, other: int, link: socket.socket) -> None:
         """Receive the messages of a rank until its connection ends; runs in a thread."""
         try:
             while True:
@@ -179,14 +179,14 @@ class Peers:
                 with self.changed:
                     self.inbox[other, key].append(data)
                     self.changed.notify_all()
-                del data  # else it is held until the next message comes
+                del data  # otherwise it stays in memory until the next message arrives
         except (OSError, ValueError, MemoryError):
             with suppress(OSError):
-                link.shutdown(socket.SHUT_RDWR)  # the other end notices now, too
+                link.shutdown(socket.SHUT_RDWR)  # so that the other end fails now, too
             self._lost(other, LOST)
 
     def _lost(self, other: int, why: str) -> None:
-        """Record that a rank is gone; the first time call ``on_failure``, if it was a failure."""
+        """Record that a rank is gone; call ``on_failure`` once for each failed rank."""
         with self.changed:
             first = other not in self.gone
             self.gone.setdefault(other, why)
@@ -197,15 +197,15 @@ class Peers:
 
 
 def head_of(size: int, named: int, kind: int) -> bytes:
-    """Return the head of a message, which ends with a checksum of the rest."""
+    """Return the head of a message, followed by the checksum of the head."""
     head = HEAD.pack(size, named, kind)
     return head + CHECK.pack(zlib.crc32(head))
 
 
 def received(link: socket.socket, size: int, limit: float | None = None) -> bytearray:
-    """Return exactly ``size`` bytes; raise OSError if the connection, or the time, ends before.
+    """Return exactly ``size`` bytes; raise OSError if the connection or the time ends before.
 
-    Memory beyond STEP bytes is taken as they arrive, whatever size the other end claims.
+    Memory beyond STEP bytes is allocated as bytes arrive, whatever size the other end claims.
     """
     data, filled = bytearray(min(size, STEP)), 0
     while filled < size:

@@ -1,4 +1,4 @@
-"""ZeRO-1: which elements of each parameter a rank updates, and the groups in which they travel."""
+"""ZeRO-1: the elements of parameters that each rank updates, and groups of them to send."""
 
 from collections.abc import Iterator, Mapping
 from itertools import pairwise
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 from ..training.adamw import SMALL
 
-CHUNK_BYTES = 32 * 2**20  # most bytes of parameters that a rank sends at once
+CHUNK_BYTES = 32 * 2**20  # most bytes of parameters that a rank sends in one exchange: 32 MiB
 
 
 class Piece(NamedTuple):
@@ -17,11 +17,11 @@ class Piece(NamedTuple):
 
 
 def divided(sizes: Mapping[str, int], ranks: int) -> list[list[Piece]]:
-    """Return the pieces of each rank, with numbers of elements as equal as the cuts allow.
+    """Return the pieces of each rank, with as equal numbers of elements as possible.
 
-    A parameter is cut only at multiples of SMALL elements, and pieces of a parameter of at least
-    SMALL elements have at least as many, so that the moving averages of a piece have the same bits
-    and the same quantization blocks as those of the whole parameter.
+    A parameter is cut only at multiples of SMALL elements, and its last piece is not shorter than
+    SMALL, unless the parameter is.  So the moments of a piece have the same number of bits, and the
+    same quantization blocks, as in the whole parameter.
     """
     total = max(1, sum(sizes.values()))
     pieces: list[list[Piece]] = [[] for _ in range(ranks)]
@@ -40,7 +40,7 @@ def divided(sizes: Mapping[str, int], ranks: int) -> list[list[Piece]]:
 
 
 def chunked(pieces: list[Piece], live: Mapping[str, Any]) -> Iterator[list[Piece]]:
-    """Yield groups of pieces of at most CHUNK_BYTES; larger pieces are split."""
+    """Yield groups of pieces with at most CHUNK_BYTES; larger pieces are split."""
     group: list[Piece] = []
     left = CHUNK_BYTES
     for name, where in pieces:

@@ -1,7 +1,7 @@
-"""Prefetch for ZeRO-3: on a GPU, gather the next block's parameters while one is computed.
+"""Prefetch for ZeRO-3: on a GPU, gather the next block's parameters while a block is computed.
 
-The first step records the order in which blocks request parameters; later steps gather those of
-the next block in advance, on a separate stream.
+The first step records the order in which blocks request parameters.  Later steps gather the
+parameters of the next block in advance, on a separate stream.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +15,7 @@ Names = tuple[str, ...]
 
 
 class Fetched(NamedTuple):
-    """Whole arrays that a stream is gathering, their parts, and the event after the gathering."""
+    """Parts, whole arrays that a stream gathers from them, and the event after the gathering."""
 
     parts: dict[str, Any]
     whole: dict[str, Any]
@@ -23,9 +23,9 @@ class Fetched(NamedTuple):
 
 
 class Prefetch:
-    """Gathers parts; on a GPU also those of the next block, in advance.
+    """A callable that gathers parts, and on a GPU prefetches the parts of the next block.
 
-    ``part_of`` returns this rank's current part of a parameter by its name.
+    ``part_of`` returns this rank's current part of a parameter by name.
     """
 
     def __init__(self, comm: Communicator, part_of: Callable[[str], Any]) -> None:
@@ -36,11 +36,11 @@ class Prefetch:
         self.side: Any = None  # the stream of the prefetch
 
     def begin(self) -> None:
-        """Begin a step: drop prefetched arrays, because parameters may have changed."""
+        """Begin a step: discard prefetched arrays, because parameters may have changed."""
         self.previous, self.requests, self.fetched = self.requests, [], None
 
     def __call__(self, parts: Mapping[str, Any], cuts: Mapping[str, Cut]) -> dict[str, Any]:
-        """Return the whole arrays of parts."""
+        """Return the whole arrays of parts, and start to gather those of the next request."""
         if not parts or not (on_gpu(parts) or getattr(self.comm, "ahead", False)):
             arrays: dict[str, Any] = gathered(parts, cuts, self.comm)
             return arrays
@@ -54,7 +54,7 @@ class Prefetch:
         return whole
 
     def _prefetched(self, parts: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the prefetched arrays if they are of these parts; the current stream waits."""
+        """Return the prefetched arrays if they belong to these parts; the current stream waits."""
         fetched, self.fetched = self.fetched, None
         if fetched is None or fetched.parts.keys() != parts.keys():
             return None
@@ -65,12 +65,12 @@ class Prefetch:
         return fetched.whole
 
     def _fetch_next(self, cuts: Mapping[str, Cut]) -> None:
-        """Start to gather what the last step requested after the requests of this one so far."""
+        """Start to gather the next request, if this step repeats the requests of the last one."""
         count = len(self.requests)
         if self.requests != self.previous[:count] or count == len(self.previous):
             return
         names = self.previous[count]
-        if any(name not in cuts for name in names):  # arrays of a quantized weight have other names
+        if any(name not in cuts for name in names):  # the names are arrays of a quantized weight
             return
         parts = {name: self.part_of(name) for name in names}
         if not on_gpu(parts):  # planning with shapes, without arrays

@@ -1,8 +1,9 @@
-"""Arrays of which each rank keeps a part (ZeRO-3): how they are cut, gathered, and summed.
+"""Arrays that ranks store in parts (ZeRO-3): functions that cut, gather and sum them.
 
     part of rank r = elements r * length .. (r + 1) * length, in C order, padded with zeros
 
-All parts of an array have one length, so that the parts of a block travel as rows of one matrix.
+All parts of an array have the same length, so that the parts of a block are rows of one matrix, and
+need one exchange.
 """
 
 import math
@@ -24,7 +25,7 @@ ZERO = {signed: int(np.flatnonzero(dynamic_map(signed) == 0)[0]) for signed in (
 
 
 class Cut(NamedTuple):
-    """How an array is divided: its shape and size, and the number of elements that a rank keeps."""
+    """The division of an array: its shape and size, and the number of elements per rank."""
 
     shape: tuple[int, ...]
     size: int
@@ -34,8 +35,8 @@ class Cut(NamedTuple):
     def of(cls, shape: tuple[int, ...], ranks: int) -> "Cut":
         """Return the cut of an array among ranks.
 
-        Parts of an array of SMALL elements or more have at least SMALL, and are whole blocks of
-        the optimizer's 8-bit averages.
+        If an array has SMALL elements or more, so has each part, and parts are whole quantization
+        blocks of the optimizer's 8-bit moments.
         """
         size = int(np.prod(shape, dtype=np.int64))
         length = -(-size // ranks)
@@ -44,7 +45,7 @@ class Cut(NamedTuple):
         return cls(tuple(shape), size, length)
 
     def scales(self) -> "Cut":
-        """Return the cut of the scales of its 8-bit averages."""
+        """Return the cut of the scales that belong to its 8-bit moments."""
         count = -(-self.size // BLOCK)
         return Cut((count,), count, self.length // BLOCK)
 
@@ -74,7 +75,7 @@ def by_dtype(arrays: Mapping[str, Any]) -> list[list[str]]:
 
 
 def gathered(parts: Mapping[str, Any], cuts: Mapping[str, Cut], comm: Communicator) -> Any:
-    """Return the whole arrays of these parts; parts of one dtype travel together."""
+    """Return the whole arrays of these parts; one exchange gathers all parts of a dtype."""
     whole: dict[str, Any] = {}
     for names in by_dtype(parts):
         rows = comm.all_gather(np.concatenate([parts[name] for name in names])[None])
@@ -127,11 +128,11 @@ def measured_parts(
     max_norm: float,
     scaler: Any,
 ) -> GradientMeasure:
-    """Return ``measure_gradients`` of parts (own) and of gradients that are equal in all ranks.
+    """Return ``measure_gradients`` of divided gradients (own) and of replicated gradients.
 
-    The result is on the device of ``like``, also in ranks without parts.
+    The result is on the device of ``like``, even in ranks without parts.
     """
-    total: Any = np.zeros_like(like, np.float64, shape=(1,)).reshape(())  # CuPy takes no ()
+    total: Any = np.zeros_like(like, np.float64, shape=(1,)).reshape(())  # CuPy rejects shape=()
     if own:
         total = total + measure_gradients(own, scaler=scaler).norm ** 2
     total = comm.all_reduce(total)
@@ -148,9 +149,9 @@ def measured_parts(
 
 
 class Entered(NamedTuple):
-    """Parameters of a block on a tape: gathered from parts, or equal in all ranks.
+    """A tape entry of a block's parameters: gathered from parts, or equal in all ranks.
 
-    In backward this entry comes after the whole block, so that its gradients travel together.
+    Backward reaches this entry after the whole block, so that one exchange sums its gradients.
     """
 
     values: dict[str, Any]
@@ -160,7 +161,7 @@ class Entered(NamedTuple):
     comm: Communicator
 
     def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
-        """Add sums over ranks to the gradients of inputs; inputs that are parts get their part."""
+        """Add the sums over ranks to the gradients of inputs, or this rank's part of the sums."""
         grads_by_name = {name: take[name] for name in inputs if take.get(name) is not None}
         for name in inputs.keys() - grads_by_name.keys():  # the block did not use it
             grads_by_name[name] = self._zeros(name)

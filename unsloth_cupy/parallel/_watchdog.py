@@ -1,7 +1,7 @@
-"""A watchdog thread for exchanges on a GPU: it ends the process if one does not finish in time.
+"""A watchdog thread that ends the process if an exchange on a GPU does not finish in time.
 
 A kernel of NCCL waits for other ranks without a limit, and so does the host when it reads a
-result.  The process ends because results computed after an aborted exchange must not reach a file.
+result.  The process ends because results computed after an aborted exchange must not be saved.
 """
 
 import os
@@ -22,10 +22,10 @@ class Watchdog:
 
     def __init__(self, rank: int, timeout: float, comm: Any, agreed: bool) -> None:
         self.rank, self.timeout, self.comm = rank, timeout, comm
-        self.agreed = agreed  # the hosts have compared a call before it is launched
+        self.agreed = agreed  # whether the hosts compare a call before it is launched
         self.device = cupy().cuda.runtime.getDevice()
         self.waiting: deque[tuple[Any, str]] = deque()  # (event after a call, the call)
-        self.since = 0.0  # time at which the oldest of them began to wait
+        self.since = 0.0  # time since when the oldest call waits
         self.thread: threading.Thread | None = None
 
     def watch(self, call: str) -> None:
@@ -43,18 +43,18 @@ class Watchdog:
             self.thread.start()
 
     def failed(self, rank: int, why: str) -> None:
-        """End the process because another one has failed."""
+        """End the process because another rank has failed."""
         self._end(f"rank {rank} has failed: {why}")
 
     def _look(self) -> None:
-        """Check for overdue calls for ever; the body of the thread."""
+        """Check for overdue calls forever; the body of the thread."""
         with cupy().cuda.Device(self.device):
             while True:
                 self.look()
                 time.sleep(PAUSE)
 
     def look(self) -> None:
-        """Remove the calls that have finished; end the process if one is overdue."""
+        """Remove finished calls; end the process if a call is overdue."""
         while self.waiting and self.waiting[0][0].done:
             self.waiting.popleft()
             self.since = time.monotonic()

@@ -1,4 +1,4 @@
-"""The protocol of communicators, through which ranks exchange arrays, and that of one process.
+"""The protocol of communicators, through which ranks exchange arrays, and ``SingleCommunicator``.
 
 Sums over ranks are computed in the order of the ranks, in float32 for 16-bit arrays, so that all
 ranks and all runs get equal bits.
@@ -24,7 +24,7 @@ class Communicator(Protocol):
     Attributes
     ----------
     rank, size : int
-        The number of this process, from 0, and the number of processes.
+        The index of this process, from 0, and the number of processes (world size).
     """
 
     rank: int
@@ -49,13 +49,13 @@ class Communicator(Protocol):
         """
 
     def all_to_all_rows(self, x: Any, counts: Sequence[int]) -> tuple[Any, list[int]]:
-        """Return the rows that all ranks send to this one, in their order, and how many each sent.
+        """Return the rows that all ranks send to this one, in rank order, and their counts.
 
         The first ``counts[0]`` rows of x go to rank 0, the next ``counts[1]`` to rank 1, and so on.
         """
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
-        """Return the array of rank root; the others pass an array of equal shape and dtype."""
+        """Return the array of rank root; other ranks pass an array of equal shape and dtype."""
 
     def send(self, x: Any, to: int) -> None:
         """Send an array to another rank."""
@@ -111,11 +111,11 @@ class SingleCommunicator:
         return _copy("broadcast", x)
 
     def send(self, x: Any, to: int) -> None:
-        """Raise: there is nobody else."""
+        """Raise ConfigError: there is no other rank."""
         check_rank(self, "send", to, other=True)
 
     def receive(self, out: Any, source: int) -> Any:
-        """Raise: there is nobody else."""
+        """Raise ConfigError: there is no other rank."""
         check_rank(self, "receive", source, other=True)
 
     def exchange(self, x: Any, to: int, out: Any, source: int) -> Any:
@@ -148,9 +148,9 @@ def check_communicator(call: str, comm: Any) -> None:
 
 
 def part(size: int, comm: Communicator, rank: int | None = None) -> slice:
-    """Return which of ``size`` elements a rank holds; None: this rank.
+    """Return the slice of ``size`` elements that a rank stores; None: this rank.
 
-    Parts differ by at most one element; the first ranks hold the larger ones.
+    Parts differ by at most one element; the first ranks have the larger parts.
     """
     check_communicator("part", comm)
     rank = comm.rank if rank is None else rank
@@ -163,19 +163,19 @@ def part(size: int, comm: Communicator, rank: int | None = None) -> slice:
 
 
 def along(axis: int, where: slice) -> tuple[slice, ...]:
-    """Return the index that takes a slice along an axis, which must not be negative."""
+    """Return the index of a slice along an axis, which must not be negative."""
     return (slice(None),) * axis + (where,)
 
 
 def sum_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return the dtype in which arrays are summed: float32 for 16-bit floats, else their own."""
+    """Return the dtype in which arrays are summed: float32 for narrower floats, else their own."""
     dtype = np.dtype(dtype)
     narrow = dtype.itemsize < FLOAT32.itemsize and dtype.kind not in "iub"
     return FLOAT32 if narrow else dtype
 
 
 def check_axis(call: str, x: Any, axis: int) -> int:
-    """Return the axis as a number from 0 on; raise ShapeError if x has no such axis."""
+    """Return the axis as a number, 0 or more; raise ShapeError if x has no such axis."""
     framework_of(x, f"{call}: x")
     if not is_integer(axis, -x.ndim) or axis >= x.ndim:
         problem = f"{call}(axis={axis!r}) is not an axis of x{tuple(x.shape)}"
@@ -186,7 +186,7 @@ def check_axis(call: str, x: Any, axis: int) -> int:
 
 
 def check_axes(call: str, x: Any, divided: int, joined: int) -> tuple[int, int]:
-    """Return two axes as numbers from 0 on; raise ShapeError unless x has them and they differ."""
+    """Return two axes as numbers, 0 or more; raise ShapeError unless x has them and they differ."""
     axes = check_axis(call, x, divided), check_axis(call, x, joined)
     if axes[0] == axes[1]:
         problem = f"{call}(divided={divided}, joined={joined}) are the same axis"
@@ -195,18 +195,18 @@ def check_axes(call: str, x: Any, divided: int, joined: int) -> tuple[int, int]:
 
 
 def check_counts(comm: Communicator, x: Any, counts: Sequence[int]) -> None:
-    """Raise ShapeError unless counts say for every rank how many of the rows of x it gets."""
+    """Raise ShapeError unless counts has a number for every rank, and they add up to the rows."""
     framework_of(x, "all_to_all_rows: x")
     sizes: Any = [*counts]
     rows = x.shape[0] if x.ndim else 0
     if not x.ndim or len(sizes) != comm.size or min(sizes) < 0 or sum(sizes) != rows:
-        problem = f"all_to_all_rows(x{tuple(x.shape)}, counts={sizes}): {comm.size} ranks get rows"
+        problem = f"all_to_all_rows(x{tuple(x.shape)}, counts={sizes}) with {comm.size} ranks"
         cure = f"pass {comm.size} numbers, 0 or more, whose sum is {rows}"
         raise ShapeError(f"{problem}; {cure}", expected=rows, actual=sum(sizes))
 
 
 def check_rank(comm: Communicator, call: str, rank: int, *, other: bool = False) -> None:
-    """Raise ConfigError unless rank is a rank, and with ``other`` not this one."""
+    """Raise ConfigError unless rank is a rank; with ``other``, it must be another rank."""
     if not is_integer(rank) or not 0 <= rank < comm.size or (other and rank == comm.rank):
         kind = "another rank" if other else "a rank"
         cure = f"there are {comm.size}, from 0, and this is {comm.rank}"
@@ -221,6 +221,6 @@ def check_reduction(op: str) -> None:
 
 
 def check_color(color: int) -> None:
-    """Raise ConfigError unless color is a color."""
+    """Raise ConfigError unless color is an integer, 0 or more."""
     if not is_integer(color) or not 0 <= color < 2**31:
         raise ConfigError(f"split(color={color!r}) is not a color; pass an integer, 0 or more")

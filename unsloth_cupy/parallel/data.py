@@ -2,7 +2,7 @@
 
 loss = sum over ranks of (sum of the losses of the rank's labels) / labels of all ranks
 
-Experts that ranks divide are summed over the ranks that hold the same ones.
+Gradients of divided experts are summed over the ranks that store the same experts.
 """
 
 import reprlib
@@ -18,34 +18,34 @@ from ..errors import ConfigError
 from ..training.tape import take_gradients
 from .communicator import Communicator, check_communicator
 
-BUCKET_BYTES = 32 * 2**20
-IGNORE = -100  # the label of a token that does not count
+BUCKET_BYTES = 32 * 2**20  # default size of a bucket: 32 MiB
+IGNORE = -100  # the label of a token without a loss
 
 
 class Model(Protocol):
-    """A model to train: arrays by name, and their gradients."""
+    """A model to train: trainable arrays by name, and their gradients."""
 
     @property
     def trainable(self) -> dict[str, Any]:
-        """The parameters that have gradients."""
+        """The trainable parameters by name."""
 
     def loss_and_gradients(
         self, tokens: Any, labels: Any, **options: Any
     ) -> tuple[Any, dict[str, Any]]:
-        """Return the loss, and its gradient with respect to each of ``trainable``."""
+        """Return the loss, and its gradient with respect to each trainable parameter."""
 
 
 class DataParallel:
-    """A model that every rank holds, whole or but for its experts, trained with data parallelism.
+    """Data-parallel training of a model that every rank stores, except for divided experts.
 
     Parameters
     ----------
     model : Transformer, or an object with its ``trainable`` and ``loss_and_gradients``
-        Its trainable arrays are overwritten by those of rank 0.
+        The trainable arrays are overwritten by those of rank 0.
     comm : Communicator
     bucket_bytes : int
-        Gradients are summed in buckets of at most this size, each as soon as it is full, on a
-        GPU in a second stream.  Results have equal bits for every size.
+        Largest size of a bucket.  Gradients are summed over ranks in buckets, each as soon as it is
+        full, on a GPU in a second stream.  Results have equal bits for every size.
 
     Raises
     ------
@@ -65,9 +65,12 @@ class DataParallel:
         self.model, self.comm, self.bucket_bytes = model, comm, bucket_bytes
         division: Any = getattr(model, "division", None)
         experts = None if division is None else division.experts
-        alike = comm if experts is None else comm.split(experts.rank)  # that hold the same experts
-        apart = (lambda name: False) if experts is None else division.of_experts
-        self.groups = ((ConcurrentSum(comm), lambda n: not apart(n)), (ConcurrentSum(alike), apart))
+        replicas = comm if experts is None else comm.split(experts.rank)  # with the same experts
+        is_expert = (lambda name: False) if experts is None else division.of_experts
+        self.groups = (
+            (ConcurrentSum(comm), lambda name: not is_expert(name)),
+            (ConcurrentSum(replicas), is_expert),
+        )
         for concurrent, has in self.groups:
             for name in filter(has, model.trainable):
                 model.trainable[name][...] = concurrent.comm.broadcast(model.trainable[name])
@@ -77,8 +80,8 @@ class DataParallel:
     ) -> tuple[Any, dict[str, Any]]:
         """Return the mean loss over the labels of all ranks, and its gradients, equal in all ranks.
 
-        Arguments are this rank's rows and the options of ``Transformer.loss_and_gradients``;
-        ``count`` divides the sums, None: the number of labels of all ranks that count.
+        Pass this rank's rows, and options of ``Transformer.loss_and_gradients``.  ``count`` is the
+        divisor of the sums; None: the number of target tokens in all ranks.
         """
         if count is None:
             count = counted_by_all(self.model, labels, options.get("offsets"), self.comm)
@@ -90,14 +93,14 @@ class DataParallel:
     ) -> tuple[Any, dict[str, Any]]:
         """Return the sum over ranks of ``function(model)``, and its gradients, equal in all ranks.
 
-        The function computes this rank's term of the sum.  Options are those of
-        ``Transformer.value_and_gradients``.
+        The function computes this rank's term of the sum.  ``Transformer.value_and_gradients``
+        documents the options.
         """
         model: Any = self.model
         return self._summed(lambda: model.value_and_gradients(function, **options))
 
     def _summed(self, own: Callable[[], tuple[Any, dict[str, Any]]]) -> tuple[Any, dict[str, Any]]:
-        """Return the sums over ranks of a value and of gradients, which backward sums."""
+        """Return the sums over ranks of a value and of gradients; backward sums gradients."""
         take, sums = self._buckets(self.model.trainable)
         token = take_gradients.set(take)
         try:
@@ -108,7 +111,7 @@ class DataParallel:
         return self.comm.all_reduce(value), summed
 
     def sums(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the sums over ranks of gradients by name, such as sums of several batches."""
+        """Return the sums over ranks of gradients by name, such as accumulated gradients."""
         take, sums = self._buckets(gradients)
         for array in gradients.values():
             take(array, array)
@@ -117,7 +120,7 @@ class DataParallel:
     def _buckets(
         self, parameters: Mapping[str, Any]
     ) -> tuple[Callable[[Any, Any], None], Callable[[], dict[str, Any]]]:
-        """Return a function that takes gradients, and one that returns their sums in order."""
+        """Return a function to add a gradient, and a function that returns all sums in order."""
         every: list[Buckets] = []
         by_array: dict[int, Buckets] = {}
         for concurrent, has in self.groups:
@@ -133,15 +136,15 @@ class DataParallel:
 
 
 class ConcurrentSum:
-    """Computes sums over ranks; on a GPU in a second stream, concurrently with the current one."""
+    """Sums over ranks; on a GPU in a second stream, concurrent with the current stream."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self.stream: Any = None  # one for all steps, because a memory pool is per stream
-        self.read: list[Any] = []  # arrays that it reads, whose memory must not be reused yet
+        self.stream: Any = None  # one stream for all steps: every stream has its own memory pool
+        self.read: list[Any] = []  # arrays that the stream reads: their memory must not be reused
 
     def sum(self, flat: Any) -> Any:
-        """Return the sum over ranks, which may be used only after ``join``."""
+        """Return the sum over ranks, which is valid after ``join``."""
         kind: Any = type(flat)
         if not is_cupys(kind):
             return self.comm.all_reduce(flat)
@@ -162,9 +165,9 @@ class ConcurrentSum:
 
 
 class Buckets:
-    """Sums gradients in buckets, in the same order in all ranks.
+    """Sums of gradients over ranks in buckets, in the same order in all ranks.
 
-    The order is that of the parameters from last to first, in which backward reaches them.
+    Buckets contain the parameters from last to first, which is the order of backward.
     """
 
     def __init__(
@@ -182,18 +185,18 @@ class Buckets:
         self.summed: dict[str, Any] = {}
 
     def take(self, parameter: Any, gradient: Any) -> None:
-        """Add the gradient of a parameter; sum the buckets that are now full."""
+        """Add the gradient of a parameter; sum the buckets that are full now."""
         self.own[self.names[id(parameter)]] = gradient
         while (names := self._next()) and all(name in self.own for name in names):
             self._sum(names)
 
     def sums(self) -> dict[str, Any]:
-        """Return all sums by name, which later work on the current stream may use."""
+        """Return all sums by name; the current stream waits for them."""
         self.concurrent.join()
         return {name: self.summed[name] for name in self.shapes}
 
     def _next(self) -> list[str]:
-        """Return the names of the next bucket, of one dtype; [] while a gradient is missing."""
+        """Return the names in the next bucket, of one dtype; [] while a gradient is missing."""
         names: list[str] = []
         size, dtype = 0, None
         for name in self.waiting:
@@ -224,7 +227,7 @@ class Buckets:
 
 
 def counted_by_all(model: Model, labels: Any, offsets: Any, comm: Communicator) -> Any:
-    """Return how many labels of all ranks count; ranks that share a row count it once."""
+    """Return the number of target tokens in all ranks; ranks that share a row count it once."""
     causal = getattr(model, "head", "causal_lm") == "causal_lm"
     total = comm.all_reduce(counted(labels, offsets) if causal else (labels != IGNORE).sum())
     context = getattr(model, "context", None)
@@ -232,7 +235,7 @@ def counted_by_all(model: Model, labels: Any, offsets: Any, comm: Communicator) 
 
 
 def counted(labels: Any, offsets: Any = None) -> Any:
-    """Return how many labels count; the first token of a text has no token that predicts it."""
+    """Return the number of target tokens; the first token of a text is not predicted."""
     if offsets is None:
         return (labels[:, 1:] != IGNORE).sum()
     flat = labels.reshape(-1)

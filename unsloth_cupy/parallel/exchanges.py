@@ -1,7 +1,7 @@
 """Collectives built from messages between two ranks, shared by the MPI, socket and NCCL classes.
 
-    all_reduce = each rank sums its part of all arrays, in the order of the ranks; then all gather
-    of small arrays: each rank gets all of them, and sums them in this order
+    all_reduce              each rank sums its part of all arrays, in rank order; then all gather
+    all_reduce, small x     each rank receives all arrays, and sums them in rank order
 
 A subclass defines ``_exchange``, which moves bytes between ranks, and ``_gather_rows``, which
 gathers a few numbers of all ranks on the hosts.
@@ -34,16 +34,18 @@ from .communicator import (
     sum_dtype,
 )
 
-MIXED = "pass checked=True on all ranks, or on none"  # the cure if only some compare calls
-AT_ONCE = 2**20  # bytes from all ranks that are summed whole by each: latency outweighs their way
-CALL_BYTES = 512  # size of the text of a call, which a checked communicator sends first
+MIXED = "pass checked=True on all ranks, or on none"  # the cure if only some ranks compare calls
+# If the arrays of all ranks have at most this many bytes, each rank sums them all: one exchange
+# instead of two, as latency outweighs the time to send more bytes.
+AT_ONCE = 2**20
+CALL_BYTES = 512  # size of a call's text, which a checked communicator sends first
 
 
 class Exchanges(ABC):
-    """Base of communicators: collectives from a subclass's exchange of bytes.
+    """Base class of communicators: collectives that use a subclass's exchange of bytes.
 
-    Elements of any dtype travel as raw bytes, bfloat16 too.  Sums of 16-bit floats are computed in
-    float32 and rounded once; all sums are computed in the order of the ranks.
+    Elements of any dtype, including bfloat16, are sent as raw bytes.  Sums of 16-bit floats are
+    computed in float32 and rounded once.  All sums are computed in the order of the ranks.
     """
 
     rank: int
@@ -52,7 +54,7 @@ class Exchanges(ABC):
     def __init__(self, timeout: float, checked: bool) -> None:
         if not is_number(timeout) or not 0 < timeout <= threading.TIMEOUT_MAX:
             kind = type(self).__name__
-            raise ConfigError(f"{kind}(timeout={timeout!r}) is not positive; pass seconds")
+            raise ConfigError(f"{kind}(timeout={timeout!r}): pass a positive number of seconds")
         self.timeout, self.checked = timeout, checked
         self._calls = 0
 
@@ -62,11 +64,11 @@ class Exchanges(ABC):
 
     @abstractmethod
     def _exchange(self, call: str, sends: list[Any], receives: list[Any]) -> None:
-        """Send ``sends[r]`` to rank r and receive from it into ``receives[r]``; None: nothing."""
+        """Send ``sends[r]`` to rank r and receive ``receives[r]`` from it; None: nothing."""
 
     @abstractmethod
     def _gather_rows(self, call: str, row: Any) -> Any:
-        """Return the NumPy rows of all ranks, of one size and dtype, stacked to one array."""
+        """Return a matrix with the NumPy row of each rank; rows have equal sizes and dtypes."""
 
     @abstractmethod
     def _post(self, x: Any, to: int) -> None:
@@ -124,7 +126,7 @@ class Exchanges(ABC):
         return np.concatenate(parts, end)
 
     def all_to_all_rows(self, x: Any, counts: Sequence[int]) -> tuple[Any, list[int]]:
-        """Return the rows that all ranks send to this one, in their order, and how many each sent.
+        """Return the rows that all ranks send to this one, in rank order, and their counts.
 
         The first ``counts[0]`` rows of x go to rank 0, the next ``counts[1]`` to rank 1, and so on.
         """
@@ -138,7 +140,7 @@ class Exchanges(ABC):
         return out, came.tolist()
 
     def broadcast(self, x: Any, root: int = 0) -> Any:
-        """Return the array of rank root; the others pass an array of equal shape and dtype."""
+        """Return the array of rank root; other ranks pass an array of equal shape and dtype."""
         check_rank(self, "broadcast", root)
         x = self._own("broadcast", x)
         self._agree(f"broadcast(x{x.shape} {x.dtype}, root={root})")
@@ -150,7 +152,7 @@ class Exchanges(ABC):
         return out
 
     def send(self, x: Any, to: int) -> None:
-        """Send an array to another rank; on a host it is copied, and the call does not wait."""
+        """Send an array to another rank; NumPy arrays are copied, and the call does not wait."""
         check_rank(self, "send", to, other=True)
         x = self._own("send", x)
         if self.checked:
@@ -188,7 +190,7 @@ class Exchanges(ABC):
         return row
 
     def _only(self, rank: int, out: Any) -> list[Any]:
-        """Return a list by rank that holds ``out`` for one rank, and None for the others."""
+        """Return a list with ``out`` for one rank, and None for the others."""
         return [out if each == rank else None for each in range(self.size)]
 
     def _reduced(self, call: str, x: Any, axis: int, op: Reduction) -> Any:
@@ -198,7 +200,7 @@ class Exchanges(ABC):
         return self._summed(call, to_send, op)
 
     def _summed(self, call: str, to_send: list[Any], op: Reduction) -> Any:
-        """Return the reduction of what this rank receives of all, in their order."""
+        """Return the reduction of the arrays that this rank receives, in the order of the ranks."""
         own = to_send[self.rank]
         rows = empty((self.size, *own.shape), own.dtype, own)
         parts = [rows[rank, ...] for rank in range(self.size)]
@@ -208,13 +210,13 @@ class Exchanges(ABC):
             return sum_in_order(rows)
         total = parts[0].astype(sum_dtype(rows.dtype))
         reduce = np.add if op == "sum" else np.maximum
-        with np.errstate(over="ignore", invalid="ignore"):  # no warnings, as on a GPU
+        with np.errstate(over="ignore", invalid="ignore"):  # no warnings, like a GPU
             for other in parts[1:]:
                 reduce(total, other, out=total)
             return total.astype(rows.dtype, copy=False)
 
     def _agree(self, call: str) -> None:
-        """Raise unless all ranks make this call; does nothing if not ``checked``."""
+        """Raise unless all ranks make this call; do nothing if not ``checked``."""
         if not self.checked:
             return
         self._calls += 1
@@ -225,10 +227,10 @@ class Exchanges(ABC):
             listed = "; ".join(f"rank {rank}: {text}" for rank, text in enumerate(calls))
             deviating = min(range(self.size), key=lambda rank: calls.count(calls[rank]))
             problem = f"call {self._calls} is not the same on all ranks: {listed}"
-            raise CommunicationError(f"{problem}; make the same call on all", rank=deviating)
+            raise CommunicationError(f"{problem}; make the same calls on all", rank=deviating)
 
     def _passed(self, call: str, x: Any, to: int, out: Any, source: int) -> Any:
-        """Send x unless it is None, and receive ``out``; if ``checked``, compare texts first."""
+        """Send x unless it is None, and receive ``out``; if ``checked``, compare calls first."""
         if self._own(call, out) is not out or not getattr(out.flags, "writeable", True):
             cure = "pass numpy.empty(shape, dtype)"
             raise ConfigError(f"{call}: out is not a writeable array in C order; {cure}")
@@ -238,14 +240,14 @@ class Exchanges(ABC):
             self._exchange(call, self._only(to, own), self._only(source, text))
             sent, expected = call_text(to_numpy(text)), _sent(out)
             if sent != expected:
-                problem = f"{call}: rank {source} called {sent}, which is not {expected}"
+                problem = f"{call}: rank {source} called {sent}, not {expected}"
                 raise CommunicationError(f"{problem}; pass equal shapes and dtypes", rank=source)
         self._exchange(call, self._only(to, x), self._only(source, out))
         return out
 
 
 def pieces(x: Any, counts: Any) -> list[Any]:
-    """Return views of consecutive rows, so many for each rank."""
+    """Return views of consecutive rows, ``counts[r]`` for rank r."""
     ends = np.cumsum(counts).tolist()
     return [x[stop - count : stop] for stop, count in zip(ends, counts.tolist(), strict=True)]
 

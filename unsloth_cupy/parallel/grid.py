@@ -10,7 +10,7 @@ from .communicator import Communicator, check_communicator
 
 
 class Grid(NamedTuple):
-    """Communicators, each of the ranks that differ from this one along only one axis of a grid."""
+    """One communicator for each axis of a grid: the ranks that differ from this one only there."""
 
     data: Communicator
     pipeline: Communicator
@@ -23,7 +23,7 @@ def grid(
     comm: Communicator, *, data: int | None = None, pipeline: int = 1, context: int = 1,
     expert: int = 1, tensor: int = 1,
 ) -> Grid:  # fmt: skip
-    """Return the communicators of a grid; ranks of one ``tensor`` group are consecutive.
+    """Return the communicators of a grid; ranks of a ``tensor`` group are consecutive.
 
     ``rank = (((data * pipelines + pipeline) * contexts + context) * experts + expert) * tensors +
     tensor``.
@@ -31,11 +31,11 @@ def grid(
     Parameters
     ----------
     comm : Communicator
-        Of data * pipeline * context * expert * tensor ranks.
+        Its world size must be data * pipeline * context * expert * tensor.
     data : int, optional
-        Parts of a batch; None: the number of ranks / (pipeline * context * expert * tensor).
+        Parts of a batch; None: world size / (pipeline * context * expert * tensor).
     pipeline : int
-        Stages of blocks.
+        Number of pipeline stages.
     context : int
         Parts of a text.
     expert : int

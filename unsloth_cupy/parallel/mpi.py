@@ -1,7 +1,7 @@
 """A communicator of NumPy arrays for ranks that MPI starts: ``mpiexec -n 4 python program.py``.
 
-Every exchange consists of messages between two ranks, awaited with a time limit, so that an error
-names the rank that is late.
+Every exchange consists of messages between two ranks, and has a time limit: an error names the late
+rank.
 """
 
 import os
@@ -17,21 +17,22 @@ from .communicator import check_color
 from .exchanges import MIXED, Exchanges, raw
 from .sockets import first_of
 
-DATA, NUMBERS = range(2)  # message tags: of arrays, and of ``_gather_rows``
-PRINTED = 0.3  # seconds for mpiexec to forward printed output before it ends all processes
+DATA, NUMBERS = range(2)  # message tags of arrays, and of ``_gather_rows``
+PRINTED = 0.3  # seconds in which mpiexec can forward printed output before it ends all processes
 SPINS = 200  # polls without a pause, if each rank has a core
 NAP = 1e-4  # seconds of the first pause between polls
-LATER = 0.05, 2e-3  # later pauses: share of the time waited so far, and most seconds;
-SHARED = 0.2, 2e-2  # the same if ranks share cores, which waiting ranks should leave to the others
+# Later pauses are this share of the time waited so far, at most this many seconds.  They are longer
+# if ranks share cores: a waiting rank should leave its core to others.
+LATER, SHARED = (0.05, 2e-3), (0.2, 2e-2)
 
 
 class MpiCommunicator(Exchanges):
-    """Ranks of MPI, through mpi4py; arrays are NumPy's.
+    """A communicator of MPI ranks, through mpi4py, that exchanges NumPy arrays.
 
-    Elements of any dtype travel as raw bytes, bfloat16 too.  Sums of 16-bit floats are computed in
-    float32 and rounded once; all sums are computed in the order of the ranks.  If a process ends
-    with an error, all processes end at once, and its rank is printed.  If one is killed, mpiexec
-    ends the others and names the process and its machine.
+    Elements of any dtype, including bfloat16, are sent as raw bytes.  Sums of 16-bit floats are
+    computed in float32 and rounded once.  All sums are computed in the order of the ranks.  If a
+    process ends with an error, its rank is printed, and all processes end immediately.  If a
+    process is killed, mpiexec ends the others and names the process and its machine.
 
     Parameters
     ----------
@@ -40,7 +41,7 @@ class MpiCommunicator(Exchanges):
     timeout : float
         Seconds that an exchange waits for another rank.
     checked : bool
-        Compare calls, shapes and dtypes among ranks before each exchange, which takes one more
+        Whether ranks compare calls, shapes and dtypes before each exchange.  It costs one more
         message to every rank.
 
     Raises
@@ -50,9 +51,9 @@ class MpiCommunicator(Exchanges):
     ConfigError
         timeout is not positive.
     CommunicationError
-        From an exchange: another rank did not take part in time, or ranks make different calls.
+        In an exchange: another rank did not take part in time, or ranks made different calls.
     FrameworkError
-        From an exchange: an array is not NumPy's.
+        In an exchange: an array is not a NumPy array.
     """
 
     def __init__(self, comm: Any = None, *, timeout: float = 600.0, checked: bool = False) -> None:
@@ -63,7 +64,7 @@ class MpiCommunicator(Exchanges):
         world = self._mpi.COMM_WORLD.Get_size()
         local = int(first_of(os.environ, ("MPI_LOCALNRANKS",)) or world)
         self._cores = local <= (os.cpu_count() or 1)
-        self._sent: list[tuple[Any, Any]] = []  # requests of pending messages, and their arrays
+        self._sent: list[tuple[Any, Any]] = []  # pending requests, and the arrays that they use
         if world > 1:
             _end_all_on_error(self._mpi)
 
@@ -75,7 +76,7 @@ class MpiCommunicator(Exchanges):
         return MpiCommunicator(comm, timeout=self.timeout, checked=self.checked)
 
     def _gather_rows(self, call: str, row: Any) -> Any:
-        """Return the NumPy rows of all ranks, of one size and dtype, stacked to one array."""
+        """Return a matrix with the NumPy row of each rank; rows have equal sizes and dtypes."""
         rows = np.empty((self.size, *row.shape), row.dtype)
         self._exchange(call, [row] * self.size, [*rows], NUMBERS)
         return rows
@@ -91,7 +92,7 @@ class MpiCommunicator(Exchanges):
         return int(self._comm.Split_type(self._mpi.COMM_TYPE_SHARED, self.rank).Get_rank())
 
     def _exchange(self, call: str, sends: list[Any], receives: list[Any], tag: int = DATA) -> None:
-        """Send ``sends[r]`` to rank r and receive from it into ``receives[r]``; None: nothing."""
+        """Send ``sends[r]`` to rank r and receive ``receives[r]`` from it; None: nothing."""
         byte, pending = self._mpi.BYTE, []
         for rank, array in enumerate(receives):
             if array is not None and rank != self.rank:
@@ -116,7 +117,7 @@ class MpiCommunicator(Exchanges):
                 late = sorted({rank for _, rank, _ in pending})
                 for request, _, array in pending:
                     request.Cancel()
-                    self._sent.append((request, array))  # MPI may still write there
+                    self._sent.append((request, array))  # MPI may still write into the array
                 names = ", ".join(map(str, late))
                 problem = f"rank {self.rank}: {call} waited {self.timeout:g} s for rank {names}"
                 raise CommunicationError(f"{problem}; see what it printed", rank=late[0])
@@ -125,7 +126,7 @@ class MpiCommunicator(Exchanges):
                 time.sleep(min(max(NAP, waited * share), most))
 
     def _done(self, call: str, request: Any, rank: int, array: Any) -> bool:
-        """Return whether a message has arrived; raise if its size is not that of the array."""
+        """Return whether a message has arrived; raise if its size differs from the array's."""
         status = self._mpi.Status()
         try:
             done = request.Test(status)
@@ -143,7 +144,7 @@ class MpiCommunicator(Exchanges):
 
 
 def load_mpi() -> Any:
-    """Return mpi4py's MPI; raise a DeviceError that says what is missing."""
+    """Return mpi4py's MPI; raise a DeviceError if mpi4py or MPI is missing."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -153,7 +154,7 @@ def load_mpi() -> Any:
 
 
 def _end_all_on_error(mpi: Any) -> None:
-    """Let an uncaught error of a rank end the processes of all ranks, after its rank is printed."""
+    """Install an exception hook that prints the rank and the error, and ends all processes."""
     before = sys.excepthook
     if getattr(before, "ends_all", False):
         return

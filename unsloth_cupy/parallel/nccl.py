@@ -1,7 +1,7 @@
 """A communicator of CuPy arrays for ranks with a GPU each, through NCCL on the current stream.
 
-The hosts are connected by MPI or sockets: they set up NCCL, compare calls if ``checked``, exchange
-sizes, and notice a rank that fails while a GPU waits for it.
+MPI or sockets connect the hosts, which set up NCCL, compare calls if ``checked``, exchange sizes,
+and detect a rank that fails while a GPU waits for it.
 """
 
 import os
@@ -23,41 +23,41 @@ Host = MpiCommunicator | SocketCommunicator
 
 
 def local_rank(host: Host) -> int:
-    """Return the number of this rank among those of its machine, by the environment or ``host``."""
+    """Return the index of this rank on its machine, from the environment or from ``host``."""
     local = first_of(os.environ, LOCAL_RANK)
     return host.local_rank() if local is None else int(local)
 
 
 class NcclCommunicator(Exchanges):
-    """Ranks of NCCL, each with the GPU that is current when this object is created.
+    """A communicator of NCCL ranks, each with the GPU that is current at creation.
 
-    Exchanges are launched on the current stream, and the host does not wait for them; sums are
+    Exchanges are launched on the current stream, and the host does not wait for them.  Sums are
     computed in the order of the ranks, so that reruns have equal bits.  If a rank fails, or does
     not take part within ``timeout`` seconds, this process ends, because its GPU would wait without
-    a limit.  A rank that failed is named; a late one only with ``checked`` and a ``host``.
+    a limit.  The message names a failed rank, and with ``checked`` and a ``host`` also a late rank.
 
     Parameters
     ----------
     rank, size : int
     unique_id : bytes
-        What ``cupy.cuda.nccl.get_unique_id()`` returned in one rank.
+        The id that ``cupy.cuda.nccl.get_unique_id()`` returned in one rank.
     timeout : float
         Seconds that an exchange waits for another rank.
     checked : bool
-        Compare calls, shapes and dtypes among ranks before each exchange; hosts then wait.
+        Whether ranks compare calls, shapes and dtypes before each exchange; hosts then wait.
     host : MpiCommunicator or SocketCommunicator, optional
-        The same ranks on the host, which exchange NumPy arrays.  Without it, NumPy arrays raise,
-        and ``all_gather``, ``barrier`` and ``checked`` exchange their numbers through the GPU:
-        the host waits for that, and a CUDA graph cannot capture it.
+        A communicator of the same ranks, which exchanges NumPy arrays.  Without it, NumPy arrays
+        raise, and ``all_gather``, ``barrier`` and ``checked`` exchange their numbers through the
+        GPU: the host waits for them, and a CUDA graph cannot capture them.
 
     Raises
     ------
     DeviceError
         NCCL is not available.
     CommunicationError
-        NCCL reports an error; or ranks make different calls.
+        NCCL reports an error; or ranks made different calls.
     FrameworkError
-        From an exchange: an array is not CuPy's, nor NumPy's with a host.
+        In an exchange: an array is not a CuPy array, nor with a host a NumPy array.
     """
 
     def __init__(
@@ -81,22 +81,22 @@ class NcclCommunicator(Exchanges):
     def from_mpi(
         cls, comm: Any = None, *, timeout: float = 600.0, checked: bool = False
     ) -> "NcclCommunicator":
-        """Return the communicator of the ranks of MPI, each with a GPU of its machine."""
+        """Return a communicator of MPI's ranks, each with a GPU of its machine."""
         return cls.over(MpiCommunicator(comm, timeout=timeout), checked=checked)
 
     @classmethod
     def from_environment(
         cls, *, timeout: float = 600.0, checked: bool = False
     ) -> "NcclCommunicator":
-        """Return the communicator of the ranks that torchrun, srun or a shell started.
+        """Return a communicator of the ranks that torchrun, srun or a shell started.
 
-        These set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
+        The launcher sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT.
         """
         return cls.over(SocketCommunicator.from_environment(timeout=timeout), checked=checked)
 
     @classmethod
     def over(cls, host: Host, *, checked: bool = False) -> "NcclCommunicator":
-        """Return the communicator of the ranks of ``host``, each with a GPU of its machine."""
+        """Return a communicator of the ranks of ``host``, each with a GPU of its machine."""
         if not (cupy() and count()):
             cure = "check nvidia-smi, or use --device cpu or MpiCommunicator"
             raise DeviceError(f"NcclCommunicator: CuPy sees no GPU; {cure}")
@@ -105,7 +105,7 @@ class NcclCommunicator(Exchanges):
 
     @classmethod
     def _of(cls, host: Host, timeout: float, checked: bool) -> "NcclCommunicator":
-        """Return the communicator of the ranks of ``host``, each with its current GPU."""
+        """Return a communicator of the ranks of ``host``, each with its current GPU."""
         own_id = load_nccl().get_unique_id() if host.rank == 0 else bytes(128)
         unique_id = host.broadcast(np.frombuffer(own_id, np.uint8)).tobytes()
         return cls(host.rank, host.size, unique_id, timeout=timeout, checked=checked, host=host)
@@ -148,15 +148,15 @@ class NcclCommunicator(Exchanges):
                     self._comm.recv(array.data.ptr, array.nbytes, kind, rank, stream)
             self._nccl.groupEnd()
         except self._nccl.NcclError as error:
-            problem = f"rank {self.rank}: {call}: NCCL says {error}"
-            cure = "NCCL_DEBUG=WARN says more"
+            problem = f"rank {self.rank}: {call}: NCCL reports {error}"
+            cure = "set NCCL_DEBUG=WARN for details"
             raise CommunicationError(f"{problem}; {cure}", rank=self.rank) from error
         if sends[self.rank] is not None and receives[self.rank] is not None:
             receives[self.rank][...] = sends[self.rank]
         self._watchdog.watch(call)
 
     def _gather_rows(self, call: str, row: Any) -> Any:
-        """Return the rows of all ranks, exchanged by the hosts if there are any."""
+        """Return a matrix with the row of each rank; hosts exchange them if there are hosts."""
         if self.host is not None:
             return self.host._gather_rows(call, row)
         module = cupy()
@@ -188,13 +188,13 @@ class NcclCommunicator(Exchanges):
 
 
 def _is_on_gpu(array: Any) -> bool:
-    """Return whether NCCL sends this (a CuPy array, or None); hosts send NumPy arrays."""
+    """Return whether an array is a CuPy array or None, so that NCCL can send it."""
     kind: Any = type(array)
     return array is None or is_cupys(kind)
 
 
 def load_nccl() -> Any:
-    """Return CuPy's NCCL; raise a DeviceError that says what is missing."""
+    """Return CuPy's NCCL module; raise a DeviceError if CuPy or NCCL is missing."""
     try:
         from_cupy = cupy().cuda.nccl
     except ImportError as error:

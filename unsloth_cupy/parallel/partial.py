@@ -1,7 +1,7 @@
 """Ops between the layers of a tensor-parallel model: shared arrays, divided norms and bit linears.
 
-The gradient of an array that all ranks hold, and that each uses differently, is the sum of their
-gradients.
+If all ranks have the same array, and each rank uses it differently, its gradient is the sum of the
+gradients of all ranks.
 """
 
 from collections.abc import Sequence
@@ -24,15 +24,15 @@ from .taped import taped, value_of
 
 
 def summed_back(x: Any, comm: Communicator, rows: slice | None = None) -> Any:
-    """Return x unchanged; in backward its gradient, or some rows of it, is summed over ranks.
+    """Return x unchanged; backward sums its gradient, or some rows of it, over ranks.
 
     Parameters
     ----------
     x : array or Var
-        Equal in all ranks, or only its ``rows`` are.
+        Its ``rows`` must be equal in all ranks.
     comm : Communicator
     rows : slice, optional
-        Along the first axis; None: all.
+        Slice of the first axis; None: all rows.
     """
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
@@ -57,19 +57,19 @@ def divided_rms_norm(
 ) -> Any:
     """Return this rank's columns of an ``rms_norm`` whose columns are divided among ranks.
 
-    ``y = x / sqrt(sum(x**2) / size + eps) * (weight + offset)``, where the sum is over all ranks.
+    ``y = x / sqrt(sum(x**2) / size + eps) * (weight + offset)``, with the sum over all ranks.
 
     Parameters
     ----------
     x : (*rows, this rank's columns) float
     weight : (this rank's columns,) float
     size : int
-        Number of columns of all ranks, each counted once.
+        Number of columns in all ranks, each counted once.
     comm : Communicator
     eps, offset
         As in ``rms_norm``.
     copies : int
-        Number of ranks that hold each column; their gradients of x then add up to the whole.
+        Number of ranks that have each column.  The sum of their gradients of x is the gradient.
 
     Returns
     -------
@@ -114,11 +114,12 @@ def divided_bit_linear(
     bias : (outputs,) float, optional
     comm : Communicator
     size : int
-        Number of values of the whole weight; its scale is the mean of their absolute values.
+        Number of values in the whole weight; the mean of their absolute values is its scale.
     shares : sequence of (slice, float)
-        Weights of rows of the part in that mean.
+        Rows of this rank's part, and their factor in that mean.
     inputs : bool
-        Whether inputs are divided: each row is rounded by its largest absolute value in all ranks.
+        Whether inputs are divided.  Each row is then scaled by its largest absolute value in all
+        ranks.
 
     Returns
     -------

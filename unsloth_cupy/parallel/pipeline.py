@@ -1,4 +1,4 @@
-"""Run a pipeline: pass microbatches through stages in the order of a schedule."""
+"""Execution of a pipeline: microbatches pass through stages in the order of a schedule."""
 
 import reprlib
 from collections.abc import Sequence
@@ -10,19 +10,19 @@ from .schedule import Message, Schedule, Step, chunks_of, consumer, timetable
 
 
 class Stage(Protocol):
-    """The layers of one rank, in chunks; stages pass on one array, or a tuple of arrays."""
+    """The layers of one rank, in chunks; stages exchange one array, or a tuple of arrays."""
 
     def like(self, microbatch: Any) -> Any:
-        """Return new arrays of the shapes and dtypes of those that stages pass on."""
+        """Return new arrays with the shapes and dtypes of the arrays that stages exchange."""
 
     def forward(self, step: Step, microbatch: Any, x: Any) -> Any:
-        """Return the output for the next stage; x is that of the stage before, None in the first.
+        """Return the output of this stage; x is the previous stage's output, None in the first.
 
-        The outputs of the last stage are the results of the pipeline: losses.
+        The outputs of the last stage are the results of the pipeline, such as losses.
         """
 
     def backward(self, step: Step, dy: Any) -> Any:
-        """Return the gradient of x; dy is that of the output of forward, None in the last stage."""
+        """Return the gradient of x; dy is the upstream gradient, None in the last stage."""
 
 
 def run_pipeline(
@@ -35,16 +35,16 @@ def run_pipeline(
     stage : Stage
         The layers of this rank.
     schedule : list of list of Step
-        What ``pipeline_schedule`` returns, equal in all ranks.
+        The result of ``pipeline_schedule``, equal in all ranks.
     microbatches : sequence
-        As many as the schedule has, passed by all ranks; ``Stage.forward`` receives them.
+        All microbatches of the schedule, in every rank; ``Stage.forward`` receives them.
     comm : Communicator
-        As many ranks as stages.
+        Its world size is the number of stages.
 
     Returns
     -------
     results : list
-        The results of forward in the last stage, by microbatch; empty in the others.
+        The outputs of the last stage, by microbatch; empty in other ranks.
 
     Raises
     ------
@@ -60,9 +60,9 @@ def run_pipeline(
         raise ConfigError(f"run_pipeline(schedule={reprlib.repr(schedule)}): {cure}") from None
     if len(schedule) != comm.size or count != batches:
         actual = f"{len(schedule)} stages and {count} microbatches"
-        expected = f"{comm.size} ranks and {batches}"
+        expected = f"{comm.size} ranks and {batches} microbatches"
         cure = "make one with pipeline_schedule(ranks, microbatches)"
-        raise ConfigError(f"run_pipeline: a schedule of {actual} is not one of {expected}; {cure}")
+        raise ConfigError(f"run_pipeline: the schedule has {actual}, not {expected}; {cure}")
     stages, chunks, rank = len(schedule), chunks_of(schedule), comm.rank
     arrays: dict[tuple[int, Step], Any] = {}  # by the stage and the step that use the array
     results: dict[int, Any] = {}
@@ -93,13 +93,13 @@ def run_pipeline(
 
 
 def send(comm: Communicator, arrays: Any, to: int) -> None:
-    """Send an array, or each of a tuple."""
+    """Send an array, or all arrays of a tuple."""
     for array in arrays if type(arrays) is tuple else (arrays,):
         comm.send(array, to)
 
 
 def receive(comm: Communicator, like: Any, source: int) -> Any:
-    """Receive an array, or a tuple of arrays, of these forms."""
+    """Receive into new arrays: one, or a tuple, as in ``like``."""
     if type(like) is tuple:
         return tuple(comm.receive(each, source) for each in like)
     return comm.receive(like, source)

@@ -1,10 +1,11 @@
 """Ring attention: ranks divide the tokens, and pass keys and values around in a ring.
 
-    lse = log(sum over ranks of exp(lse over the keys of that rank))      out: merge_attention
+    lse = log(sum over ranks of exp(lse over that rank's keys))      out: merge_attention
 
-A rank stores two blocks of keys and values.  With ``causal`` a rank holds one piece of the first
-half and the mirrored piece of the second, so that all ranks compute equally many pairs (zigzag).
-Liu et al., Ring Attention with Blockwise Transformers, 2023.
+A rank stores two blocks of keys and values: its current one and the one that it receives.  With
+``causal`` a rank has one piece of the first half of the tokens and the mirrored piece of the second
+half, so that all ranks compute equally many pairs of queries and keys (zigzag).  Liu et al., Ring
+Attention with Blockwise Transformers, 2023.
 """
 
 from collections.abc import Iterator
@@ -27,13 +28,13 @@ Texts = list[tuple[int, int]]  # begin and end of each text among the tokens of 
 
 
 class Piece(NamedTuple):
-    """Consecutive tokens: their slice of a rank's arrays, and the position of the first."""
+    """Consecutive tokens: their slice of a rank's arrays, and the position of the first token."""
 
     where: slice
     start: int
 
     def within(self, start: int, stop: int) -> tuple[slice, int]:
-        """Return the slice of its tokens in a text, and the position of the first of them."""
+        """Return the slice of this piece in a text, and the position of its first token."""
         first = max(self.start, start)
         size = self.where.stop - self.where.start
         skip, end = first - self.start, min(size, stop - self.start)
@@ -41,14 +42,14 @@ class Piece(NamedTuple):
 
 
 def ring_order(tokens: int, comm: Communicator, *, causal: bool) -> Any:
-    """Return the positions of the tokens that this rank holds, in order.
+    """Return the positions of this rank's tokens, in order.
 
-    This rank passes ``x[:, ring_order(x.shape[1], comm, causal=True)]`` to ``ring_attention``.
+    Pass ``x[:, ring_order(x.shape[1], comm, causal=True)]`` to ``ring_attention``.
 
     Raises
     ------
     ShapeError
-        tokens is not a multiple of the ranks, or of twice the ranks with ``causal``.
+        tokens is not a multiple of the world size, or with ``causal`` of twice the world size.
     ConfigError
         comm is not a communicator, causal not a bool, or tokens not a number of tokens.
     """
@@ -95,8 +96,8 @@ def ring_attention(
     causal, window, scale, softcap
         As in ``attention``, for positions among the tokens of all ranks.
     offsets : (texts + 1,) int, optional
-        Packed texts: where each one starts among the tokens of all ranks, and the number of
-        tokens last.  Texts do not see each other.  The host reads the offsets.
+        Starts of packed texts among the tokens of all ranks, and the number of tokens last.  A text
+        attends only to itself.  The host reads the offsets.
 
     Returns
     -------
@@ -106,8 +107,8 @@ def ring_attention(
     Raises
     ------
     ShapeError, DTypeError, ConfigError
-        As ``attention`` raises; or q and k have different numbers of tokens, or with ``causal``
-        an odd number.
+        As in ``attention``; or q and k have different numbers of tokens, or with ``causal`` an odd
+        number of tokens.
     RangeError
         offsets do not rise from 0 to the number of tokens of all ranks.
     """
@@ -131,7 +132,7 @@ def ring_attention(
 
 
 def texts_of(call: str, offsets: Any, tokens: int) -> Texts | None:
-    """Return where texts begin and end, without empty ones; None if there are no offsets."""
+    """Return begin and end of each text that is not empty; None without offsets."""
     if offsets is None:
         return None
     framework_of(offsets, f"{call}: offsets")  # raises for other objects
@@ -139,12 +140,12 @@ def texts_of(call: str, offsets: Any, tokens: int) -> Texts | None:
     valid = starts.ndim == 1 and len(starts) > 1 and starts.dtype.kind in "iu"
     if not valid or starts[0] != 0 or starts[-1] != tokens or (np.diff(starts) < 0).any():
         problem = f"{call}: offsets {starts.tolist()} do not rise from 0 to {tokens}"
-        raise RangeError(f"{problem}; pass where each text starts, and the number of tokens last")
+        raise RangeError(f"{problem}; pass the start of each text, and the number of tokens last")
     return [(int(a), int(b)) for a, b in pairwise(starts) if a < b]
 
 
 def _pieces(tokens: int, rank: int, comm: Communicator, causal: bool) -> list[Piece]:
-    """Return the pieces of a rank's tokens: two with ``causal``, else one."""
+    """Return the pieces of a rank's tokens: two with ``causal``, otherwise one."""
     if not causal:
         return [Piece(slice(0, tokens), rank * tokens)]
     half = tokens // 2
@@ -155,10 +156,11 @@ def _pieces(tokens: int, rank: int, comm: Communicator, causal: bool) -> list[Pi
 def _pairs(
     tokens: int, owner: int, comm: Communicator, causal: bool, texts: Texts | None
 ) -> Iterator[tuple[slice, slice, int]]:
-    """Yield slices of queries and of keys they see, and the first query's index among the keys."""
+    """Yield slices of queries and of their keys, and the first query's index in the keys."""
     for own in _pieces(tokens, comm.rank, comm, causal):
         for other in _pieces(tokens, owner, comm, causal):
-            if not causal or other.start <= own.start:  # pieces are equally long
+            # Pieces have equal lengths: one that starts later has no keys for these queries.
+            if not causal or other.start <= own.start:
                 for start, stop in texts or [(0, tokens * comm.size)]:
                     (queries, first), (keys, before) = (p.within(start, stop) for p in (own, other))
                     if queries.start < queries.stop and keys.start < keys.stop:
@@ -198,7 +200,7 @@ def _backward(
     dout: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, comm: Communicator,
     texts: Texts | None, options: Any,
 ) -> tuple[Any, Any, Any]:  # fmt: skip
-    """Return dq, dk and dv; dk and dv travel with their keys, and return to their rank."""
+    """Return dq, dk and dv; dk and dv pass around the ring with their keys, back to their rank."""
     dtype, sum_type = q.dtype, sum_dtype(q.dtype)
     dq, dk, dv = (np.zeros_like(x, sum_type) for x in (q, k, v))
     for step in range(comm.size):

@@ -1,8 +1,8 @@
-"""Pipeline schedules: which microbatch goes through which stage, and when.
+"""Pipeline schedules: the order in which stages compute microbatches.
 
-    gpipe          all forward, then all backward: a stage holds every microbatch
-    1f1b           one forward, one backward, once the pipeline is full: a stage holds as many
-                   microbatches as there are stages from it to the end
+    gpipe          all forward, then all backward: a stage stores activations of all microbatches
+    1f1b           one forward, one backward, once the pipeline is full: a stage stores activations
+                   of as many microbatches as there are stages from it to the end
     interleaved    1f1b with several chunks of layers per stage: a microbatch passes all stages
                    once for each chunk
 
@@ -23,7 +23,7 @@ KINDS = ("gpipe", "1f1b", "interleaved")
 
 
 class Step(NamedTuple):
-    """One microbatch through one chunk of a stage, forward or backward."""
+    """The forward or backward pass of one microbatch through one chunk of a stage."""
 
     microbatch: int
     chunk: int = 0
@@ -35,7 +35,7 @@ class Step(NamedTuple):
 
 
 class Message(NamedTuple):
-    """The output of one step for another: the ranks, and the step that uses it."""
+    """A transfer of a step's output: source and target ranks, and the step that uses it."""
 
     source: int
     to: int
@@ -49,7 +49,7 @@ REFERENCE = 8  # bytes of a reference in a list
 def pipeline_schedule(
     stages: int, microbatches: int, kind: str = "1f1b", *, chunks: int | None = None
 ) -> list[list[Step]]:
-    """Return the steps of each stage, in their order.
+    """Return the steps of each stage, in order.
 
     Parameters
     ----------
@@ -57,21 +57,21 @@ def pipeline_schedule(
     kind : str
         gpipe, 1f1b or interleaved.
     chunks : int, optional
-        Chunks of layers in each stage; None: 2 for interleaved, 1 for the others.  Layers are in
-        the order chunk 0 of all stages, chunk 1 of all stages and so on.
+        Chunks of layers in each stage; None: 2 for interleaved, otherwise 1.  The layers are
+        divided into chunk 0 of all stages, then chunk 1 of all stages and so on.
 
     Returns
     -------
     schedule : list of list of Step
-        Every stage takes each microbatch through each of its chunks forward and backward; the
+        Every stage computes each microbatch forward and backward through each of its chunks.  The
         backward steps are in the order of the microbatches.
 
     Raises
     ------
     ConfigError
-        A number is invalid; or the microbatches of interleaved are not a multiple of stages.
+        A number is invalid; or microbatches of interleaved are not a multiple of stages.
     DeviceMemoryError
-        The memory of the machine cannot hold all steps.
+        The machine has too little memory for all steps.
     """
     call = f"pipeline_schedule({stages!r}, {microbatches!r}, {kind!r}, chunks={chunks!r})"
     check_choice(call, "kind", kind, KINDS)
@@ -93,7 +93,7 @@ def pipeline_schedule(
 
 
 def _order(stages: int, microbatches: int, chunks: int) -> Iterator[Step]:
-    """Yield the forward steps: as many microbatches as stages through each chunk in turn."""
+    """Yield the forward steps: groups of as many microbatches as stages, chunk by chunk."""
     for first in range(0, microbatches, stages):
         for chunk in range(chunks):
             for microbatch in range(first, min(first + stages, microbatches)):
@@ -101,7 +101,7 @@ def _order(stages: int, microbatches: int, chunks: int) -> Iterator[Step]:
 
 
 def _ahead(kind: str, stages: int, stage: int, chunks: int, steps: int) -> int:
-    """Return how many forward steps a stage does before its first backward step."""
+    """Return the number of forward steps of a stage before its first backward step."""
     if kind == "gpipe":
         return steps
     if chunks == 1:
@@ -110,19 +110,19 @@ def _ahead(kind: str, stages: int, stage: int, chunks: int, steps: int) -> int:
 
 
 def _merged(forward: list[Step], backward: list[Step], ahead: int) -> list[Step]:
-    """Return ``ahead`` forward steps, then backward and forward steps in turn."""
+    """Return ``ahead`` forward steps, then alternating backward and forward steps."""
     turns = zip_longest(backward, forward[ahead:])
     rest = [step for step in chain.from_iterable(turns) if step is not None]
     return forward[:ahead] + rest
 
 
 class Timetable(NamedTuple):
-    """When each step of a schedule begins and ends, and the messages between steps, by stage.
+    """Begin and end of each step of a schedule, and the messages between steps, by stage.
 
     Attributes
     ----------
     spans : list of list of (float, float)
-        Begin and end of each step, if messages take no time.
+        Begin and end of each step, assuming that messages take no time.
     messages : list of list of list of Message
         The messages of a stage before its first step and after each of its steps.
     """
@@ -132,21 +132,21 @@ class Timetable(NamedTuple):
 
     @property
     def bubble(self) -> float:
-        """The share of the time of all stages in which they are idle."""
+        """The share of time in which stages are idle."""
         total = max(end for spans in self.spans for _, end in spans) * len(self.spans)
         return 1 - sum(end - begin for spans in self.spans for begin, end in spans) / total
 
 
 def timetable(schedule: Schedule, forward: float = 1.0, backward: float = 2.0) -> Timetable:
-    """Return when steps begin and end, given their durations, and the messages between them.
+    """Return begin and end of all steps from their durations, and the messages between them.
 
-    The messages of all stages are ordered by time, and each stage sends and receives its own in
-    that order, so that no deadlock can occur.
+    The messages of all stages are ordered by time, and each stage sends and receives its messages
+    in that order, so that no deadlock can occur.
 
     Raises
     ------
     ConfigError
-        A step depends on one that never runs.
+        A step depends on a step that never runs.
     """
     chunks = chunks_of(schedule)
     ends: dict[tuple[int, Step], float] = {}
@@ -196,22 +196,22 @@ def _messages(
 
 
 def chunks_of(schedule: Schedule) -> int:
-    """Return how many chunks of layers each stage has."""
+    """Return the number of chunks per stage."""
     return 1 + max(step.chunk for step in schedule[0])
 
 
 def producer(stages: int, chunks: int, stage: int, step: Step) -> tuple[int, Step] | None:
-    """Return the stage and the step whose output a step uses; None for the first of a pass."""
+    """Return the stage and the step whose output a step uses; None for the first step of a pass."""
     return _neighbor(stages, chunks, stage, step, 1 if step.backward else -1)
 
 
 def consumer(stages: int, chunks: int, stage: int, step: Step) -> tuple[int, Step] | None:
-    """Return the stage and the step that use the output of a step; None for the last of a pass."""
+    """Return the stage and the step that use a step's output; None for the last step of a pass."""
     return _neighbor(stages, chunks, stage, step, -1 if step.backward else 1)
 
 
 def _neighbor(stages: int, chunks: int, stage: int, step: Step, by: int) -> tuple[int, Step] | None:
-    """Return the stage and the step that are ``by`` places further along the layers, or None."""
+    """Return the stage and the step that are ``by`` chunks further along the layers, or None."""
     place = step.chunk * stages + stage + by
     if not 0 <= place < stages * chunks:
         return None
@@ -219,7 +219,7 @@ def _neighbor(stages: int, chunks: int, stage: int, step: Step, by: int) -> tupl
 
 
 def most_held(steps: Sequence[Step]) -> int:
-    """Return how many microbatches a stage holds at most, counted once for each of its chunks."""
+    """Return the most microbatches that a stage stores at a time, counted for each chunk."""
     held = most = 0
     for step in steps:
         held += -1 if step.backward else 1

@@ -2,9 +2,9 @@
 
     RANK=1 WORLD_SIZE=4 MASTER_ADDR=node0 MASTER_PORT=29500 python program.py
 
-Rank 0 listens at that address; the others tell it where they listen, and it tells every rank where
-all others do; then every pair of ranks connects.  Each connection begins with a proof, both ways,
-of a key that only these ranks know.
+Rank 0 listens at that address.  The other ranks send it the addresses at which they listen, and
+rank 0 sends all addresses to every rank.  Then every pair of ranks connects.  At the begin of each
+connection, both ends prove that they know a secret key.
 """
 
 import os
@@ -25,37 +25,37 @@ from .exchanges import MIXED, Exchanges, raw
 NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_LAUNCH_NODE_IPADDR")
 PORTS = range(20000, 32000)  # below the ephemeral ports of operating systems
 LOOPBACK = "127.0.0.1"
-NUMBER = re.compile("[0-9]{1,18}")  # of a rank, a port or a job
+NUMBER = re.compile("[0-9]{1,18}")  # a rank, a port or a job number
 RANK, SIZE = ("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")
 
 
 class SocketCommunicator(Exchanges):
-    """Ranks that are connected by TCP; arrays are NumPy's.
+    """A communicator of ranks that are connected by TCP, and exchange NumPy arrays.
 
     If a process ends with an error or is killed, or a connection breaks, all processes end.  Ranks
-    prove to each other that they know the key in UNSLOTH_CUPY_AUTHKEY; without it, the random run
-    id of ``torchrun --standalone``, or else the content of ``~/.config/unsloth_cupy/authkey``, a
-    file that the first rank makes and only the user can read.  What they send is not encrypted.
+    authenticate each other by a key: the value of UNSLOTH_CUPY_AUTHKEY; without it, the random run
+    id of ``torchrun --standalone``; otherwise the content of ``~/.config/unsloth_cupy/authkey``, a
+    file that the first rank creates and only the user can read.  Messages are not encrypted.
 
     Parameters
     ----------
     rank, size : int
     address : str
-        Address or name of rank 0's machine; rank 0 listens there and nowhere else.
+        Address or name of rank 0's machine; rank 0 listens only there.
     port : int
         A free port of that host.
     timeout : float
         Seconds that an exchange, or connecting at the start, waits for another rank.
     checked : bool
-        Compare calls, shapes and dtypes among ranks before each exchange.
+        Whether ranks compare calls, shapes and dtypes before each exchange.
 
     Raises
     ------
     ConfigError
         rank is not below size, or timeout is not positive.
     CommunicationError
-        Another rank did not take part in time, has another key, or has ended; from an exchange
-        also if ranks make different calls.
+        Another rank did not take part in time, has another key, or has ended; or in an exchange,
+        ranks made different calls.
     """
 
     def __init__(
@@ -91,13 +91,13 @@ class SocketCommunicator(Exchanges):
     def from_environment(
         cls, *, timeout: float = 600.0, checked: bool = False
     ) -> "SocketCommunicator":
-        """Return the communicator of the ranks that torchrun, srun or a shell started.
+        """Return a communicator of the ranks that torchrun, srun or a shell started.
 
         Raises
         ------
         ConfigError
-            RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is missing or invalid, and SLURM's
-            variables do not replace it.
+            RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is missing or invalid, and no variable of
+            SLURM replaces it.
         """
         rank, size, address, port = rendezvous(os.environ)
         return cls(rank, size, address, port, timeout=timeout, checked=checked)
@@ -136,9 +136,9 @@ class SocketCommunicator(Exchanges):
             ended = member in self.peers.gone
             what = "has ended" if ended else f"did not come within {self.timeout:g} s"
             failed, is_known = self.peers.failed(), False
-            if failed is not None:  # probably why the other one ended
+            if failed is not None:  # probably the reason why the other rank ended
                 member, what = failed[0], f"has failed: {failed[1]}"
-                is_known = self.peers.tells(*failed)
+                is_known = self.peers.is_reported(*failed)
             problem = f"rank {own}: {call}: rank {member} {what}"
             raise CommunicationError(f"{problem}; see what it printed", rank=member, told=is_known)
         if len(data) != array.nbytes:
@@ -148,13 +148,13 @@ class SocketCommunicator(Exchanges):
         raw(array)[...] = np.frombuffer(data, np.uint8)
 
     def _gather_rows(self, call: str, row: Any) -> Any:
-        """Return the NumPy rows of all ranks, of one size and dtype, stacked to one array."""
+        """Return a matrix with the NumPy row of each rank; rows have equal sizes and dtypes."""
         rows = np.empty((self.size, *row.shape), row.dtype)
         self._exchange(call, [row] * self.size, [*rows], ":rows")
         return rows
 
     def _post(self, x: Any, to: int) -> None:
-        """Send an array, which the other rank's thread receives at once."""
+        """Send an array; a thread of the other rank receives it immediately."""
         self.peers.send(self._members[to], self._group, raw(x))
 
     def local_rank(self) -> int:
@@ -165,9 +165,9 @@ class SocketCommunicator(Exchanges):
 def rendezvous(environment: Mapping[str, str]) -> tuple[int, int, str, int]:
     """Return rank, size, and the address and port of rank 0, from torchrun's or SLURM's variables.
 
-    torchrun itself listens at MASTER_PORT, so ranks use the port after it.  With srun alone, rank 0
-    is on the first node of the step, and the job's number determines the port.  If the launcher
-    says that all ranks are on one machine, they meet on loopback.
+    torchrun itself listens at MASTER_PORT, so ranks use the next port.  With srun alone, rank 0 is
+    on the first node of the step, and the job number determines the port.  If the launcher reports
+    that all ranks are on one machine, they connect on loopback.
     """
     rank, size = (first_of(environment, names) for names in (RANK, SIZE))
     address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
@@ -191,7 +191,7 @@ def rendezvous(environment: Mapping[str, str]) -> tuple[int, int, str, int]:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first of a list of hosts in SLURM's notation: node07 of node[07-09,12],gpu1."""
+    """Return the first host in a list in SLURM's notation: node07 for node[07-09,12],gpu1."""
     head, _, tail = nodes.partition("[")
     if not tail or "," in head:
         return head.partition(",")[0]
@@ -200,6 +200,6 @@ def first_host(nodes: str) -> str:
 
 
 def first_of(environment: Mapping[str, str], names: tuple[str, ...]) -> str | None:
-    """Return the first of these variables that is a number, or None."""
+    """Return the first of these environment variables that is a number, or None."""
     values = (environment.get(name, "") for name in names)
     return next((value for value in values if NUMBER.fullmatch(value)), None)

@@ -1,4 +1,4 @@
-"""Put calls of this package on a tape: their forward and backward exchange arrays among ranks."""
+"""Tape entries of calls that are not ops, such as exchanges among ranks."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -8,11 +8,12 @@ from ..errors import GradientError
 from ..training.tape import Gradients, add_up
 from ..training.variable import Var
 
-Back = Callable[..., Mapping[str, Any]]  # (*dys, wanted): gradients by the names of arguments
+# (*dys, wanted) -> gradients by argument; ``wanted`` are the arguments that need a gradient
+Back = Callable[..., Mapping[str, Any]]
 
 
 class Exchanged(NamedTuple):
-    """A call on a tape; either all ranks call its backward or none does."""
+    """A tape entry of a call; if it exchanges arrays, all ranks run its backward or none."""
 
     back: Back
     values: dict[str, Any]
@@ -20,7 +21,7 @@ class Exchanged(NamedTuple):
     outputs: dict[str, int]
 
     def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
-        """Add the gradients of inputs to grads."""
+        """Compute the gradients of inputs and add them to grads."""
         gradients = self.back(*take.values(), frozenset(inputs))
         for name, index in inputs.items():
             grads[index] = add_up(grads.get(index), gradients[name])
@@ -32,7 +33,7 @@ def value_of(array: Any) -> Any:
 
 
 def values_of(call: str, **arrays: Any) -> list[Any]:
-    """Return arrays and those of Vars; raise for an argument of the call that is neither."""
+    """Return arrays, and the arrays of Vars; raise for an argument that is neither."""
     values = [value_of(array) for array in arrays.values()]
     for name, value in zip(arrays, values, strict=True):
         framework_of(value, f"{call}: {name}")
@@ -40,9 +41,10 @@ def values_of(call: str, **arrays: Any) -> list[Any]:
 
 
 def taped(call: str, y: Any, back: Back, **arguments: Any) -> Any:
-    """Return y as a Var of the arguments' tape if any is a Var; ``back`` gives their gradients.
+    """Return y as a Var if any argument is a Var; ``back`` computes the arguments' gradients.
 
-    Of several results, a tuple, ``back`` takes the gradients in order; None for an unused one.
+    If y is a tuple of results, ``back`` receives their gradients in order, None for a result that
+    is not used.
     """
     variables = {name: each for name, each in arguments.items() if type(each) is Var}
     if not variables:

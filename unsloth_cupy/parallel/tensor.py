@@ -1,10 +1,10 @@
-"""Tensor-parallel layers: their weights are divided among ranks, with gradients on the tape.
+"""Tensor-parallel layers: ranks divide their weights; gradients are on the tape.
 
-    h = column_parallel_linear(x, shard(w, 0, comm), comm=comm)      h is this rank's columns
-    y = row_parallel_linear(h, shard(v, 1, comm), comm=comm)         y is whole, in all ranks
+    h = column_parallel_linear(x, shard(w, 0, comm), comm=comm)      h: this rank's columns
+    y = row_parallel_linear(h, shard(v, 1, comm), comm=comm)         y: whole, equal in all ranks
 
-An array that is equal in all ranks gets the same gradient in all ranks.  (Shoeybi et al.,
-Megatron-LM, 2019; along a sequence: Korthikanti et al., 2022.)
+An array that is equal in all ranks has equal gradients in all ranks.  (Shoeybi et al., Megatron-LM,
+2019; sequence parallelism: Korthikanti et al., 2022.)
 """
 
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from .taped import taped, values_of
 
 
 def shard(x: Any, axis: int, comm: Communicator) -> Any:
-    """Return this rank's part of an array that is equal in all ranks; its gradient is gathered.
+    """Return this rank's part of an array that is equal in all ranks; backward gathers gradients.
 
     Raises
     ------
@@ -34,7 +34,7 @@ def shard(x: Any, axis: int, comm: Communicator) -> Any:
 
 
 def all_reduce(x: Any, comm: Communicator) -> Any:
-    """Return the sum over ranks, equal in all ranks; each rank gets the gradient of the sum."""
+    """Return the sum over ranks, equal in all ranks; backward passes the gradient on unchanged."""
     check_communicator("all_reduce", comm)
     (value,) = values_of("all_reduce", x=x)
     y = comm.all_reduce(value)
@@ -47,7 +47,7 @@ def all_gather(x: Any, axis: int, comm: Communicator) -> Any:
     Raises
     ------
     ShapeError
-        Ranks do not hold the parts that ``shard`` returns.
+        A rank does not pass the part that ``shard`` returns.
     """
     check_communicator("all_gather", comm)
     (value,) = values_of("all_gather", x=x)
@@ -60,7 +60,7 @@ def all_gather(x: Any, axis: int, comm: Communicator) -> Any:
 
 
 def reduce_scatter(x: Any, axis: int, comm: Communicator) -> Any:
-    """Return this rank's part of the sum over ranks; its gradient is gathered."""
+    """Return this rank's part of the sum over ranks; backward gathers gradients."""
     check_communicator("reduce_scatter", comm)
     (value,) = values_of("reduce_scatter", x=x)
     axis = check_axis("reduce_scatter", value, axis)
@@ -71,12 +71,13 @@ def reduce_scatter(x: Any, axis: int, comm: Communicator) -> Any:
 def all_to_all(x: Any, divided: int, joined: int, comm: Communicator) -> Any:
     """Return this rank's part along ``divided`` of all ranks' arrays, joined along ``joined``.
 
-    Its gradient is exchanged in the opposite direction.
+    Backward exchanges gradients in the opposite direction.
 
     Raises
     ------
     ShapeError
-        Ranks do not hold the parts along ``joined`` that ``shard`` returns, or the axes are equal.
+        A rank does not pass the part along ``joined`` that ``shard`` returns, or the axes are
+        equal.
     """
     (value,) = values_of("all_to_all", x=x)
     cut, end = check_axes("all_to_all", value, divided, joined)
@@ -86,15 +87,15 @@ def all_to_all(x: Any, divided: int, joined: int, comm: Communicator) -> Any:
 
 
 def all_to_all_rows(x: Any, counts: Sequence[int], comm: Communicator) -> tuple[Any, list[int]]:
-    """Return the rows that all ranks send to this one, in their order, and how many each sent.
+    """Return the rows that all ranks send to this one, in rank order, and their counts.
 
     The first ``counts[0]`` rows of x go to rank 0, the next ``counts[1]`` to rank 1, and so on.
-    Their gradients come back the same way.
+    Backward sends gradients the opposite way.
 
     Raises
     ------
     ShapeError
-        There is not one count for each rank, or they do not add up to the rows.
+        counts does not have one number for each rank, or its sum is not the number of rows.
     """
     check_communicator("all_to_all_rows", comm)
     (value,) = values_of("all_to_all_rows", x=x)
@@ -121,7 +122,7 @@ def column_parallel_linear(
     bias : (this rank's outputs,) float, optional
     comm : Communicator
     sequence_axis : int, optional
-        Gather x along this axis first; its gradient is summed over ranks and divided again.
+        Axis along which x is gathered first; backward sums its gradient over ranks and divides it.
 
     Returns
     -------
@@ -130,7 +131,7 @@ def column_parallel_linear(
     Raises
     ------
     ShapeError, DTypeError
-        The arrays do not fit each other; the message shows the whole call.
+        Shapes or dtypes contradict each other; the message shows the whole call.
     """
     return linear(entered(x, comm, sequence_axis), weight, bias)
 
@@ -139,7 +140,7 @@ def column_parallel_linear(
 def row_parallel_linear(
     x: Any, weight: Any, bias: Any = None, *, comm: Communicator, sequence_axis: int | None = None
 ) -> Any:
-    """Return ``x @ weight.T + bias`` for inputs that are divided among ranks.
+    """Return ``x @ weight.T + bias`` where ranks divide the inputs.
 
     Parameters
     ----------
@@ -150,7 +151,7 @@ def row_parallel_linear(
         Equal in all ranks; added once, after the sum over ranks.
     comm : Communicator
     sequence_axis : int, optional
-        Return only this rank's part along this axis.
+        Axis along which only this rank's part is returned.
 
     Returns
     -------
@@ -160,7 +161,7 @@ def row_parallel_linear(
     Raises
     ------
     ShapeError, DTypeError
-        The arrays do not fit each other; the message shows the whole call.
+        Shapes or dtypes contradict each other; the message shows the whole call.
     """
     present = {"x": x, "weight": weight} | ({} if bias is None else {"bias": bias})
     values = values_of("row_parallel_linear", **present)
@@ -170,11 +171,12 @@ def row_parallel_linear(
         y = all_reduce(y, comm)
         return y if bias is None else y + bias
     y = reduce_scatter(y, sequence_axis, comm)
-    return y if bias is None else y + entered(bias, comm, None)  # ranks add it to different rows
+    # Ranks add the bias to different rows, so backward must sum its gradient over ranks.
+    return y if bias is None else y + entered(bias, comm, None)
 
 
 def entered(x: Any, comm: Communicator, sequence_axis: int | None) -> Any:
-    """Return x, gathered if it is divided; its gradient is the sum of those of all ranks."""
+    """Return x, gathered if it is divided; backward sums its gradient over all ranks."""
     check_communicator("all_gather", comm)
     (value,) = values_of("all_gather", x=x)
     if sequence_axis is None:
@@ -190,9 +192,7 @@ def _own_part(call: str, whole: int, own: int, axis: int, comm: Communicator) ->
     own_part = part(whole, comm)
     expected = own_part.stop - own_part.start
     if own != expected:
-        problem = f"{call}: rank {comm.rank} holds {own} of {whole} on axis {axis}"
-        cure = f"its part is {expected}: divide arrays with shard"
-        raise ShapeError(
-            f"{problem}, which is not as shard divides; {cure}", expected=expected, actual=own
-        )
+        problem = f"{call}: rank {comm.rank} has {own} of {whole} on axis {axis}, not {expected}"
+        cure = "divide arrays with shard"
+        raise ShapeError(f"{problem}; {cure}", expected=expected, actual=own)
     return own_part

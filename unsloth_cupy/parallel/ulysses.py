@@ -1,10 +1,10 @@
-"""Ulysses attention over divided tokens: each rank attends with some heads to all tokens.
+"""Ulysses attention over divided tokens: each rank computes some heads for all tokens.
 
     (tokens / ranks, heads) -> (tokens, heads / ranks) -> attention -> (tokens / ranks, heads)
 
-It takes four exchanges of this rank's tokens, whatever the number of ranks; ``ring_attention`` only
-sends keys and values, but as many times as there are ranks.
-Jacobs et al., DeepSpeed Ulysses, 2023.
+It needs four exchanges of this rank's tokens (q, k, v and out), whatever the number of ranks.
+``ring_attention`` sends only keys and values, but as many times as there are ranks.  Jacobs et al.,
+DeepSpeed Ulysses, 2023.
 """
 
 from typing import Any
@@ -45,11 +45,11 @@ def ulysses_attention(
         Keys of the same tokens; kv_heads divides heads.
     v : (batch, tokens, kv_heads, value_dim) float
     comm : Communicator
-        Its size divides heads; it divides kv_heads, or is a multiple of kv_heads.
+        heads must be a multiple of its size; kv_heads must be a multiple or a divisor of it.
     causal, window, scale, softcap
         As in ``attention``, for positions among the tokens of all ranks.
     offsets : (texts + 1,) int, optional
-        As in ``attention_varlen``, among the tokens of all ranks; the batch is 1.
+        As in ``attention_varlen``, among the tokens of all ranks; the batch must be 1.
 
     Returns
     -------
@@ -58,7 +58,7 @@ def ulysses_attention(
     Raises
     ------
     ShapeError, DTypeError, ConfigError
-        As ``attention`` raises; or the heads are not a multiple of the ranks.
+        As in ``attention``; or heads is not a multiple of the number of ranks.
     """
     values_of("ulysses_attention", q=q, k=k, v=v)
     heads, kv_heads = q.shape[2], k.shape[2]
@@ -75,28 +75,28 @@ def ulysses_attention(
             problem = f"ulysses_attention: offsets need a batch of 1, not of {x.shape[0]}"
             cure = "pass all texts in one row"
             raise ShapeError(f"{problem}; {cure}", expected=1, actual=x.shape[0])
-    q, k, v = (x.reshape(x.shape[1:]) for x in (q, k, v))
+    q, k, v = (x.reshape(x.shape[1:]) for x in (q, k, v))  # (tokens, heads, dim)
     out: Any = attention_varlen(q, k, v, offsets, offsets, **options)
     return all_to_all(out.reshape((1, *out.shape)), 1, 2, comm)
 
 
 def check_heads(heads: int, kv_heads: int, comm: Communicator) -> None:
-    """Raise unless the heads are a multiple of the ranks; the message lists valid numbers."""
+    """Raise unless the number of ranks divides the heads; the message lists valid numbers."""
     fits = dividing(heads, kv_heads)
     if comm.size not in fits:
-        problem = f"ulysses_attention: {heads} heads, {kv_heads} of keys, are not a multiple of"
+        problem = f"ulysses_attention: {heads} heads, {kv_heads} KV heads, are not a multiple of"
         cure = f"use {', '.join(map(str, fits))} ranks, or ring_attention"
         raise ShapeError(f"{problem} {comm.size} ranks; {cure}", expected=fits, actual=comm.size)
 
 
 def dividing(heads: int, kv_heads: int) -> list[int]:
-    """Return the numbers of ranks that divide the heads; ranks may share key/value heads."""
+    """Return the numbers of ranks that divide the heads; several ranks may share a KV head."""
     sizes = (ranks for ranks in range(1, heads + 1) if heads % ranks == 0)
     return [ranks for ranks in sizes if kv_heads % ranks == 0 or ranks % kv_heads == 0]
 
 
 def _repeated(x: Any, times: int) -> Any:
-    """Return each head repeated ``times`` times, for more ranks than key/value heads."""
+    """Repeat each KV head ``times`` times, for more ranks than KV heads."""
     value = value_of(x)
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:

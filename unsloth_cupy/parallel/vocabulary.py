@@ -2,8 +2,8 @@
 
 lse = log(sum over ranks of exp(lse of the rank))      loss = lse - z[label] + z_loss * lse**2
 
-Each rank computes the lse over its part of the vocabulary ("words"); only a few numbers per row are
-exchanged, never logits.
+Each rank computes the lse over its part of the vocabulary.  Ranks exchange only a few numbers per
+row, never logits.
 """
 
 import math
@@ -31,7 +31,7 @@ from .communicator import Communicator, check_axis, check_communicator, part
 from .taped import Back, taped, values_of
 from .tensor import entered
 
-NONE = -100  # replaces the labels that belong to another rank's words
+NONE = -100  # replaces labels in another rank's part of the vocabulary
 
 
 @naming("vocab_parallel_embedding", "embedding", "reduce_scatter")
@@ -45,13 +45,13 @@ def vocab_parallel_embedding(
     ----------
     tokens : (*rows) int32 or int64
         Equal in all ranks, each in 0 .. vocab - 1.
-    weight : (this rank's words, hidden) float
+    weight : (this rank's vocabulary, hidden) float
         ``shard(weight, 0, comm)``.
     vocab : int
-        Number of words of all ranks; at least one per rank.
+        Size of the whole vocabulary; at least the number of ranks.
     comm : Communicator
     sequence_axis : int, optional
-        Return only this rank's part along this axis.
+        Axis along which only this rank's part is returned.
 
     Returns
     -------
@@ -61,7 +61,7 @@ def vocab_parallel_embedding(
     Raises
     ------
     ShapeError, ConfigError
-        weight is not this rank's part of vocab, or there are more ranks than words.
+        weight is not this rank's part of the vocabulary, or vocab is less than the number of ranks.
     """
     table = values_of("vocab_parallel_embedding", weight=weight, tokens=tokens)[0]
     words = _words("vocab_parallel_embedding", len(table), vocab, comm)
@@ -99,14 +99,14 @@ def vocab_parallel_cross_entropy(
 
     Parameters
     ----------
-    logits : (*rows, this rank's words) float
+    logits : (*rows, this rank's vocabulary) float
     labels : (*rows) int32 or int64
         Equal in all ranks, each in 0 .. vocab - 1, or equal to ignore.
     vocab : int
-        Number of words of all ranks; at least one per rank.
+        Size of the whole vocabulary; at least the number of ranks.
     comm : Communicator
     ignore, smoothing, z_loss, softcap
-        As in ``cross_entropy``.  With smoothing the op on this rank's words is called twice.
+        As in ``cross_entropy``.  With smoothing, each rank calls the op twice.
 
     Returns
     -------
@@ -116,7 +116,7 @@ def vocab_parallel_cross_entropy(
     Raises
     ------
     ShapeError, ConfigError
-        logits are not this rank's columns of vocab, or there are more ranks than words.
+        logits are not this rank's columns, or vocab is less than the number of ranks.
     """
     call = "vocab_parallel_cross_entropy"
     z = values_of(call, logits=logits, labels=labels)[0]
@@ -158,19 +158,19 @@ def vocab_parallel_linear_cross_entropy(
     Parameters
     ----------
     x : (*rows, hidden) float
-        Equal in all ranks, or this rank's part along sequence_axis; so is its gradient, which is
-        summed over ranks.
-    weight : (this rank's words, hidden) float
+        Equal in all ranks, or this rank's part along sequence_axis.  Its gradient has the same
+        form, and is summed over ranks.
+    weight : (this rank's vocabulary, hidden) float
         ``shard(weight, 0, comm)``.
     labels : (*rows) int32 or int64
         Equal in all ranks, each in 0 .. vocab - 1, or equal to ignore.
     vocab : int
-        Number of words of all ranks; at least one per rank.
+        Size of the whole vocabulary; at least the number of ranks.
     comm : Communicator
     ignore, smoothing, z_loss, softcap, max_bytes
-        As in ``linear_cross_entropy``.  With smoothing the op on this rank's words is called twice.
+        As in ``linear_cross_entropy``.  With smoothing, each rank calls the op twice.
     sequence_axis : int, optional
-        Gather x along this axis first.
+        Axis along which x is gathered first.
 
     Returns
     -------
@@ -180,7 +180,7 @@ def vocab_parallel_linear_cross_entropy(
     Raises
     ------
     ShapeError, ConfigError
-        weight is not this rank's part of vocab, or there are more ranks than words.
+        weight is not this rank's part of the vocabulary, or vocab is less than the number of ranks.
     """
     call = "vocab_parallel_linear_cross_entropy"
     x = entered(x, comm, sequence_axis)
@@ -227,19 +227,19 @@ def vocab_parallel_linear_log_probs(
     Parameters
     ----------
     x : (*rows, hidden) float
-        Equal in all ranks, or this rank's part along sequence_axis; so is its gradient, which is
-        summed over ranks.
-    weight : (this rank's words, hidden) float
+        Equal in all ranks, or this rank's part along sequence_axis.  Its gradient has the same
+        form, and is summed over ranks.
+    weight : (this rank's vocabulary, hidden) float
         ``shard(weight, 0, comm)``.
     labels : (*rows) int32 or int64
         Equal in all ranks, each in 0 .. vocab - 1, or equal to ignore.
     vocab : int
-        Number of words of all ranks; at least one per rank.
+        Size of the whole vocabulary; at least the number of ranks.
     comm : Communicator
     ignore, temperature, scale, softcap, max_bytes
         As in ``linear_log_probs``.
     sequence_axis : int, optional
-        Gather x along this axis first.
+        Axis along which x is gathered first.
 
     Returns
     -------
@@ -249,7 +249,7 @@ def vocab_parallel_linear_log_probs(
     Raises
     ------
     ShapeError, ConfigError
-        weight is not this rank's part of vocab, or there are more ranks than words.
+        weight is not this rank's part of the vocabulary, or vocab is less than the number of ranks.
     """
     call = "vocab_parallel_linear_log_probs"
     x = entered(x, comm, sequence_axis)
@@ -266,9 +266,9 @@ def vocab_parallel_linear_log_probs(
         rows, table, local, **options
     )
     kind, words_share = log_probs.dtype, (words.stop - words.start) / vocab
-    held = is_local | np.isnan(log_probs)  # a wrong label is NaN in all ranks
-    own = log_probs, entropy, squares, words_share * mean, held * (1 + top1), own_lse, largest
-    # (ranks, *rows) of each, in the order of ranks: all of them compute equal bits
+    counts = is_local | np.isnan(log_probs)  # an invalid label is NaN in all ranks
+    own = log_probs, entropy, squares, words_share * mean, counts * (1 + top1), own_lse, largest
+    # each (ranks, *rows), in the order of ranks, so that all ranks compute equal bits
     every = comm.all_gather(np.stack([result.astype(kind) for result in own])[None])
     log_probs, entropies, squares, means, holds, lses, largest = every.swapaxes(0, 1)
     lse = _log_sum(lses)
@@ -286,7 +286,8 @@ def vocab_parallel_linear_log_probs(
 
     def back(dlog_probs: Any, dentropy: Any, wanted: Any) -> dict[str, Any]:
         dlse = dlocal = None
-        if dlog_probs is not None:  # the lse is of all words, the label of one rank
+        # A log-probability is z[label] - lse: one rank has the label, all ranks contribute to lse.
+        if dlog_probs is not None:
             dlocal = np.where(is_local, dlog_probs, 0).astype(kind)
             dlse = (dlocal - dlog_probs).astype(kind)
         arrays = rows, table, local, None, entropy, lse
@@ -295,12 +296,12 @@ def vocab_parallel_linear_log_probs(
         )
         return {"x": dx, "weight": dweight}
 
-    learned = taped(call, tuple(counted[:2]), back, x=x, weight=weight)
-    return LogProbs(*learned, *counted[2:])
+    differentiable = taped(call, tuple(counted[:2]), back, x=x, weight=weight)
+    return LogProbs(*differentiable, *counted[2:])
 
 
 class Rows(NamedTuple):
-    """The labels of a loss, the words of this rank, and the options."""
+    """The labels of a loss, this rank's part of the vocabulary, and the options."""
 
     labels: Any
     words: slice
@@ -311,10 +312,10 @@ class Rows(NamedTuple):
 
 
 def _loss(rows: Rows, forward: Any, backward: Any, comm: Communicator) -> tuple[Any, Back]:
-    """Return the loss over all words, and the function of its backward pass.
+    """Return the loss over the whole vocabulary, and the function of its backward pass.
 
     loss = (1 - smoothing) * (lse - z[label]) + smoothing * (lse - mean(z)) + z_loss * lse**2, where
-    lse - mean(z) is the sum over ranks of words / vocab * (lse - mean(z of its words)).
+    lse - mean(z) is the sum over ranks of words / vocab * (lse - mean(z of the rank's words)).
     """
     labels, words, vocab, ignore, smoothing, z_loss = rows
     local, is_local = _local(labels, words, ignore, vocab)
@@ -333,8 +334,8 @@ def _loss(rows: Rows, forward: Any, backward: Any, comm: Communicator) -> tuple[
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
         dloss = np.where(counts, dy, 0).astype(lse.dtype)
-        # exp(z - lse) needs the factor 1 + 2 * z_loss * lse.  The loss of a local label brings
-        # 1 - smoothing of it, that of smoothing share; the gradient of lse brings the rest
+        # The factor of exp(z - lse) is 1 + 2 * z_loss * lse.  The loss of a local label contributes
+        # 1 - smoothing, the smoothing term contributes share, and the gradient of lse the rest.
         rest = 1 + 2 * z_loss * lse - (1 - smoothing) * is_local - share
         seeds = ((1 - smoothing) * dloss).astype(lse.dtype), (dloss * rest).astype(lse.dtype)
         grads: dict[str, Any] = backward(seeds, local, lse, 0.0, wanted)
@@ -348,39 +349,42 @@ def _loss(rows: Rows, forward: Any, backward: Any, comm: Communicator) -> tuple[
 
 
 def _where(mask: Any, x: Any) -> Any:
-    """Return x with zeros in rows where mask is False; indexing by a mask would make a GPU wait."""
+    """Return x with zeros in rows where mask is False.
+
+    Indexing by a mask would make the host wait for the GPU.
+    """
     return np.where(mask[..., None], x, x.dtype.type(0))
 
 
 def _check_smoothing(call: str, smoothing: float) -> None:
     """Raise ConfigError unless smoothing is a number in [0, 1]."""
     if not is_number(smoothing) or not 0 <= smoothing <= 1:
-        raise ConfigError(f"{call}(smoothing={smoothing!r}) is not a share; pass one in [0, 1]")
+        raise ConfigError(f"{call}(smoothing={smoothing!r}): pass a number in [0, 1]")
 
 
 def _words(call: str, own: int, vocab: int, comm: Communicator) -> slice:
-    """Return which words this rank holds; raise if its array has another number of words."""
+    """Return this rank's slice of the vocabulary; raise if its array has another size."""
     check_communicator(call, comm)
     if not is_integer(vocab, comm.size):
-        cure = "use at most as many ranks as words"
+        cure = f"use {vocab} ranks or fewer"
         raise ConfigError(f"{call}: vocab={vocab} is not enough for {comm.size} ranks; {cure}")
     words = part(vocab, comm)
     expected = words.stop - words.start
     if own != expected:
-        problem = f"{call}: {own} words are not the part of {vocab} that rank {comm.rank} holds"
-        cure = f"it is {expected}: divide the weight with shard(weight, 0, comm)"
+        problem = f"{call}: rank {comm.rank} has {own} of vocab={vocab}, not {expected}"
+        cure = "divide the weight with shard(weight, 0, comm)"
         raise ShapeError(f"{problem}; {cure}", expected=expected, actual=own)
     return words
 
 
 def _check_integers(what: str, array: Any) -> None:
-    """Raise DTypeError unless an array holds integers."""
+    """Raise DTypeError unless an array has an integer dtype."""
     if array.dtype.kind not in "iu":
-        raise DTypeError(f"{what} is {array.dtype}; it must hold integers")
+        raise DTypeError(f"{what} is {array.dtype}; it must contain integers")
 
 
 def _local(labels: Any, words: slice, ignore: int, vocab: int) -> tuple[Any, Any]:
-    """Return labels as indices of this rank's words, and a mask of the labels among its words.
+    """Return labels as indices in this rank's part, and a mask of the labels in this part.
 
     A label outside of the vocabulary becomes ``vocab``, for which the op raises or returns NaN.
     """
@@ -391,7 +395,7 @@ def _local(labels: Any, words: slice, ignore: int, vocab: int) -> tuple[Any, Any
 
 
 def _lse(own_lse: Any, comm: Communicator) -> Any:
-    """Return the lse over all words, from the lse over each rank's words."""
+    """Return the lse over the whole vocabulary, from the lse over each rank's part."""
     top = finite(comm.all_reduce(own_lse, "max"))
     with np.errstate(divide="ignore"):
         return np.log(comm.all_reduce(np.exp(own_lse - top))) + top

@@ -28,7 +28,7 @@ STATES = ("mean", "square", "mean_scale", "square_scale")
 
 
 class Shared(NamedTuple):
-    """Parameters that the ranks of a communicator hold equal, and the pieces of each rank."""
+    """Parameters that are equal in the ranks of a communicator, and the pieces of each rank."""
 
     comm: Communicator
     names: Collection[str]
@@ -36,22 +36,22 @@ class Shared(NamedTuple):
 
 
 class Zero1:
-    """``AdamW`` whose moving averages, and master weights, are divided among ranks.
+    """``AdamW`` whose moments and master weights are divided among ranks.
 
-    Parameters are equal in all ranks after a step.  They equal those of one device if the gradients
-    do, also with 8-bit averages, because parts are whole quantization blocks.  The result of
-    ``state`` does not depend on the number of ranks.
+    Parameters are equal in all ranks after a step.  If the gradients equal those of one device, so
+    do the parameters, even with 8-bit moments, because parts are whole quantization blocks.  The
+    result of ``state`` does not depend on the number of ranks.
 
     Parameters
     ----------
     optimizer : AdamW
-        Its state moves to this object: call this one from now on.  If it keeps copies in another
-        dtype, this rank keeps only its part of the master weights.
+        Its state moves to this object, which replaces it.  If it has copies of parameters in
+        another dtype, this rank stores only its part of the master weights.
     comm : Communicator
-        Of ranks that have equal parameters.
+        Ranks that have equal parameters.
     apart : (callable, Communicator), optional
-        Whether a parameter, by its name, is equal only in some of those ranks, and these: experts
-        that ranks divide.
+        For experts that ranks divide: a function from a parameter's name to whether it is equal in
+        some ranks only, and the communicator of these ranks.
 
     Raises
     ------
@@ -67,7 +67,7 @@ class Zero1:
     ) -> None:
         check_communicator("Zero1", comm)
         if not isinstance(optimizer, AdamW):
-            cure = "ranks divide the averages of AdamW alone: pass an AdamW"
+            cure = "ranks divide the moments of AdamW only: pass an AdamW"
             raise ConfigError(f"Zero1: {reprlib.repr(optimizer)}; {cure}")
         self.comm, self.call = comm, optimizer.call
         tensors = optimizer.tensors
@@ -95,9 +95,9 @@ class Zero1:
             state_bits=8 if self.narrow else 32,
             whole=own.keys() - self.narrow,
         )
-        held = self.inner.parameters.keys()
-        self.inner.groups = [  # the same in all ranks, also where a rank has no part of a group
-            group | {"names": [name for name in group["names"] if name in held]}
+        own_names = self.inner.parameters.keys()
+        self.inner.groups = [  # all groups, even if this rank has no part of some of them
+            group | {"names": [name for name in group["names"] if name in own_names]}
             for group in optimizer.groups
         ]
         copies = {n: where for n, where in own.items() if tensors[n].copy is not None}
@@ -109,12 +109,12 @@ class Zero1:
 
     @property
     def own(self) -> dict[str, slice]:
-        """Which elements of each parameter this rank updates; one that it does not is absent."""
+        """The elements of each parameter that this rank updates; absent names: none."""
         return dict(piece for each in self.shared for piece in each.pieces[each.comm.rank])
 
     @property
     def steps(self) -> int:
-        """The number of steps that were not skipped; reading it waits for a GPU."""
+        """The number of steps that were not skipped; reading it makes the host wait for the GPU."""
         return self.inner.steps
 
     def step(
@@ -129,16 +129,16 @@ class Zero1:
 
         Parameters
         ----------
-        gradients : {name: array}
-            What ``sums`` returns; or whole gradients of all parameters, summed over ranks, as
-            ``DataParallel`` returns them.
+        gradients : dict of str to array
+            The result of ``sums``; or whole gradients of all parameters, summed over ranks, as
+            from ``DataParallel``.
         lr, finite, factor
             As in ``AdamW.step``, equal in all ranks.
 
         Raises
         ------
         ConfigError, ShapeError, DTypeError, FrameworkError
-            As ``AdamW.step`` raises; nothing has changed then.
+            As in ``AdamW.step``; nothing has changed then.
         """
         check_mapping("Zero1.step", gradients)
         own = self.own
@@ -151,20 +151,20 @@ class Zero1:
         self._pass_on()
 
     def sums(self, gradients: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's parts of the sums over ranks of gradients.
+        """Return this rank's parts of gradients that are summed over ranks.
 
-        They have the same bits as the sums of ``DataParallel``, and send half as many bytes.
+        The parts have the same bits as the sums of ``DataParallel``; ranks send half as many bytes.
 
         Raises
         ------
         ConfigError, ShapeError
-            Gradients are not those of all parameters.
+            gradients does not have one gradient for every parameter, or a shape is wrong.
         """
         self._check_all("Zero1.sums", gradients)
         own = self.own
         sums = {n: empty((length(w),), gradients[n].dtype, gradients[n]) for n, w in own.items()}
-        for comm, held, every in self.shared:
-            for names in by_dtype({name: gradients[name] for name in held}):
+        for comm, shared_names, every in self.shared:
+            for names in by_dtype({name: gradients[name] for name in shared_names}):
                 group = [[piece for piece in pieces if piece.name in names] for pieces in every]
                 for turn in turns(group, gradients):
                     part = comm.reduce_scatter(self._rows(turn, gradients))[0]
@@ -193,16 +193,16 @@ class Zero1:
     ) -> GradientMeasure:
         """Return ``measure_gradients`` of the whole gradients from parts, equal in all ranks.
 
-        Those of all experts count, which a rank holds some of.
+        The gradients of all experts count, including those of other ranks.
         """
         return measured_parts(
             parts, {}, next(iter(self.live.values())), self.comm, max_norm, scaler
         )
 
     def masters(self) -> dict[str, Any]:
-        """Return all parameters in the precision of steps: new arrays, equal in all ranks.
+        """Return all parameters in the precision of the optimizer: new arrays, equal in all ranks.
 
-        A checkpoint should contain them besides ``state``.
+        A checkpoint should contain them in addition to ``state``.
         """
         return self.gathered(self.inner.parameters)
 
@@ -211,7 +211,7 @@ class Zero1:
         return {name: self._whole(name, parts) for name in self.shapes}
 
     def _check_all(self, call: str, gradients: Mapping[str, Any]) -> None:
-        """Raise unless gradients are those of all parameters."""
+        """Raise unless there is one gradient for every parameter, with its shape."""
         check_mapping(call, gradients)
         if gradients.keys() != self.shapes.keys():
             missing = sorted(self.shapes.keys() ^ gradients.keys())
@@ -221,7 +221,7 @@ class Zero1:
             _check(f"{call}: gradient of {name}", gradients[name], shape)
 
     def state(self) -> dict[str, Any]:
-        """Return what ``AdamW.state`` returns in one process: whole arrays, equal in all ranks."""
+        """Return the same state as ``AdamW.state`` in one process: whole arrays, in all ranks."""
         state = {n: a for n, a in self.inner.state().items() if n in ("steps", "groups")}
         for field in STATES:
             for name in self.shapes:
@@ -230,7 +230,7 @@ class Zero1:
         return state
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Load what ``state`` returned, with any number of ranks, or what ``AdamW.state`` did.
+        """Load a state from ``state``, of any number of ranks, or from ``AdamW.state``.
 
         Raises
         ------
@@ -245,7 +245,7 @@ class Zero1:
         names = {f"{f}.{n}" for f in STATES[:2] for n in self.shapes} | narrow | {"steps"}
         if state.keys() - {"groups"} != names:
             different = sorted((state.keys() - {"groups"}) ^ names)
-            cure = "pass what state() returned for the same parameters"
+            cure = "pass the result of state() for the same parameters"
             raise ConfigError(f"Zero1.load_state: names differ in {different}; {cure}")
         for name, shape in self.shapes.items():
             for field in STATES[:2]:
@@ -259,7 +259,7 @@ class Zero1:
         self.inner.load_state(own)
 
     def _master(self, tensor: Any, where: slice) -> Any:
-        """Return a part of a parameter to update: a new array if the model computes with a copy."""
+        """Return the part of a parameter to update; a new array if the model uses a copy."""
         part = self._part(tensor.parameter, where)
         return part if tensor.copy is None else part.copy()
 
@@ -272,7 +272,7 @@ class Zero1:
         return {name: getattr(tensor, field) for name, tensor in self.inner.tensors.items()}
 
     def _whole(self, name: str, own: Mapping[str, Any], field: str = "") -> Any:
-        """Return the whole array of which each rank has a part, or nothing."""
+        """Return the whole array from the parts of all ranks; a rank may have no part."""
         part = own.get(name)
         if part is None:
             part = self._empty_part(name, field)
@@ -280,7 +280,7 @@ class Zero1:
         return whole if field.endswith("scale") else whole.reshape(self.shapes[name])
 
     def _empty_part(self, name: str, field: str) -> Any:
-        """Return the empty part of a rank without elements, in the dtype of the others' parts."""
+        """Return an empty array in the dtype of other ranks' parts, for a rank without elements."""
         dtype = self.dtypes[name]
         if field:
             codes = name in self.narrow and not field.endswith("scale")
@@ -288,7 +288,7 @@ class Zero1:
         return empty((0,), dtype, self.live[name])
 
     def _pass_on(self) -> None:
-        """Copy the parameters that each rank has updated to all ranks."""
+        """Send the parameters that each rank has updated to all ranks."""
         like = next(iter(self.live.values()))
         for comm, _, pieces in self.shared:
             for turn in turns(pieces, self.live):
@@ -302,14 +302,14 @@ class Zero1:
 
 
 def _scaled(field: str, where: slice) -> slice:
-    """Return the slice of a state for a slice of elements: that of blocks for scales."""
+    """Return the slice of a state for a slice of elements; scales have one element per block."""
     if not field.endswith("scale"):
         return where
     return slice(where.start // BLOCK, -(-where.stop // BLOCK))
 
 
 def _check(what: str, array: Any, shape: tuple[int, ...]) -> None:
-    """Raise ShapeError for an array of another shape, which the rank's part might not reveal."""
+    """Raise ShapeError for an array of another shape; its part alone could have the right size."""
     if tuple(array.shape) != tuple(shape):
         problem = f"{what} has shape {tuple(array.shape)}; it must be {tuple(shape)}"
         raise ShapeError(problem, expected=tuple(shape), actual=tuple(array.shape))

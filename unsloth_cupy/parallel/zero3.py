@@ -1,6 +1,6 @@
-"""ZeRO-3: each rank keeps a part of every parameter, gathered only while its block runs.
+"""ZeRO-3: each rank stores a part of every parameter; a block's parameters are gathered to run it.
 
-    bytes of weights, gradients and states in a rank = those of the model / ranks
+    bytes of weights, gradients and states per rank = bytes of the model / world size
         + one block + parameters outside of the blocks
 
 Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020.
@@ -59,9 +59,9 @@ class Parts:
         self.comm, self.cuts = comm, dict[str, Cut]()
 
     def read(self, name: str, shape: tuple[int, ...], rows: Callable[[Any], Any]) -> Any:
-        """Return this rank's part of an array of a shape; only the rows that it needs are read.
+        """Return this rank's part of an array with this shape; only the needed rows are read.
 
-        A single number is whole in every rank.
+        An array of shape () is whole in every rank.
         """
         if not shape:
             return rows(...)
@@ -76,9 +76,9 @@ class Parts:
     def read_quantized(
         self, shape: tuple[int, ...], step: int, rows: Callable[[slice], Quantized]
     ) -> Part:
-        """Return this rank's part of a quantized weight, of which only the needed rows are read.
+        """Return this rank's part of a quantized weight; only the needed rows are read.
 
-        Groups of ``step`` rows are whole elements of every array of the weight.
+        ``step`` rows have a whole number of elements in every array of the weight.
         """
         first = rows(slice(0, min(step, shape[0])))
         step, rank, facts = len(first), self.comm.rank, first.facts()
@@ -109,14 +109,14 @@ class Parts:
             parts = {key: cuts[key].part(a, rank) for key, a in value.held().items()}
             return Part(type(value), value.facts(), value.shape, value.dtype, parts, cuts)
         if isinstance(value, Stored):
-            raise ConfigError(f"Zero3: {name} is not a weight that can be divided: {value!r}")
+            raise ConfigError(f"Zero3: {name} cannot be divided among ranks: {value!r}")
         if not value.shape:
             return value
         self.cuts[name] = Cut.of(value.shape, size)
         return self.cuts[name].part(value, rank)
 
     def outside(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return parameters in which those outside of the blocks are whole; all ranks call it."""
+        """Return parameters with whole weights outside of the blocks; all ranks must call it."""
         parts = {n: a for n, a in parameters.items() if ".layers." not in n and n in self.cuts}
         return {**parameters, **gathered(parts, self.cuts, self.comm)}
 
@@ -124,7 +124,7 @@ class Parts:
 def _rows_of(
     lines: Mapping[str, slice], first: Quantized, rows: Callable[[slice], Quantized]
 ) -> dict[str, tuple[Any, int]]:
-    """Return (array, first row) by the arrays' names, each of the rows ``lines[name]`` or more.
+    """Return (array, first row) by name; an array has at least the rows ``lines[name]``.
 
     Rows that several arrays need are read only once.
     """
@@ -140,26 +140,26 @@ def _rows_of(
 
 
 class Zero3:
-    """Trains a model whose parameters, gradients and states are divided among ranks.
+    """Training of a model whose parameters, gradients and states are divided among ranks.
 
     Each rank passes its rows of a batch.  The weights of a block are gathered when it runs, and
-    again in backward, and are then released; its gradients are summed and divided at once.
-    Parameters outside of blocks are whole during a step.  Those of an adapter stay whole; the
-    weights that it adapts are divided, quantized ones too.
+    again in backward, and are released afterwards.  Its gradients are summed and divided
+    immediately.  Parameters outside of blocks are whole during a step.  The parameters of an
+    adapter stay whole; the weights that it adapts are divided, including quantized ones.
 
     ``AdamW(model.trainable)`` updates this rank's parts.
 
     Parameters
     ----------
     model : Transformer
-        Its parameters become flat parts of those of rank 0; or they are parts already, read by
+        Its parameters become flat parts of rank 0's parameters; or they are parts already, read by
         ``models.load(folder, parts=comm)``.
     comm : Communicator
 
     Raises
     ------
     ConfigError
-        A Zero3 divides the model already, or its parts are those of another communicator.
+        A Zero3 divides the model already, or its parts belong to another communicator.
     """
 
     def __init__(self, model: Any, comm: Communicator) -> None:
@@ -167,15 +167,15 @@ class Zero3:
         if not hasattr(model, "gather"):
             raise ConfigError(f"Zero3: {reprlib.repr(model)} is not a model; pass a Transformer")
         if model.gather is not None:
-            raise ConfigError("Zero3: a Zero3 divides this model already; use that one")
+            raise ConfigError("Zero3: another Zero3 divides this model already; use that Zero3")
         if model.parts is not None and model.parts.comm is not comm:
-            raise ConfigError("Zero3: comm is not that of load(folder, parts=comm); pass that one")
+            raise ConfigError("Zero3: pass the same comm as to load(folder, parts=comm)")
         if model.division is not None and model.division.experts is not None:
-            problem = "ranks hold different experts of the model, which the sums of a Zero3 mix"
+            problem = "ranks store different experts, which a Zero3 would sum together"
             raise ConfigError(f"Zero3: {problem}; pass it to DataParallel, or load it without them")
         inner = () if model.adapter is None else model.adapter.outer
         if whole := next((name for name in inner if ".layers." in name), None):
-            problem = f"the adapter has {whole} whole, of which ranks would keep parts"
+            problem = f"the adapter trains {whole} whole, and a Zero3 would divide it"
             raise ConfigError(f"Zero3: {problem}; merge it first, or pass it to DataParallel")
         self.model, self.comm = model, comm
         keeps, model.parts = model.parts, None
@@ -194,7 +194,7 @@ class Zero3:
             model.division.kept = self.kept
 
     def kept(self, name: str, rows: slice) -> slice:
-        """Return where rows of a parameter are in the flat part that this rank keeps of it."""
+        """Return the slice of rows of a parameter in this rank's flat part of the parameter."""
         cut = self.cuts.get(name)
         if cut is None:
             return rows
@@ -214,7 +214,7 @@ class Zero3:
         return whole | self._entered(trained)
 
     def _entered(self, trained: Mapping[str, Var]) -> dict[str, Var]:
-        """Return Vars of whole parameters, whose gradients are summed over ranks."""
+        """Return Vars of whole parameters; backward sums their gradients over ranks."""
         if not trained:
             return {}
         values = {name: var.value for name, var in trained.items()}
@@ -231,8 +231,8 @@ class Zero3:
     ) -> tuple[Any, dict[str, Any]]:
         """Return the mean loss over the labels of all ranks, and this rank's part of its gradients.
 
-        Arguments are this rank's rows and the options of ``Transformer.loss_and_gradients``;
-        ``checkpoint`` sets how many blocks are whole at a time; None: one.
+        Pass this rank's rows, and options of ``Transformer.loss_and_gradients``.  ``checkpoint``
+        sets how many blocks are whole at a time; None: one.
         """
         if count is None:
             count = counted_by_all(self.model, labels, options.get("offsets"), self.comm)
@@ -251,9 +251,8 @@ class Zero3:
     ) -> tuple[Any, dict[str, Any]]:
         """Return the sum over ranks of ``function(model)``, and this rank's part of its gradients.
 
-        The function computes this rank's term of the sum.  Options are those of
-        ``Transformer.value_and_gradients``; ``checkpoint`` sets how many blocks are whole at a
-        time; None: one.
+        The function computes this rank's term of the sum.  ``Transformer.value_and_gradients``
+        documents the options.  ``checkpoint`` sets how many blocks are whole at a time; None: one.
         """
         self.ahead.begin()
         checkpoint = CheckpointConfig() if checkpoint is None else checkpoint
@@ -271,7 +270,7 @@ class Zero3:
         return measured_parts(own, replicated, self.model.table, self.comm, max_norm, scaler)
 
     def compute_copies(self, dtype: Any) -> dict[str, Any]:
-        """Return ``compute_copies`` of this rank's parts of matrices."""
+        """Return ``compute_copies`` for this rank's parts of matrices."""
         kind = DTYPES[MixedPrecisionConfig(dtype).compute_dtype]
         parts = self.model.narrowed(kind).items()
         cuts = self.cuts
@@ -279,7 +278,7 @@ class Zero3:
         return {name: copy[0] for name, copy in compute_copies(rows, dtype).items()}
 
     def gathered(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the whole arrays of parts, with names of parameters or of an ``AdamW.state()``.
+        """Return the whole arrays of parts, which are named as parameters or as ``AdamW.state()``.
 
         The result does not depend on the number of ranks; ``divided`` is the inverse.
         """
@@ -291,7 +290,7 @@ class Zero3:
         return whole
 
     def divided(self, arrays: Mapping[str, Any]) -> dict[str, Any]:
-        """Return this rank's parts of whole arrays, with names as in ``gathered``."""
+        """Return this rank's parts of whole arrays, which are named as in ``gathered``."""
         parts = dict(arrays)
         for name, array in arrays.items():
             cut, field = self._cut_of(name)
@@ -302,7 +301,7 @@ class Zero3:
         return parts
 
     def _cut_of(self, name: str) -> tuple[Cut | None, str]:
-        """Return the cut of an array of this name, and which optimizer state it is, or ""."""
+        """Return the cut of an array by name, and the optimizer state that it belongs to, or ""."""
         if name in self.cuts:
             return self.cuts[name], ""
         field, _, parameter = name.partition(".")
@@ -313,9 +312,9 @@ class Zero3:
 
     @contextmanager
     def whole(self) -> Iterator[Any]:
-        """Give the model its whole parameters inside a ``with`` block, to generate or to save.
+        """Return a context in which the model has its whole parameters, to generate or to save.
 
-        Changes to the parameters inside of the block are lost.
+        Changes to the parameters inside of the ``with`` block are lost.
         """
         parts = self.model.parameters
         self.model.parameters, self.model.gather = self.gather(parts), None

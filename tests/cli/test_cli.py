@@ -929,7 +929,7 @@ def wrong(tmp_path: Path) -> Path:
         ("finetune full --out run", "holds no config.json"),
         ("finetune broken --out run", "config.json cannot be read as JSON"),
         ("finetune unknown --out run", "'mamba'"),
-        ("finetune no-tokenizer --out run", "holds no tokenizer.json"),
+        ("finetune no-tokenizer --out run", "has no tokenizer.json"),
         ("finetune bad-tokenizer --out run", "tokenizer.json is broken"),
         ("finetune truncated --out run", "model.safetensors"),
         ("finetune truncated --hidden 64 --out run", "leave them out"),
@@ -940,7 +940,7 @@ def wrong(tmp_path: Path) -> Path:
         ("plan orphan", "is not a folder here; to download a model of huggingface.co: hf"),
         ("plan a/b", "hf download a/b --local-dir b, then pass b here"),
         ("generate empty.txt", "is a file"),
-        ("generate no-tokenizer", "holds no tokenizer.json"),
+        ("generate no-tokenizer", "has no tokenizer.json"),
         ("generate truncated Hi", "model.safetensors"),
         ("generate unknown Hi", "'mamba'"),
         ("generate full --top-p 2", "--top-p"),
@@ -1108,9 +1108,9 @@ def test_a_tokenizer_of_another_model_is_refused(
     shutil.copytree(LLAMA, tmp_path / "llama")
     shutil.copy(finished[0] / "model" / "tokenizer.json", tmp_path / "llama")
     result = run("finetune", tmp_path / "llama", "--text", text, "--out", tmp_path / "run")
-    assert_one_clear_error(result, "they do not belong together")
+    assert_one_clear_error(result, "copy tokenizer and model from")
     result = run("generate", tmp_path / "llama", "The dog")
-    assert_one_clear_error(result, "they do not belong together")
+    assert_one_clear_error(result, "copy tokenizer and model from")
     assert not result.stdout
 
 
@@ -1125,7 +1125,7 @@ def test_a_token_that_nobody_says_may_have_no_row(
     assert run("finetune", folder, *rest).exit_code == 0
     assert run("generate", folder, "The dog", "--max-new-tokens", 1).exit_code == 0
     result = run("generate", folder, "The <image>")
-    assert_one_clear_error(result, "'<image>'", "copy both from one place")
+    assert_one_clear_error(result, "'<image>'", "copy tokenizer and model from")
 
 
 def test_a_checkpoint_that_lost_its_optimizer_is_named(

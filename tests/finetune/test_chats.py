@@ -594,7 +594,7 @@ def check_beside(known: Chat) -> None:
         try:
             lessons = known.spans(messages, tools)
         except ConfigError as error:
-            if re.search("does not take the messages: .|omits (messages|tools)", str(error)):
+            if re.search("rejects the messages: .|omits (messages|tools)", str(error)):
                 continue
             raise
         for turn, message in enumerate(messages):

@@ -292,7 +292,7 @@ class TestChat:
     )
     def test_a_template_can_do_nothing_but_write(self, template: str, tmp_path: Path) -> None:
         chat = Chat(folder_with(tmp_path, template))
-        with pytest.raises(ConfigError, match=r"tokenizer_config\.json does not take the messages"):
+        with pytest.raises(ConfigError, match=r"tokenizer_config\.json rejects the messages"):
             chat.text(CHAT)
 
     @pytest.mark.parametrize(

@@ -585,14 +585,14 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (tmp_path / "no", tmp_path / "m.gguf", {}, "no is not a folder; pass one that holds"),
         (3, tmp_path / "m.gguf", {}, "pass a path"),
         (model, 3, {}, "pass a path"),
-        (model, tmp_path / "m.gguf", {"tokenizer": tmp_path}, "holds no tokenizer.json"),
+        (model, tmp_path / "m.gguf", {"tokenizer": tmp_path}, "has no tokenizer.json"),
         (models.create(SIZES | {"model_type": "llama"}, seed=0), tmp_path / "m.gguf", {},
          "was not loaded from a folder"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=words):
             models.export_gguf(source, file, **options)
     (tmp_path / "m" / "tokenizer.json").unlink()
-    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json; copy it"):
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json; copy it"):
         models.export_gguf(tmp_path / "m", tmp_path / "m.gguf")
     for package in ("gguf", "tokenizers"):
         with monkeypatch.context() as patch:

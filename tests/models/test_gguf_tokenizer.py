@@ -370,5 +370,5 @@ def test_broken_files(tmp_path: Path) -> None:
     values = byte_level(97)
     values["model"]["merges"].append(["x", "y"])  # of no token
     write_tokenizer(tmp_path / "m", values)
-    with pytest.raises(ConfigError, match=r"is broken: .* fetch it again"):
+    with pytest.raises(ConfigError, match=r"is broken: .* download it again"):
         models.export_gguf(tmp_path / "m", tmp_path / "m.gguf")

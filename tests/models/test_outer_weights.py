@@ -353,7 +353,7 @@ def test_zero3_gathers_the_table_under_the_rows() -> None:
         divided.add_adapter(2, tokens=IDS)
     with pytest.raises(ConfigError, match=r"add_adapter\(targets=\): ranks divide"):
         divided.add_adapter(2, targets=TARGETS)
-    with pytest.raises(ConfigError, match=r"trains model\.embed_tokens, of which ranks keep parts"):
+    with pytest.raises(ConfigError, match=r"trains model\.embed_tokens, of which ranks store part"):
         load(
             LOSSES / "tokens" / "tied", lora=LOSSES / "tokens" / "rows_tied",
             communicator=SingleCommunicator(),

@@ -150,7 +150,7 @@ def test_bad_calls(model: Any) -> None:
             call(TOKENS, cache=cache, sequences=0)
         with pytest.raises(RangeError, match="has a sequence twice"):
             call(TOKENS, cache=cache, sequences=[one, one])
-        with pytest.raises(ConfigError, match="of a PagedKVCache; pass"):
+        with pytest.raises(ConfigError, match="need a PagedKVCache; pass"):
             call(TOKENS, sequences=[one, other])
         with pytest.raises(ConfigError, match=r"cache is a dict; pass a \w*KVCache"):
             call(TOKENS, cache={})
@@ -176,7 +176,7 @@ def test_angles_that_change_for_all_positions_have_no_pages() -> None:
     scaling = {"type": "longrope", "short_factor": factors, "long_factor": [2.0] * (DIM // 2)}
     more = {"original_max_position_embeddings": 12, "rope_scaling": scaling}
     model = create({**SIZES, "model_type": "phi3", "max_position_embeddings": 64, **more}, seed=0)
-    with pytest.raises(ConfigError, match="from 13 tokens on the angles of this model"):
+    with pytest.raises(ConfigError, match="from 13 tokens on, the rotary angles of this model"):
         model.generate(TOKENS, cache=pages(), **NEW)
 
 

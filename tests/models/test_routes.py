@@ -145,7 +145,7 @@ def test_routes_that_do_not_fit_are_refused():
     cases = [
         (fitting[:, :-1], ShapeError, "layers with experts, k"),
         (fitting.astype(np.float32), DTypeError, "must be integers"),
-        (fitting + experts.count, RangeError, "name expert"),
+        (fitting + experts.count, RangeError, "contain expert"),
     ]
     for routes, error, message in cases:
         for call in (model.loss, model.log_probs, model.loss_and_gradients):

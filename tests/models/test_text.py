@@ -157,8 +157,8 @@ def test_a_model_has_the_tokenizer_of_its_folder(folder: Path, tmp_path: Path) -
         ("a", {"stop": ""}, "stop='' must be a text"),
         ("a", {"stop": [3]}, r"stop=\[3\] must be a text, or a list of texts"),
         ("a", {"stop": 3}, "CALL: stop=3 must be a text, or a list of texts"),
-        ([], {}, r"CALL: prompt=\[\] holds no message; pass"),
-        ("The cat. " * 99, {}, "leaves no room to go on"),
+        ([], {}, r"CALL: prompt=\[\] contains no message; pass"),
+        ("The cat. " * 99, {}, "leaves no room for new tokens"),
         ("a", {"temperature": -1}, "CALL: temperature=-1 must be"),
         ([{"role": "assistant"}], {"tools": [{}]}, "has no attribute|does not take|undefined"),
         ([{"role": "user"}], {}, r"prompt\[0\] has no content; pass a text, or \[{"),
@@ -221,7 +221,7 @@ def test_a_space_after_special_tokens_is_streamed(marks: int, before: int) -> No
 
 
 def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"holds no tokenizer\.json"):
+    with pytest.raises(ConfigError, match=r"has no tokenizer\.json"):
         models.Tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text(json.dumps({"model": 3}))
     with pytest.raises(ConfigError, match="is broken"):

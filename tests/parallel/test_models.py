@@ -48,7 +48,7 @@ def test_parts_cover_all_once(name: str) -> None:
 
 def test_what_does_not_divide_is_refused(tmp_path: Path) -> None:
     llama = SIZES | {"model_type": "llama"}
-    with pytest.raises(ConfigError, match=r"4 heads.* do not divide among 3 .* among 1, 2, 4"):
+    with pytest.raises(ConfigError, match=r"3 ranks cannot divide 4 heads.*use 1, 2, 4 ranks"):
         check_divides(parse(llama), 3)
     with pytest.raises(ConfigError, match="inner size of 3 is not enough for 4"):
         check_divides(parse(llama | {"intermediate_size": 3}), 4)

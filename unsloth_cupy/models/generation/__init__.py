@@ -1,1 +1,1 @@
-"""Tokens from a model: decoding steps, sampling, streams and rollouts."""
+"""Generation of tokens: decoding steps, sampling, streams and rollouts."""

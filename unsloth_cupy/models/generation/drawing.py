@@ -1,4 +1,4 @@
-"""Parts of the choice of the next token: penalties, probabilities, draws of all rows at once."""
+"""Sampling of the next token: repetition penalty, most likely tokens, draws for all rows."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -10,21 +10,24 @@ from ...ops.losses.linear_log_probs import of_logits
 
 
 def wide(logits: Array) -> Array:
-    """Return logits in float64, a new array."""
+    """Return a copy of logits in float64."""
     if logits.dtype.itemsize < FLOAT32.itemsize:
         logits = logits.astype(FLOAT32)
     return logits.astype(np.float64)
 
 
 def penalise(logits: Array, past: Array, real: Array, penalty: float) -> None:
-    """Make the tokens of each row less likely, in place; padding does not count."""
+    """Apply the repetition penalty in place: tokens in a row become less likely, except padding."""
     for row, tokens, mask in zip(logits, past, real, strict=True):
         used = np.unique(tokens[mask])
         row[used] = np.where(row[used] < 0, row[used] * penalty, row[used] / penalty)
 
 
 def draw_all(logits: Array, options: Any, uniform: Array) -> Array:
-    """Return what ``_draw`` of generate.py returns of each row, for uniform (batch, 1)."""
+    """Return the tokens that ``_draw`` of generate.py returns, for all rows of a GPU in one pass.
+
+    logits are (batch, vocab), uniform random numbers (batch, 1).
+    """
     order = None
     if options.top_k is not None or options.top_p is not None:
         order = np.argsort(-logits, axis=-1, kind="stable")[:, : options.top_k]
@@ -33,7 +36,7 @@ def draw_all(logits: Array, options: Any, uniform: Array) -> Array:
     if options.top_p is not None:
         cumulative = weights.cumsum(axis=-1)
         enough = cumulative >= options.top_p * cumulative[:, -1:]
-        weights[:, 1:] *= ~enough[:, :-1]  # the first that reaches the share is the last
+        weights[:, 1:] *= ~enough[:, :-1]  # the first token that reaches the share is included
     if options.min_p is not None:
         weights *= weights >= options.min_p
     cumulative = weights.cumsum(axis=-1)
@@ -44,12 +47,12 @@ def draw_all(logits: Array, options: Any, uniform: Array) -> Array:
 
 
 def planned_draw(planned_logits: Any) -> tuple[Any, ...]:
-    """Hold with planned logits what a draw of all rows holds; return what the next step meets."""
+    """Allocate planned arrays as a draw does; return those that are alive in the next step."""
     logits, (rows, vocab), of = wide(planned_logits), planned_logits.shape, planned_logits.of
     np.isnan(logits).any(axis=-1)
     if isinstance(planned_logits, np.ndarray):  # row by row: tokens, their logits, weights and sums
-        held = [of((vocab,), np.float64) for _ in range(4)]
-        del held
+        arrays = [of((vocab,), np.float64) for _ in range(4)]
+        del arrays
         chosen = of((rows,), np.int64)
     else:
         options = SimpleNamespace(temperature=1.0, top_k=None, top_p=None, min_p=None)
@@ -60,8 +63,8 @@ def planned_draw(planned_logits: Any) -> tuple[Any, ...]:
 
 
 def likeliest(logits: Array, count: int) -> Array:
-    """Return the most likely tokens in order, of equal ones the lowest first."""
+    """Return the ``count`` most likely tokens in order; of equal logits, the lower token first."""
     tokens = np.arange(logits.size)
-    if count < logits.size:  # a vocabulary takes much longer to sort than to divide
+    if count < logits.size:  # a partition of a vocabulary is much faster than a sort
         tokens = np.flatnonzero(logits >= np.partition(logits, -count)[-count])
     return tokens[np.argsort(-logits[tokens], kind="stable")][:count]

@@ -1,4 +1,4 @@
-"""Next-token logits for generation: a cache makes each token go through the model only once.
+"""Next-token logits for generation: with a cache, the model computes each token only once.
 
 next_logits = CachedLogits(model, like, batch, most)
 logits = next_logits(tokens, real)              after the prompts, padded on the left
@@ -27,16 +27,16 @@ from ..ranks.pipeline_stages import Stages
 from ..ranks.stages import pipeline_logits
 from .step import Arriving, Step
 
-PAGE = 64  # tokens of a page of a cache that is made for one call
+PAGE = 64  # tokens per page in a cache for one call
 
 
 @on_gpu_of_attribute("model.table")
 class CachedLogits:
-    """Computes next-token logits with a new KVCache, for rows of at most ``most`` tokens.
+    """A callable that returns next-token logits, with a new KVCache.
 
-    The rows of a batch are ``samples`` copies of each prompt, which goes through the model once.
-    ``begins`` says that the last call computed all tokens, and ``routes`` the experts that the
-    routers of a mixture chose in it, if it ``notes`` them.
+    Rows have at most ``most`` tokens.  A batch has ``samples`` rows for each prompt, which the
+    model computes once.  ``begins`` is whether the last call computed all tokens.  If ``notes`` is
+    true, ``routes`` returns the experts that routers chose in the last call.
     """
 
     def __init__(
@@ -58,7 +58,8 @@ class CachedLogits:
             config.attends(layer) and (stages is None or stages.holds(layer))
             for layer in range(config.layers)
         ]
-        # codes have one scale for a row, which does not fit both parts of a latent one
+        # int8 codes have one scale per row, but the two parts of a latent row differ in scale:
+        # an int8 cache stores whole heads.
         heads = {"kv_heads": config.kv_heads, "dim": config.dim}
         self.form: dict[str, Any] = {
             **(model.cache_sizes if dtype is None else heads),
@@ -71,23 +72,23 @@ class CachedLogits:
         self.switch = _switch(config)
         self.notes = notes and config.experts is not None
         self.begins = True
-        self.noted: Any = None  # on the device
+        self.last_routes: Any = None  # on the device
         self.step: Step | None = None
-        self.arriving: Arriving | None = None  # the tokens of a step that has begun
+        self.arriving: Arriving | None = None  # the tokens of a step that is already launched
 
     def __call__(self, tokens: Array, real: Array) -> Array:
-        """Return the logits after the last token, (batch, vocab); tokens (batch, tokens) on host.
+        """Return the logits after the last token: (batch, vocab).
 
-        ``real`` has the shape of tokens, and is False at padding.
+        ``tokens`` are (batch, tokens) on the host; ``real`` is False at padding.
         """
         if self.cache.length and int(real.sum(axis=1).max(initial=0)) == self.switch:
-            self.cache.reset()  # every rotary angle changes: the cached keys are invalid
-            self.samples = 1  # rows of a prompt differ by now
+            self.cache.reset()  # all rotary angles change: the cached keys are invalid
+            self.samples = 1  # rows of the same prompt differ by now
         self.begins = not self.cache.length
         new = tokens if self.begins else tokens[:, -1:]
         if (step := self._step(real)) is not None:
             logits = step(new)
-            self.noted = None if step.routes is None else step.routes[:, None]
+            self.last_routes = None if step.routes is None else step.routes[:, None]
             return logits
         mask = None if self.cache.length or real.all() else on_device_of(real, self.like)
         tokens = on_device_of(new, self.like)
@@ -96,7 +97,7 @@ class CachedLogits:
         return self._once(tokens, mask)
 
     def of_last(self) -> Array:
-        """Return the logits of the last step, with planned arrays: caches are full before it."""
+        """Return the logits of the last step in a plan, where the caches are full."""
         self.cache.filled = [self.most - 1 for _ in self.cache.filled]
         real = np.ones((self.cache.shape[0], self.most), bool)
         step = self._step(real)
@@ -106,13 +107,14 @@ class CachedLogits:
         return KVCache(self.model.config.layers, rows, self.most, **self.form)
 
     def _once(self, tokens: Array, mask: Array | None) -> Array:
-        """Return the logits after the prompts, each of which ``samples`` rows repeat."""
+        """Compute each prompt once, and repeat logits and cache for its ``samples`` rows."""
         mask = None if mask is None else mask[:: self.samples]
         count = len(tokens) // self.samples
         own = self._new_cache(count)
         logits = self._last(self.of_prompts, tokens[:: self.samples], mask, own)
         self.cache.repeat(own, self.samples)
-        self.noted = None if self.noted is None else np.repeat(self.noted, self.samples, axis=0)
+        if self.last_routes is not None:
+            self.last_routes = np.repeat(self.last_routes, self.samples, axis=0)
         return np.repeat(logits, self.samples, axis=0)
 
     def _last(self, model: Network, tokens: Array, mask: Array | None, cache: KVCache) -> Array:
@@ -120,18 +122,19 @@ class CachedLogits:
         routers = list[Any]() if self.notes else None
         logits = last_logits(model, tokens, mask=mask, cache=cache, routers=routers)
         if routers is not None:
-            self.noted = np.stack([each.experts for each in routers], axis=2)
+            # (batch, tokens, layers, k)
+            self.last_routes = np.stack([each.experts for each in routers], axis=2)
         return logits
 
     def routes(self) -> Array | None:
-        """Return the experts of the tokens of the last call, (batch, tokens, layers, k) on host."""
-        return None if self.noted is None else to_numpy(self.noted)
+        """Return the experts of the last call's tokens, (batch, tokens, layers, k) on the host."""
+        return None if self.last_routes is None else to_numpy(self.last_routes)
 
     def most_likely(self, tokens: Array, real: Array, last: bool) -> Array | None:
-        """Return the most likely next tokens, (batch,) on the host; -1 for logits with a NaN.
+        """Return the most likely next tokens, (batch,) on the host; -1 for logits with NaN.
 
-        None where only the logits say it.  Unless these tokens are the last, the GPU begins the
-        step after them before the host has them.
+        None: the caller must compute the logits.  Unless these tokens are the ``last``, the next
+        step is launched before the host has received them.
         """
         step = self._step(real) if self.greedy else None
         if step is None:
@@ -146,7 +149,7 @@ class CachedLogits:
         return now.wait()
 
     def _step(self, real: Array) -> Step | None:
-        """Return the step on the device, which follows the prompts; None without one."""
+        """Return the ``Step`` on the device, which follows the prompts; None if there is none."""
         if self.cache.length and self.step is None and _steps_on_device(self.model, self.most):
             kinds = self.greedy, self.notes
             self.step = Step(self.model, self.cache, real[:, :-1], self.most, *kinds)
@@ -155,10 +158,10 @@ class CachedLogits:
 
 @on_gpu_of_attribute("model.table")
 class PagedLogits:
-    """Computes next-token logits with a PagedKVCache.
+    """A callable that returns next-token logits, with a PagedKVCache.
 
-    Its sequences hold no padding, so padded prompts go through the model one by one.  The rows of a
-    batch are ``samples`` copies of each prompt, which share its pages.
+    Its sequences have no padding, so the model computes padded prompts one by one.  A batch has
+    ``samples`` rows for each prompt, which share the pages of the prompt.
     """
 
     def __init__(
@@ -176,9 +179,9 @@ class PagedLogits:
             model.adapter.check(len(sequences))
 
     def __call__(self, tokens: Array, real: Array) -> Array:
-        """Return the logits after the last token, (batch, vocab); tokens (batch, tokens) on host.
+        """Return the logits after the last token: (batch, vocab).
 
-        ``real`` has the shape of tokens, and is False at padding.
+        ``tokens`` are (batch, tokens) on the host; ``real`` is False at padding.
         """
         if self.past_prompts or (real.all() and self.samples == 1):
             new, self.past_prompts = tokens[:, -1:] if self.past_prompts else tokens, True
@@ -195,7 +198,7 @@ class PagedLogits:
         return logits
 
     def _forks(self, sequence: int) -> list[int]:
-        """Return the other sequences that begin with a prompt."""
+        """Return new sequences that share the pages of a prompt, one for each further sample."""
         return [self.cache.fork(sequence) for _ in range(self.samples - 1)]
 
     def _last(self, model: Network, tokens: Array, sequences: Sequence[int]) -> Array:
@@ -205,7 +208,7 @@ class PagedLogits:
 
 
 def of_row(model: Network, index: int) -> Network:
-    """Return a model for one row of a batch, whose rows may have adapters of their own."""
+    """Return the model for one row of a batch; it has the adapter of this row."""
     rows = model.adapter
     if isinstance(rows, ByRows):
         model = copy.copy(model)
@@ -214,7 +217,7 @@ def of_row(model: Network, index: int) -> Network:
 
 
 def of_samples(model: Network, samples: int) -> Network:
-    """Return a model for ``samples`` rows of each prompt, which have the adapter of the prompt."""
+    """Return the model for ``samples`` rows per prompt; they have the adapter of the prompt."""
     rows = model.adapter
     if isinstance(rows, ByRows) and samples > 1:
         model = copy.copy(model)
@@ -225,7 +228,7 @@ def of_samples(model: Network, samples: int) -> Network:
 def last_logits(model: Network, tokens: Array, **options: Any) -> Array:
     """Return the logits after the last token of each row: (batch, vocab).
 
-    Those of an invariant model are ``exact_logits``, before the cap.
+    An invariant model returns ``exact_logits``, before the cap.
     """
     stages = stages_of(model)
     if stages is not None:
@@ -241,24 +244,24 @@ def last_logits(model: Network, tokens: Array, **options: Any) -> Array:
 
 
 def stages_of(model: Network) -> Stages | None:
-    """Return which blocks this rank holds; None without pipeline parallelism."""
+    """Return the pipeline stages of a model; None without pipeline parallelism."""
     return None if model.division is None else model.division.stages
 
 
 def check_pages(config: Config, cache: Any, sequences: Any, batch: int) -> None:
-    """Raise unless generation can continue in the paged cache, if there is one."""
+    """Raise unless generation can use the cache and its sequences, if they are passed."""
     if not isinstance(cache, PagedKVCache | None):
         cure = "pass a PagedKVCache; without one, generate creates a KVCache"
         raise ConfigError(f"generate: cache is a {type(cache).__name__}; {cure}")
     if cache is None:
         if sequences is not None:
-            cure = f"sequences={sequences!r} are those of a PagedKVCache; pass it as cache"
+            cure = f"sequences={sequences!r} need a PagedKVCache; pass it as cache"
             raise ConfigError(f"generate: {cure}")
         return
     if (switch := _switch(config)) is not None:
         raise ConfigError(
-            f"generate: from {switch} tokens on the angles of this model change for all positions,"
-            " which a PagedKVCache does not support; leave cache out"
+            f"generate: from {switch} tokens on, the rotary angles of this model change for all"
+            " positions, which a PagedKVCache does not support; leave cache out"
         )
     if sequences is not None:
         PagedRows("generate", cache, sequences, batch)
@@ -268,13 +271,13 @@ def check_pages(config: Config, cache: Any, sequences: Any, batch: int) -> None:
 def paged(
     model: Network, like: Array, real: Array, options: Any, samples: int = 1
 ) -> Iterator[PagedLogits]:
-    """Yield next-token logits in new sequences of the cache of options, which are free at the end.
+    """Yield a ``PagedLogits`` with new sequences, which are freed at the end.
 
-    ``real`` (rows, tokens) is False at the padding of prompts, of which ``samples`` rows have one.
-    Without a cache one is made, with as many pages as the rows can fill.
+    ``real`` (rows, tokens) is False at the padding of prompts; ``samples`` rows have the same
+    prompt.  If the options have no cache, one is created, with as many pages as the rows can fill.
     """
     prompts, cache = real[::samples].sum(axis=1), options.cache
-    ends = prompts + max(options.max_new_tokens - 1, 0)  # the last new token has no keys there
+    ends = prompts + max(options.max_new_tokens - 1, 0)  # keys of the last token are not needed
     if cache is None:
         own = -(-ends // PAGE)
         shared = prompts // PAGE if samples > 1 else own
@@ -293,17 +296,17 @@ def paged(
 
 
 def _switch(config: Config) -> int | None:
-    """Return the length from which longrope uses other angles for all positions, or None."""
+    """Return the length from which longrope has other angles for all positions, or None."""
     ropes = (rope for rope in config.ropes.values() if rope.original is not None)
     originals = (r.original for r in ropes if (r.scaling or {}).get("rope_type") == "longrope")
     return next((original + 1 for original in originals if original is not None), None)
 
 
 def _steps_on_device(model: Network, most: int) -> bool:
-    """Return whether one Step can generate up to ``most`` tokens.
+    """Return whether one ``Step`` can generate up to ``most`` tokens.
 
-    It needs a GPU, rotary angles that do not change up to that length, and weights that stay whole
-    in memory, which those gathered block by block do not.
+    A step needs a GPU, rotary angles that do not change up to that length, and weights that are
+    whole in memory, not gathered block by block.
     """
     if stages_of(model) is not None or model.gather is not None or model.config.recurrent:
         return False
@@ -313,5 +316,5 @@ def _steps_on_device(model: Network, most: int) -> bool:
 
 
 def on_device_of(array: Array, like: Any) -> Any:
-    """Return a NumPy array copied to the device of ``like``."""
+    """Copy a NumPy array to the device of ``like``."""
     return to_device_of(np.ascontiguousarray(array), like)

@@ -1,4 +1,4 @@
-"""Rollouts: samples of prompts, and the log-probabilities by which they were drawn."""
+"""Rollouts: sampled completions of prompts, and their log-probabilities."""
 
 from typing import Any, NamedTuple
 
@@ -16,26 +16,26 @@ from .next_logits import CachedLogits, check_pages, on_device_of
 
 
 class Rollouts(NamedTuple):
-    """Samples of prompts: ``samples`` consecutive rows continue one prompt.
+    """Sampled completions of prompts: ``samples`` consecutive rows continue one prompt.
 
-    ``mask`` and ``log_probs`` lie as the results of ``model.log_probs(tokens, tokens, mask=real)``:
-    entry t is of the token at t + 1.
+    ``mask`` and ``log_probs`` are aligned like ``model.log_probs(tokens, tokens, mask=real)``:
+    entry t belongs to the token at t + 1.
 
     Attributes
     ----------
     tokens : (rows, width) int64
-        A prompt, padded on the left, and the tokens that continue it, with the one that ends them.
+        A prompt, padded on the left, then its completion, including the end token.
     real : (rows, width) bool
         Whether a token is not padding.
     mask : (rows, width) bool
         Whether the next token was sampled.
-    log_probs : (rows, width) float32, of a float64 model float64
-        The log-probability of the next token in softmax(logits / temperature), whatever top_k,
-        top_p or min_p left out; 0 where mask is False.
+    log_probs : (rows, width) float32, or float64 for a float64 model
+        The log-probability of the next token in softmax(logits / temperature), before top_k, top_p
+        and min_p; 0 where mask is False.
     routes : (rows, width, layers with experts, k) int32, or None
-        The experts that the routers of a mixture chose for each token, for the argument of that
-        name; -1 at padding, and of the last token of a row, which did not go through the model.
-        None of dense models.
+        The experts that routers chose for each token, for the argument ``routes`` of losses.  -1 at
+        padding, and at the last token of a row, which the model did not compute.  None for dense
+        models.
     """
 
     tokens: Any
@@ -52,7 +52,7 @@ class Rollouts(NamedTuple):
 
 
 def rollouts(model: Network, prompts: Any, samples: int, options: Options) -> Rollouts:
-    """Return samples of prompts: see ``Transformer.rollouts``."""
+    """Return sampled completions of prompts: see ``Transformer.rollouts``."""
     require_head("rollouts", model.config, CAUSAL)
     rows = prompts_of(model, prompts)
     for name, value in (("samples", samples), ("max_new_tokens", options.max_new_tokens)):
@@ -72,7 +72,7 @@ def rollouts(model: Network, prompts: Any, samples: int, options: Options) -> Ro
     new = np.stack([to_numpy(token) for token, _ in steps], axis=1)
     log_probs = np.stack([to_numpy(each) for _, each in steps], axis=1)
     ended = np.isin(new, ends).cumsum(axis=1)
-    sampled = ended - np.isin(new, ends) == 0  # up to the token that ends the row
+    sampled = ended - np.isin(new, ends) == 0  # up to and including the first end token
     new[~sampled] = log_probs[~sampled] = 0
     tokens, real = (np.repeat(array, samples, axis=0) for array in (tokens, real))
     mask = np.zeros((len(tokens), width + new.shape[1]), bool)
@@ -90,27 +90,27 @@ def rollouts(model: Network, prompts: Any, samples: int, options: Options) -> Ro
     return Rollouts(*(to_device_of(each, model.table) for each in results))
 
 
-def planned_rollouts(model: Network, prompts: int, samples: int, asked: int, new: int) -> None:
-    """Hold with planned arrays what rollouts hold whose rows are full.
+def planned_rollouts(model: Network, prompts: int, samples: int, length: int, new: int) -> None:
+    """Allocate planned arrays as rollouts do in their largest steps.
 
-    These are the prompts, of ``asked`` tokens each, and the last of ``new`` tokens.
+    These are the step of the prompts, with ``length`` tokens each, and the last of ``new`` tokens.
     """
     rows, place = prompts * samples, model.table
-    tokens = np.zeros((rows, asked), np.int64)
+    tokens = np.zeros((rows, length), np.int64)
     like = on_device_of(tokens, place)
-    logits = CachedLogits(model, like, rows, asked + new, samples=samples, notes=True)
-    held = planned_draw(logits(tokens, tokens == 0))
+    logits = CachedLogits(model, like, rows, length + new, samples=samples, notes=True)
+    arrays = planned_draw(logits(tokens, tokens == 0))
     if new > 1:
         last = logits.of_last()
-        del held  # what the step before has left
+        del arrays  # arrays of the previous step are freed after the logits of this one
         planned_draw(last)
 
 
 def prompts_of(model: Network, prompts: Any) -> list[Array]:
-    """Return prompts as rows of tokens; raise ConfigError for what is not one."""
+    """Return prompts as arrays of tokens; raise ConfigError for an invalid prompt."""
     rows = [to_numpy(row) if hasattr(row, "dtype") else np.asarray(row) for row in prompts]
     if not rows:
-        raise ConfigError("rollouts: there is no prompt; pass one list of tokens for each")
+        raise ConfigError("rollouts: prompts is empty; pass a list of tokens for each prompt")
     for place, row in enumerate(rows):
         if row.ndim != 1 or row.dtype.kind not in "iu" or not row.size:
             problem = f"prompt {place} is {row.dtype} {row.shape}"

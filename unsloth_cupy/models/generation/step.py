@@ -1,4 +1,4 @@
-"""A generation step of one token per row that keeps its changing state on the device.
+"""A generation step of one token per row, whose state stays on the device.
 
 On a GPU the first step runs directly, the second is captured into a CUDA graph, and the graph is
 launched for every later token: one launch, however many kernels a step has.
@@ -37,15 +37,15 @@ from ..network import Network
 
 @on_gpu_of_attribute("model.table")
 class Step:
-    """One step of a model with its cache, for rows that end in a token that is not padding.
+    """One generation step of a model with its cache; the last token of each row must be real.
 
     Attributes
     ----------
     chosen : (batch,) int64
-        The most likely next tokens, with which the next step begins; -1 for logits with a NaN.
-        Only of a ``greedy`` step.
+        The most likely next tokens, which are the input of the next step; -1 for logits with NaN.
+        Only in a ``greedy`` step.
     routes : (batch, layers with experts, k) int32
-        The experts that the routers chose.  Only of a step that ``notes`` them.
+        The experts that routers chose.  Only if ``notes`` is true.
     """
 
     def __init__(
@@ -57,10 +57,10 @@ class Step:
         greedy: bool = False,
         notes: bool = False,
     ) -> None:
-        """Start after the cached tokens; real (batch, tokens) is False at padding of these.
+        """Start after the cached tokens; ``real``, (batch, tokens), is False at their padding.
 
-        ``most`` is the largest number of tokens that a row will have; a ``greedy`` step ends with a
-        choice of tokens.
+        ``most`` is the largest number of tokens in a row.  A ``greedy`` step chooses the next
+        tokens.
         """
         self.greedy, self.notes = greedy, notes
         self.chosen: Any = None
@@ -69,9 +69,9 @@ class Step:
         self.parameters = model.entered(model.parameters)
         used = model.used(self.parameters, None)
         low = {n: in_dtype(a, model.dtype) for n, a in used.items() if n.endswith((DOWN, UP))}
-        self.of_blocks = {**used, **join_downs(low)}  # rounded once, not in every step
+        self.of_blocks = {**used, **join_downs(low)}  # adapters are rounded once, not in every step
         self.latents: Latents | None = None
-        self.whole: dict[str, Any] = {}  # weights that are not read as layers, dense and merged
+        self.whole: dict[str, Any] = {}  # dense kv_b_proj weights, with the adapter merged
         if cache.latent is not None:
             self.latents = Latents(lambda layer: False, cache.append, self.attend)
             names = [name for name in used if name.endswith(".kv_b_proj.weight")]
@@ -95,7 +95,7 @@ class Step:
 
     @property
     def graph(self) -> Any:
-        """The captured graph, launched from the third step on; None where nothing was captured."""
+        """The captured graph, launched from the third step on; None without one."""
         return self.captured.graph
 
     def _placed(self, numbers: Any) -> Array:
@@ -104,21 +104,22 @@ class Step:
         return array
 
     def __call__(self, tokens: Array | None) -> Array:
-        """Return the logits after tokens, which are (batch, 1) on the host: (batch, vocab).
+        """Return the logits after tokens: (batch, vocab).
 
-        None: the tokens that a greedy step has chosen, which the host need not have read.
+        ``tokens`` are (batch, 1) on the host.  None: the tokens that a greedy step has chosen,
+        which are on the device already.
         """
         self.cache.check_room(1)
         if tokens is not None:
             self.tokens[...] = self._placed(tokens)
-        # the host needs to know how many rows go to the ranks of other experts
+        # With expert ranks, the host reads the numbers of rows to send: no graph can capture that.
         directly = type(self.tokens) is np.ndarray or self.model.expert_ranks is not None
         logits = self.run() if directly else self._played()
         self.cache.filled = [filled + 1 for filled in self.cache.filled]
         return logits
 
     def run(self) -> Array:
-        """Run the step and advance by one token; no data moves between host and device."""
+        """Run the step and advance by one token, without copies between host and device."""
         model = self.model
         branch = embedded(model.config, self.parameters, self.tokens, model.slices)
         for slots, numbers in self.slots.items():
@@ -148,7 +149,7 @@ class Step:
         logits: Array = model.next_logits(self.parameters, x)[:, 0]
         if self.greedy:
             wide = logits.astype(np.float32)
-            top = wide.max(axis=-1)  # NaN if there is one
+            top = wide.max(axis=-1)  # NaN if any logit is NaN
             self.chosen = np.where(top == top, wide.argmax(axis=-1), -1)  # noqa: PLR0124
             self.tokens[...] = np.maximum(self.chosen, 0)[:, None]
         self.positions += 1
@@ -156,13 +157,13 @@ class Step:
         return logits
 
     def arriving(self) -> "Arriving":
-        """Return the chosen tokens on their way to the host."""
+        """Start to copy the chosen tokens to the host."""
         return Arriving(self.chosen)
 
     def turn(
         self, layer: int, q: Array, k: Array, v: Array, *angles: Array
     ) -> tuple[Array, Array | None]:
-        """Return q and k with rotary embedding; None for k if it is stored already, as is v."""
+        """Return rotated q and k; None for k if the cache already stores k and v."""
         keys, values = self.cache.keys[layer], self.cache.values[layer]
         if self.cache.scales[layer] is not None:
             return rope_qk(q, k, *angles)
@@ -171,10 +172,10 @@ class Step:
         return rope_append_(q, k, v, cos, sin, *stored, positions, sinks=sinks)[0], None
 
     def attend(self, layer: int, q: Array, k: Any, v: Any, **options: Any) -> Array:
-        """Return attention over all slots of the cache that hold a real token, k and v among them.
+        """Store k and v, and return the attention of q to all slots of the cache with real tokens.
 
-        k is None if ``turn`` has stored it; v is None for a latent cache.
-        Slots of a window may be in any order, because the one query sees them all.
+        k is None if ``turn`` has stored it; v is None for a latent cache.  Slots of a window may be
+        in any order: the only query attends to all of them.
         """
         cache = self.cache
         keys, values, scales = cache.keys[layer], cache.values[layer], cache.scales[layer]
@@ -202,8 +203,8 @@ class Step:
         except MemoryError as error:
             more, (free, whole) = bytes_requested(error), gpu.cupy().cuda.runtime.memGetInfo()
             raise DeviceMemoryError(
-                f"generate: a step takes {format_bytes(more)} more, and the GPU has"
-                f" {format_bytes(free)}; generate fewer rows or fewer tokens at a time",
+                f"generate: a step needs {format_bytes(more)} more, and the GPU has"
+                f" {format_bytes(free)} free; generate fewer rows or fewer tokens at a time",
                 whole - free + more,
                 whole,
             ) from error
@@ -214,7 +215,7 @@ class Step:
 
 
 class Arriving:
-    """Values that are copied to the host, behind the work of the current stream so far."""
+    """An asynchronous copy of an array to the host, after the current stream's earlier work."""
 
     def __init__(self, array: Any) -> None:
         self.values, self.end = np.empty(array.shape, array.dtype), None
@@ -222,17 +223,17 @@ class Arriving:
             self.values[...] = array
             return
         cuda = gpu.cupy().cuda
-        memory = cuda.alloc_pinned_memory(array.nbytes)  # into other memory the host would wait
+        memory = cuda.alloc_pinned_memory(array.nbytes)  # copies to other memory are synchronous
         self.values = np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
         array.get(out=self.values, blocking=False)
         self.end = cuda.get_current_stream().record()
 
     def wait(self) -> Array:
-        """Return the values once they are here."""
+        """Wait for the copy and return the values."""
         if self.end is not None:
             self.end.synchronize()
         return self.values
 
     def __del__(self) -> None:
-        with contextlib.suppress(RuntimeError):  # else the memory could be used again too early
+        with contextlib.suppress(RuntimeError):  # the memory must not be reused during the copy
             self.wait()

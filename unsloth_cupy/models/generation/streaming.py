@@ -1,4 +1,4 @@
-"""The text of tokens that come one by one, up to a stop string."""
+"""Decoding of generated tokens to text, one by one, up to a stop string."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -13,39 +13,40 @@ from ..network import Network
 from ..text.chat import Message, Tools
 from ..text.tokenizer import Tokenizer, check_tokens
 
-NEW, TEMPERATURE = 200, 0.8  # new tokens and temperature of commands, and of a run's sample
-SHOWN = 80  # characters of a prompt in a message
-LONGEST_CHARACTER = 4  # bytes of a character in UTF-8 at most, so also tokens at most
+NEW, TEMPERATURE = 200, 0.8  # defaults of commands and of a run's sample: new tokens, temperature
+SHOWN = 80  # most characters of a prompt in a message
+LONGEST_CHARACTER = 4  # most bytes of a character in UTF-8, and so most tokens of a character
 
 
 def _check_messages(prompt: Any, listed: Sequence[Any]) -> None:
-    """Raise if a prompt is not a list of messages, as templates write none for what is absent."""
+    """Raise if a prompt is not a list of messages: templates silently write nothing for others."""
     cure = 'pass a text, or [{"role": "user", "content": "..."}]'
     if not listed:
-        raise ConfigError(f"generate_text: prompt=[] holds no message; {cure}")
+        raise ConfigError(f"generate_text: prompt=[] contains no message; {cure}")
     if not all(isinstance(each, dict) for each in listed):
         raise ConfigError(f"generate_text: prompt={str(prompt)[:SHOWN]} is not a chat; {cure}")
     for place, message in enumerate(listed):
         for key in ("role", "content"):
-            own = key == "content" and message.get("role") == "assistant"  # it may have calls alone
-            if message.get(key) is None and not own:
+            # the content of an assistant's message may be absent: it may have tool calls only
+            optional = key == "content" and message.get("role") == "assistant"
+            if message.get(key) is None and not optional:
                 raise ConfigError(f"generate_text: prompt[{place}] has no {key}; {cure}")
 
 
 class TextStream:
-    """Decodes tokens one by one, and returns text as soon as its characters are complete."""
+    """A decoder of single tokens, which returns text as soon as its characters are complete."""
 
     def __init__(self, tokenizer: Any, before: Sequence[int] = ()) -> None:
         self.tokenizer = tokenizer
         self.tokens = list(before)
-        self.done = len(self.tokens)  # tokens whose text has been returned
+        self.done = len(self.tokens)  # number of tokens whose text has been returned
         self.start = self._before(max(0, self.done - LONGEST_CHARACTER))
 
     def push(self, token: int) -> str:
-        """Add a token; return the text that is now complete, perhaps an empty one."""
+        """Add a token; return the text that is complete now, which may be empty."""
         self.tokens.append(token)
         text = self._new()
-        unfinished = text.endswith("\ufffd")  # a decoder writes this for an incomplete character
+        unfinished = text.endswith("\ufffd")  # decoders write this for an incomplete character
         return "" if unfinished and self._waiting() < LONGEST_CHARACTER else self._take(text)
 
     def flush(self) -> str:
@@ -57,7 +58,7 @@ class TextStream:
         return len(self.tokens) - self.done
 
     def _new(self) -> str:
-        """Return the text of the tokens that wait, decoded with the tokens before them."""
+        """Return the text of tokens that are not done, decoded together with tokens before them."""
         known = self.tokenizer.decode(self.tokens[self.start : self.done])
         return str(self.tokenizer.decode(self.tokens[self.start :])[len(known) :])
 
@@ -68,10 +69,10 @@ class TextStream:
         return text
 
     def _before(self, start: int) -> int:
-        """Return the last token, up to ``start``, from which on there is text before ``done``.
+        """Return the last index up to ``start`` such that the tokens from it to ``done`` have text.
 
-        A decoder may drop the space before its first word, and special tokens are not text; nor may
-        it begin inside a character.
+        Decoding begins at this index, because decoders may drop the space before their first word,
+        special tokens have no text, and decoding must not begin inside a character.
         """
         while start:
             text = self.tokenizer.decode(self.tokens[start : self.done])
@@ -82,16 +83,16 @@ class TextStream:
 
 
 class StopStrings:
-    """Passes pieces of text on, up to the first stop string that is complete.
+    """A filter that passes pieces of text, up to the first complete stop string.
 
-    Text that may be the beginning of a stop string is held until the following text decides.
+    Text that may be the beginning of a stop string is held back until the next piece decides.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops, self.held, self.has_match = stops, "", False
 
     def push(self, text: str) -> str:
-        """Add a piece of text; return the text that is certainly before any stop string."""
+        """Add a piece of text; return the text that cannot be part of a stop string."""
         self.held += text
         places = [(at + len(s), at) for s in self.stops if (at := self.held.find(s)) >= 0]
         self.has_match = bool(places)
@@ -100,25 +101,25 @@ class StopStrings:
         return shown
 
     def _begun(self) -> int:
-        """Return how many of the last characters may be the beginning of a stop string."""
+        """Return the number of last characters that may be the beginning of a stop string."""
         longest = max(map(len, self.stops), default=1) - 1
         ends = (self.held[-n:] for n in range(min(longest, len(self.held)), 0, -1))
         return next((len(end) for end in ends if any(s.startswith(end) for s in self.stops)), 0)
 
     def flush(self) -> str:
-        """Return the held text after the last piece; nothing if a stop string was found."""
+        """Return the text that is held back, after the last piece; "" after a stop string."""
         return "" if self.has_match else self.held
 
 
 class Continuation:
-    """The text with which a model goes on after a prompt, in pieces as they are computed.
+    """An iterable over a model's completion of a prompt: pieces of text, as they are computed.
 
     Attributes
     ----------
     count : int
-        Tokens so far.
+        Number of tokens so far.
     full : bool
-        Whether it ends because the model has no more positions.
+        Whether the text ended because the model has no more positions.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class Continuation:
     ) -> None:
         if tokenizer is None:
             raise ConfigError(
-                "generate_text: the model has no tokenizer, as its folder holds no tokenizer.json;"
+                "generate_text: the model has no tokenizer, as its folder has no tokenizer.json;"
                 ' set model.tokenizer = models.Tokenizer("folder")'
             )
         self.model, self.tokenizer, self.most = model, tokenizer, max_new_tokens
@@ -148,14 +149,14 @@ class Continuation:
         self.room = positions - len(self.tokens)
         if self.room < 1:
             raise ConfigError(
-                f"the text is {len(self.tokens)} tokens and the model has {positions} positions,"
-                " which leaves no room to go on; make it shorter"
+                f"the prompt has {len(self.tokens)} tokens and the model has {positions} positions,"
+                " which leaves no room for new tokens; make it shorter"
             )
         self.options = Options(min(max_new_tokens, self.room), **options)
         self.count, self.full = 0, False
 
     def _tokens(self, prompt: Any, tools: Tools) -> list[int]:
-        """Return the tokens of a text or chat, or those given."""
+        """Return the tokens of a text or a chat; a prompt of tokens is returned as a list."""
         encode = self.tokenizer.encode
         if not isinstance(prompt, str):
             several = isinstance(prompt, Sequence) or hasattr(prompt, "shape")
@@ -188,14 +189,14 @@ def stream_text(
     prompt: str | Sequence[Message] | Sequence[int],
     **options: Any,
 ) -> tuple[str, int]:
-    """Write a prompt that is not a chat, and its continuation, to standard output.
+    """Write a prompt and its completion to standard output; a chat's prompt is not written.
 
-    The options are those of ``Transformer.generate_text``; the prompt may also be tokens.
+    ``Transformer.generate_text`` documents the options.  The prompt may also be tokens.
 
     Returns
     -------
     continuation, count : str, int
-        The text written after the prompt, and the number of its tokens.
+        The text after the prompt, and its number of tokens.
     """
     continuation, written = Continuation(model, tokenizer, prompt, **options), ""
     if isinstance(prompt, str):

@@ -1,1 +1,1 @@
-"""Which rank holds which part of a model."""
+"""Division of models among ranks: tensor, expert and pipeline parallelism."""

@@ -1,23 +1,23 @@
-"""Tensor and expert parallelism: which part of each parameter a rank holds.
+"""Tensor and expert parallelism: the part of each parameter that a rank stores.
 
-Projections into heads and into the inner size are column-parallel, those out of them are
-row-parallel, embedding and head are divided by vocabulary.  (Shoeybi et al., Megatron-LM, 2019.)
+Projections into heads and into the inner size are column-parallel; projections out of them are
+row-parallel; embedding and head are divided by vocabulary.  (Shoeybi et al., Megatron-LM, 2019.)
 
     q_proj, k_proj, v_proj, gate_proj, up_proj      part of the rows of the weight and of the bias
     o_proj, down_proj                               part of the columns of the weight
     embed_tokens, lm_head                           part of the vocabulary
 
-    experts.gate_up_proj, experts.down_proj         of every expert the same rows, or columns
+    experts.gate_up_proj, experts.down_proj         the same rows, or columns, of every expert
 
-Every rank computes the whole choice of a router.  Of latent attention q_b_proj (or q_proj) and
-kv_b_proj are divided by heads; each rank holds, and computes, the short vectors of all heads whole.
+Every rank computes routers whole.  In latent attention, ranks divide q_b_proj (or q_proj) and
+kv_b_proj by heads; each rank stores and computes the short vectors whole.
 
-With expert parallelism a rank holds some of the experts of each layer, and all other parameters;
-with both a part of these, and of each of its experts.
+With expert parallelism, a rank stores some of the experts of each layer, and all other parameters.
+With both kinds, it stores a part of each of its experts, and a part of the other parameters.
 
-The number of heads must be a multiple of the ranks.  With more ranks than key/value heads, several
-ranks hold the same key/value head.  The vocabulary is divided as evenly as possible; so is the
-inner size, in units of 64 if it is a multiple of that, so that no block of a 4-bit weight is cut.
+The number of heads must be a multiple of the world size.  With more ranks than KV heads, several
+ranks store the same KV head.  The vocabulary is divided as evenly as possible.  So is the inner
+size, in units of 64 if it is a multiple of 64, so that no block of a 4-bit weight is cut.
 """
 
 import math
@@ -49,8 +49,8 @@ from .pipeline_stages import EMBEDDING, Stages, part_of_inner
 
 GATE_UP, EXPERTS_DOWN = (f"experts.{name}" for name in STACKS)
 OF_EXPERTS = (GATE_UP, EXPERTS_DOWN, f"experts.{UNGATED[0]}")
-INPUTS = ("o_proj", "down_proj", EXPERTS_DOWN)  # the layers that end a branch
-SHARED = ("q_a_proj", "kv_a_proj_with_mqa")  # of latent attention, whose gradients are whole
+INPUTS = ("o_proj", "down_proj", EXPERTS_DOWN)  # last layers of branches: ranks divide inputs
+SHARED = ("q_a_proj", "kv_a_proj_with_mqa")  # layers of latent attention with whole gradients
 Cut = tuple[int, list[slice]]  # an axis, and the slices along it that a rank concatenates
 
 
@@ -62,28 +62,28 @@ class Division:
     whole : Config
         Config of the whole model.
     config : Config
-        Config of what this rank computes: its heads, its part of the inner size, and the whole
+        Config of this rank's computation: its heads, its part of the inner size, and the whole
         vocabulary.
     comm : Communicator
-        The ranks that share the model.
+        The ranks of tensor parallelism.
     experts : Communicator or None
-        The ranks that hold different experts, and process different tokens.
+        The ranks that store different experts, and process different tokens.
     groups : list of Communicator
-        Of ``experts`` and ``comm`` those of several ranks; each divides another axis.
+        ``experts`` and ``comm``, if they have several ranks; each divides another axis.
     balanced : Communicator or None
-        The ranks over whose tokens the router's loss is: ``experts`` but in evaluations.
+        The ranks whose tokens count in the router's loss: ``experts``, except in evaluations.
     copies : Communicator or None
-        The ranks that hold the same key/value heads; None if no other rank does.
+        The ranks that store the same KV heads; None if only this rank does.
     stages : Stages or None
         The blocks of this rank, with pipeline parallelism.
     kept : callable
-        Maps a parameter's name and a slice of its rows to where these rows are in the array that
-        the model stores: the same slice, unless a Zero3 keeps only a part of the rows.
+        (name, rows) -> the slice of these rows in the array that the model stores: the same slice,
+        unless a Zero3 stores only a part of the rows.
 
     Raises
     ------
     ConfigError
-        The number of heads is not a multiple of the ranks, or some rank's part would be empty.
+        The number of heads is not a multiple of the world size, or a rank's part would be empty.
     """
 
     def __init__(
@@ -101,10 +101,10 @@ class Division:
         self.whole, self.comm, self.stages, ranks = config, comm, stages, comm.size
         if config.recurrent and (ranks > 1 or stages is not None):
             problem = f"ranks do not divide a {config.model_type}, whose layers have states"
-            cure = "divide the batch (DataParallel), or keep parts of its weights (Zero3)"
+            cure = "divide the batch (DataParallel), or store parts of its weights (Zero3)"
             raise ConfigError(f"Division: {problem}; {cure}")
         check_divides(config, ranks)
-        self.times = max(1, ranks // config.kv_heads)  # ranks that hold the same keys and values
+        self.times = max(1, ranks // config.kv_heads)  # number of ranks that store the same KV head
         mixture = config.experts
         if mixture is not None:
             shared = self._inner(mixture.shared)
@@ -119,16 +119,16 @@ class Division:
         self.copies = comm.split(comm.rank // self.times) if self.times > 1 else None
         self.shapes = config.shapes()
         self.kept: Callable[[str, slice], slice] = lambda name, rows: rows
-        # stacks of experts, by their modules in an adapter, and the rank of that
+        # stacks of experts with an adapter, by module, and the LoRA rank of the adapter
         self.adapted: dict[str, tuple[Stack, int]] = {}
 
     def _inner(self, size: int) -> int:
-        """Return how much of an inner size this rank holds."""
+        """Return this rank's part of an inner size."""
         own = part_of_inner(size, self.comm, self.comm.rank)
         return own.stop - own.start
 
     def holds(self, name: str) -> bool:
-        """Return whether this rank has a part of a parameter."""
+        """Return whether this rank stores a part of a parameter."""
         return self.stages is None or bool(self.stages.chunk_of(name.removeprefix(PREFIX)))
 
     @property
@@ -137,7 +137,7 @@ class Division:
         return all(group.rank == 0 for group in self.groups)
 
     def cut(self, name: str, group: Communicator, rank: int | None = None) -> Cut | None:
-        """Return where the part of a group's rank is of a parameter; None if all hold it whole."""
+        """Return the cut of a parameter for a rank of a group; None if all ranks store it whole."""
         module, kind = self._split(name)
         rank = group.rank if rank is None else rank
         if group is self.experts:
@@ -156,15 +156,15 @@ class Division:
         return stacked, ranges
 
     def cuts(self, name: str) -> list[Cut]:
-        """Return where this rank's part of a parameter is, along each axis that ranks divide."""
+        """Return the cuts of a parameter for this rank, one for each axis that ranks divide."""
         return [cut for group in self.groups if (cut := self.cut(name, group)) is not None]
 
     def of_experts(self, name: str) -> bool:
-        """Return whether a parameter is of experts, of which ranks may hold different ones."""
+        """Return whether a parameter belongs to experts, which expert ranks divide."""
         return self._split(name)[0] in OF_EXPERTS
 
     def _of_rank(self, name: str, kind: str, own: slice) -> Cut:
-        """Return where a rank's own experts are in a parameter that is of experts."""
+        """Return the cut of experts' parameter for the rank that stores the experts ``own``."""
         size, count = 1, getattr(self.whole.experts, "count", 0)
         if (adapted := self._adapted(name)) is not None:
             size = adapted[1]
@@ -173,11 +173,11 @@ class Division:
         return 0, [slice(own.start * size, own.stop * size)]
 
     def _adapted(self, name: str) -> tuple[Stack, int] | None:
-        """Return the stack of experts that a tensor of an adapter is added to, and its rank."""
+        """Return the stack that a tensor of an adapter belongs to, and the LoRA rank."""
         return self.adapted.get(module_of(name.partition(PREFIX)[2]))
 
     def _split(self, name: str) -> tuple[str, str]:
-        """Return the role of a parameter's layer or norm, and its name in that layer."""
+        """Return the role of a parameter's module, and the parameter's name in the module."""
         if (adapted := self._adapted(name)) is not None:
             return f"experts.{adapted[0].parameter.rpartition('.')[2]}", name[-len(DOWN) :]
         for own in OF_EXPERTS:
@@ -189,14 +189,14 @@ class Division:
         return ("sinks", "weight") if name.endswith(".sinks") else (name, "")
 
     def _inner_of(self, name: str) -> int:
-        """Return the whole inner size of the MLP, or of the experts, of a parameter."""
+        """Return the whole inner size of the MLP, or of the experts, that have a parameter."""
         experts = self.whole.experts
         if experts is not None and f".{experts.shared_in}." in name:
             return experts.shared
         return self.whole.inner if experts is None or ".experts." not in name else experts.inner
 
     def _ranges(self, name: str, module: str, rank: int) -> list[slice]:
-        """Return which outputs of a layer, or columns of a norm, a rank holds; [] if all."""
+        """Return the outputs of a layer, or columns of a norm, that a rank stores; []: all."""
         whole, ranks = self.whole, self.comm.size
         queries, keys = whole.heads * whole.dim, whole.kv_heads * whole.dim
         count = queries // ranks
@@ -220,7 +220,7 @@ class Division:
         by_module["sinks"] = [heads]
         by_module |= {name: [inner] for name in ("gate_proj", "up_proj", "ffn_sub_norm")}
         by_module |= {name: [vocab] for name in ("embed_tokens", "lm_head")}
-        if whole.query_key_norm in ("projection", "heads"):  # columns, or rows of one head each
+        if whole.query_key_norm in ("projection", "heads"):  # ranks divide columns, or heads
             size = whole.dim if whole.query_key_norm == "heads" else 1
             norms = (slice(each.start // size, each.stop // size) for each in (q, k))
             by_module |= dict(zip(("q_norm", "k_norm"), ([each] for each in norms), strict=True))
@@ -234,7 +234,7 @@ class Division:
         return tuple(shape)
 
     def whole_shape(self, name: str, own: Sequence[int]) -> tuple[int, ...]:
-        """Return the whole shape of a parameter, also of an adapter, whose part has shape own."""
+        """Return the whole shape of a parameter from the shape of this rank's part."""
         shape = [*own]
         for group in self.groups:
             if (cut := self.cut(name, group, group.size - 1)) is not None:
@@ -244,7 +244,7 @@ class Division:
     def own(self, name: str, array: Any, rows: slice | None = None) -> Any:
         """Return this rank's part of a parameter, an array or a quantized weight.
 
-        ``array`` may be a LazyParameter: then only the part is read, or only ``rows`` of the part.
+        From a LazyParameter only the part is read, or only ``rows`` of the part.
         """
         cuts = self.cuts(name)
         if not cuts:
@@ -280,7 +280,7 @@ class Division:
         return own
 
     def _gathered(self, name: str, own: Array, group: Communicator) -> Array:
-        """Return what the ranks of a group have of a parameter."""
+        """Return a parameter gathered from the parts of one group's ranks."""
         cuts = [cut for rank in range(group.size) if (cut := self.cut(name, group, rank))]
         if not cuts:
             return own
@@ -295,13 +295,13 @@ class Division:
         return whole
 
     def used(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """Return parameters for a forward pass, such that backward sums gradients over ranks."""
+        """Return the parameters for a forward pass; backward sums shared gradients over ranks."""
         if self.comm.size == 1:
             return {**parameters}
         return {name: self._used(name, value) for name, value in parameters.items()}
 
     def _used(self, name: str, value: Any) -> Any:
-        """Return one parameter of ``used``: summed in backward over the ranks that share it."""
+        """Return one parameter; backward sums its gradient over the ranks that share it."""
         module, kind = self._split(name)
         if module in INPUTS:
             if kind == "bias":  # each rank adds its share, before the sum over ranks
@@ -319,15 +319,15 @@ class Division:
         return value
 
     def ends(self, name: str) -> bool:
-        """Return whether a parameter is of a layer that ends a branch, whose inputs are divided."""
+        """Return whether a parameter belongs to a branch's last layer, whose inputs are divided."""
         return self._split(name)[0] in INPUTS
 
     def shares(self, name: str) -> list[tuple[slice, float]]:
-        """Return the weight of each row in sums over ranks: 1 / the ranks that hold the row."""
+        """Return rows and their factor in sums over ranks: 1 / number of ranks with these rows."""
         whole = [group for group in self.groups if self.cut(name, group) is None]
         share = 1 / math.prod(group.size for group in whole)
         if name == EMBEDDING and self.stages is not None and self.stages.ends is not None:
-            share /= 2
+            share /= 2  # the first and the last stage store it
         module = self._split(name)[0]
         if self.comm in whole or module not in ("qkv_proj", "k_proj", "v_proj", "k_norm"):
             return [(slice(None), share)]
@@ -335,7 +335,7 @@ class Division:
         return [(slice(0, queries), share), (slice(queries, None), share / self.times)]
 
     def norm(self, name: str, x: Any, weight: Any) -> Any:
-        """Return an RMS norm over an axis that is divided among ranks: heads or the inner size."""
+        """Return an RMS norm over an axis that ranks divide: heads or the inner size."""
         return divided_rms_norm(
             x,
             weight,
@@ -348,7 +348,7 @@ class Division:
 
 
 def bits(division: Division | None, name: str, x: Any, weight: Any, bias: Any) -> Any:
-    """Return the output of a ``bit_linear``, rounded by the scale of its whole weight."""
+    """Return the output of a ``bit_linear``; its scale is that of the whole weight."""
     if division is None or division.comm.size == 1:
         return bit_linear(x, weight, bias=bias)
     return divided_bit_linear(
@@ -363,12 +363,12 @@ def bits(division: Division | None, name: str, x: Any, weight: Any, bias: Any) -
 
 
 def entered(division: Division | None, x: Any) -> Any:
-    """Return the input x of a branch; in backward, its gradient is summed over ranks."""
+    """Return the input x of a branch; backward sums its gradient over ranks."""
     return x if division is None else summed_back(x, division.comm)
 
 
 def joined(division: Division | None, branch: Any) -> Any:
-    """Return the sum over ranks of the outputs of a branch, of which each rank has one term."""
+    """Return the output of a branch: the sum of the terms of all ranks."""
     return branch if division is None else all_reduce(branch, division.comm)
 
 
@@ -377,27 +377,27 @@ def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
     if division is None:
         return adapter
     if any(name.endswith(MAGNITUDE) for name in adapter.parameters):
-        problem = "DoRA needs the norms of whole rows, which ranks divide"
+        problem = "DoRA needs norms of whole rows, and ranks divide rows"
         raise ConfigError(f"Division: {problem}; use LoRA")
     if adapter.into is not None:
         problem = f"the adapter is trained through {adapter.into.kind}, which ranks would cut"
         raise ConfigError(f"Division: {problem}; divide the batch or its tokens, or merge it")
     if adapter.initial:
-        problem = "the adapter began with a part of the weights, which ranks divide"
-        raise ConfigError(f"Division: {problem}; save it, and load that")
+        problem = "the adapter was initialized from the weights, which ranks divide"
+        raise ConfigError(f"Division: {problem}; save the adapter, and load the saved one")
     if any(name.endswith(f".{BIAS}") for name in adapter.parameters):
         raise ConfigError("Division: the adapter has biases (lora_bias); load the model whole")
     tables = [name for name in adapter.outer if division._split(name)[0] != "score"]
     if tables:
-        problem = f"the adapter trains {module_of(tables[0])}, of which ranks keep parts"
+        problem = f"the adapter trains {module_of(tables[0])}, of which ranks store parts"
         cure = "load the model whole, or divide it by parts (Zero3) or the batch alone"
         raise ConfigError(f"Division: {problem}; {cure}")
     for adapted in adapter.stacks.values():
         stack = adapted.stack
         own_rank = len(adapter.parameters[adapted.down]) // stack.shape[0]
         if division.adapted.setdefault(stack.module, (stack, own_rank)) != (stack, own_rank):
-            problem = f"{stack.module} had an adapter of another stack, or of another rank, before"
-            raise ConfigError(f"Division: {problem}; load the model again, with one of them")
+            problem = f"{stack.module} had an adapter of another stack, or of another LoRA rank"
+            raise ConfigError(f"Division: {problem}; load the model again, with one adapter")
     held = {n: a for n, a in adapter.parameters.items() if division.holds(n)}
     own = adapter.holding({name: division.own(name, array) for name, array in held.items()})
     for name, adapted in adapter.stacks.items():
@@ -409,7 +409,7 @@ def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
 
 @contextmanager
 def apart(division: Division | None) -> Iterator[None]:
-    """Let the router's loss be of each rank's own tokens in a with block."""
+    """Return a context in which the router's loss counts only the rank's own tokens."""
     if division is None:
         yield
         return
@@ -421,7 +421,7 @@ def apart(division: Division | None) -> Iterator[None]:
 
 
 def check_experts(config: Config, comm: Communicator) -> None:
-    """Raise a ConfigError unless ranks can hold different experts of a model."""
+    """Raise a ConfigError unless ranks can divide the experts of a model."""
     cure = "divide the batch (data parallelism)"
     problem = ""
     if config.experts is None:
@@ -439,8 +439,8 @@ def check_divides(config: Config, ranks: int) -> None:
     fits = dividing(heads, kv_heads)
     if ranks not in fits:
         listed = ", ".join(map(str, fits))
-        problem = f"{heads} heads and {kv_heads} key heads do not divide among {ranks} ranks"
-        raise ConfigError(f"Division: {problem}; divide the model among {listed}")
+        problem = f"{ranks} ranks cannot divide {heads} heads and {kv_heads} KV heads"
+        raise ConfigError(f"Division: {problem}; use {listed} ranks")
     if config.query_key_norm == "modules" and ranks > 1:
         problem = "each head of queries and keys has a norm of its own, which ranks do not divide"
         raise ConfigError(f"Division: {problem}; use a pipeline, or Zero3")
@@ -454,7 +454,7 @@ def check_divides(config: Config, ranks: int) -> None:
 
 
 def _taken(array: Any, ends: Sequence[list[slice]], *key: slice) -> Any:
-    """Return slices of an array along its first axes; several along one are concatenated."""
+    """Return slices of an array along its first axes; slices of one axis are concatenated."""
     if not ends:
         return array[key]
     parts = [_taken(array, ends[1:], *key, piece) for piece in ends[0]]
@@ -462,14 +462,14 @@ def _taken(array: Any, ends: Sequence[list[slice]], *key: slice) -> Any:
 
 
 def _within(ranges: list[slice], rows: slice) -> list[slice]:
-    """Return the slices that remain of concatenated ranges when only some rows are taken."""
-    kept, before = [], 0
+    """Return the slices of an array that are ``rows`` of the concatenated ranges."""
+    slices, before = [], 0
     for piece in ranges:
         first, stop = (piece.start + max(0, row - before) for row in (rows.start, rows.stop))
         if first < min(stop, piece.stop):
-            kept.append(slice(first, min(stop, piece.stop)))
+            slices.append(slice(first, min(stop, piece.stop)))
         before += piece.stop - piece.start
-    return kept or [slice(0, 0)]
+    return slices or [slice(0, 0)]
 
 
 def _moved(rows: slice, by: int) -> slice:

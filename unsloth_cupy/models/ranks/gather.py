@@ -15,17 +15,17 @@ from .division import Division
 def whole_parameters(
     parameters: Mapping[str, Any], division: Division | None
 ) -> Iterator[dict[str, Any]]:
-    """Yield the whole parameters once, and only in rank 0; all ranks must iterate.
+    """Yield the whole parameters once, in rank 0 only; all ranks must iterate.
 
-    All ranks wait until rank 0 has used them, so that its file exists when they continue.
+    Other ranks wait until rank 0 has used them, so that its file exists when they continue.
     """
     if division is None:
         yield dict(parameters)
         return
     frozen = next((name for name, value in parameters.items() if isinstance(value, Stored)), None)
     if frozen is not None:
-        cure = "save_adapter(folder) writes what was learned"
-        raise ConfigError(f"save: {frozen} is quantized and divided, so not a whole weight; {cure}")
+        cure = "save_adapter(folder) writes the trained adapter"
+        raise ConfigError(f"save: {frozen} is quantized and divided among ranks; {cure}")
     first, stages = division.first, division.stages
     whole: dict[str, Any] = {}
     for stage, name, shape, dtype in _listed(parameters, division):
@@ -47,7 +47,7 @@ def whole_parameters(
 def _listed(
     parameters: Mapping[str, Any], division: Division
 ) -> list[tuple[int, str, list[int], str]]:
-    """Return (stage, name, whole shape, dtype) of the parameters of all stages, each name once."""
+    """Return (stage, name, whole shape, dtype) of the parameters in all stages, each name once."""
     stages = division.stages
     rank = 0 if stages is None else stages.comm.rank
     own = [

@@ -1,8 +1,8 @@
-"""Which blocks of a model each rank of a pipeline holds.
+"""The blocks of a model that each rank of a pipeline stores.
 
-    place = chunk * stages + stage          place p holds the p-th part of all blocks
+    place = chunk * stages + stage          place p has the p-th part of all blocks
 
-The first place also has the embedding, the last one the norm, the head and the loss.
+The first place also has the embedding; the last place has the last norm, the head and the loss.
 """
 
 import re
@@ -16,7 +16,7 @@ from ...errors import ConfigError
 from ...parallel.communicator import Communicator, SingleCommunicator, part
 from ..configs.config import Config
 
-STEP = 64  # the inner size of an MLP is divided in units of it, if it is a multiple
+STEP = 64  # unit in which ranks divide an inner size that is a multiple of it: a 4-bit block
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -28,13 +28,13 @@ class Stages:
     comm : Communicator
         The ranks of the pipeline.
     chunks : int
-        Parts of the blocks that each rank holds.
+        Number of parts of the blocks in each rank.
     layers : list of range
         The blocks of this rank, by chunk.
     ends : Communicator or None
-        The first and the last rank, if both hold the embedding because it is also the head.
+        The first and the last rank, if both store the embedding because it is also the head.
     dtype : dtype
-        Of the hidden states that stages pass on; weights of a single stage may have another.
+        Dtype of the hidden states between stages; weights of a stage may have another dtype.
 
     Raises
     ------
@@ -61,11 +61,11 @@ class Stages:
         self.dtype: np.dtype[Any] = FLOAT32
 
     def like(self, array: Array, shape: Sequence[int]) -> Array:
-        """Return a new array for the hidden states that stages pass on, where ``array`` is."""
+        """Return a new array for hidden states between stages, on the device of ``array``."""
         return np.empty_like(array, self.dtype, shape=shape)
 
     def shared(self, array: Array) -> Array:
-        """Return the last stage's array in all ranks; those of the others have its form."""
+        """Return the last stage's array in all ranks; others pass one of its shape and dtype."""
         last: Array = self.comm.broadcast(array, self.comm.size - 1)
         return last
 
@@ -74,7 +74,7 @@ class Stages:
         return self.last and chunk == self.chunks - 1
 
     def holds(self, layer: int) -> bool:
-        """Return whether this rank holds a block."""
+        """Return whether this rank has a block."""
         return any(layer in layers for layers in self.layers)
 
     def chunk_of(self, name: str) -> list[int]:
@@ -83,13 +83,13 @@ class Stages:
         if number is not None:
             return [i for i, layers in enumerate(self.layers) if int(number[1]) in layers]
         chunks = [0] if self.first and name == EMBEDDING else []
-        if self.last and (name != EMBEDDING or self.tied):  # the head and the norm before it
+        if self.last and (name != EMBEDDING or self.tied):  # the last norm and the head
             chunks.append(self.chunks - 1)
         return chunks
 
 
 def part_of_inner(inner: int, comm: Communicator, rank: int) -> slice:
-    """Return which part of the inner size of an MLP a rank holds: even parts, in units of STEP."""
+    """Return a rank's part of an inner size: parts are as even as possible, in units of STEP."""
     step = STEP if inner % STEP == 0 and inner >= STEP * comm.size else 1
     units = part(inner // step, comm, rank)
     return slice(units.start * step, units.stop * step)

@@ -1,4 +1,4 @@
-"""Pipeline parallelism: forward and backward of the blocks that a rank of a pipeline holds."""
+"""Pipeline parallelism: forward and backward of the blocks of one rank."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -29,21 +29,21 @@ if TYPE_CHECKING:
 
 
 class _Saved(NamedTuple):
-    """What backward needs of a forward step."""
+    """Results of a forward step that its backward step needs."""
 
     tape: Tape
-    xs: tuple[Var, ...]
-    ys: tuple[Any, ...]  # the loss, or what goes to the next stage
+    xs: tuple[Var, ...]  # inputs from the previous stage
+    ys: tuple[Any, ...]  # the loss, or the outputs for the next stage
     watched: Mapping[str, Var]
-    dy: Array | None  # of the loss; None before the last block
+    dy: Array | None  # upstream gradient of the loss; None before the last block
 
 
 class ModelStage:
-    """The ``Stage`` of ``run_pipeline``: one training step of the blocks that this rank holds.
+    """The ``Stage`` of ``run_pipeline``: one training step of this rank's blocks.
 
-    A microbatch holds the arguments of the objective by name, ``tokens`` among them.  Stages pass
-    on hidden states and, of a mixture with a router's loss, ``sums_of_balance`` so far: gradients
-    of these take the same way back.
+    A microbatch contains the arguments of the objective by name, including ``tokens``.  Stages send
+    hidden states to the next stage, and with a router's loss also the ``sums_of_balance`` so far;
+    the gradients of both are sent back.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class ModelStage:
         self.sums: dict[str, Array] = {}
 
     def like(self, microbatch: Mapping[str, Any]) -> tuple[Array, ...]:
-        """Return new arrays for what stages pass on of a microbatch."""
+        """Return new arrays for the hidden states, and sums, of a microbatch between stages."""
         tokens = microbatch["tokens"]
         rows = tokens.shape if microbatch.get("offsets") is None else (1, tokens.size)
         if (context := self._context(microbatch)) is not None:
@@ -75,7 +75,7 @@ class ModelStage:
         return hidden, np.zeros_like(table, np.float64, shape=(2, experts.count))
 
     def forward(self, step: Step, microbatch: Mapping[str, Any], xs: Any) -> Any:
-        """Return what a chunk of blocks passes on, or the loss after the last one."""
+        """Return the outputs of a chunk of blocks, or the loss after the last chunk."""
         tape, of = Tape(), self.stages.chunk_of
         own = {n: a for n, a in self.trainable.items() if step.chunk in of(n.removeprefix(PREFIX))}
         watched = {name: tape.watch(array) for name, array in own.items()}
@@ -91,11 +91,11 @@ class ModelStage:
         return value
 
     def backward(self, step: Step, dys: Any) -> Any:
-        """Add the gradients of the weights to the sums; return those of the chunk's inputs."""
+        """Add the gradients of weights to ``sums``; return the gradients of the chunk's inputs."""
         tape, xs, (y, *sums), watched, dy = self.saved.pop((step.microbatch, step.chunk))
         if dy is None:
             dy, *dsums = dys
-        if sums:  # their gradients come with that of y
+        if sums:  # backward starts at two outputs: one tape entry passes both upstream gradients
             both = {"hidden": dy, "sums": dsums[0]}
             y = taped("passed on", y.value, lambda dy, wanted: both, hidden=y, sums=sums[0])
         variables = [*watched.values(), *xs]
@@ -108,7 +108,7 @@ class ModelStage:
         return tuple(gradients[len(watched) :]) if xs else None
 
     def passed(self, microbatch: Mapping[str, Any]) -> Any:
-        """Return what the objective is of a microbatch in the last stage, without backward."""
+        """Return the objective of a microbatch in the last stage, without backward."""
         return through(
             self.stages,
             lambda: self.like(microbatch),
@@ -116,7 +116,7 @@ class ModelStage:
         )
 
     def _context(self, microbatch: Mapping[str, Any]) -> Context | None:
-        """Return this rank's tokens of a microbatch; None if ranks do not divide them."""
+        """Return the context of a microbatch; None if ranks do not divide tokens."""
         model, kind = self.model, self.model.context_attention
         tokens, mask, offsets = (microbatch.get(n) for n in ("tokens", "mask", "offsets"))
         return Context.of(model.context, tokens, mask, offsets, kind)
@@ -124,7 +124,7 @@ class ModelStage:
     def run(
         self, chunk: int, microbatch: Mapping[str, Any], xs: Any, watched: Mapping[str, Any]
     ) -> Any:
-        """Return what a chunk passes on; of the last one, the loss."""
+        """Return the outputs of a chunk, or the loss after the last chunk."""
         tokens, offsets = microbatch["tokens"], microbatch.get("offsets")
         model = self.model.on_tape({**self.model.parameters, **watched}, self.step)
         context, mask = self._context(microbatch), microbatch.get("mask")
@@ -166,7 +166,7 @@ def pipeline_gradients(
 
 
 def pipeline_loss(stage: ModelStage, microbatch: Mapping[str, Any]) -> float:
-    """Return the loss of a microbatch, equal in all ranks, without a backward pass."""
+    """Return the loss of a microbatch, equal in all ranks, without backward."""
     result = stage.passed(microbatch)
     return float(stage.stages.shared(np.array(float(result) if stage.stages.last else 0.0)))
 
@@ -176,7 +176,7 @@ def pipeline_results(
 ) -> list[Array]:
     """Return the arrays of ``function(model, **batch)``, equal in all ranks.
 
-    ``forms`` are the shape and the dtype of each, which only the last stage computes.
+    The last stage computes them; ``forms`` are their shapes and dtypes for the other stages.
     """
     stage = ModelStage(model, {}, model.step, function)
     results = stage.passed(batch)
@@ -226,7 +226,10 @@ def chunk_of_blocks(
     x: Any,
     checkpoint: CheckpointConfig | None = None,
 ) -> Any:
-    """Return hidden states after a chunk, normalised after the last; x is None for the first."""
+    """Return the hidden states after a chunk; the last chunk normalises them.
+
+    x is the output of the previous chunk, None for the first chunk.
+    """
     branch = embedded(call.config, call.parameters, tokens, call.division) if x is None else x
     branch, stream = blocks(call, branch, checkpoint, stages.layers[chunk])
     if stages.ends_with(chunk):
@@ -235,7 +238,7 @@ def chunk_of_blocks(
 
 
 def through(stages: Stages, like: Callable[[], Any], run: Callable[[int, Any], Any]) -> Any:
-    """Pass arrays through the chunks of all ranks; return the output of this rank's last one."""
+    """Pass arrays through the chunks of all ranks; return the output of this rank's last chunk."""
     comm, x = stages.comm, None
     for chunk in range(stages.chunks):
         source = producer(comm.size, stages.chunks, comm.rank, Step(0, chunk))
@@ -249,6 +252,6 @@ def through(stages: Stages, like: Callable[[], Any], run: Callable[[int, Any], A
 
 
 def schedule_of(stages: Stages, microbatches: int, kind: str = "1f1b") -> Schedule:
-    """Return a schedule of this kind, or an interleaved one if a rank holds several chunks."""
+    """Return a schedule of this kind, or an interleaved schedule if ranks have several chunks."""
     kind = kind if stages.chunks == 1 else "interleaved"
     return pipeline_schedule(stages.comm.size, microbatches, kind, chunks=stages.chunks)

@@ -1,1 +1,1 @@
-"""From text to tokens and back: tokenizers, chat templates, predictions for a text."""
+"""Conversion of text to tokens and back: tokenizers, chat templates, predictions for texts."""

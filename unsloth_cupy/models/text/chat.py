@@ -1,12 +1,13 @@
-"""Chats as the text that a model was trained on: formatted by its own template, or as ChatML.
+"""Formatting of chats as text, by the model's own chat template or as ChatML.
 
     <|im_start|>user
     What is the tallest mountain?<|im_end|>
     <|im_start|>assistant
     Mount Everest.<|im_end|>
 
-A template is a program from a model's author: it runs in a sandbox, where it cannot change
-anything, read files or import modules, in a process without an environment, for a limited time.
+A template is a program by the model's author.  It runs in a separate process without environment
+variables, for a limited time, in a sandbox where it cannot change anything, read files or import
+modules.
 """
 
 import functools
@@ -27,10 +28,10 @@ from ...errors import ConfigError
 from ...files import read_json, read_text
 
 FILE, CONFIG, MAP = "chat_template.jinja", "tokenizer_config.json", "special_tokens_map.json"
-AT_ONCE = 32  # texts in one request to the template process
-# Environment variables without which Python or jinja2 may not start; the process gets no others.
+AT_ONCE = 32  # most texts in one request to the template process
+# Environment variables that Python or jinja2 may need to start; the process gets no others.
 NEEDED = ("PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "SYSTEMROOT")
-SECONDS = 2  # of the processor's time, the limit of a text; a template takes milliseconds
+SECONDS = 2  # limit of processor time for one text; a template takes milliseconds
 CHATML_TOKENS = ("<|im_start|>", "<|im_end|>")
 CHATML = (
     "{% for message in messages %}<|im_start|>{{ message.role }}\n"
@@ -38,23 +39,23 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 Message = Mapping[str, Any]
-FIXED = datetime(2024, 7, 26)  # the day of training texts: a resumed run must get the same ones
+FIXED = datetime(2024, 7, 26)  # date in training texts, so that a resumed run has the same texts
 Tools = Sequence[Mapping[str, Any]] | None
-Options = Mapping[str, Any] | None  # what else a template is told, as enable_thinking
-REASONING = ("reasoning_content", "reasoning", "thinking")  # one thing, by the names of templates
-PARTS = re.compile(r"[.'\"]type\b")  # of a part
-PRIVATE = range(0xE000, 0xF900)  # characters of no script
+Options = Mapping[str, Any] | None  # further arguments of a template, such as enable_thinking
+REASONING = ("reasoning_content", "reasoning", "thinking")  # templates' names of the same field
+PARTS = re.compile(r"[.'\"]type\b")  # a template that reads lists of parts reads their type
+PRIVATE = range(0xE000, 0xF900)  # private-use characters, which no script has
 
 
 class Span(NamedTuple):
-    """Characters of a text, from start to before stop."""
+    """A range of characters in a text; stop is exclusive."""
 
     start: int
     stop: int
 
 
 class Rendered(NamedTuple):
-    """A text of a template, the places that it marks as the assistant's, and what went wrong."""
+    """A rendered text, the spans that are marked as the assistant's, and an error or ""."""
 
     text: str
     marks: list[Span]
@@ -62,16 +63,16 @@ class Rendered(NamedTuple):
 
 
 class Chat:
-    """The template that formats messages as text: of a model's folder, or ChatML for a new model.
+    """A template that formats messages as text: that of a model's folder, or ChatML.
 
     Attributes
     ----------
     own : bool
         Whether the template is the model's own, which writes the end of an answer itself.
     stored : bool
-        Whether the folder has a template; a model trained with ChatML has that one.
+        Whether the folder has a template; after training with ChatML it is ChatML.
     files : dict of str to str
-        The files that store the template in a folder: their texts by name.
+        Contents of the files that store the template in a folder, by file name.
     """
 
     def __init__(self, folder: Path | None) -> None:
@@ -82,7 +83,7 @@ class Chat:
         self.stored = self.where != "ChatML"
 
     def _read(self, folder: Path) -> str:
-        """Return the template of a model's folder; store the special tokens that it may use."""
+        """Return the template of a model's folder, and set ``files`` and ``tokens``."""
         path = folder / CONFIG
         settings = read_json(path) if path.exists() else {}
         more = read_json(folder / MAP) if (folder / MAP).exists() else {}
@@ -95,17 +96,17 @@ class Chat:
         if source is not None and not isinstance(source, str):
             raise ConfigError(f"{path}: chat_template is not text; copy the file again")
         self.where = str(path) if source is not None else self.where
-        newer = "added_tokens_decoder" in settings  # it then names all tokens itself
+        newer = "added_tokens_decoder" in settings  # newer files contain all special tokens
         self.tokens = named_tokens(settings if newer else settings | more)
         return source if source is not None else CHATML
 
     @functools.cached_property
     def template(self) -> "Template":
-        """The template process, started at first use: without chats, jinja2 is not needed."""
+        """The template process, which starts at first use: jinja2 is needed only for chats."""
         return Template(self.source, self.where)
 
     def keep(self) -> dict[str, str]:
-        """Return the files that store the template used in training, to save with the weights."""
+        """Return the files that store the template of training, to save them with the weights."""
         if self.own:
             return self.files
         settings = json.loads(self.files.get(CONFIG, "{}")) | {"chat_template": CHATML}
@@ -119,9 +120,9 @@ class Chat:
         tools: Tools = None,
         today: bool = True,
     ) -> str:
-        """Return messages as text; with ``answer``, with the beginning of an assistant's turn.
+        """Return messages as text; with ``answer``, followed by the begin of an assistant's turn.
 
-        The date is today's with ``answer`` and ``today``, and else one that never changes.
+        The date in the text is today's with ``answer`` and ``today``, otherwise a fixed date.
 
         Raises
         ------
@@ -144,19 +145,20 @@ class Chat:
     ) -> str:
         """Return messages as the text after which the assistant's answer begins.
 
-        It is ``text(messages, answer=True)``, and where a template does not write the beginning of
-        an answer by itself, that beginning too.  Without ``today`` its date is that of training.
+        It is ``text(messages, answer=True)``.  If the template does not write the begin of an
+        answer there, it is appended.  Without ``today``, the date is that of training texts.
         """
         mark = placeholder(messages)
         answered = [*messages, {"role": "assistant", "content": mark}]
         requests = [(messages, True), (messages, False), (answered, False)]
         now = datetime.now() if today else FIXED
-        asked, plain, other = self.rendered(requests, tools, now, options)
-        if asked.error:
-            raise self.refused(asked.error)
+        prompt, plain, other = self.rendered(requests, tools, now, options)
+        if prompt.error:
+            raise self.refused(prompt.error)
         prefix = other.text.partition(mark)[0].rstrip(" ")
-        alone = plain.text == asked.text and mark in other.text and prefix.startswith(asked.text)
-        return prefix if alone else asked.text
+        ignored = plain.text == prompt.text  # the template ignores add_generation_prompt
+        extends = mark in other.text and prefix.startswith(prompt.text)
+        return prefix if ignored and extends else prompt.text
 
     def rendered(
         self,
@@ -165,7 +167,7 @@ class Chat:
         now: datetime = FIXED,
         options: Options = None,
     ) -> list[Rendered]:
-        """Return the text of each (messages, answer); one call for all is much faster."""
+        """Return the text of each (messages, answer); one call for many texts is much faster."""
         form = _in_parts if self.takes_parts else dict
         return self.template.render([
             {"documents": None, **self.tokens, **(options or {}), "tools": tools,
@@ -176,12 +178,12 @@ class Chat:
 
     @functools.cached_property
     def reasoning(self) -> list[str]:
-        """The names by which the template reads the reasoning before an answer."""
-        read = r"""(\.{0}\b|['"]{0}['"])"""  # the word alone may stand in a comment, or a text
+        """The field names from which the template reads the reasoning before an answer."""
+        read = r"""(\.{0}\b|['"]{0}['"])"""  # the word alone may be in a comment or a text
         return [key for key in REASONING if re.search(read.format(key), self.source)]
 
     def _named(self, message: Message) -> Message:
-        """Return a message whose reasoning has the name by which the template reads it."""
+        """Return a message with its reasoning under the name that the template reads."""
         name = next((key for key in REASONING if message.get(key)), None)
         if name is None or not self.reasoning or name in self.reasoning:
             return message
@@ -190,33 +192,33 @@ class Chat:
 
     @functools.cached_property
     def takes_parts(self) -> bool:
-        """Whether the template writes only contents that are lists of parts, as of images."""
+        """Whether the template only supports contents that are lists of parts, such as images."""
         if not PARTS.search(self.source):
             return False
         own = {"now": FIXED.isoformat(), **self.tokens}
-        asked = {"role": "user", "content": (mark := chr(PRIVATE[0]))}
+        message = {"role": "user", "content": (mark := chr(PRIVATE[0]))}
         plain, parts = self.template.render(
-            [{"messages": [form(asked)], **own} for form in (dict, _in_parts)]
+            [{"messages": [form(message)], **own} for form in (dict, _in_parts)]
         )
         return mark not in plain.text and mark in parts.text
 
     def refused(self, why: str) -> ConfigError:
-        """Return the error for messages that the template does not take."""
+        """Return the error for messages that the template rejects."""
         return ConfigError(
-            f"the template of {self.where} does not take the messages: {why}; write them as the"
-            " model's page says, or copy the template from there again"
+            f"the template of {self.where} rejects the messages: {why}; write them as the model's"
+            " page describes, or copy the template from there again"
         )
 
 
 def _in_parts(message: Message) -> dict[str, Any]:
-    """Return a message whose content, if it is a text, is a list of one part."""
+    """Return a message whose text content is converted to a list of one part."""
     content = message.get("content")
     text = isinstance(content, str)
     return dict(message) | ({"content": [{"type": "text", "text": content}]} if text else {})
 
 
 def placeholder(messages: Sequence[Message]) -> str:
-    """Return a character that no message holds."""
+    """Return a character that no message contains."""
     text = json.dumps([*map(dict, messages)], ensure_ascii=False)
     return next(each for each in map(chr, PRIVATE) if each not in text)
 
@@ -225,13 +227,13 @@ class Template:
     """A chat template that runs in a separate process: see ``template.py``."""
 
     def __init__(self, source: str, where: str) -> None:
-        import jinja2  # noqa: F401 -- the process needs it: fail here if it is missing
+        import jinja2  # noqa: F401 -- the process needs it: raise here if it is missing
 
         self.source, self.where = source, where
         self.process = self._started()
 
     def _started(self) -> "subprocess.Popen[str]":
-        """Start the process and send it the template; raise a ConfigError if that is broken."""
+        """Start the process and send it the template; raise a ConfigError for a broken template."""
         process = subprocess.Popen(
             [sys.executable, "-P", str(Path(__file__).with_name("template.py")), str(SECONDS)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
@@ -245,7 +247,7 @@ class Template:
         return process
 
     def render(self, calls: list[dict[str, Any]]) -> list[Rendered]:
-        """Return what becomes of each call, a set of arguments; one may be an error of its own."""
+        """Return the text or the error of each call; a call is a dict of arguments."""
         if self.process.poll() is not None:
             self.process = self._started()
         result = []
@@ -260,17 +262,16 @@ class Template:
 
 
 def _request(process: "subprocess.Popen[str]", value: Any) -> tuple[Any, str]:
-    """Send a request to a template process; return its answer, or the reason why there is none."""
+    """Send a request to a template process; return (answer, ""), or (None, reason)."""
     stdin, stdout = cast(IO[str], process.stdin), cast(IO[str], process.stdout)
-    with suppress(OSError):  # the process has ended: then there is no answer to read either
+    with suppress(OSError):  # the process has ended: readline below returns ""
         stdin.write(json.dumps(value) + "\n")
         stdin.flush()
     if line := stdout.readline():
         return json.loads(line), ""
     process.wait()
-    timer = getattr(
-        signal, "SIGPROF", None
-    )  # without one, the process ends itself: see template.py
+    # Without this signal, as on Windows, the process ends itself at the limit: see template.py.
+    timer = getattr(signal, "SIGPROF", None)
     late = process.returncode == -timer if timer else process.returncode > 0
     return None, f"it takes more than {SECONDS} s" if late else "it crashes"
 
@@ -283,7 +284,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 def named_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return the special tokens that a template may name, as transformers passes them."""
+    """Return the special tokens that a template may use, by the names that transformers passes."""
     extra = settings.get("extra_special_tokens")
     named = {key: value for key, value in settings.items() if key.endswith("_token")}
     named |= extra if isinstance(extra, dict) else {}
@@ -297,7 +298,7 @@ def settings_text(values: dict[str, Any]) -> str:
 
 
 def default_template(settings: Mapping[str, Any]) -> Any:
-    """Return the template in a tokenizer_config.json, which may hold several by name."""
+    """Return the template in a tokenizer_config.json; of several, the one named default."""
     source = settings.get("chat_template")
     if not isinstance(source, list):
         return source

@@ -1,17 +1,17 @@
-"""Renders chat templates in a separate process, as they are programs of other people.
+"""A script that renders chat templates in a separate process, as other people wrote them.
 
-This file is run as a script that reads one JSON value from each line: the template, then lists of
-arguments.  It answers the first line with an error or "", and each other one with a list of
-[[text, marked places], error], all in JSON; if a text takes too long, the process ends instead.
+The script reads one JSON value from each line: the template, then lists of arguments.  It answers
+the first line with an error or "", and each other line with a list of [[text, marked places],
+error], all in JSON.  If a text takes too long, the process ends instead.
 
 A template runs in jinja2's sandbox, where it cannot change anything, read files or import modules.
-The time limit counts the processor's time, so that a busy machine breaks no template, and is
-enforced by the system's timer, which also stops a single long operation.  Where there is none, as
-on Windows, a C thread of faulthandler does it by the clock.
+The time limit is processor time, so that a busy machine breaks no template.  A timer of the
+operating system enforces it, which also stops a single long operation.  Without such a timer, as on
+Windows, a C thread of faulthandler enforces wall-clock time.
 
-A process is needed whatever renders: of 10,000 random hostile templates, minijinja 3.1.0 with two
-million units of fuel ended its process for 46 (lists nested 99,999 deep, 20,000 signs in a row),
-took more than 3 s for 370, and up to 1.3 GB.
+Other renderers need a process, too: of 10,000 random hostile templates, minijinja 3.1.0 with two
+million units of fuel crashed for 46 (lists nested 99,999 deep, 20,000 signs in a row), took more
+than 3 s for 370, and up to 1.3 GB.
 """
 
 import contextlib
@@ -30,14 +30,14 @@ from typing import Any, NoReturn
 from jinja2 import TemplateError, ext, nodes
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-CHARACTERS = 1 << 23  # limit of a text
-WORDS = 500  # characters of an error message, at most
-BYTES = 1 << 29  # limit of memory, on systems that enforce it
-MARK = f"\ufdd0{token_hex(8)}\ufdd0"  # stands at both ends of a marked place; nobody can guess it
+CHARACTERS = 1 << 23  # most characters of a text
+WORDS = 500  # most characters of an error message
+BYTES = 1 << 29  # limit of memory, 512 MiB, on systems that enforce it
+MARK = f"\ufdd0{token_hex(8)}\ufdd0"  # begin and end of a marked place, which nobody can guess
 
 
 class Generation(ext.Extension):
-    """Renders what ``{% generation %}`` marks as the assistant's, between two ``MARK``."""
+    """A tag that renders the assistant's text in ``{% generation %}`` between two ``MARK``."""
 
     tags = {"generation"}  # noqa: RUF012 -- as jinja2 declares it
 
@@ -76,14 +76,14 @@ def compiled(source: str) -> Any:
 
 
 def text_of(template: Any, arguments: dict[str, Any]) -> tuple[str, list[tuple[int, int]]]:
-    """Return a text and its marked places, or raise as soon as it is too long."""
+    """Return the text of a template and its marked places; raise as soon as it is too long."""
     now = datetime.fromisoformat(arguments.pop("now"))
     parts, size = [], 0
     for part in template.generate(**arguments, strftime_now=now.strftime):
         parts.append(part)
         size += len(part)
         if size > CHARACTERS:
-            raise TemplateError(f"it makes more than {CHARACTERS:,} characters")
+            raise TemplateError(f"it writes more than {CHARACTERS:,} characters")
     pieces = "".join(parts).split(MARK)
     places = pairwise(accumulate(map(len, pieces), initial=0))
     return "".join(pieces), [*places][1::2]
@@ -91,7 +91,7 @@ def text_of(template: Any, arguments: dict[str, Any]) -> tuple[str, list[tuple[i
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """End the process after ``seconds`` of work."""
+    """Return a context in which the process ends after ``seconds`` of work."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
         try:
@@ -108,7 +108,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 def timed(seconds: float, work: Callable[..., Any], *arguments: Any) -> tuple[Any, str]:
-    """Return (result, "") of a function, or (None, error); end the process after ``seconds``."""
+    """Return (result, "") or (None, error) of a call; end the process after ``seconds``."""
     with limited(seconds):
         try:
             return work(*arguments), ""
@@ -116,14 +116,14 @@ def timed(seconds: float, work: Callable[..., Any], *arguments: Any) -> tuple[An
             return None, f"it needs more than {BYTES >> 20} MiB of memory"
         except RecursionError:
             return None, "it calls itself too often"
-        except Exception as error:  # a template may fail in any way a program can
+        except Exception as error:  # a template is a program, and may raise any error
             return None, " ".join(str(error).split())[:WORDS] or "it fails"
 
 
 def main(seconds: float) -> None:
     """Answer each line of standard input, within ``seconds`` for a text."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is handled by the parent process
-    if hasattr(signal, "SIGPROF"):  # of the timer, whatever the parent process does with it
+    if hasattr(signal, "SIGPROF"):  # the timer must end the process, even if the parent ignores it
         signal.signal(signal.SIGPROF, signal.SIG_DFL)
     with suppress(ImportError, ValueError, OSError):  # systems without such a limit
         import resource

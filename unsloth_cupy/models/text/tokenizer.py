@@ -1,4 +1,4 @@
-"""Text as the tokens of a model, and back; chats as the text that it was trained on.
+"""The tokenizer of a model: encoding and decoding of text, and formatting of chats.
 
 tokenizer = Tokenizer("folder")
 tokens = tokenizer.encode("Once upon a time")
@@ -22,25 +22,25 @@ from ..gguf.opening import folder_of
 from .chat import Chat, Message, Tools
 
 FILE = "tokenizer.json"
-OTHERS = (("tokenizer.model",), ("vocab.json", "merges.txt"))  # forms that transformers converts
+OTHERS = (("tokenizer.model",), ("vocab.json", "merges.txt"))  # files that transformers converts
 AROUND = ("tokenizer_config.json", "added_tokens.json", "special_tokens_map.json", "config.json")
 
 
 class Tokenizer:
     """The tokenizer and the chat template of a model.
 
-    ``model.tokenizer`` is that of a loaded model.
+    A loaded model has its tokenizer in ``model.tokenizer``.
 
     Parameters
     ----------
     folder : path
-        Holds tokenizer.json, and tokenizer_config.json or chat_template.jinja if the model has a
-        chat template; without one, chats are ChatML.
+        Folder with tokenizer.json, and with tokenizer_config.json or chat_template.jinja if the
+        model has a chat template.  Without a template, chats are formatted as ChatML.
 
     Raises
     ------
     ConfigError
-        tokenizer.json is missing or broken; or the package ``tokenizers`` is.
+        tokenizer.json is missing or broken, or the package ``tokenizers`` is missing.
     """
 
     def __init__(self, folder: str | PathLike[str]) -> None:
@@ -55,7 +55,7 @@ class Tokenizer:
         return instance
 
     def __deepcopy__(self, memo: Any) -> "Tokenizer":
-        return self  # it does not change
+        return self  # a tokenizer is immutable
 
     def __len__(self) -> int:
         """Return the number of tokens, added ones included."""
@@ -67,10 +67,10 @@ class Tokenizer:
         Parameters
         ----------
         text : str
-            Special tokens that are written in it, as ``<|im_end|>``, become tokens.
+            Special tokens in the text, such as ``<|im_end|>``, become tokens.
         special_tokens : bool
-            Whether to add the tokens with which the model begins or ends every text.  The text of
-            a chat already has them.
+            Whether to add the tokens with which every text of the model begins or ends.  The text
+            of a chat already has them.
 
         Returns
         -------
@@ -84,28 +84,28 @@ class Tokenizer:
         numbers = np.asarray(to_numpy(tokens) if hasattr(tokens, "shape") else tokens, np.int64)
         if numbers.ndim != 1:
             raise ConfigError(
-                f"decode: the tokens have the shape {numbers.shape}; pass one row, as tokens[0]"
+                f"decode: tokens have the shape {numbers.shape}; pass one row, such as tokens[0]"
             )
         return str(self.backend.decode(numbers.tolist(), skip_special_tokens=not special_tokens))
 
     def chat(self, messages: Sequence[Message], *, answer: bool = True, tools: Tools = None) -> str:
-        """Return messages as the text that the model was trained on, by its chat template.
+        """Return messages as text, formatted by the chat template of the model.
 
         Parameters
         ----------
         messages : sequence of dict
-            Each with ``role`` (system, user, assistant, tool) and ``content``, and what else the
-            template reads, as ``tool_calls``.
+            Each with ``role`` (system, user, assistant, tool) and ``content``, and further keys
+            that the template reads, such as ``tool_calls``.
         answer : bool
-            Whether the text ends with the beginning of the assistant's answer.  The date in it is
-            then today's; else it is one that never changes, as in training.
+            Whether the text ends with the begin of the assistant's answer.  The date in the text
+            is then today's; otherwise it is the fixed date of training texts.
         tools : sequence of dict, optional
             JSON schemas of functions that the model may call.
 
         Raises
         ------
         ConfigError
-            The template does not take the messages.
+            The template rejects the messages.
         """
         if answer:
             return self.template.question(messages, tools=tools)
@@ -113,17 +113,17 @@ class Tokenizer:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Return whether a folder has a tokenizer in a form that is read here, or converted."""
+    """Return whether a folder has a tokenizer.json, or files that transformers converts."""
     return (folder / FILE).is_file() or other_form(folder) is not None
 
 
 def other_form(folder: Path) -> tuple[str, ...] | None:
-    """Return the files of a tokenizer that is not in tokenizer.json; None: there are none."""
+    """Return the names of tokenizer files that transformers converts; None without any."""
     return next((each for each in OTHERS if all((folder / n).is_file() for n in each)), None)
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return the tokenizer of a model folder; transformers converts one in another form."""
+    """Return the tokenizer of a model folder; transformers converts other files if needed."""
     from tokenizers import Tokenizer
 
     path, text = tokenizer_text(folder)
@@ -135,22 +135,23 @@ def load_tokenizer(folder: Path) -> Any:
 
 
 def tokenizer_text(folder: Path) -> tuple[Path, str]:
-    """Return a file of a folder's tokenizer, and its text in the form of tokenizer.json."""
+    """Return the path of a folder's tokenizer, and its content in the format of tokenizer.json."""
     path, form = folder / FILE, other_form(folder)
     if path.exists():
         return path, read_text(path, TOKENIZER)
     if form is None:
-        raise ConfigError(
-            f"{folder} holds no {FILE}; copy it from the model's page into the folder"
-        )
+        raise ConfigError(f"{folder} has no {FILE}; copy it from the model's page into the folder")
     files = [folder / name for name in (*form, *AROUND)]
     states = [(f.stat().st_mtime_ns, f.stat().st_size) for f in files if f.is_file()]
     return folder / form[0], _converted(folder.resolve(), form, tuple(states))
 
 
-@functools.lru_cache(maxsize=2)  # of a large vocabulary it takes seconds
+@functools.lru_cache(maxsize=2)  # a large vocabulary takes seconds
 def _converted(folder: Path, form: tuple[str, ...], states: Any) -> str:
-    """Return the tokenizer.json that transformers makes of a folder's files, which have states."""
+    """Return the tokenizer.json that transformers converts from a folder's files.
+
+    ``states``, the times and sizes of the files, makes the result depend on their versions.
+    """
     try:
         from transformers import AutoTokenizer
 
@@ -158,12 +159,12 @@ def _converted(folder: Path, form: tuple[str, ...], states: Any) -> str:
         backend: Any = AutoTokenizer.from_pretrained(str(folder), **options).backend_tokenizer
         if backend.encode("a b").ids:
             return str(backend.to_str())
-        reason = "by it a text has no tokens"
+        reason = "with it, a text has no tokens"
     except BaseException as error:
         if not of_library(error):
             raise
         reason = str(error).strip().partition("\n")[0][:200]
-    problem = f"{folder} holds no {FILE}, and transformers makes none of {' and '.join(form)}"
+    problem = f"{folder} has no {FILE}, and transformers cannot convert {' and '.join(form)}"
     install = "pip install transformers sentencepiece protobuf tiktoken"
     call = f"AutoTokenizer.from_pretrained({str(folder)!r}).save_pretrained({str(folder)!r})"
     cure = f"{install}, and call {call}, or copy {FILE} from the model's page"
@@ -171,16 +172,16 @@ def _converted(folder: Path, form: tuple[str, ...], states: Any) -> str:
 
 
 class Guarded:
-    """A tokenizer of a file, whose calls raise ConfigError where its package fails or panics.
+    """A tokenizer whose calls raise ConfigError if its package raises or panics.
 
-    Some faults of a file show only when a text is encoded or decoded.
+    Some faults in a file appear only when a text is encoded or decoded.
     """
 
     def __init__(self, tokenizer: Any, path: Path) -> None:
         self._tokenizer, self._path = tokenizer, path
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # asked for before __init__, as copy does
+        if name.startswith("_"):  # copy looks up attributes before __init__
             raise AttributeError(name)
         value = getattr(self._tokenizer, name)
         if not callable(value):
@@ -196,23 +197,23 @@ class Guarded:
 
 @contextmanager
 def _whole(path: Path) -> Iterator[None]:
-    """Raise a ConfigError that names a tokenizer's file where the package raises an error."""
+    """Return a context in which errors of the package become a ConfigError with the path."""
     try:
         yield
     except BaseException as error:
         if isinstance(error, ConfigError) or not of_library(error):
             raise
-        raise ConfigError(f"{path} is broken: {error}; fetch it again") from None
+        raise ConfigError(f"{path} is broken: {error}; download it again") from None
 
 
 def check_tokens(tokenizer: Any, tokens: Iterable[int], vocabulary: int) -> None:
-    """Raise for a token beyond the model's vocabulary among these tokens of a text.
+    """Raise if a text has a token beyond the model's vocabulary.
 
-    Tokens that the text does not use are not checked.
+    Only the tokens of the text are checked.
     """
     most = max(tokens, default=0)
     if most >= vocabulary:
         raise ConfigError(
             f"the tokenizer's token {most} ({tokenizer.id_to_token(most)!r}) is beyond the model's"
-            f" vocabulary of {vocabulary}; they do not belong together: copy both from one place"
+            f" vocabulary of {vocabulary}; copy tokenizer and model from the same place"
         )

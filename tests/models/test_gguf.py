@@ -381,7 +381,7 @@ def test_an_adapter_alone(init: str | None, tmp_path: Path) -> None:
         ({"dora": True}, "llama.cpp does not add DoRA's norms; export_gguf merges it"),
         ({"tokens": [3]}, "does not add model.embed_tokens outside of the blocks"),
         ({"targets": ["lm_head", "q_proj"]}, "does not add lm_head outside of the blocks"),
-        (None, "export_adapter_gguf: there is no adapter; export_gguf writes a model"),
+        (None, "export_adapter_gguf: the model has no adapter; export_gguf writes a model"),
     ],
     ids=str,
 )
@@ -535,7 +535,7 @@ def test_relatives(name: str, tmp_path: Path) -> None:
 
 REFUSED = {
     "computes silu": {"model_type": "llama", "hidden_act": "gelu"},
-    "has heads of length hidden / heads": {"model_type": "qwen2", "head_dim": 16},
+    "has a head dimension of hidden / heads": {"model_type": "qwen2", "head_dim": 16},
     "no bias in its output": CONFIGS["qwen3"],
     "no head of its own": {"model_type": "bitnet"},
     "always caps": CONFIGS["gemma2"] | {"attn_logit_softcapping": None},
@@ -551,10 +551,10 @@ REFUSED = {
         name: {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
         for name in ("full_attention", "sliding_attention")}},
     "no names for a glm": RELATIVES["glm"],
-    "no norms of queries and keys by heads": RELATIVES["phi"],
+    "no norms of single query and key heads": RELATIVES["phi"],
     "rotates all layers but every fourth": RELATIVES["smollm3"] | {"mlp_bias": False},
     "in all layers but every fourth": RELATIVES["cohere2"],
-    "has windows in models of 64 layers": RELATIVES["exaone4"],
+    "has windows only in models with 64 layers": RELATIVES["exaone4"],
     "has biases in its output": {"model_type": "starcoder2", "use_bias": False},
 }  # fmt: skip
 
@@ -570,7 +570,9 @@ def test_what_a_file_cannot_say_is_refused(words: str, tmp_path: Path) -> None:
 def test_a_family_without_names_is_refused(tmp_path: Path) -> None:
     model = make(tmp_path / "m", "llama")
     model.config = replace(model.config, model_type="mamba")
-    with pytest.raises(ConfigError, match="no names for a mamba; the families are apertus, arcee"):
+    with pytest.raises(
+        ConfigError, match="no names for a mamba; supported families: apertus, arcee"
+    ):
         models.export_gguf(model, tmp_path / "m.gguf")
 
 
@@ -606,9 +608,9 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("number", "kind", "words"),
     [
-        (np.nan, "q8_0", "holds numbers that are not finite"),
-        (-np.inf, "f32", "holds numbers that are not finite"),
-        (-1e5, "f16", "holds 100000, which f16 does not; choose bf16"),
+        (np.nan, "q8_0", "contains numbers that are not finite"),
+        (-np.inf, "f32", "contains numbers that are not finite"),
+        (-1e5, "f16", "contains 100000, out of range of f16; choose bf16"),
         (1e7, "q8_0", "holds 1e\\+07, which q8_0 does not"),
     ],
 )

@@ -196,15 +196,15 @@ def test_layers_stay_packed(name: str, tmp_path: Path) -> None:
         (
             "nemotron_h_moe",
             {"layers_block_type": ["moe", "mlp", "linear_attention"]},
-            "has experts in all layers of MLPs",
+            "has experts in all MLP layers",
         ),
         ("nemotron_h_moe", {"mlp_bias": True}, "has no biases in an MLP or in experts"),
         ("kimi-linear", {"linear_num_heads": 2}, "has 4 heads in all layers, not 2"),
-        ("kimi-linear", {"norm_topk_prob": False}, "whose weights sum to 1"),
+        ("kimi-linear", {"norm_topk_prob": False}, "with weights that sum to 1"),
         (
             "kimi-linear",
             {"mlp_layer_types": ["sparse", "dense", "sparse"]},
-            "has experts in every n-th layer|has experts in all layers but the first",
+            "has experts in every n-th layer|has experts in all layers after the leading",
         ),
     ],
 )

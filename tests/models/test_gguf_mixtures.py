@@ -233,7 +233,7 @@ PHIMOE = {
     "model_type": "phimoe",
     **{"num_local_experts": 4, "lm_head_bias": True, "attention_bias": True},
 }
-OTHER_EPSILON = r"rms_norm_eps=1e-05, where this model takes 1e-06"
+OTHER_EPSILON = r"rms_norm_eps=1e-05, where this model always uses 1e-06"
 WIDE = {  # of whole blocks, and large enough to stay packed
     "hidden_size": 64,
     "intermediate_size": 64,
@@ -376,7 +376,7 @@ def test_experts_in_tensors_of_their_own(kind: str, tmp_path: Path) -> None:
     np.testing.assert_array_equal(part.logits(TOKENS), expected.logits(TOKENS))
     for number, experts in enumerate(((0, 1, 3), (1, 2, 3))):
         copied(whole, tmp_path / f"{number}.gguf", {}, experts=experts)
-        with pytest.raises(ConfigError, match=r"for each expert of blk\.0\.ffn_"):
+        with pytest.raises(ConfigError, match=r"the experts of blk\.0\.ffn_"):
             models.load(tmp_path / f"{number}.gguf")
 
 
@@ -407,9 +407,9 @@ def test_the_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "problem"),
     [
-        ("qwen2moe", {"norm_topk_prob": True}, "whose weights are theirs"),
+        ("qwen2moe", {"norm_topk_prob": True}, "with weights that are not normalized"),
         ("qwen2moe", {"mlp_only_layers": [0]}, "has experts in all layers"),
-        ("qwen3moe", {"norm_topk_prob": False}, "whose weights sum to 1"),
+        ("qwen3moe", {"norm_topk_prob": False}, "with weights that sum to 1"),
         ("olmoe", {"clip_qkv": 0.6}, "does not clip"),
         ("gpt-oss", {"swiglu_limit": 0.5}, "limits gates at 7"),
         ("gpt-oss", {"attention_bias": False}, "has biases in its attention"),
@@ -419,7 +419,7 @@ def test_the_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
             (name, {"rms_norm_eps": 1e-5}, OTHER_EPSILON)
             for name in ("qwen3next", "qwen35", "qwen35moe", "kimi-linear")
         ),
-        ("kimi-linear", {"q_lora_rank": 24}, "has no queries of low rank"),
+        ("kimi-linear", {"q_lora_rank": 24}, "has no low-rank queries"),
         *(
             (name, {"layer_types": [kind] * 3}, "has layers with attention, and layers with a rec")
             for name in ("kimi-linear", "qwen35", "granitehybrid")
@@ -431,25 +431,25 @@ def test_the_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
             ("nemotron_h", {"layers_block_type": [kind, "mlp"] * 2}, "in place of attention")
             for kind in ("linear_attention", "full_attention")
         ),
-        ("deepseek2", {"q_lora_rank": None}, "has queries of low rank .* of 3 layers and 97"),
-        ("deepseek2", {"num_hidden_layers": 27}, "has no queries of low rank"),
+        ("deepseek2", {"q_lora_rank": None}, "has low-rank queries .* of 3 layers and 97"),
+        ("deepseek2", {"num_hidden_layers": 27}, "has no low-rank queries"),
         ("deepseek2 of 26 layers", {"num_hidden_layers": 48}, "of 48 layers and 97 tokens"),
-        ("glm4moe", {"n_shared_experts": 0}, "has an expert that all tokens have"),
+        ("glm4moe", {"n_shared_experts": 0}, "has a shared expert"),
         ("ernie4_5-moe", {"moe_layer_end_index": 1}, "in every n-th layer, up to the last"),
         ("deepseek2", {"rope_interleave": False}, "beside each other"),
         ("deepseek2", {"rope_parameters": YARN | {"mscale": 1.0}}, "one mscale"),
         ("minicpm3", {"scale_emb": 3}, "has scale_emb=12"),
         ("minicpm3", {"scale_depth": 1.5}, "has scale_depth=1.4"),
         ("minicpm3", {"dim_model_base": 64}, "has dim_model_base=256"),
-        ("minicpm3", {"q_lora_rank": None}, "queries of low rank"),
+        ("minicpm3", {"q_lora_rank": None}, "low-rank queries"),
         ("mamba2", {"expand": 1, "head_dim": 4}, "has 64 channels in its layers, not 32"),
         ("mamba2", {"use_conv_bias": False}, "has a bias in its convolution"),
         ("mamba2", {"use_bias": True}, "none in its projections"),
-        ("mamba2", {"time_step_limit": [0.1, 0.5]}, "does not bound the rates"),
+        ("mamba2", {"time_step_limit": [0.1, 0.5]}, "does not bound time steps"),
         (
             "deepseek2 of softmax",
             {"topk_method": "group_limited_greedy", "n_group": 2, "topk_group": 1},
-            "by their two best",
+            "does not choose groups of experts",
         ),
     ],
 )
@@ -510,7 +510,7 @@ def test_layers_that_only_predict_several_tokens_are_left_out(tmp_path: Path) ->
     ("changes", "problem"),
     [
         ({"glm4moe.expert_gating_func": 3}, "expert_gating_func is 3, not sigmoid"),
-        ({"glm4moe.expert_count": None}, "known are"),
+        ({"glm4moe.expert_count": None}, "which is none of"),
         ({"glm4moe.expert_used_count": None}, "expert_used_count is missing"),
     ],
 )
@@ -539,5 +539,7 @@ def test_adapters_alone_have_the_rows_of_the_file(tmp_path: Path) -> None:
         np.testing.assert_allclose(actual, dense["merged"][name], rtol=0, atol=1e-6)
     mixture = make(tmp_path / "x", MIXTURES["qwen3moe"])
     mixture.add_adapter(2, seed=0, targets=["experts.down_proj"])
-    with pytest.raises(ConfigError, match=r"an adapter of experts, as .* is not written alone"):
+    with pytest.raises(
+        ConfigError, match=r"adapters of experts, such as .* cannot be written alone"
+    ):
         models.export_adapter_gguf(mixture, tmp_path / "b.gguf")

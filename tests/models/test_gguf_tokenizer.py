@@ -82,7 +82,7 @@ def test_tokens_types_and_merges(tmp_path: Path) -> None:
         CONTROL if n < 3 else NORMAL if n < size else USER if n == 40 else UNUSED for n in range(97)
     ]
     assert actual["merges"] == [" ".join(pair) for pair in MERGES]
-    assert notes == ("llama.cpp may keep the spaces beside <tool>",)
+    assert notes == ("llama.cpp may keep the spaces around <tool>",)
 
 
 @pytest.mark.parametrize(
@@ -131,13 +131,13 @@ def test_special_tokens(tmp_path: Path) -> None:
     assert [actual[f"{KEY}{role}_token_id"] for role in ("eos", "eot", "eom")] == [a, 2, 7]
     assert actual[KEY + "unknown_token_id"] == 0
     assert actual[KEY + "bos_token_id"] == 2
-    assert report.notes == ("a file names three tokens that end a text; left out: 8, 9",)
+    assert report.notes == ("a file has at most three tokens that end a text; left out: 8, 9",)
 
 
 def test_no_token_ends_a_text(tmp_path: Path) -> None:
     make(tmp_path / "m", {"model_type": "llama", "eos_token_id": None})
     report = models.export_gguf(tmp_path / "m", tmp_path / "m.gguf")
-    assert report.notes == ("neither model nor tokenizer names a token that ends a text",)
+    assert report.notes == ("neither model nor tokenizer has a token that ends a text",)
     assert KEY + "eos_token_id" not in read(tmp_path / "m.gguf")[0]
 
 
@@ -223,7 +223,7 @@ def test_merges_that_llama_cpp_does_not_keep_to_are_said(tmp_path: Path) -> None
     values["model"]["vocab"]["he"] = 12
     _, notes = said(tmp_path, values)
     assert notes == (
-        "llama.cpp also makes 'the' of 't' and 'he', which this tokenizer does not merge: some"
+        "llama.cpp also merges 't' and 'he' to 'the', unlike this tokenizer: some"
         " texts may have other tokens",
     )
 
@@ -316,12 +316,12 @@ def without(values: Values, key: str, value: Any) -> Values:
         (byte_level, "pre_tokenizer", BYTES | {"add_prefix_space": True},
          "adds a space before a text"),
         (byte_level, "pre_tokenizer", {"type": "Sequence", "pretokenizers": split("x+")},
-         "splits texts by 'x\\+'; llama.cpp has no tokenizer like it"),
+         "splits texts by 'x\\+'; llama.cpp has no such tokenizer"),
         (byte_level, "pre_tokenizer",
          {"type": "Sequence", "pretokenizers": [split(LLAMA3)[0] | {"invert": True}, split("")[1]]},
          "splits texts by 'Split, ByteLevel'"),
         (byte_level, "model.ignore_merges", True, "does not split words that are tokens"),
-        (characters, "normalizer", None, "leaves the spaces of a text as they are"),
+        (characters, "normalizer", None, "does not replace the spaces of a text"),
         (characters, "normalizer", {"type": "NFKC"}, r"changes texts \(NFKC\)"),
     ],
 )  # fmt: skip
@@ -370,5 +370,5 @@ def test_broken_files(tmp_path: Path) -> None:
     values = byte_level(97)
     values["model"]["merges"].append(["x", "y"])  # of no token
     write_tokenizer(tmp_path / "m", values)
-    with pytest.raises(ConfigError, match=r"is broken: .* download it again"):
+    with pytest.raises(ConfigError, match=r"is broken: .* fetch it again"):
         models.export_gguf(tmp_path / "m", tmp_path / "m.gguf")

@@ -1,4 +1,4 @@
-"""What llama.cpp computes for each family, and where that differs from the model.
+"""The architectures of llama.cpp, and their differences from a model.
 
 An architecture of llama.cpp has its activation, norms and biases built in; a file cannot change
 them.  A difference for all inputs raises an error; a difference for some inputs becomes a note.
@@ -18,22 +18,28 @@ from ..configs.families import FAMILIES
 from ..configs.keys import COMMON
 from ..configs.parse_layers import ACTIVATIONS
 
-NORMALIZED = {True: "whose weights sum to 1", False: "whose weights are theirs", None: "as it says"}
-LEAST = 1e-3  # time_step_min of all released models of Nemotron-H, which no file has
-# layers, or layers and tokens, by which llama.cpp knows a DeepSeek whose queries have no low rank
+NORMALIZED = {
+    True: "with weights that sum to 1",
+    False: "with weights that are not normalized",
+    None: "with weights as the file says",
+}
+LEAST = 1e-3  # time_step_min of all released Nemotron-H models; no key of a file has it
+# Numbers of layers, or (layers, vocabulary), by which llama.cpp recognizes a DeepSeek model whose
+# queries have no low rank.
 LITE, LITE_TOO = (26, 27), (48, 128256)
-BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # yarn: llama.cpp uses these, whatever a file says
+BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # yarn: llama.cpp ignores these keys of a file
 
 
 @dataclass(frozen=True)
 class Mixtures:
-    """The mixtures of experts that an architecture computes.
+    """The mixtures of experts that an architecture supports.
 
-    ``normalize`` says whether the weights of a token's experts sum to 1, None: as a file says.
-    ``shared`` says how a file gives the size of the expert that all tokens have: "sized", "counted"
-    (in sizes of the others), or there is none.  ``dense`` layers are none, the "leading" ones,
-    these and all but every n-th ("stepped"), or those without an MLP ("single").  ``own_size``: of
-    experts beside that of dense layers.
+    normalize   whether the weights of a token's experts sum to 1; None: a key of the file says so
+    shared      how a file stores the size of the shared expert: "sized", "counted" (as a multiple
+                of the other experts' size), or None if there is no shared expert
+    dense       layers without experts: None, "leading" (the first ones), "stepped" (the first ones,
+                and all but every n-th), or "single" (layers without an MLP)
+    own_size    whether experts and dense layers have different inner sizes
     """
 
     scores: str = "softmax"
@@ -46,26 +52,28 @@ class Mixtures:
     scale: bool = False
     clamped: bool = False
     own_size: bool = True
-    gating: bool = False  # a file may say which scores
-    optional: bool = False  # a model may have none
+    gating: bool = False  # a key of the file may name the scores
+    optional: bool = False  # models without experts have the same architecture
 
 
 @dataclass(frozen=True)
 class Architecture:
     """One architecture of llama.cpp.
 
-    ``output`` says whether its head is the embedding table ("tied"), a separate tensor ("own") or
-    either.  A model with exactly ``deep`` layers is treated as the 27B one, whose scores are scaled
-    by hidden / heads instead of the length of a head.  ``rotates`` says which layers rotate
-    queries and keys: all, all but every fourth, the sliding ones, none, or as a file says all or
-    none (either); ``fourth`` that every fourth layer sees all keys.  Models of ``windows_of``
-    layers have windows, and others none.  From ``head_norms`` layers on norms of the heads are
-    optional.
+    output      whether the head is the embedding table ("tied"), a separate tensor ("own"), or
+                "either"
+    deep        number of layers of the 27B model, whose scores are scaled by hidden / heads instead
+                of the head dimension
+    rotates     layers that rotate queries and keys: "all", "fourth" (all but every fourth),
+                "sliding" (layers with a window), "none", or "either" (a key says all or none)
+    fourth      whether every fourth layer has full attention
+    windows_of  number of layers of the models with windows; other models have none
+    head_norms  number of layers from which on norms of heads are optional
     """
 
     name: str
     interleaved: bool = False  # rotary pairs are adjacent: rows of q and k are reordered
-    any_head: bool = True  # the length of a head need not be hidden / heads
+    any_head: bool = True  # the head dimension need not be hidden / heads
     biases: bool = False  # the output projection and the MLP may have biases
     windows: bool = False
     output: str = "either"
@@ -73,30 +81,30 @@ class Architecture:
     deep: int | None = None
     needs_biases: bool = False  # of the output projection and the MLP
     head_norms: int | None = None
-    rotates: str = "all"  # all, fourth, sliding, none or either
+    rotates: str = "all"
     fourth: bool = False
     windows_of: int | None = None
     experts: Mixtures | None = None
-    absorbed: bool = True  # of latent attention: with one head of keys, of which values are a part
+    absorbed: bool = True  # latent attention has one KV head, and values are a part of its keys
     fixed: tuple[float, float, float] | None = None  # scale_emb, scale_depth, dim_model_base
     doubled: bool = True  # layers with the recurrence of Mamba2 have twice the model's channels
     listed: bool = False  # attention.head_count_kv is 0 in layers without attention
-    folds: bool = False  # the factors of a model are in its weights
-    tiled: bool = False  # whose heads of values are in another order
-    truncates: bool = True  # yarn's columns are rounded in models of this architecture, too
-    # what the family has, which ``_as_family`` adds
+    folds: bool = False  # the factors of a model are multiplied into its weights
+    tiled: bool = False  # value heads have another order in a file
+    truncates: bool = True  # yarn rounds the limits of its columns
+    # properties of the family, which ``_as_family`` adds
     activation: str = "silu"
     softcap: bool = False
     partial: bool = False  # a part of a head may be rotated
-    scales: bool = False  # of embedding, residual sums, scores and logits
+    scales: bool = False  # keys have factors of embedding, residual sums, scores and logits
     logit_scale: bool = False
     temperature: bool = False  # scores may grow with the position
     latent: bool = False
-    delta: bool = False  # it has layers with a delta rule
+    delta: bool = False  # there are layers with a delta rule
 
     @property
     def xielu(self) -> bool:
-        """Whether its activation has numbers of its own."""
+        """Whether the activation has parameters, which are keys of a file."""
         return self.activation == "xielu"
 
 
@@ -275,8 +283,8 @@ ROWS = {
         DEEPSEEK, experts=replace(OF_DEEPSEEK, scores="sigmoid", corrected=True, groups=True)
     ),
 }
-ROWS["glm4_moe_lite"] = ROWS["deepseek_v3"]  # llama.cpp computes it as another family
-MIXED_ROWS = {  # of families whose models with experts have an architecture of their own
+ROWS["glm4_moe_lite"] = ROWS["deepseek_v3"]  # the same architecture in llama.cpp
+MIXED_ROWS = {  # families whose models with experts have another architecture
     "nemotron_h": replace(
         NEMOTRON,
         name="nemotron_h_moe",
@@ -293,7 +301,7 @@ MIXED_ROWS = {  # of families whose models with experts have an architecture of 
 
 
 def _as_family(kind: str, row: Architecture) -> Architecture:
-    """Return an architecture with what it has in common with a family, which says it already."""
+    """Return an architecture with the properties that follow from its family."""
     family = FAMILIES[kind]
     defaults = {**COMMON, **family.defaults}
     own, factors = str(defaults.get(family.activation, defaults["hidden_act"])), {*family.factors}
@@ -320,15 +328,15 @@ MIXED = {kind: _as_family(kind, row) for kind, row in MIXED_ROWS.items()}
 
 
 def known_as(call: str, config: Config) -> Architecture:
-    """Return the architecture of a family, whether or not it has all of a model's properties."""
+    """Return the architecture of a model's family, which may lack properties of the model."""
     own = ARCHITECTURES.get(config.model_type)
     if own is None:
         names = ", ".join(sorted(ARCHITECTURES))
         raise ConfigError(
-            f"{call}: GGUF has no names for a {config.model_type}; the families are {names}"
+            f"{call}: GGUF has no names for a {config.model_type}; supported families: {names}"
         )
     if own.name == "granitehybrid" and own.scales and config.experts is None and _is_plain(config):
-        return ARCHITECTURES["granite"]  # as which llama.cpp's converter writes it
+        return ARCHITECTURES["granite"]  # llama.cpp's converter writes the same
     return own if config.experts is None else MIXED.get(config.model_type, own)
 
 
@@ -338,12 +346,12 @@ def _is_plain(config: Config) -> bool:
 
 
 def architecture(call: str, config: Config) -> Architecture:
-    """Return the architecture as which llama.cpp runs a model.
+    """Return the architecture with which llama.cpp runs a model.
 
     Raises
     ------
     ConfigError
-        llama.cpp has no such family, or would compute something else.
+        llama.cpp does not support the family, or would compute something else.
     """
     known = known_as(call, config)
     for problem in _problems(config, known):
@@ -354,7 +362,7 @@ def architecture(call: str, config: Config) -> Architecture:
 
 
 def _problems(config: Config, known: Architecture) -> Iterator[str]:
-    """Yield the properties of a model that llama.cpp's architecture does not have."""
+    """Yield how llama.cpp's architecture differs from a model for all inputs."""
     if config.activation not in (known.activation, "silu" if known.name == "bitnet" else None):
         yield f"computes {known.activation}, not {config.activation}"
     if config.latent is not None:
@@ -362,7 +370,7 @@ def _problems(config: Config, known: Architecture) -> Iterator[str]:
     if known.fixed is not None:
         yield from _problems_of_scales(config, *known.fixed)
     if not known.any_head and config.heads * config.dim != config.hidden:
-        yield f"has heads of length hidden / heads, not {config.heads} of length {config.dim}"
+        yield f"has a head dimension of hidden / heads, not {config.heads} heads of {config.dim}"
     if (config.output_bias or config.mlp_bias) and not known.biases:
         yield "has no bias in its output projection and its MLP"
     if known.needs_biases and not (config.output_bias and config.mlp_bias):
@@ -371,35 +379,35 @@ def _problems(config: Config, known: Architecture) -> Iterator[str]:
     if config.experts is not None and known.experts is not None:
         yield from _problems_of_experts(config, config.experts, known.experts)
     if config.delta is not None and config.delta.key_dim != config.delta.value_dim:
-        yield "has heads of keys and of values of one length in layers with a delta rule"
+        yield "has key and value heads of the same dimension in layers with a delta rule"
     yield from _problems_of_states(config, known)
     yield from _problems_of_norms(config, known)
     if known.name == "gpt-oss" and not config.output_bias:
         yield "has biases in its attention"
     if known.output == "tied" and not config.tied:
-        yield "has no head of its own, separate from the embedding"
+        yield "has no head that is separate from the embedding"
     if known.softcap and not (config.softcap and config.logit_softcap):
         yield "always caps scores and logits"
     yield from _problems_of_positions(config, known)
 
 
 def _problems_of_norms(config: Config, known: Architecture) -> Iterator[str]:
-    """Yield the norms that llama.cpp computes otherwise, or of other sizes."""
+    """Yield how norms differ."""
     if known.name == "phimoe":
-        yield "divides by the root mean square in its norms, where this model has LayerNorm"
+        yield "has RMS norms, where this model has LayerNorm"
     if known.name == "olmoe" and config.kv_heads != config.heads:
-        yield f"has as many heads of keys as of queries (num_key_value_heads={config.heads})"
+        yield f"has as many KV heads as query heads (num_key_value_heads={config.heads})"
     if config.delta is not None and config.eps != INNER_EPS:
         yield (
             f"normalizes queries and keys of its delta rule with rms_norm_eps={config.eps:g},"
-            f" where this model takes {INNER_EPS:g}, whatever its rms_norm_eps is"
+            f" where this model always uses {INNER_EPS:g}"
         )
 
 
 def _problems_of_scales(
     config: Config, embedding: float, depth: float, base: float
 ) -> Iterator[str]:
-    """Yield the factors of a MiniCPM that llama.cpp does not read, and has others of."""
+    """Yield the factors of a MiniCPM that differ from llama.cpp's built-in factors."""
     factors = (
         ("scale_emb", embedding, config.embedding_scale, embedding),
         ("scale_depth", depth, config.residual_scale, depth / math.sqrt(config.layers)),
@@ -411,9 +419,9 @@ def _problems_of_scales(
 
 
 def _problems_of_latent(config: Config, latent: Latent, known: Architecture) -> Iterator[str]:
-    """Yield what llama.cpp does not know of latent attention."""
+    """Yield how latent attention differs."""
     if known.interleaved and not config.interleaved:
-        yield "rotates pairs that are beside each other (rope_interleave)"
+        yield "rotates adjacent pairs (rope_interleave)"
     short = latent.queries is not None
     if known.name == "deepseek2":
         size = f"of {config.layers} layers and {config.vocab} tokens"
@@ -421,13 +429,13 @@ def _problems_of_latent(config: Config, latent: Latent, known: Architecture) -> 
         if short == lite:
             yield (
                 "has no" if lite else "has"
-            ) + f" queries of low rank (q_lora_rank) in one {size}"
+            ) + f" low-rank queries (q_lora_rank) in a model {size}"
     elif short != (known.name == "minicpm3"):
-        yield ("has no" if short else "has") + " queries of low rank (q_lora_rank)"
+        yield ("has no" if short else "has") + " low-rank queries (q_lora_rank)"
 
 
 def _problems_of_positions(config: Config, known: Architecture) -> Iterator[str]:
-    """Yield what llama.cpp does not know of rotary positions."""
+    """Yield how rotary positions differ."""
     rope, local_rope = ropes(config)
     kind = scaling_of(rope)
     if kind not in known.scalings:
@@ -435,10 +443,9 @@ def _problems_of_positions(config: Config, known: Architecture) -> Iterator[str]
     if rope.dim != config.dim and not (known.partial or known.latent):
         yield f"rotates whole heads, not {rope.dim} of {config.dim}"
     if kind == "yarn" and bool((rope.scaling or {}).get("truncate", True)) != known.truncates:
-        rounded = "rounds yarn's columns" if known.truncates else "is of models that do not round"
-        yield f"{rounded} (truncate)"
+        yield f"{'rounds' if known.truncates else 'does not round'} yarn's columns (truncate)"
     if kind == "yarn" and known.latent and not _one_mscale(rope):
-        yield "has one mscale of positions and scores (mscale_all_dim)"
+        yield "has the same mscale for positions and scores (mscale_all_dim)"
     if SLIDING not in config.layer_types:
         return
     if known.name == "olmo2" and local_rope != Rope(rope.dim, rope.base):
@@ -448,14 +455,14 @@ def _problems_of_positions(config: Config, known: Architecture) -> Iterator[str]
 
 
 def _one_mscale(rope: Rope) -> bool:
-    """Return whether yarn scales the scores of latent attention alone, as llama.cpp does."""
+    """Return whether yarn scales only the scores of latent attention, like llama.cpp."""
     scaling = rope.scaling or {}
     factor = RULES["yarn"](scaling, 1, rope.dim, rope.base)[1]
     return bool(scaling.get("mscale_all_dim")) and math.isclose(factor, 1, rel_tol=1e-6)
 
 
 def _problems_of_states(config: Config, known: Architecture) -> Iterator[str]:
-    """Yield what llama.cpp does not know of a recurrence, of Mamba2 or of KDA."""
+    """Yield how the recurrence of Mamba2 or of a delta rule differs."""
     space, types = config.space, enumerate(config.layer_types)
     both = {config.attends(layer) for layer, kind in types if kind != MLP} == {True, False}
     if (known.listed or known.delta) and not both:
@@ -472,22 +479,22 @@ def _problems_of_states(config: Config, known: Architecture) -> Iterator[str]:
     if space.bias or space.out_bias or not space.conv_bias:
         yield "has a bias in its convolution, and none in its projections"
     if space.norm == "before":
-        yield "has a norm behind the gate, not before it (mamba_norm_before_gate)"
+        yield "has a norm after the gate, not before it (mamba_norm_before_gate)"
     if config.model_type == "nemotron_h" and space.least != LEAST:
-        yield f"is read as one with time_step_min={LEAST:g}, not {space.least:g}"
+        yield f"has no key for time_step_min={space.least:g}; it is read as {LEAST:g}"
     elif config.model_type != "nemotron_h" and (space.least > 0 or space.most is not None):
-        yield "does not bound the rates of tokens (time_step_limit)"
+        yield "does not bound time steps (time_step_limit)"
 
 
 def _problems_of_layers(config: Config, known: Architecture) -> Iterator[str]:
-    """Yield what llama.cpp does not know of norms of heads, windows and layers without rotation."""
+    """Yield how norms of heads, windows and rotation of layers differ."""
     optional = config.query_key_norm in ("heads", "modules") or config.query_key_biases
     if optional and (known.head_norms is None or config.layers < known.head_norms):
-        yield "has no norms of queries and keys by heads in such a model"
+        yield "has no norms of single query and key heads in such a model"
     layers, slides = range(config.layers), [kind == SLIDING for kind in config.layer_types]
     fourth = [(layer + 1) % 4 != 0 for layer in layers]
     if known.windows_of is not None and any(slides) != (config.layers == known.windows_of):
-        yield f"has windows in models of {known.windows_of} layers, and only there"
+        yield f"has windows only in models with {known.windows_of} layers, and always there"
     if known.fourth and any(slides) and slides != fourth:
         yield "has windows in all layers but every fourth"
     if known.name == "cohere2" and not any(slides):
@@ -505,7 +512,7 @@ def _problems_of_layers(config: Config, known: Architecture) -> Iterator[str]:
 
 
 def _problems_of_experts(config: Config, experts: Experts, known: Mixtures) -> Iterator[str]:
-    """Yield what llama.cpp does not know of a mixture."""
+    """Yield how a mixture of experts differs."""
     sums = "softmax_of_k" if experts.scores == "softmax" and experts.normalize else experts.scores
     as_known = "softmax_of_k" if known.scores == "softmax" and known.normalize else known.scores
     if sums != as_known and not (known.normalize is None and experts.scores == known.scores):
@@ -514,9 +521,9 @@ def _problems_of_experts(config: Config, experts: Experts, known: Mixtures) -> I
     elif experts.scores == "sigmoid" and known.normalize not in (None, experts.normalize):
         yield f"has weights of experts {NORMALIZED[known.normalize]}"
     if experts.corrected != known.corrected:
-        yield ("has" if known.corrected else "does not know") + " a bias of the choice of experts"
+        yield ("has a" if known.corrected else "has no") + " bias for the choice of experts"
     if experts.groups not in (None, 1) and not known.groups:
-        yield "does not choose from the best groups of experts, by their two best"
+        yield "does not choose groups of experts first"
     if experts.scale != 1 and not known.scale:
         yield "does not scale the sum of experts"
     if known.clamped and (experts.limit, experts.alpha) != (7.0, 1.702):
@@ -528,29 +535,29 @@ def _problems_of_experts(config: Config, experts: Experts, known: Mixtures) -> I
         if config.mlp_bias:
             yield "has no biases in an MLP or in experts"
         if [kind == MLP for kind in config.layer_types] != [*experts.sparse]:
-            yield "has experts in all layers of MLPs"
+            yield "has experts in all MLP layers"
     elif known.dense is None and not all(experts.sparse):
         yield "has experts in all layers"
     elif known.dense == "leading" and step != 1:
-        yield "has experts in all layers but the first"
+        yield "has experts in all layers after the leading dense ones"
     elif [n >= leading and (n + 1) % step == 0 for n in layers] != [*experts.sparse]:
         yield "has experts in every n-th layer, up to the last"
 
 
 def _problems_of_shared(experts: Experts, known: Mixtures) -> Iterator[str]:
-    """Yield what llama.cpp does not know of an expert that all tokens have."""
+    """Yield how the shared expert differs."""
     if experts.shared and known.shared is None:
-        yield "has no expert that all tokens have"
+        yield "has no shared expert"
     if known.shared == "counted" and not experts.shared:
-        yield "has an expert that all tokens have"
+        yield "has a shared expert"
     if known.shared == "counted" and experts.shared % experts.inner:
-        yield "has a shared expert of a multiple of the size of the others"
+        yield "has a shared expert whose size is a multiple of the other experts' size"
     if known.shared_gate != experts.shared_gate:
-        yield "has a gate of its shared expert" if known.shared_gate else "has no such gate"
+        yield f"has {'a' if known.shared_gate else 'no'} gate of its shared expert"
 
 
 def dense_layers(experts: Experts) -> tuple[int, int]:
-    """Return the number of leading dense layers, and that each n-th of the others has experts."""
+    """Return (count, n): the first ``count`` layers are dense; then every n-th has experts."""
     places = [n for n, sparse in enumerate(experts.sparse) if sparse]
     if not places:
         return len(experts.sparse), 1
@@ -559,32 +566,31 @@ def dense_layers(experts: Experts) -> tuple[int, int]:
 
 
 def warnings_of(config: Config, known: Architecture) -> Iterator[str]:
-    """Yield notes on what llama.cpp computes differently for some inputs."""
+    """Yield notes about what llama.cpp computes differently for some inputs."""
     rope, _ = ropes(config)
     kind = scaling_of(rope)
     if config.activation == "relu2" and known.name == "bitnet":
         yield (
-            "llama.cpp's bitnet computes SiLU where this model has a squared ReLU: its outputs"
-            " differ"
+            "llama.cpp's bitnet computes SiLU where this model has a squared ReLU: outputs differ"
         )
     if kind == "yarn" and not known.truncates:
         yield "llama.cpp rounds yarn's columns, and this model does not: outputs differ slightly"
     if config.balanced:
-        yield "GGUF has no coefficient of the router's loss: what is loaded from it trains without"
+        yield "GGUF has no coefficient of the router's loss: a loaded model trains without it"
     if config.latent is not None and config.eps != INNER_EPS:
         yield (
-            f"llama.cpp's norms inside latent attention take rms_norm_eps={config.eps:g}, this"
-            f" model's {INNER_EPS:g}: outputs differ slightly"
+            f"norms inside latent attention use rms_norm_eps={config.eps:g} in llama.cpp, and"
+            f" {INNER_EPS:g} in this model: outputs differ slightly"
         )
     if SLIDING in config.layer_types and not known.windows:
         yield (
-            f"llama.cpp's {known.name} has no sliding layers: beyond {config.window} tokens its"
+            f"llama.cpp's {known.name} has no sliding layers: beyond {config.window} tokens,"
             " outputs differ"
         )
     if config.space is not None and config.space.least > 0:
         yield (
-            "llama.cpp does not bound the rates of tokens, which this model keeps above"
-            f" {config.space.least:g}: its outputs may differ slightly"
+            "llama.cpp does not bound time steps, which are at least"
+            f" {config.space.least:g} in this model: outputs may differ slightly"
         )
     if kind == "dynamic":
         yield f"beyond {config.positions} tokens, llama.cpp does not stretch positions (dynamic)"
@@ -595,11 +601,11 @@ def warnings_of(config: Config, known: Architecture) -> Iterator[str]:
         )
     for key, value in BETAS.items():
         if kind == "yarn" and (rope.scaling or {}).get(key) not in (None, value):
-            yield f"llama.cpp does not read {key} of yarn and uses {value:g}"
+            yield f"llama.cpp ignores {key} of yarn and uses {value:g}"
 
 
 def ropes(config: Config) -> tuple[Rope, Rope]:
-    """Return the rotary positions of layers that see all keys, and of those that see a window."""
+    """Return the rotary positions of layers with full attention, and of layers with a window."""
     full = config.ropes.get(FULL) or config.ropes.get(SLIDING) or Rope(config.dim, 10_000.0)
     return full, config.ropes.get(SLIDING) or full
 
@@ -611,7 +617,7 @@ def scaling_of(rope: Rope) -> str:
 
 
 def score_factor(config: Config, known: Architecture) -> float:
-    """Return the factor for the queries' weights that gives scores the scale of the model."""
+    """Return the factor of query weights that corrects llama.cpp's scale of scores."""
     if known.scales or known.latent:
         return 1.0
     length = config.hidden // config.heads if config.layers == known.deep else config.dim
@@ -620,7 +626,7 @@ def score_factor(config: Config, known: Architecture) -> float:
 
 
 def factor_of(config: Config, known: Architecture, stored: str) -> Any:
-    """Return what a parameter is multiplied by in a file: a number, or a column of them."""
+    """Return the factor of a parameter in a file: a number, or a column of numbers."""
     *_, module, end = stored.split(".")
     scaled = "q_norm" if config.query_key_norm else "q_proj"
     factor = score_factor(config, known) if module == scaled else 1.0
@@ -643,6 +649,6 @@ def factor_of(config: Config, known: Architecture, stored: str) -> Any:
 
 
 def has_two_tables(config: Config, known: Architecture) -> bool:
-    """Return whether a file has a head of its own where a model's is the embedding table."""
+    """Return whether a file has a separate head though the model's head is the embedding table."""
     differ = known.folds and config.embedding_scale != config.logit_scale
     return config.tied and (known.output == "own" or differ)

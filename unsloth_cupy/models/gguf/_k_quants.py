@@ -1,12 +1,17 @@
-"""K quants: blocks of 256 weights in groups, whose scales are codes of few bits themselves.
+"""K quants: blocks of 256 weights in groups; the scales of groups are codes with few bits, too.
 
     q2_k, q4_k, q5_k    w = d s q - e t    q in 0 .. levels, s and t in 0 .. most
     q3_k, q6_k          w = d s q          q in -half .. half - 1, s in -most - 1 .. most
 
-A block has d and e in float16, a group of it s and t.  Each group gets the scale (and offset) of
-least squares among several divisions of its range; d and e are those of the largest.  Then s, t
-and q are the best of their neighbours, and d and e those of least squares for them; those
-of q2_k are larger, so that products with the weights have no bias.
+A block has d and e in float16; each of its groups has s and t.  The codes are chosen in steps:
+
+1. Each group gets the scale (and offset) with the least squared error among several divisions of
+   its range.
+2. d and e are set from the largest scale and offset of the block.
+3. s and t become the best of their neighbouring codes, and q the nearest codes.
+4. d and e become those with the least squared error for these codes, and 3 is repeated.
+
+d and e of q2_k are enlarged at the end, so that products with the weights have no bias.
 """
 
 import os
@@ -19,24 +24,25 @@ from gguf import GGMLQuantizationType as Type
 
 from ...core.dtypes import FLOAT32, Array
 
-BLOCK = 256  # weights of a block
-MOST, LEAST = 1024, 128  # blocks at a time: larger arrays leave the cache, smaller ones cost calls
+BLOCK = 256  # weights per block
+# Blocks per call: larger arrays do not fit into the cache; with smaller ones, calls dominate.
+MOST, LEAST = 1024, 128
 NEIGHBOURS = (0, -1, 1)
-REFITS = 2  # of d and e
+REFITS = 2  # times that d and e are fitted to the codes
 
 
 class Format(NamedTuple):
-    """Codes of one type."""
+    """The format of one type."""
 
-    groups: int  # of a block
+    groups: int  # groups per block
     levels: int  # largest q
     most: int  # largest s
-    steps: Sequence[float]  # added to the number of steps of a range: the divisions that are tried
+    steps: Sequence[float]  # added to the number of steps in a group's range: divisions to try
     pack: Callable[..., Array]
 
 
 class Codes(NamedTuple):
-    """Blocks in codes: d and e (blocks, 1), s and t (blocks, groups), q (size, blocks, groups)."""
+    """Codes of blocks: d and e (blocks, 1), s and t (blocks, groups), q (size, blocks, groups)."""
 
     d: Array
     e: Array
@@ -53,13 +59,13 @@ class Codes(NamedTuple):
 
 
 def quantize(rows: Array, kind: Type) -> Array:
-    """Return the bytes of rows of whole blocks, (rows, bytes)."""
+    """Return the bytes of rows that consist of whole blocks: (rows, bytes)."""
     form = FORMATS[kind]
     choose = _signed if kind in (Type.Q3_K, Type.Q6_K) else _unsigned
     blocks = rows.reshape(-1, form.groups, BLOCK // form.groups)
 
     def packed(first: int) -> Array:
-        # the sums of groups run over the first axis, which NumPy adds 8 groups at a time
+        # sums of groups are over the first axis: NumPy then adds 8 groups at a time
         x = np.ascontiguousarray(np.moveaxis(blocks[first : first + many], -1, 0))
         d, e, s, t, q = choose(x, form)
         return form.pack(d, e, s, t, np.moveaxis(q, 0, -1))
@@ -87,7 +93,7 @@ def _unsigned(x: Array, form: Format) -> Codes:
         slope = _over(size * sum_qx - sum_q * total, size * sum_qq - sum_q * sum_q)
         below = np.maximum((slope * sum_q - total) / size, 0)  # offsets are 0 or more
         slope = np.where(below > 0, slope, _over(sum_qx, sum_qq))
-        # the error less the sum of x * x
+        # the squared error without its constant term, the sum of x * x
         error = slope * (slope * sum_qq - 2 * sum_qx)
         error += below * (2 * total - 2 * slope * sum_q + size * below)
         better = error < best
@@ -96,7 +102,7 @@ def _unsigned(x: Array, form: Format) -> Codes:
     d, e = (_half(array.max(axis=1, keepdims=True) / form.most) for array in (scale, offset))
     s, t = (_codes(a, b, 0, form.most) for a, b in ((scale, d), (offset, e)))
     codes = _best_neighbours(x, Codes(d, e, s, t, x), form, 0)
-    for _ in range(REFITS):  # d and e of least squares: d sq - e t is nearest to x
+    for _ in range(REFITS):  # least squares: d and e for which d sq - e t is nearest to x
         sq, t = codes.q * codes.s, codes.t
         aa, ab, bb = _dot(sq, sq), sq.sum(axis=0) * t, size * t * t
         aa, ab, bb, ax, bx = (
@@ -108,12 +114,12 @@ def _unsigned(x: Array, form: Format) -> Codes:
         codes = _better(x, codes, np.maximum(d, 0), np.maximum(e, 0), form, 0)
     errors, squares = (array.sum(axis=1, keepdims=True) for array in (codes.errors(x), _dot(x, x)))
     if form.levels == 3:
-        # Least squares makes products with the weights smaller by the share of the error in their
-        # squares: a tenth, of 2 bits.  Without that bias the error grows by this share of itself.
+        # Least squares makes products with the weights smaller by errors / squares, a tenth with 2
+        # bits.  Correcting this bias increases the error by the same share of itself.
         larger = 1 / (1 - np.minimum(_over(errors, squares), 0.5))
         codes = codes._replace(d=_half(codes.d * larger), e=_half(codes.e * larger))
         errors = codes.errors(x).sum(axis=1, keepdims=True)
-    # weights below the scales of float16 are 0, not the least one of their group
+    # weights that are too small for float16 scales become 0, not the least weight of their group
     worse = errors > squares
     return codes._replace(d=np.where(worse, 0, codes.d), e=np.where(worse, 0, codes.e))
 
@@ -144,7 +150,7 @@ def _signed(x: Array, form: Format) -> Codes:
 
 
 def _best_neighbours(x: Array, codes: Codes, form: Format, half: int) -> Codes:
-    """Return the codes with the least error among those whose s and t are at most 1 away."""
+    """Return the codes with the least error whose s and t differ by at most 1 from these."""
     least = -form.most - 1 if half else 0
     best = np.full_like(codes.s, np.inf)
     s, t, q = codes.s, codes.t, np.zeros_like(x)
@@ -168,7 +174,7 @@ def _best_neighbours(x: Array, codes: Codes, form: Format, half: int) -> Codes:
 
 
 def _better(x: Array, codes: Codes, d: Array, e: Array, form: Format, half: int) -> Codes:
-    """Return the better codes of each block: with these d and e, or as they are."""
+    """Return the better codes of each block: with these d and e, or unchanged."""
     other = _best_neighbours(x, codes._replace(d=_half(d), e=_half(e)), form, half)
     errors = [each.errors(x).sum(axis=1, keepdims=True) for each in (other, codes)]
     pairs = zip(other, codes, strict=True)
@@ -189,19 +195,19 @@ def _dot(a: Array, b: Array) -> Array:
 
 
 def _over(a: Array, b: Array) -> Array:
-    """Return a / b, 0 where b is."""
+    """Return a / b, and 0 where b is 0."""
     return np.divide(a, b, out=np.zeros_like(a), where=b != 0)
 
 
 def _inverse(array: Array, number: float) -> Array:
-    """Return number / array, 0 where that is infinite."""
+    """Return number / array, and 0 where the quotient is not finite."""
     with np.errstate(divide="ignore", over="ignore"):
         inverse = FLOAT32.type(number) / array
     return np.where(np.isfinite(inverse), inverse, 0)
 
 
 def _half(array: Array) -> Array:
-    """Round to float16, whose range the caller has checked."""
+    """Round to float16; the caller checks the range."""
     return array.astype(np.float16).astype(FLOAT32)
 
 
@@ -209,7 +215,7 @@ def _half(array: Array) -> Array:
 
 
 def _bits(codes: Array, width: int, bits: int) -> Array:
-    """Return bytes that hold a code of each of 8 / bits consecutive runs of ``width`` codes."""
+    """Return bytes with one code from each of 8 / bits consecutive runs of ``width`` codes."""
     runs = codes.reshape(len(codes), -1, 8 // bits, width).astype(np.uint8)
     shifts = np.arange(0, 8, bits, dtype=np.uint8)[:, None]
     return np.bitwise_or.reduce(runs << shifts, axis=2).reshape(len(codes), -1)
@@ -220,7 +226,7 @@ def _floats(*arrays: Array) -> list[Array]:
 
 
 def _pairs_of_6_bits(s: Array, t: Array) -> Array:
-    """Return 12 bytes: s and t of groups 0 to 3, whose two high bits belong to groups 4 to 7."""
+    """Return 12 bytes: s and t of groups 0 to 3, with high bits of groups 4 to 7 in their own."""
     s, t = s.astype(np.uint8), t.astype(np.uint8)
     high = [array[:, :4] | (array[:, 4:] >> 4) << 6 for array in (s, t)]
     return np.concatenate([*high, s[:, 4:] & 15 | (t[:, 4:] & 15) << 4], axis=1)

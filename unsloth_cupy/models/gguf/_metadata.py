@@ -1,4 +1,4 @@
-"""The hyperparameters of a model, under the keys that llama.cpp reads."""
+"""The hyperparameters of a model under the keys of llama.cpp."""
 
 import math
 from typing import Any
@@ -14,15 +14,15 @@ EPSILON = {
     "rms": "attention.layer_norm_rms_epsilon",
     "layer": "attention.layer_norm_epsilon",
 }
-LOG = 0.1  # what llama.cpp divides the yarn_log_multiplier of latent attention by
+LOG = 0.1  # llama.cpp divides latent attention's yarn_log_multiplier by it
 GATING = {"softmax": 1, "sigmoid": 2}  # numbers of llama.cpp's gating functions
-Values = dict[str, Any]  # in the file: int is uint32, float is float32; bool, str, lists unchanged
+Values = dict[str, Any]  # types in the file: int is uint32, float is float32, others are unchanged
 
 
 def metadata(config: Config, known: Architecture, read: Read) -> Values:
-    """Return the hyperparameters of a model, by their full keys; some are stored as parameters."""
+    """Return the hyperparameters by their full keys; ``read`` returns parameters that are keys."""
     rope, local = ropes(config)
-    both = config.model_type == "nemotron_h"  # llama.cpp needs both, and computes RMS norms alone
+    both = config.model_type == "nemotron_h"  # llama.cpp requires both, and computes RMS norms only
     epsilons = EPSILON.values() if both else [EPSILON[config.norms.kind]]
     values: Values = {
         "vocab_size": config.vocab,
@@ -33,14 +33,14 @@ def metadata(config: Config, known: Architecture, read: Read) -> Values:
     }
     if known.listed or any(map(config.attends, range(config.layers))):
         values |= _of_attention(config, rope)
-    else:  # llama.cpp needs both
+    else:  # llama.cpp requires both
         values |= dict.fromkeys(("feed_forward_length", "attention.head_count"), 0)
     values |= _of_blocks(config, known)
     values |= _of_layers(config, known, values)
-    if config.window is not None or known.name == "phi3":  # 0 tells it from older Phi-3 files
+    if config.window is not None or known.name == "phi3":  # 0 distinguishes it from older files
         values["attention.sliding_window"] = config.window or 0
     sliding = [kind == SLIDING for kind in config.layer_types]
-    if known.windows or len({*sliding}) > 1:  # llama.cpp reads it only where it knows windows
+    if known.windows or len({*sliding}) > 1:  # llama.cpp reads it if the architecture has windows
         values["attention.sliding_window_pattern"] = sliding
     if known.windows:
         values["rope.freq_base_swa"] = float(local.base)
@@ -52,7 +52,7 @@ def metadata(config: Config, known: Architecture, read: Read) -> Values:
         values["embedding_scale"] = float(config.embedding_scale)
         values["residual_scale"] = float(config.residual_scale)
         values["attention.scale"] = float(config.scale)
-    if known.logit_scale:  # that of Granite divides
+    if known.logit_scale:  # Granite's is a divisor
         values["logit_scale"] = float(
             1 / config.logit_scale if known.scales else config.logit_scale
         )
@@ -70,7 +70,7 @@ def metadata(config: Config, known: Architecture, read: Read) -> Values:
 
 
 def _of_blocks(config: Config, known: Architecture) -> Values:
-    """Return the keys of layers other than those of attention with a dense MLP."""
+    """Return the keys of recurrent layers, latent attention and experts."""
     values: Values = {}
     if config.delta is not None:
         values |= _delta(config, config.delta, known)
@@ -97,7 +97,7 @@ def _of_attention(config: Config, rope: Rope) -> Values:
 
 
 def _of_layers(config: Config, known: Architecture, values: Values) -> Values:
-    """Return the keys that differ by layer, of models whose layers have attention or do not."""
+    """Return the keys with a value for each layer, and whether layers rotate."""
     keys: Values = {}
     if known.listed:
         heads = values["attention.head_count_kv"]
@@ -138,15 +138,15 @@ def _delta(config: Config, delta: Delta, known: Architecture) -> Values:
     }
     for every in range(1, config.layers + 1):
         if linear == [(layer + 1) % every != 0 for layer in range(config.layers)]:
-            keys["full_attention_interval"] = every  # older programs read only that
-    if known.tiled:  # pairs of an image's three positions, which in a text are equal
+            keys["full_attention_interval"] = every  # older programs read only this key
+    if known.tiled:  # pairs for each of an image's three positions, which are equal in a text
         pairs = ropes(config)[0].dim // 2
         keys["rope.dimension_sections"] = [*((pairs + 2 - n) // 3 for n in range(3)), 0]
     return keys
 
 
 def _latent(config: Config, latent: Latent, known: Architecture) -> Values:
-    """Return the keys of latent attention, of one head of keys where that is absorbed."""
+    """Return the keys of latent attention; with one KV head if it is absorbed."""
     keys: Values = {"attention.kv_lora_rank": latent.rank}
     rope = ropes(config)[0]
     if known.absorbed:
@@ -198,7 +198,7 @@ def _experts(experts: Experts, known: Mixtures) -> Values:
 
 
 def _scaling(rope: Rope, known: Architecture) -> Values:
-    """Return the keys of rotary scaling; factors per wavelength are tensors: ``_rope_factors``."""
+    """Return the keys of rotary scaling; ``_rope_factors`` returns the factors by wavelength."""
     kind, scaling = scaling_of(rope), rope.scaling or {}
     keys: Values = {}
     if kind in ("yarn", "longrope"):

@@ -1,4 +1,4 @@
-"""The keys of config.json of mixtures, latent attention and delta rules, from a file's."""
+"""Keys of config.json for experts, latent attention and recurrent layers, from a file's keys."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from ._metadata import GATING
 
 
 def latent_settings(keys: Keys, known: Architecture, heads: int, hidden: int) -> dict[str, Any]:
-    """Return the keys of latent attention; a file may also have the lengths of a cache's heads."""
+    """Return the keys of latent attention; raise if other keys of the file contradict them."""
     rank, rotated = keys.need("attention.kv_lora_rank"), keys.left.get("rope.dimension_count", 0)
     if known.absorbed:
         lengths = {"key_length": rank + rotated, "value_length": rank, "head_count_kv": 1}
@@ -33,9 +33,9 @@ def latent_settings(keys: Keys, known: Architecture, heads: int, hidden: int) ->
 
 
 def layer_settings(keys: Keys, layers: int, *, single: bool) -> dict[str, Any]:
-    """Return the types of layers, of which a file says how many heads of keys each has.
+    """Return the types of layers, from the number of KV heads in each layer of the file.
 
-    Of what is 0 in some layers, the value of the others is left.
+    Lists in ``keys`` that are 0 in some layers are replaced by the value of the other layers.
     """
     lists = {}
     for key in ("attention.head_count_kv", "feed_forward_length"):
@@ -51,7 +51,7 @@ def layer_settings(keys: Keys, layers: int, *, single: bool) -> dict[str, Any]:
 
 
 def kimi_settings(keys: Keys, heads: int) -> dict[str, Any]:
-    """Return the keys of layers with a delta rule whose channels decay each by itself."""
+    """Return the keys of layers with a delta rule that has a decay for each channel."""
     taps, dim = keys.need("ssm.conv_kernel"), keys.need("kda.head_dim")
     sizes = {"linear_conv_kernel_dim": taps, "linear_head_dim": dim}
     return {**sizes, "linear_num_heads": heads}
@@ -64,7 +64,7 @@ def delta_settings(keys: Keys, layers: int) -> dict[str, Any]:
     every = keys.take("full_attention_interval") or 4
     if not isinstance(linear, list):
         linear = [(layer + 1) % every != 0 for layer in range(layers)]
-    keys.left.pop("rope.dimension_sections", None)  # of an image
+    keys.left.pop("rope.dimension_sections", None)  # for images only
     return {
         "linear_conv_kernel_dim": keys.need("ssm.conv_kernel"),
         "linear_key_head_dim": keys.need("ssm.state_size"),
@@ -76,7 +76,7 @@ def delta_settings(keys: Keys, layers: int) -> dict[str, Any]:
 
 
 def space_settings(keys: Keys, names: Mapping[str, str], hidden: int) -> dict[str, Any]:
-    """Return the keys of layers with the recurrence of Mamba2, by the names of a family."""
+    """Return the keys of layers with the recurrence of Mamba2, named as in a family."""
     heads, inner = keys.need("ssm.time_step_rank"), keys.need("ssm.inner_size")
     sizes = {
         **{"heads": heads, "dim": inner // heads, "expand": inner / hidden, "inner": inner},
@@ -106,7 +106,7 @@ def mixture_settings(keys: Keys, rules: Mixture, known: Mixtures) -> dict[str, A
 
 
 def _layers(keys: Keys, rules: Mixture, known: Mixtures) -> dict[str, Any]:
-    """Return the keys that say which layers have experts."""
+    """Return the keys that choose the layers with experts."""
     leading = keys.take("leading_dense_block_count") or 0
     if known.dense == "leading":
         return {"first_k_dense_replace": leading}

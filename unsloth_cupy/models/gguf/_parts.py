@@ -1,4 +1,4 @@
-"""The tensors of a GGUF file that hold a parameter: most one, some more, under other names.
+"""The tensors of a GGUF file that store a parameter: one for most, several for some.
 
 model.layers.0.mlp.experts.gate_up_proj        blk.0.ffn_gate_exps.weight, blk.0.ffn_up_exps.weight
 model.layers.0.linear_attn.in_proj_qkvz.weight blk.0.attn_qkv.weight, blk.0.attn_gate.weight
@@ -23,7 +23,7 @@ from ..configs.names import BACKBONE, stored_name
 from ..configs.state_space import StateSpace
 from ._families import Architecture
 
-# BitNet's norms, and Kimi's gates, under names that gguf knows
+# names of BitNet's norms and Kimi's gates that the package gguf has
 OTHER_NAMES = {
     **{"attn_sub_norm": "inner_attn_ln", "ffn_sub_norm": "ffn_layernorm"},
     **{"forget_gate.dt_bias": "dt_proj.bias", "forget_gate.": ""},
@@ -32,16 +32,16 @@ TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 class Part(NamedTuple):
-    """A tensor of a file: its name and shape, and how it is taken out of its parameter."""
+    """A tensor of a file: its name, its shape, and a function from the parameter to it."""
 
     name: str
     shape: tuple[int, ...]
     of: Callable[[Array], Array]
-    by_rows: bool = True  # its rows are rows of the parameter, as bytes too
+    by_rows: bool = True  # its rows are rows of the parameter, so packed rows can be copied
 
 
 class Parts(NamedTuple):
-    """The tensors that hold a parameter, and how it is joined: from their arrays, in order."""
+    """The tensors that store a parameter, and a function from their arrays to the parameter."""
 
     tensors: tuple[Part, ...]
     joined: Callable[..., Array]
@@ -52,12 +52,12 @@ def as_it_is(array: Array) -> Array:
 
 
 def _half(number: int, axis: int, stack: Array) -> Array:
-    """Return the rows of gate or those of up, of all experts; of biases their numbers."""
+    """Return the gate half (number 0) or the up half (1) of a weight, a stack or biases."""
     return np.split(stack, 2, axis)[number]
 
 
 def _beside(axis: int, gate: Array, up: Array) -> Array:
-    """Return the rows, the stack, or the biases, of gate and up."""
+    """Return gate and up joined, of weights, stacks or biases."""
     return np.concatenate([gate, up], axis)
 
 
@@ -70,26 +70,27 @@ def _matrix(array: Array) -> Array:
 
 
 def _keys(latent: Latent, heads: int, array: Array) -> Array:
-    """Return what makes keys of the short vector, by heads: (heads, rank, plain)."""
+    """Return the key part of kv_b_proj, transposed: (heads, rank, plain)."""
     by_heads = array.reshape(heads, latent.plain + latent.value, latent.rank)
     return by_heads[:, : latent.plain].swapaxes(1, 2)
 
 
 def _values(latent: Latent, heads: int, array: Array) -> Array:
-    """Return what makes values of the short vector, by heads: (heads, value, rank)."""
+    """Return the value part of kv_b_proj: (heads, value, rank)."""
     return array.reshape(heads, latent.plain + latent.value, latent.rank)[:, latent.plain :]
 
 
 def _keys_and_values(latent: Latent, keys: Array, values: Array) -> Array:
-    """Return kv_b_proj."""
+    """Return kv_b_proj, (heads * (plain + value), rank)."""
     both = np.concatenate([keys.swapaxes(1, 2), values], axis=1)
     return np.ascontiguousarray(both).reshape(-1, latent.rank)
 
 
 def _tiled(delta: Delta, axis: int, array: Array, *, back: bool = False) -> Array:
-    """Return values of heads that share a head of keys apart, which are beside each other.
+    """Reorder value heads from (key head, value head) order to (value head, key head) order.
 
-    Heads of values are the last rows or columns, of queries and keys the others.
+    In the parameter, the value heads of a key head are neighbours; in the file, they are apart.
+    ``back`` is the inverse.  Value heads are the last rows or columns; queries and keys stay.
     """
     shared = delta.value_heads // delta.key_heads
     counts = (shared, delta.key_heads) if back else (delta.key_heads, shared)
@@ -100,7 +101,7 @@ def _tiled(delta: Delta, axis: int, array: Array, *, back: bool = False) -> Arra
 
 
 def _by_heads(delta: Delta, array: Array) -> list[Array]:
-    """Return queries, keys, values and gates, whose rows are beside each other by heads of keys."""
+    """Return queries, keys, values and gates of an array whose rows are ordered by key head."""
     own = delta.value_heads // delta.key_heads * delta.value_dim
     ends = np.cumsum([delta.key_dim, delta.key_dim, own])
     parts = np.split(array.reshape(delta.key_heads, -1, *array.shape[1:]), ends, axis=1)
@@ -116,7 +117,7 @@ def _gates(delta: Delta, array: Array) -> Array:
 
 
 def _fused(delta: Delta, qkv: Array, gates: Array) -> Array:
-    """Return in_proj_qkvz."""
+    """Return in_proj_qkvz, whose rows are ordered by key head."""
     keys = delta.key_heads * delta.key_dim
     parts = (*np.split(qkv, [keys, 2 * keys]), gates)
     by_heads = [part.reshape(delta.key_heads, -1, *part.shape[1:]) for part in parts]
@@ -142,7 +143,7 @@ def _channels(array: Array) -> Array:
 def _of_delta(
     delta: Delta, tiled: bool, name: str, layer: int, shape: tuple[int, ...]
 ) -> Parts | None:
-    """Return the tensors of a parameter of a layer with a delta rule; None: of another one."""
+    """Return the tensors of a delta rule's parameter; None for another parameter."""
 
     def named(tensor: MODEL_TENSOR, end: str = ".weight") -> str:
         return gguf.TENSOR_NAMES[tensor].format(bid=layer) + end
@@ -180,7 +181,7 @@ def _of_delta(
 
 
 def _of_convolutions(delta: Delta, named: Callable[[MODEL_TENSOR], str]) -> Parts:
-    """Return the convolutions of queries, keys and values, which are one parameter."""
+    """Return the three tensors of a convolution parameter: for queries, keys and values."""
     keys, values = delta.key_heads * delta.key_dim, delta.value_heads * delta.value_dim
     ends, parts = (0, keys, 2 * keys, 2 * keys + values), list[Part]()
     for (start, stop), name in zip(pairwise(ends), "QKV", strict=True):
@@ -194,11 +195,11 @@ def _convolution(rows: slice, array: Array) -> Array:
 
 
 def _convolutions(*arrays: Array) -> Array:
-    """Return the taps of queries, keys and values; some files have fewer axes of length 1."""
+    """Return the convolution parameter; some files have fewer axes of length 1."""
     return np.concatenate([each.reshape(-1, 1, each.shape[-1]) for each in arrays])
 
 
-DELTA: Mapping[str, tuple[Any, ...]] = {  # of a layer with a delta rule, under other names
+DELTA: Mapping[str, tuple[Any, ...]] = {  # tensors of a layer with a delta rule, by parameter
     "in_proj_ba.weight": (MODEL_TENSOR.SSM_BETA_ALPHA,),
     "in_proj_qkv.weight": (MODEL_TENSOR.ATTN_QKV,),
     "in_proj_z.weight": (MODEL_TENSOR.ATTN_GATE,),
@@ -210,7 +211,7 @@ DELTA: Mapping[str, tuple[Any, ...]] = {  # of a layer with a delta rule, under 
 }
 
 
-SPACE: Mapping[str, tuple[Any, ...]] = {  # of a layer with the recurrence of Mamba2
+SPACE: Mapping[str, tuple[Any, ...]] = {  # tensors of a layer with the recurrence of Mamba2
     "in_proj.weight": (MODEL_TENSOR.SSM_IN,),
     "conv1d.weight": (MODEL_TENSOR.SSM_CONV1D,),
     "conv1d.bias": (MODEL_TENSOR.SSM_CONV1D, ".bias"),
@@ -223,7 +224,7 @@ SPACE: Mapping[str, tuple[Any, ...]] = {  # of a layer with the recurrence of Ma
 
 
 def _of_space(space: StateSpace, name: str, layer: int, shape: tuple[int, ...]) -> Parts:
-    """Return the tensors of a parameter of such a layer; numbers of heads are a column."""
+    """Return the tensors of a Mamba2 parameter; vectors over heads become columns."""
     tensor, *end = SPACE[name]
     own = gguf.TENSOR_NAMES[tensor].format(bid=layer) + (end[0] if end else ".weight")
     of, back, rows = as_it_is, as_it_is, space.groups if name == "norm.weight" else space.heads
@@ -238,7 +239,7 @@ def _of_space(space: StateSpace, name: str, layer: int, shape: tuple[int, ...]) 
 
 
 def _of_experts(experts: Experts) -> Mapping[str, tuple[tuple[MODEL_TENSOR, str], ...]]:
-    """Return the tensors of a layer's parameters, by the parameters' names in it."""
+    """Return the tensors of a layer's experts, by the names of parameters in the layer."""
     module, shared = experts.module, experts.shared_module
     both = (MODEL_TENSOR.FFN_GATE_EXP, MODEL_TENSOR.FFN_UP_EXP)
     stacks = both if experts.names is STACKS else both[1:], (MODEL_TENSOR.FFN_DOWN_EXP,)
@@ -265,7 +266,7 @@ def _of_experts(experts: Experts) -> Mapping[str, tuple[tuple[MODEL_TENSOR, str]
 
 
 def has_offset(config: Config, stored: str) -> bool:
-    """Return whether a file has the weight of a norm plus what the model adds to it."""
+    """Return whether a file stores the weight of a norm plus the config's ``norm_offset``."""
     is_weight = stored.endswith("norm.weight") and not stored.endswith("linear_attn.norm.weight")
     return bool(config.norm_offset) and is_weight
 
@@ -278,7 +279,7 @@ def parts_of(call: str, config: Config, known: Architecture) -> Callable[[str], 
         "self_attn.sinks": ((MODEL_TENSOR.ATTN_SINKS, "weight"),)
     }
     of_layers |= {} if config.experts is None else _of_experts(config.experts)
-    if config.names.gate_up == "input_linear":  # of Granite's MLP, or shared expert
+    if config.names.gate_up == "input_linear":  # Granite's MLP, or its shared expert
         end, module = "" if config.experts is None else "_SHEXP", config.names.mlp
         gate, up, down = (MODEL_TENSOR[f"FFN_{each}{end}"] for each in ("GATE", "UP", "DOWN"))
         of_layers[f"{module}.{config.names.gate_up}.weight"] = (gate, "weight"), (up, "weight")
@@ -323,14 +324,14 @@ def parts_of(call: str, config: Config, known: Architecture) -> Callable[[str], 
 
 
 def _in_layer(stored: str) -> tuple[int, str]:
-    """Return the number of a parameter's layer, and its name in that; -1 outside of layers."""
+    """Return a parameter's layer, -1 outside of layers, and its name in the layer."""
     start, _, rest = stored.partition("model.layers.")
     number, _, inner = rest.partition(".")
     return (int(number), inner) if not start and number.isdecimal() else (-1, stored)
 
 
 def _name(call: str, config: Config, table: gguf.TensorNameMap, stored: str) -> str:
-    """Return the name of a parameter that is a tensor of its own."""
+    """Return the tensor's name for a parameter that is stored in one tensor."""
     stored = stored_name(stored, BACKBONE) if ".mixer." in stored else stored
     for ours, theirs in OTHER_NAMES.items():
         stored = stored.replace(ours, theirs)

@@ -1,4 +1,4 @@
-"""The config.json that a GGUF file's keys and tensors describe: the inverse of ``_metadata.py``."""
+"""The config.json of a GGUF file, from its keys and tensors: the inverse of ``_metadata.py``."""
 
 import math
 from collections import Counter
@@ -29,15 +29,15 @@ from ._mixture_settings import (
 from .packed import CLASSES
 from .reading import GgufFile
 
-ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # of config.json; others have llama.cpp's names
-SAME = {  # keys that may repeat another
+ACTIVATIONS = {"gelu_tanh": "gelu_pytorch_tanh"}  # names in config.json that differ
+SAME = {  # keys that may repeat another key
     "attention.value_length": "attention.key_length",
     "attention.key_length_swa": "attention.key_length",
     "attention.value_length_swa": "attention.key_length",
     "rope.dimension_count_swa": "rope.dimension_count",
 }
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-CLOSE = 2e-6  # of float32 that were computed in another order
+CLOSE = 2e-6  # relative difference of float32 numbers that are computed in another order
 
 
 def settings(file: GgufFile) -> dict[str, Any]:
@@ -46,7 +46,7 @@ def settings(file: GgufFile) -> dict[str, Any]:
     Raises
     ------
     ConfigError
-        The architecture is not known, or a key is missing or has no meaning here.
+        The architecture is unknown, or a key is missing or not supported.
     """
     keys = Keys(file)
     window = keys.take("attention.sliding_window") or None
@@ -78,7 +78,7 @@ def settings(file: GgufFile) -> dict[str, Any]:
     if family.scaled_embedding:
         values["hidden_activation"] = values[family.activation]
     if latent:
-        dim = latent["qk_rope_head_dim"]  # what is rotated
+        dim = latent["qk_rope_head_dim"]  # only this part of a head is rotated
         values |= latent
     elif dim * heads != hidden or "head_dim" in family.defaults:
         values["head_dim"] = dim
@@ -99,9 +99,9 @@ def settings(file: GgufFile) -> dict[str, Any]:
 
 
 def _epsilon(keys: Keys, family: Family) -> dict[str, float]:
-    """Return the key of the epsilon of norms, which a file has for one kind of norms or for both.
+    """Return the key of the epsilon of norms; a file has one for RMS norms, LayerNorms or both.
 
-    llama.cpp reads that of RMS norms for the LayerNorms of a Phi-MoE.
+    For the LayerNorms of a Phi-MoE, llama.cpp reads the one of RMS norms.
     """
     numbers = {key: keys.take(key) for key in EPSILON.values()}
     own = EPSILON[family.norms.kind]
@@ -116,7 +116,7 @@ def _epsilon(keys: Keys, family: Family) -> dict[str, float]:
 
 
 def _model_type(keys: Keys, window: Any, pattern: Any) -> tuple[str, Architecture]:
-    """Return the model type of a file: of those with one architecture, the one with its windows."""
+    """Return the model type of a file, which has its architecture, experts and windows."""
     every = (*ARCHITECTURES.items(), *MIXED.items())
     mixed = bool(keys.left.get("expert_count"))
     named = {kind: known for kind, known in every if known.name == keys.name}
@@ -132,7 +132,7 @@ def _model_type(keys: Keys, window: Any, pattern: Any) -> tuple[str, Architectur
         types = [t for t in types if (mix := named[t].experts) and GATING[mix.scores] == gating]
     if not types:
         listed = ", ".join(sorted({known.name for _, known in every}))
-        keys.refuse(f"its architecture is {keys.name!r}; known are {listed}")
+        keys.refuse(f"its architecture is {keys.name!r}, which is none of {listed}")
     some = isinstance(pattern, list) and len({*pattern}) > 1
     windows = ("none",) if window is None else ("named", "most") if some else ("all", "most")
     kind = next((kind for kind in types if FAMILIES[kind].windows in windows), types[0])
@@ -143,7 +143,7 @@ def _rows(file: GgufFile) -> int:
     """Return the number of rows of the embedding table."""
     table = file.tensors.get("token_embd.weight")
     if table is None:
-        raise ConfigError(f"{file.path} holds no token_embd.weight; it is not a language model")
+        raise ConfigError(f"{file.path} has no token_embd.weight; it is not a language model")
     return table.shape[0]
 
 
@@ -152,12 +152,12 @@ def tied(file: GgufFile) -> bool:
     head, table = file.tensors.get("output.weight"), file.tensors["token_embd.weight"]
     if head is None:
         return True
-    alike = head.type == table.type and head.shape == table.shape
-    return alike and all(np.array_equal(head.data[n], table.data[n]) for n in range(len(head.data)))
+    same = head.type == table.type and head.shape == table.shape
+    return same and all(np.array_equal(head.data[n], table.data[n]) for n in range(len(head.data)))
 
 
 def _flags(file: GgufFile, family: Family) -> dict[str, bool]:
-    """Return the keys that say which tensors a model has."""
+    """Return the flags of config.json that follow from the tensors of a file."""
     first = {name.split(".", 2)[2] for name in file.tensors if name.startswith("blk.")}
     facts = (
         (family.qkv_bias, "attn_q.bias" in first or "attn_qkv.bias" in first),
@@ -175,7 +175,7 @@ def _flags(file: GgufFile, family: Family) -> dict[str, bool]:
 def _windows(
     keys: Keys, family: Family, layers: int, window: int | None, pattern: Any
 ) -> dict[str, Any]:
-    """Return the keys of the layers that see only a window of keys."""
+    """Return the keys of layers with a window."""
     if window is None:
         return {"sliding_window": None} if "sliding_window" in family.defaults else {}
     values: dict[str, Any] = {"sliding_window": window}
@@ -250,7 +250,7 @@ def _rope(
         scaling |= {"llama_4_scaling_beta": shortest(beta)} if beta else {}
         scaling |= {"original_max_position_embeddings": length} if length else {}
     keys.left.pop(ORIGINAL, None)
-    if "rope_parameters" in family.defaults:  # which a file that says nothing would have
+    if "rope_parameters" in family.defaults:  # override the family's default
         both = {"rope_type": "default", "rope_theta": base, **scaling}
         return {**result, "rope_parameters": both}
     return {**result, "rope_scaling": scaling} if scaling else result
@@ -261,7 +261,7 @@ ORIGINAL = "rope.scaling.original_context_length"
 
 
 def _scaling(keys: Keys, rotated: int, base: float, positions: int) -> dict[str, Any]:
-    """Return the stretching of rotary positions, as the values of rope_scaling."""
+    """Return rope_scaling."""
     tensors, latent = keys.file.tensors, keys.name == "deepseek2"
     kind, original = keys.take("rope.scaling.type", "none"), keys.left.get(ORIGINAL)
     factor = keys.take("rope.scaling.factor") or keys.take("rope.scale_linear")
@@ -285,7 +285,7 @@ def _scaling(keys: Keys, rotated: int, base: float, positions: int) -> dict[str,
     if kind == "yarn" and factor:
         both = ("mscale", "mscale_all_dim") if log and latent else ()
         mscale = dict.fromkeys(both, shortest(log / LOG))
-        grown = 1 + 0.1 * math.log(max(factor, 1))  # what llama.cpp multiplies attn_factor by
+        grown = 1 + 0.1 * math.log(max(factor, 1))  # llama.cpp multiplies attn_factor by it
         own = 1 + 0.1 * log * math.log(max(factor, 1)) if log else 1.0
         attention_factor = shortest((1.0 if attention is None else attention) * grown / own)
         return {
@@ -302,9 +302,9 @@ def _scaling(keys: Keys, rotated: int, base: float, positions: int) -> dict[str,
 
 
 def _stretched(factors: Array, rotated: int, base: float, positions: int) -> dict[str, Any]:
-    """Return the llama3 scaling whose wavelengths are stretched so, or longrope with these factors.
+    """Return the llama3 scaling with these factors by wavelength, or longrope with the factors.
 
-    Between the ends, 1 / factor is linear in the frequency: two such give the numbers of llama3.
+    Between the ends, 1 / factor is linear in the frequency: two points determine llama3's numbers.
     """
     angles, most = frequencies(rotated, base).astype(np.float64), float(factors.max())
     between = (factors > 1 + 1e-6) & (factors < most - 1e-6 * most)
@@ -314,7 +314,7 @@ def _stretched(factors: Array, rotated: int, base: float, positions: int) -> dic
         low, high = LLAMA3["low_freq_factor"], LLAMA3["high_freq_factor"]
         length = float(((low + smooth * (high - low)) / turns).mean())
         tries.append({**LLAMA3, "original_max_position_embeddings": round(length)})
-    if len(turns) > 1:  # with a low_freq_factor of 1, which only sets the unit of the others
+    if len(turns) > 1:  # low_freq_factor is 1: it only sets the unit of the other numbers
         slope, start = np.polyfit(turns, smooth, 1)
         high = 1 - 1 / start if start else 4.0
         tries.append({**LLAMA3, "high_freq_factor": round(float(high), 3)})
@@ -337,7 +337,7 @@ def _stretched(factors: Array, rotated: int, base: float, positions: int) -> dic
 
 
 def _packed(file: GgufFile) -> dict[str, Any]:
-    """Return what says that matrices stay packed, and in which kind most do."""
+    """Return quantization_config with the most common packed kind; {} if none is packed."""
     kinds = Counter[str]()
     for name, each in file.tensors.items():
         matrix = len(each.shape) > 1 and math.prod(each.shape) >= LEAST
@@ -348,7 +348,7 @@ def _packed(file: GgufFile) -> dict[str, Any]:
 
 
 def _tokens(file: GgufFile) -> dict[str, Any]:
-    """Return the tokens that begin, end and pad texts."""
+    """Return the keys of the tokens that begin, end and pad texts."""
     names = {**{role: role for role in ("bos", "eos", "eot", "eom")}, "pad": "padding"}
     ids = {r: file.values.get(f"tokenizer.ggml.{name}_token_id") for r, name in names.items()}
     rows = _rows(file)

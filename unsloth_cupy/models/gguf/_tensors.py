@@ -23,14 +23,14 @@ from .packed import blocks_of
 
 
 class Tensor(NamedTuple):
-    """A tensor of a file, and how to get it."""
+    """A tensor of a file, and a function that reads it."""
 
     name: str
-    stored: str  # its Hugging Face name, if it has one
+    stored: str  # the Hugging Face name of its parameter, or ""
     shape: tuple[int, ...]
     type: Type
     read: Callable[[], Array]
-    wanted: Type  # the type if rows were whole blocks of it
+    target: Type  # the type that it has if its rows are whole blocks
 
 
 def tensors(
@@ -43,12 +43,12 @@ def tensors(
 ) -> list[Tensor]:
     """Return all tensors of a model's file, in the order in which they are written.
 
-    Parameters of ``packed`` stay in these types.
+    Parameters in ``packed`` keep these types.
     """
     parts, result = parts_of(call, config, known), []
     is_own = has_two_tables(config, known)
     head = parts(HEAD if is_own or not config.tied else TABLE).tensors[0].name
-    whole = functools.lru_cache(maxsize=1)(read)  # of which several tensors are parts
+    whole = functools.lru_cache(maxsize=1)(read)  # read once for several tensors of a parameter
 
     def add(stored: str, part: Part, several: bool = False, role: str = "") -> None:
         same = packed.get(stored)
@@ -58,7 +58,7 @@ def tensors(
         result.append(Tensor(part.name, stored, part.shape, own, reader, target))
 
     for stored in config.shapes():
-        if ".act_fn." in stored:  # which are in the metadata
+        if ".act_fn." in stored:  # these are in the metadata
             continue
         own = parts(stored).tensors
         for part in own:
@@ -73,21 +73,21 @@ def tensors(
 def adapter_tensors(
     call: str, config: Config, known: Architecture, kind: Type, adapter: Any
 ) -> tuple[list[Tensor], float]:
-    """Return the tensors of an adapter's file, and its alpha: alpha B A / rank is added.
+    """Return the tensors of an adapter's file, and alpha: llama.cpp adds alpha B A / rank.
 
-    B of layers with another scale is multiplied by theirs.
+    A file has one alpha; B of layers with another scale is multiplied by the quotient.
     """
     parts, result = parts_of(call, config, known), list[Tensor]()
     alphas = {
         module: scale * len(adapter.pair(adapter.parameters, module)[0])
         for module, scale in adapter.scales.items()
     }
-    alpha = next(filter(None, alphas.values()), 1.0)  # llama.cpp takes 0 for none
+    alpha = next(filter(None, alphas.values()), 1.0)  # llama.cpp treats 0 as absent
 
     def add(module: str) -> None:
         (tensor, *others), _ = parts(f"{module}.weight")
         if others or not tensor.by_rows:
-            problem = f"a file has {module} as {tensor.name} and others, or in another order"
+            problem = f"a file stores {module} in several tensors or in another order of rows"
             raise ConfigError(f"{call}: {problem}; export_gguf merges the adapter")
         a, b = map(to_numpy, adapter.pair(adapter.parameters, module))
         b = b.astype(FLOAT32) * np.float32(alphas[module] / alpha)
@@ -110,9 +110,10 @@ def _reader(
     kind: str = "",
     role: str = "",
 ) -> Callable[[], Array]:
-    """Return a function that reads a tensor, or B of an adapter, in the form of llama.cpp.
+    """Return a function that reads a tensor, or B of an adapter, in llama.cpp's layout.
 
-    Blocks of this kind stay what they are, as uint8.  The parameter may have the role of another.
+    Weights that are packed in this kind stay packed, as uint8.  ``role`` is the parameter whose
+    factor applies: the embedding table may also be written as the head.
     """
     module = stored.split(".")[-2]
 
@@ -138,7 +139,7 @@ def _reader(
 
 
 def interleaved(array: Array, heads: int, rotated: int) -> Array:
-    """Return rows of heads with rotary pairs adjacent, which are half of ``rotated`` rows apart."""
+    """Reorder rows of heads so that rotary pairs, ``rotated`` / 2 rows apart, become adjacent."""
     by_heads = array.reshape(heads, -1, *array.shape[1:])
     halves = by_heads[:, :rotated].reshape(heads, 2, rotated // 2, *array.shape[1:])
     pairs = halves.swapaxes(1, 2).reshape(heads, rotated, *array.shape[1:])

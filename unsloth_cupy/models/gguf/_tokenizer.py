@@ -1,7 +1,7 @@
-"""Convert the tokenizer of a folder to the keys that llama.cpp's tokenizers read.
+"""Conversion of a folder's tokenizer to the keys of llama.cpp's tokenizers.
 
-Two of llama.cpp's kinds are written: byte-level BPE ("gpt2"), which splits text by a rule that the
-file names, and BPE over characters with bytes as a fallback ("llama"), which merges the pair whose
+Two of llama.cpp's kinds are supported: byte-level BPE ("gpt2"), which splits text by a rule that
+the file names, and BPE over characters with byte fallback ("llama"), which merges the pair whose
 token has the highest score.
 """
 
@@ -22,14 +22,14 @@ from ._words import SPACE, parts_of, prefix_of, words_of
 FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
 ROLES = ("unk", "pad", "sep", "mask")  # special tokens by the keys of tokenizer_config.json
 ENDS = ("eos", "eot", "eom")  # tokens that end a text: llama.cpp has three keys for them
-# tokens that end a turn where a chat template writes them, by the names that llama.cpp knows
+# tokens that end a turn if a chat template contains them: the names that llama.cpp recognizes
 TURN_ENDS = (
     *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|eot|>", "<|endofturn|>"),
     *("<|END_OF_TURN_TOKEN|>", "<end_of_utterance>", "<EOT>", "<turn|>"),
 )
 SHOWN = 3  # most tokens in a note
-PROBED = 100  # ids to decode until one gives a text that encodes to tokens
-UNSUPPORTED = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")  # have no GGUF key
+PROBED = 100  # ids to decode, to find a text that encodes to tokens
+UNSUPPORTED = ("dropout", "continuing_subword_prefix", "end_of_word_suffix")  # without a GGUF key
 
 
 class Vocabulary(NamedTuple):
@@ -47,11 +47,11 @@ class Vocabulary(NamedTuple):
 
     @property
     def added(self) -> dict[int, Mapping[str, Any]]:
-        """Added tokens, which are matched before a text is split into words, by id."""
+        """Added tokens by id; they are matched before a text is split into words."""
         return {token["id"]: token for token in self.values.get("added_tokens") or ()}
 
     def id_of(self, role: str) -> int | None:
-        """Return the id of the special token that the settings name for a role, or None."""
+        """Return the id of the special token for a role in the settings, or None."""
         token = self.settings.get(f"{role}_token")
         text = token.get("content") if isinstance(token, Mapping) else token
         ids = {entry["content"]: number for number, entry in self.added.items()}
@@ -61,15 +61,15 @@ class Vocabulary(NamedTuple):
 def tokenizer(
     folder: Path, config: Config, begin: int | None, stop: int | None = None
 ) -> tuple[Values, list[str]]:
-    """Return the keys for a folder's tokenizer, and notes on what llama.cpp does differently.
+    """Return the keys of a folder's tokenizer, and notes about differences in llama.cpp.
 
-    ``begin`` is the begin-of-text token of the model, for a tokenizer that names none; ``stop``
-    the token that ends an answer of a chat.
+    ``begin`` is the model's begin-of-text token, for a tokenizer without one.  ``stop`` is the
+    token that ends an answer in a chat.
 
     Raises
     ------
     ConfigError
-        There is no tokenizer.json, it is broken, or llama.cpp has no equivalent tokenizer.
+        tokenizer.json is missing or broken, or llama.cpp has no equivalent tokenizer.
     """
     words, affixes = read(folder), _around(folder)
     words, beyond = _without_beyond(words, config.vocab, [*affixes[0], *affixes[1]])
@@ -84,7 +84,7 @@ def tokenizer(
         values["scores"] = _scores(texts, merges)
         if other := _other_cuts(words.model["vocab"], merges):
             notes += other
-            values["merges"] = [" ".join(merge) for merge in merges]  # for readers that take them
+            values["merges"] = [" ".join(merge) for merge in merges]  # for readers that use them
     else:
         values["pre"], notes = words_of(words.values)
         values["merges"] = [" ".join(merge) for merge in merges]
@@ -99,15 +99,15 @@ def tokenizer(
 
 
 def _of_added(words: Vocabulary) -> Iterator[str]:
-    """Yield notes on added tokens, which llama.cpp finds wherever their text stands."""
+    """Yield notes about added tokens, which llama.cpp matches wherever their text occurs."""
     steps = parts_of(words.values.get("normalizer"), "normalizers")
     prefixed = any(step.get("type") == "Prepend" for step in steps)
     for keys, note in (
-        (("lstrip", "rstrip"), "llama.cpp may keep the spaces beside"),
-        (("single_word",), "inside of a word, where this tokenizer does not, llama.cpp finds"),
+        (("lstrip", "rstrip"), "llama.cpp may keep the spaces around"),
+        (("single_word",), "unlike this tokenizer, llama.cpp matches inside of a word:"),
         (
             ("normalized",) * prefixed,
-            "without a space in front, where this tokenizer does not, llama.cpp finds",
+            "unlike this tokenizer, llama.cpp matches without a space in front:",
         ),
     ):
         texts = [t["content"] for t in words.added.values() if any(map(t.get, keys))]
@@ -118,10 +118,10 @@ def _of_added(words: Vocabulary) -> Iterator[str]:
 def _without_beyond(
     words: Vocabulary, size: int, affixes: Sequence[int]
 ) -> tuple[Vocabulary, list[str]]:
-    """Return a vocabulary without added tokens that the embedding table has no row for, and a note.
+    """Return a vocabulary without added tokens beyond the embedding table, and a note.
 
-    Text models share tokenizers with models that read images, whose token they never see.  Raise
-    for another token beyond the table, or one that the tokenizer adds to every text.
+    Text models share tokenizers with multimodal models, whose image tokens they never get.  Raise
+    for other tokens beyond the table, and for tokens that the tokenizer adds to every text.
     """
     vocab = words.model["vocab"]
     texts = {number: text for text, number in vocab.items()}
@@ -130,25 +130,25 @@ def _without_beyond(
     if wrong := [number for number in beyond if number not in words.added or number in affixes]:
         raise ConfigError(
             f"export_gguf: the tokenizer's token {wrong[-1]} ({texts[wrong[-1]]!r}) is beyond the"
-            f" model's vocabulary of {size}; they do not belong together: copy both from one place"
+            f" model's vocabulary of {size}; copy tokenizer and model from the same place"
         )
     if not beyond:
         return words, []
     listed = ", ".join(repr(texts[number]) for number in beyond[:SHOWN])
     listed += ", ..." if len(beyond) > SHOWN else ""
-    kept = {text: number for text, number in vocab.items() if number < size}
+    within = {text: number for text, number in vocab.items() if number < size}
     added = [token for number, token in words.added.items() if number < size]
-    values = {**words.values, "added_tokens": added, "model": {**words.model, "vocab": kept}}
+    values = {**words.values, "added_tokens": added, "model": {**words.model, "vocab": within}}
     note = f"tokens beyond the model's vocabulary of {size} are left out: {listed}"
     return words._replace(values=values), [note]
 
 
 def read(folder: Path) -> Vocabulary:
-    """Return the tokenizer of a folder; raise a ConfigError for one that is not BPE."""
+    """Return the tokenizer of a folder; raise a ConfigError unless it is BPE."""
     if not has_tokenizer(folder):
         raise ConfigError(
-            f"export_gguf: {folder} holds no {FILE}; copy it from the model's page into the folder,"
-            " or name the folder that holds it, as in tokenizer='folder'"
+            f"export_gguf: {folder} has no {FILE}; copy it from the model's page into the folder,"
+            " or pass the folder that has it, as in tokenizer='folder'"
         )
     if (path := folder / FILE).is_file():
         values = read_json(path, TOKENIZER)
@@ -182,7 +182,7 @@ def _pair(merge: Any) -> Sequence[str]:
 
 
 def _tokens(words: Vocabulary, size: int, characters: bool) -> tuple[list[str], list[int]]:
-    """Return the text and the type of the token of each row of the embedding table."""
+    """Return text and type of the token for each row of the embedding table."""
     by_id: dict[int, tuple[str, TokenType]] = {
         number: (text, TokenType.NORMAL) for text, number in words.model["vocab"].items()
     }
@@ -202,7 +202,7 @@ def _tokens(words: Vocabulary, size: int, characters: bool) -> tuple[list[str], 
 
 
 def _byte(text: str) -> bool:
-    """Return whether a token stands for a byte, as <0x0A> does."""
+    """Return whether a token stands for a byte, such as <0x0A>."""
     return len(text) == 6 and text.startswith("<0x") and text.endswith(">")
 
 
@@ -222,14 +222,14 @@ def _other_cuts(vocab: Mapping[str, int], merges: Sequence[Sequence[str]]) -> li
             left, right = text[:cut], text[cut:]
             if left in vocab and right in vocab and (left, right) not in known:
                 return [
-                    f"llama.cpp also makes {text!r} of {left!r} and {right!r}, which this tokenizer"
-                    " does not merge: some texts may have other tokens"
+                    f"llama.cpp also merges {left!r} and {right!r} to {text!r}, unlike this"
+                    " tokenizer: some texts may have other tokens"
                 ]
     return []
 
 
 def _turn_ends(words: Vocabulary, template: str) -> list[int]:
-    """Return the tokens with which a chat template ends a turn, as far as names tell them."""
+    """Return the tokens in a chat template that end a turn, by their usual names."""
     added = {token["content"]: number for number, token in words.added.items()}
     return [added[text] for text in TURN_ENDS if text in template and text in added]
 
@@ -241,11 +241,13 @@ def _special(
     affixes: tuple[list[int], list[int]],
     turns: Sequence[int],
 ) -> tuple[Values, list[str]]:
-    """Return the keys of special tokens: their ids, and whether a text begins and ends with one."""
+    """Return notes, and keys of special tokens: ids, and whether texts begin and end with one."""
     first, last = affixes
     notes = []
     if len(first) > 1 or len(last) > 1:
-        notes.append(f"llama.cpp adds one token around a text; this tokenizer {first} and {last}")
+        notes.append(
+            f"llama.cpp adds one token before and after a text; this tokenizer {first} and {last}"
+        )
     ids = {role: words.id_of(role) for role in (*ROLES, "bos", "eos")}
     ids["pad"] = config.pad_token if ids["pad"] is None else ids["pad"]
     ids["bos"] = first[0] if first else begin if ids["bos"] is None else ids["bos"]
@@ -258,11 +260,11 @@ def _special(
     ids |= dict(zip(ENDS, ends, strict=False))
     if len(ends) > len(ENDS):
         unnamed = ", ".join(map(str, [*ends][len(ENDS) :]))
-        notes.append(f"a file names three tokens that end a text; left out: {unnamed}")
+        notes.append(f"a file has at most three tokens that end a text; left out: {unnamed}")
     if turns and turns[0] >= config.vocab:
         notes.append(f"the model has no row for token {turns[0]}, which ends an answer of a chat")
     if not ends:
-        notes.append("neither model nor tokenizer names a token that ends a text")
+        notes.append("neither model nor tokenizer has a token that ends a text")
     values: Values = {f"{_role(role)}_token_id": n for role, n in ids.items()}
     return values | {"add_bos_token": bool(first), "add_eos_token": bool(last)}, notes
 
@@ -294,10 +296,10 @@ def _around(folder: Path) -> tuple[list[int], list[int]]:
 
 
 def _template(words: Vocabulary) -> Values:
-    """Return the chat template, which is in its own file or in the settings."""
+    """Return the key of the chat template, from its own file or from the settings."""
     path = words.folder / TEMPLATE
     template: Any = words.settings.get("chat_template")
-    if isinstance(template, list):  # several, by name
+    if isinstance(template, list):  # several templates with names
         named = (each for each in template if isinstance(each, Mapping))
         default = (each for each in named if each.get("name") == "default")
         template = next(default, {}).get("template")

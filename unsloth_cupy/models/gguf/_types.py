@@ -1,4 +1,4 @@
-"""The tensor types of a GGUF file, and the range of each."""
+"""The tensor types of a GGUF file, and their ranges."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -14,15 +14,15 @@ from ...errors import ConfigError
 from ..configs.config import Config
 from ._k_quants import FORMATS, quantize
 
-CHUNK = 1 << 22  # numbers converted through float32 at a time
-HALF = 65504.0  # the largest float16, the type of block scales too
+CHUNK = 1 << 22  # numbers that are converted through float32 at a time: 16 MiB
+HALF = 65504.0  # the largest float16, which is also the dtype of block scales
 
 
 Read = Callable[[str], Array]  # from a Hugging Face name to the array
-Rule = Callable[[int, Config], Type]  # from the number of a layer
+Rule = Callable[[int, Config], Type]  # from the index of a layer
 
 
-# The ends of names of tensors in float32, whatever the others are.
+# Suffixes of tensors that are float32 in files of every kind.
 SINGLE = (
     *(".bias", "ffn_gate_inp.weight", "conv1d.weight", ".ssm_a", ".ssm_d", "ssm_norm.weight"),
     *(f"conv1d_{each}.weight" for each in "qkv"),
@@ -31,11 +31,11 @@ SINGLE = (
 
 @dataclass(frozen=True)
 class Kind:
-    """The tensor types of a kind of file.
+    """The tensor types in one kind of file.
 
-    ``head`` is the type of the head (of the embedding table, if that is the head too), ``table``
-    that of the embedding table, if they have another.  ``parts`` are the tensors of a layer that
-    have another: the mixtures of llama.cpp, which give more bits to what hurts most.
+    ``head`` and ``table`` are the types of head and embedding table, if they differ from ``type``;
+    a tied table has the type of the head.  ``parts`` has rules for tensors of a layer with another
+    type: llama.cpp's mixtures give more bits to the tensors whose rounding costs most accuracy.
     """
 
     type: Type
@@ -45,7 +45,7 @@ class Kind:
     parts: Mapping[str, Rule] = field(default_factory=dict)
 
     def of(self, name: str, shape: tuple[int, ...], config: Config, head: str) -> Type:
-        """Return the type of a tensor, whether or not its rows are whole blocks."""
+        """Return the type of a tensor; its rows need not be whole blocks of the type."""
         if len(shape) == 1 or name.endswith(SINGLE):
             return Type.F32
         if name in (head, "token_embd.weight"):
@@ -56,7 +56,7 @@ class Kind:
 
 
 def dividing(shape: tuple[int, ...], kind: Type) -> Type:
-    """Return a type, or the one that stands in for it where rows are not whole blocks of it."""
+    """Return a type, or its stand-in with smaller blocks if rows are not whole blocks of it."""
     while shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
         kind = STAND_INS.get(kind, Type.F16)
     return kind
@@ -67,12 +67,12 @@ def _all(kind: Type) -> Rule:
 
 
 def _first(count: Callable[[int], int], kind: Type, other: Type) -> Rule:
-    """Return the rule that the first ``count(layers)`` layers have one type, the rest another."""
+    """Return a rule: ``kind`` in the first ``count(layers)`` layers, ``other`` in the rest."""
     return lambda layer, config: kind if layer < count(config.layers) else other
 
 
 def _ends_and_thirds(kind: Type, other: Type) -> Rule:
-    """Return the rule that the first and last eighth, and each third layer between, have one."""
+    """Return a rule: ``kind`` in the first and last eighth, and in every third layer between."""
 
     def rule(layer: int, config: Config) -> Type:
         eighth = config.layers // 8
@@ -83,7 +83,7 @@ def _ends_and_thirds(kind: Type, other: Type) -> Rule:
 
 
 def _grouped(kind: Type, other: Type) -> Rule:
-    """Return the rule that values of 4 or more query heads each have one type, else another."""
+    """Return a rule: ``kind`` if a KV head serves 4 or more query heads, otherwise ``other``."""
     return lambda layer, config: kind if config.heads >= 4 * config.kv_heads else other
 
 
@@ -126,11 +126,11 @@ KINDS = {
     "tq1_0": Kind(Type.TQ1_0, LlamaFileType.MOSTLY_TQ1_0, Type.F16, Type.F16),
     "tq2_0": Kind(Type.TQ2_0, LlamaFileType.MOSTLY_TQ2_0, Type.F16, Type.F16),
 }  # fmt: skip
-# types of smaller blocks, for rows that are not whole blocks
+# stand-ins: types with smaller blocks, for rows that are not whole blocks
 STAND_INS = {
     Q2: Type.Q4_0, Q3: Type.Q4_0, Q4: Type.Q5_0, Q5: Type.Q5_1, Q6: Type.Q8_0,
 }  # fmt: skip
-# the largest magnitude that a type holds; others hold that of float16, the type of their scales
+# the largest magnitude of a type; other types have that of float16, the dtype of their scales
 MOST = {
     Type.F32: np.inf, Type.BF16: np.inf, Type.Q8_0: 127 * HALF,
     Type.Q4_0: 8 * HALF, Type.Q5_0: 16 * HALF,
@@ -145,7 +145,7 @@ def size_of(shape: tuple[int, ...], kind: Type) -> int:
 
 
 def packed(call: str, name: str, array: Array, kind: Type) -> Array:
-    """Return an array as the bytes of a type; chunks of rows are converted through float32.
+    """Return the bytes of an array in a type; chunks of rows are converted through float32.
 
     Raises
     ------
@@ -164,7 +164,7 @@ def packed(call: str, name: str, array: Array, kind: Type) -> Array:
 
 
 def unpacked(data: Array, kind: Type, rows: slice) -> Array:
-    """Return rows of a tensor, of which ``packed`` made the bytes, in float32."""
+    """Return rows of a tensor in float32 from the bytes that ``packed`` returned."""
     return gguf.quants.dequantize(data[rows], kind)
 
 
@@ -173,9 +173,10 @@ def _check(call: str, name: str, part: Array, kind: Type) -> None:
     most = max(float(part.max(initial=0)), -float(part.min(initial=0)))
     if not np.isfinite(most):  # NaN too
         raise ConfigError(
-            f"{call}: {name} holds numbers that are not finite; load a sound checkpoint"
+            f"{call}: {name} contains numbers that are not finite; use another checkpoint"
         )
     if most > MOST.get(kind, HALF):
         raise ConfigError(
-            f"{call}: {name} holds {most:g}, which {kind.name.lower()} does not; choose bf16 or f32"
+            f"{call}: {name} contains {most:g}, out of range of {kind.name.lower()}; choose bf16"
+            " or f32"
         )

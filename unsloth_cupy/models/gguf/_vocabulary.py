@@ -1,4 +1,4 @@
-"""The tokenizer files that a GGUF file's keys describe: the inverse of ``_tokenizer.py``."""
+"""The tokenizer files of a GGUF file, from its keys: the inverse of ``_tokenizer.py``."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -22,8 +22,8 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     Raises
     ------
     ConfigError
-        The file has no tokens, or tokens of another kind than byte-level BPE and BPE over
-        characters, or splits texts by a rule that is not known.
+        The file has no tokens; its tokenizer is neither byte-level BPE nor BPE over characters; or
+        it splits texts by an unknown rule.
     """
     keys = {
         name.removeprefix("tokenizer.ggml."): value
@@ -32,7 +32,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
     }
     kind, texts = keys.get("model"), keys.get("tokens") or []
     if not texts or kind not in ("llama", "gpt2"):
-        _refuse(file, f"its tokenizer is {kind!r}; known are gpt2 and llama")
+        _refuse(file, f"its tokenizer is {kind!r}, neither gpt2 nor llama")
     characters = kind == "llama"
     types = keys.get("token_type") or [TokenType.NORMAL] * len(texts)
     merges = [tuple(_cut(merge)) for merge in keys.get("merges") or ()]
@@ -75,7 +75,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
 
 
 def _cut(merge: str) -> tuple[str, str]:
-    """Return the two parts of a merge, of which the first may be a space."""
+    """Return the two parts of a merge; the first may be a space."""
     place = merge.find(" ", 1)
     return merge[:place], merge[place + 1 :]
 
@@ -95,14 +95,14 @@ def _tokens(
             special = kind != TokenType.USER_DEFINED
             flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
             added.append({"id": number, "content": own, **flags, "special": special})
-        vocab.setdefault(own, number)  # of a token that is not there, the package makes up an id
+        vocab.setdefault(own, number)  # the package invents ids for tokens that are absent here
     return vocab, added
 
 
 def _merges(
     vocab: Mapping[str, int], added: Sequence[Mapping[str, Any]], scores: Sequence[float]
 ) -> Iterator[tuple[str, str]]:
-    """Yield every pair of tokens that make one, those of the highest score first."""
+    """Yield every pair of tokens that form a token, in order of decreasing score."""
     special = {each["content"] for each in added if each["special"]}
     merges = []
     for text, number in vocab.items():
@@ -117,7 +117,7 @@ def _merges(
 
 
 def _characters(keys: Mapping[str, Any]) -> dict[str, Any]:
-    """Return how texts become characters, and tokens a text: spaces are U+2581."""
+    """Return normalizer and decoder of BPE over characters, in which spaces are U+2581."""
     prefix = keys.get("add_space_prefix", True)
     spaces = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
     steps = [{"type": "Prepend", "prepend": SPACE}] * prefix + [spaces]
@@ -135,11 +135,11 @@ def _characters(keys: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _bytes(file: GgufFile, name: str) -> dict[str, Any]:
-    """Return how texts become words of bytes, by the rule that llama.cpp calls so."""
+    """Return normalizer, pre-tokenizer and decoder of byte-level BPE, by llama.cpp's rule name."""
     try:
         rule, ignored = rule_of(name)
     except KeyError:
-        return _refuse(file, f"it splits texts by a rule that is not known here, {name!r}")
+        return _refuse(file, f"it splits texts by an unknown rule, {name!r}")
     steps: list[dict[str, Any]] = [BYTE_LEVEL]
     if rule == DIGITS:
         steps = [{"type": "Digits", "individual_digits": True}, BYTE_LEVEL]
@@ -156,7 +156,7 @@ def _bytes(file: GgufFile, name: str) -> dict[str, Any]:
 
 
 def _template(special: Mapping[str, tuple[str, Any]]) -> dict[str, Any] | None:
-    """Return the step that adds tokens around a text, by role."""
+    """Return the post-processor that adds special tokens before and after a text."""
     if not special:
         return None
     single: list[dict[str, Any]] = [{"Sequence": {"id": "A", "type_id": 0}}]
@@ -174,6 +174,6 @@ def _template(special: Mapping[str, tuple[str, Any]]) -> dict[str, Any] | None:
 
 
 def _refuse(file: GgufFile, problem: str) -> Any:
-    """Raise a ConfigError that says where to put a tokenizer."""
-    cure = f"put {file.path.name} and the model's tokenizer.json into a folder of their own"
-    raise ConfigError(f"{file.path}: {problem}; {cure}, and name the folder")
+    """Raise a ConfigError; its cure is a folder with the model's own tokenizer.json."""
+    cure = f"put {file.path.name} and the model's tokenizer.json into a new folder"
+    raise ConfigError(f"{file.path}: {problem}; {cure}, and pass the folder")

@@ -1,4 +1,4 @@
-"""How a tokenizer splits a text before it merges, and llama.cpp's names for these rules."""
+"""Rules by which tokenizers split texts before BPE merges, and llama.cpp's names for them."""
 
 from collections.abc import Mapping
 from typing import Any, NoReturn
@@ -13,9 +13,9 @@ CASES = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
 )
 PATHS = r" ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-GPT2, DIGITS = "gpt2", "digits, gpt2"  # the rule that ByteLevel has built in
+GPT2, DIGITS = "gpt2", "digits, gpt2"  # built into ByteLevel; after a split of single digits
 
-# (rule, whether a word that is a token is not split (ignore_merges)) -> llama.cpp's name
+# (rule, ignore_merges: whether a word that is a token is not split) -> llama.cpp's name
 NAMES = {
     (GPT2, False): "gpt-2",
     (DIGITS, False): "smollm",
@@ -25,7 +25,7 @@ NAMES = {
     (rf"{CASES[0]}|{CASES[1]}|\p{{N}}|{PATHS}", True): "tekken",
     (rf"{CASES[0]}{SHORT}?|{CASES[1]}{SHORT}?|\p{{N}}{{1,3}}|{PATHS}", False): "gpt-4o",
 }
-# llama.cpp's other names of these rules, which its own converter writes.
+# other names of these rules, which llama.cpp's own converter writes
 ALIASES = {
     **dict.fromkeys(("llama3", "llama-v3", "falcon3", "pixtral", "midm-2.0", "lfm2"), "llama-bpe"),
     **dict.fromkeys(("phi-2", "olmo", "mpt", "jais", "trillion", "exaone4"), "gpt-2"),
@@ -37,14 +37,14 @@ ALIASES = {
     **dict.fromkeys(("smaug-bpe", "chatglm-bpe", "glm4"), "dbrx"),
     **dict.fromkeys(("llama4", "kanana2", "minimax-m2"), "gpt-4o"),
 }
-NORMALISED = ("qwen2", "deepseek-r1-qwen")  # Qwen's tokenizers, which llama.cpp runs without NFC
-BEGUN = ("llama-bpe", "tekken")  # rules with which texts begin with a token, if a file does not say
+NORMALISED = ("qwen2", "deepseek-r1-qwen")  # Qwen's tokenizers, whose NFC llama.cpp leaves out
+BEGUN = ("llama-bpe", "tekken")  # rules of tokenizers that add a begin token by default
 
-CASED = ("tekken", "gpt-4o")  # llama.cpp's rules only approximate these
+CASED = ("tekken", "gpt-4o")  # rules that llama.cpp only approximates
 
 
 def words_of(values: Mapping[str, Any]) -> tuple[str, list[str]]:
-    """Return llama.cpp's name for how a byte-level tokenizer splits texts, and what differs.
+    """Return llama.cpp's name for the split rule of a byte-level tokenizer, and notes.
 
     Raises
     ------
@@ -64,18 +64,19 @@ def words_of(values: Mapping[str, Any]) -> tuple[str, list[str]]:
     notes = notes if values.get("normalizer") else []
     if name in CASED:
         notes.append(
-            "llama.cpp splits some words differently: it knows case only in ASCII, and no marks"
+            "llama.cpp splits some words differently: it distinguishes case only in ASCII, and no"
+            " combining marks"
         )
     return name, notes
 
 
 def rule_of(name: str) -> tuple[str, bool]:
-    """Return the rule that llama.cpp calls so, and whether a word that is a token is not split.
+    """Return (rule, ignore_merges) for one of llama.cpp's names of rules.
 
     Raises
     ------
     KeyError
-        It is not known.
+        The name is unknown.
     """
     return {known: rule for rule, known in NAMES.items()}[ALIASES.get(name, name)]
 
@@ -102,12 +103,12 @@ def _rule(parts: list[Mapping[str, Any]]) -> str:
 
 
 def prefix_of(values: Mapping[str, Any]) -> tuple[bool, list[str]]:
-    """Return whether a tokenizer over characters puts a space before a text, and what differs.
+    """Return whether a tokenizer over characters puts a space before a text, and notes.
 
     Raises
     ------
     ConfigError
-        It changes a text in another way than to replace spaces by the character U+2581.
+        The tokenizer changes a text in another way than replacing spaces by U+2581.
     """
     prefix, spaces, notes = False, False, []
     parts = parts_of(values.get("normalizer"), "normalizers")
@@ -123,10 +124,10 @@ def prefix_of(values: Mapping[str, Any]) -> tuple[bool, list[str]]:
             scheme = part.get("prepend_scheme", default)
             prefix, spaces = scheme != "never", True
             if prefix:
-                notes.append("llama.cpp puts a space before a text that begins with one, too")
+                notes.append("llama.cpp also puts a space before a text that begins with a space")
             if scheme == "first":
                 notes.append(
-                    "llama.cpp puts a space behind every special token, too, this tokenizer only at"
+                    "llama.cpp also puts a space after every special token, this tokenizer only at"
                     " the start of a text: chats have other tokens"
                 )
         elif not (
@@ -134,7 +135,7 @@ def prefix_of(values: Mapping[str, Any]) -> tuple[bool, list[str]]:
         ):  # no space is left to split at
             _refuse(f"changes texts ({kind})")
     if not spaces:
-        _refuse("leaves the spaces of a text as they are")
+        _refuse("does not replace the spaces of a text")
     return prefix, notes
 
 
@@ -148,8 +149,8 @@ def parts_of(value: Any, key: str) -> list[Mapping[str, Any]]:
 
 
 def _refuse(what: str) -> NoReturn:
-    """Raise a ConfigError that says what llama.cpp's tokenizers cannot do."""
+    """Raise a ConfigError for a tokenizer that llama.cpp does not support."""
     raise ConfigError(
-        f"export_gguf: the tokenizer {what}; llama.cpp has no tokenizer like it, and would produce"
+        f"export_gguf: the tokenizer {what}; llama.cpp has no such tokenizer, and would produce"
         " other tokens"
     )

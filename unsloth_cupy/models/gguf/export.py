@@ -1,4 +1,4 @@
-"""Write a model and its tokenizer to one GGUF file: ``export_gguf``."""
+"""Export of a model and its tokenizer to one GGUF file: ``export_gguf``."""
 
 import contextlib
 import functools
@@ -60,7 +60,7 @@ PARTS_ELSEWHERE = {"magnitude_vector": "DoRA's norms", "B.bias": "biases"}
 
 @dataclass(frozen=True)
 class Export:
-    """A report of the file that ``export_gguf`` wrote.
+    """A report about the file that ``export_gguf`` wrote.
 
     Attributes
     ----------
@@ -70,10 +70,10 @@ class Export:
     types : dict of str to int
         Number of tensors of each type.
     notes : tuple of str
-        What llama.cpp computes differently from this model, and rows that are not whole blocks.
+        Differences between llama.cpp and this model, and tensors whose rows are not whole blocks.
     kept : Kept
-        The share of an adapter's change that is left after weights were rounded, ``kept.share``,
-        and that of each tensor, ``kept.layers``.
+        The share of an adapter's change that remains after rounding: ``kept.share`` in all, and
+        ``kept.layers`` for each tensor.
     """
 
     file: Path
@@ -91,19 +91,19 @@ class Export:
 
 @dataclass(frozen=True)
 class Source:
-    """A model to export: its config, functions that read a parameter, its tokenizer's folder."""
+    """A model to export: its config, functions that read a parameter, the tokenizer's folder."""
 
     config: Config
     texts: Mapping[str, Mapping[str, Any]]
-    read: "Read"
+    read: "Read"  # with the adapter merged
     plain: "Read"  # without the adapter
     adapter: Adapter | None
     folder: Path | None
     name: str
-    probed: Probed  # with its adapter apart
+    probed: Probed  # the model with its adapter not merged
     kind: str = "f16"
-    exact: bool = True  # ``read`` gives what the file is rounded from
-    packed: Mapping[str, str] = field(default_factory=dict)  # types of stacks that stay as they are
+    exact: bool = True  # whether ``read`` returns weights before rounding
+    packed: Mapping[str, str] = field(default_factory=dict)  # types of stacks that stay packed
 
 
 @check_options
@@ -117,43 +117,43 @@ def export_gguf(
     stop: int | None = None,
     progress: bool = False,
 ) -> Export:
-    """Write a model with its tokenizer to a GGUF file, which llama.cpp and its relatives run.
+    """Write a model with its tokenizer to a GGUF file for llama.cpp and its relatives.
 
-    Adapters are merged into the weights.  Vectors and norms are float32; tensors whose rows are not
-    whole blocks of their type have one of smaller blocks, or float16, and a note says so.  With
-    tq1_0 and tq2_0 the embedding table and the head are float16.  Tensors are read and written one
-    by one to a temporary file, which is renamed when it is complete.
+    Adapters are merged into the weights.  Vectors and norms are float32.  A tensor whose rows are
+    not whole blocks of its type has a type with smaller blocks, or float16, and a note is added.
+    With tq1_0 and tq2_0, embedding table and head are float16.  Tensors are read and written one by
+    one to a temporary file, which is renamed when it is complete.
 
     Parameters
     ----------
     model : Transformer or path
-        A model, or the folder of one, of an adapter or of a run; from a folder, one tensor is in
-        memory at a time.
+        A model; or the folder of a model, an adapter or a run.  From a folder, only one tensor is
+        in memory at a time.
     file : path
-        A file that does not exist yet, NAME.gguf.
+        A new file, NAME.gguf.
     kind : str
-        f32, f16, bf16, q8_0 (8.5 bits a weight), q6_k (6.56), q5_k_m, q5_k_s (5.5 and more), q5_1
+        f32, f16, bf16, q8_0 (8.5 bits per weight), q6_k (6.56), q5_k_m, q5_k_s (5.5 and more), q5_1
         (6), q5_0 (5.5), q4_k_m, q4_k_s (4.5 and more), q4_1 (5), q4_0 (4.5), q3_k_l, q3_k_m, q3_k_s
-        (3.44 and more), q2_k (2.63 and more), tq1_0 (1.69) or tq2_0 (2.06).  Kinds with an _m, _l
-        or _s are llama.cpp's mixtures: some tensors have more bits.  The last two store -1, 0, 1
-        and a scale for 256 weights, which is meant for BitNet.  None: the kind through which an
-        adapter was trained (``merge_into``), whose weights the run used; else f16.
+        (3.44 and more), q2_k (2.63 and more), tq1_0 (1.69) or tq2_0 (2.06).  Kinds with _m, _l or
+        _s are llama.cpp's mixtures: some tensors have more bits.  tq1_0 and tq2_0 store -1, 0 or 1
+        and a scale per 256 weights, for BitNet models.  None: the kind through which an adapter was
+        trained (``merge_into``), otherwise f16.
     tokenizer : path, optional
         The folder of the tokenizer: tokenizer.json and, if they exist, tokenizer_config.json and
         chat_template.jinja.  None: the folder of the model.
     base : path or name, optional
-        The base model of an adapter's folder, in place of the one that the adapter names.
+        The base model of an adapter's folder, instead of the one that the adapter names.
     stop : int, optional
-        The token that ends an answer of a chat, the file's end of turn.  None: one that the chat
-        template names and llama.cpp knows, such as ``<|im_end|>``, beside those of
+        The token that ends an answer in a chat (end of turn).  None: a token in the chat template
+        that llama.cpp recognizes, such as ``<|im_end|>``, in addition to those in
         generation_config.json.
     progress : bool
-        Show a progress bar on standard error, if that is a terminal.
+        Whether to show a progress bar on standard error, if it is a terminal.
 
     Returns
     -------
     report : Export
-        The size, the types of tensors and notes; prints as a few lines.
+        Size, types of tensors and notes; it prints as a few lines.
 
     Raises
     ------
@@ -201,7 +201,7 @@ def export_gguf(
     how: Any = {"used": rounded, "check": check}
     _write(call, path, known.name, values, tensor_list, progress, before, kept, **how)
     if kept.share < ENOUGH:
-        notes.append(f"{kept}; {kind} rounds the rest away, f16 or f32 keeps more")
+        notes.append(f"{kept}; {kind} rounds the rest away, f16 or f32 preserves more")
     types = Counter(tensor.type.name.lower() for tensor in tensor_list)
     return Export(path, path.stat().st_size, dict(types), tuple(notes), kept)
 
@@ -214,21 +214,21 @@ def export_adapter_gguf(
     kind: str = "f16",
     base: str | PathLike[str] | None = None,
 ) -> Export:
-    """Write an adapter alone to a GGUF file, which llama.cpp adds to that of its base.
+    """Write an adapter to a GGUF file, which llama.cpp adds to the file of its base.
 
-    ``llama-cli -m base.gguf --lora file.gguf`` computes the base with the adapter.  A and B have
-    the order of rows of that base's file.
+    ``llama-cli -m base.gguf --lora file.gguf`` runs the base with the adapter.  A and B have the
+    same order of rows as the file of the base.
 
     Parameters
     ----------
     model : Transformer or path
         A model with an adapter, or the folder of an adapter or of a run.
     file : path
-        A file that does not exist yet, NAME.gguf.
+        A new file, NAME.gguf.
     kind : str
         f32, f16 or bf16.
     base : path or name, optional
-        The base model of an adapter's folder, in place of the one that the adapter names.
+        The base model of an adapter's folder, instead of the one that the adapter names.
 
     Returns
     -------
@@ -237,8 +237,8 @@ def export_adapter_gguf(
     Raises
     ------
     ConfigError
-        There is no adapter, or llama.cpp does not know its kind: DoRA, biases, tokens, and what is
-        outside of the blocks; or as in ``export_gguf``.
+        There is no adapter; llama.cpp does not support it (DoRA, biases, tokens, or weights outside
+        of the blocks); or as in ``export_gguf``.
     """
     call = "export_adapter_gguf"
     _check_packages(call)
@@ -253,13 +253,13 @@ def export_adapter_gguf(
     adapter, known = source.adapter, architecture(call, source.config)
     if adapter is not None and adapter.into is not None:
         problem = f"this adapter was trained through {adapter.into.kind}"
-        cure = "which llama.cpp would add to other weights; export_gguf merges it"
+        cure = "and llama.cpp would add it to other weights; export_gguf merges it"
         raise ConfigError(f"{call}: {problem}, {cure}")
     if adapter is None:
-        raise ConfigError(f"{call}: there is no adapter; export_gguf writes a model")
+        raise ConfigError(f"{call}: the model has no adapter; export_gguf writes a model")
     require_head(call, source.config, CAUSAL, NONE)
     if adapter.stacks:
-        problem = f"an adapter of experts, as {min(adapter.stacks)}, is not written alone"
+        problem = f"adapters of experts, such as {min(adapter.stacks)}, cannot be written alone"
         raise ConfigError(f"{call}: {problem}; export_gguf merges it into the weights")
     parts = {PARTS_ELSEWHERE.get(name.rpartition(".lora_")[2]) for name in adapter.parameters}
     where = {name: " as a whole" * (".layers." in name) for name in adapter.outer}
@@ -282,7 +282,7 @@ def export_adapter_gguf(
 
 
 def check_tokenizer(call: str, folder: Path, config: Config) -> None:
-    """Raise a ConfigError if llama.cpp has no such tokenizer as that in a folder."""
+    """Raise a ConfigError if llama.cpp does not support the tokenizer in a folder."""
     from ._tokenizer import tokenizer
 
     try:
@@ -292,7 +292,7 @@ def check_tokenizer(call: str, folder: Path, config: Config) -> None:
 
 
 def why_no_file(config: Config) -> str:
-    """Return why GGUF cannot describe a model, as llama.cpp computes another; "" if it can."""
+    """Return the reason why GGUF cannot describe a model; "" if it can."""
     from ._families import architecture
 
     try:
@@ -319,7 +319,7 @@ def _new_file(call: str, file: Any) -> Path:
     path = path_of(f"{call}(file=)", file)
     if path.suffix.lower() in OTHER_FORMATS:
         cure = f"end its name with .gguf: {path.with_suffix('.gguf').name}"
-        raise ConfigError(f"{call}: {path} would hold GGUF under another name; {cure}")
+        raise ConfigError(f"{call}: {path} would be a GGUF file with another suffix; {cure}")
     if path.exists():
         raise ConfigError(f"{call}: {path} exists; remove it, or name another file")
     if not path.absolute().parent.is_dir():
@@ -328,9 +328,9 @@ def _new_file(call: str, file: Any) -> Path:
 
 
 def _source(call: str, model: Any, tokenizer: Any, base: Any, kind: str | None = None) -> Source:
-    """Return the source of a model's config, parameters and tokenizer, and the kind of the file.
+    """Return the source of config, parameters and tokenizer, and the kind of the file.
 
-    Weights that an adapter was trained for in this kind are not rounded yet, else they are.
+    If an adapter was trained through this kind, the source returns weights before rounding.
     """
     chosen = None if tokenizer is None else path_of(f"{call}(tokenizer=)", tokenizer)
     if isinstance(model, Transformer):
@@ -376,14 +376,14 @@ def _source(call: str, model: Any, tokenizer: Any, base: Any, kind: str | None =
 
 
 def _unchanged(kinds: Mapping[str, Any], adapter: Adapter | None) -> dict[str, str]:
-    """Return the types in the file of packed stacks of experts, which stay what they are."""
+    """Return the types of packed stacks of experts that stay packed, by name."""
     stacks = {n: kind for n, kind in kinds.items() if is_stack(n) and kind in TYPES_OF_STACKS}
     added = adapter is not None and adapter.adds_to
     return {n: TYPES_OF_STACKS[kind] for n, kind in stacks.items() if not (added and added(n))}
 
 
 def _kind_of(adapter: Adapter | None, kind: str | None) -> tuple[str, bool]:
-    """Return the kind of the file, and whether what it is rounded from is to be read."""
+    """Return the kind of the file, and whether weights must be read before rounding."""
     into = None if adapter is None else adapter.into
     if into is None:
         return kind or "f16", True
@@ -392,12 +392,12 @@ def _kind_of(adapter: Adapter | None, kind: str | None) -> tuple[str, bool]:
 
 
 def _on_host(read: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a function that reads a parameter to host memory, dense or in blocks of a file."""
+    """Return a function that reads a parameter to host memory, dense or in packed blocks."""
     return lambda name: each if isinstance(each := read(name), Blocks) else _dense(each)
 
 
 def _dense(array: Any) -> Array:
-    """Return a parameter in host memory, dense."""
+    """Return a dense parameter in host memory."""
     return to_numpy(array.dequantize(FLOAT32) if isinstance(array, Quantized) else array)
 
 
@@ -405,14 +405,14 @@ def _tokenizer_folder(source: Source) -> Path:
     """Return the folder of the tokenizer; raise if there is none."""
     if source.folder is None:
         raise ConfigError(
-            "export_gguf: this model was not loaded from a folder, and a GGUF file holds a"
-            " tokenizer; name its folder, as in tokenizer='folder'"
+            "export_gguf: this model was not loaded from a folder, and a GGUF file needs a"
+            " tokenizer; pass its folder, as in tokenizer='folder'"
         )
     return source.folder
 
 
 def _name(name: str, tokens: Iterable[str]) -> str:
-    """Return the name of a model; an empty one if llama.cpp would wrongly take it for a Phi-3.
+    """Return the name of a model, or "" for a name that looks like Phi-3 without its tokens.
 
     llama.cpp does not load a file with such a name unless it has Phi-3's special tokens.
     """
@@ -421,11 +421,11 @@ def _name(name: str, tokens: Iterable[str]) -> str:
 
 
 def _stand_ins(tensors: Iterable["Tensor"]) -> Iterator[str]:
-    """Yield notes about tensors of another type because their rows are not whole blocks."""
+    """Yield notes about tensors that have another type, as their rows are not whole blocks."""
     replaced: dict[tuple[str, str], list[str]] = {}
     for tensor in tensors:
-        if tensor.type != tensor.wanted:
-            pair = (tensor.wanted.name.lower(), tensor.type.name.lower())
+        if tensor.type != tensor.target:
+            pair = (tensor.target.name.lower(), tensor.type.name.lower())
             replaced.setdefault(pair, []).append(tensor.name)
     for (type_name, chosen), names in replaced.items():
         count = f"{len(names)} tensor" + "s" * (len(names) > 1)
@@ -448,9 +448,9 @@ def _write(
 ) -> None:
     """Write keys, then tensor after tensor, to a temporary file that becomes ``path``.
 
-    ``kept`` measures the tensors that an adapter changed, of which ``before`` reads the old ones;
-    if it has ``used`` them as they are rounded here, by that.  ``check`` may refuse the file, by
-    the errors of its tensors.
+    ``kept`` measures the tensors that an adapter changed, against the old ones that ``before``
+    reads; with ``used``, after rounding, as the adapter was trained through this kind.  ``check``
+    gets the file and the rounding errors of tensors, and may raise.
     """
     import gguf
     from tqdm import tqdm
@@ -479,7 +479,7 @@ def _write(
             ) as bar:  # fmt: skip
                 for tensor in tensors:
                     array = tensor.read()
-                    whole = array.dtype.name == "uint8"  # blocks of the type
+                    whole = array.dtype.name == "uint8"  # packed blocks of the type
                     data = array if whole else packed(call, tensor.name, array, tensor.type)
                     _put(call, out, data, path)
                     bar.update(data.nbytes)
@@ -492,7 +492,7 @@ def _write(
                         off = values_of(slice(None)).reshape(array.shape) - array.astype(FLOAT32)
                         errors[tensor.name] = float(np.linalg.norm(off))
                         del off
-                    del array, data, values_of  # frees them before the next one is read
+                    del array, data, values_of  # free them before the next tensor is read
         if check is not None:
             check(partial, errors)
 
@@ -502,14 +502,14 @@ def _check_file(
 ) -> None:
     """Compare a file with the model and its adapter, one block in memory at a time.
 
-    What the merged weights compute for a few tokens is what the model does, and the file has them
-    up to ``errors``, the norms of what rounding changed of its tensors.  Of an adapter that was
-    trained for the file, its own weights compute that.
+    The merged weights must give the model's logits for a few tokens, and the weights in the file
+    may differ from them by ``errors``, the norms of rounding errors by tensor.  If the adapter was
+    trained through the kind of the file, the weights in the file must give the logits.
 
     Raises
     ------
     ConfigError
-        They differ by more.
+        The differences are larger.
     """
     from ._families import factor_of
     from ._parts import has_offset
@@ -540,7 +540,7 @@ def _put(call: str, out: Any, data: Array, path: Path) -> None:
     """Write the bytes of a tensor; raise a ConfigError if that fails."""
     try:
         out.write_tensor_data(data)
-    except OSError as error:  # NumPy reports how much was written, but not why it stopped
+    except OSError as error:  # NumPy reports how much was written, but not the reason
         problem = f"{path} cannot be written: {error.strerror or error}"
         raise ConfigError(f"{call}: {problem}; make room on its disk") from None
 

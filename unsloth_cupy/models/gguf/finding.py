@@ -1,4 +1,4 @@
-"""Where each parameter of a model is in a GGUF file, and how it is got from there."""
+"""The tensors of a GGUF file in which each parameter of a model is stored."""
 
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -19,19 +19,19 @@ from .reading import AS_STORED, CODES, GgufFile, Stored, opened_gguf
 if TYPE_CHECKING:
     from ._parts import Part
 
-# Tensors that are read with config.json, or are of a head that a model does not have.
+# tensors that are read with config.json, and the head, which a model may lack
 SETTINGS = ("rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight")
 OUTPUT = "output.weight"
-MORE = ("more", "most")  # the second and the third tensor of a parameter
+MORE = ("more", "most")  # keys of a parameter's second and third tensor
 
 
 def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, StoredTensor]:
-    """Return where each parameter of a model is stored in a file, in the config's order.
+    """Return the stored tensor of each parameter of a model, in the config's order.
 
     Raises
     ------
     ConfigError
-        A tensor is missing, unexpected, or of another shape than its keys imply.
+        A tensor is missing, unexpected, or has another shape than the keys imply.
     """
     file = opened_gguf(path)
     from ._families import known_as
@@ -70,17 +70,17 @@ def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, S
         homes[name] = StoredTensor(
             *place, dense=dense, format=kind, bytes=size, wide=config.widened(name)
         )
-    if HEAD not in config.shapes():  # it is the table, or another head takes its place
+    if HEAD not in config.shapes():  # the head is the embedding table, or another head
         left.discard(OUTPUT)
     if left:
         rest = f" and {len(left) - 1} more are" if len(left) > 1 else " is"
         problem = f"tensor {min(left)!r}{rest} not part of the {config.model_type} of its keys"
-        raise ConfigError(f"{path}: {problem}; take the model's Hugging Face folder")
+        raise ConfigError(f"{path}: {problem}; use the model's Hugging Face folder")
     return homes
 
 
 def _holds(dtype: Any, stored: Array, dense: Callable[[Mapping[str, Array]], Array]) -> bool:
-    """Return whether a dtype holds the weight of a norm, which a file may have plus 1."""
+    """Return whether a dtype can represent a norm's weight exactly; a file may store it plus 1."""
     offset, wide = np.float32(0), dense({"weight": stored})
     if isinstance(dense, partial):
         offset = np.float32(dense.args[0])
@@ -90,7 +90,7 @@ def _holds(dtype: Any, stored: Array, dense: Callable[[Mapping[str, Array]], Arr
 def _undone(
     config: Config, *, interleaved: bool, name: str
 ) -> Callable[[Mapping[str, Array]], Array]:
-    """Return the function from a tensor as llama.cpp has it to the parameter; see ``_reader``."""
+    """Return the function from llama.cpp's tensor to the parameter, the inverse of ``_reader``."""
     from ._families import ropes
     from ._parts import has_offset
 
@@ -104,7 +104,7 @@ def _undone(
 
 
 def _predicts(file: GgufFile, name: str, layers: int) -> bool:
-    """Return whether a tensor is of the further layers that only predict several tokens at once."""
+    """Return whether a tensor belongs to layers for multi-token prediction."""
     further = any(key.endswith(".nextn_predict_layers") and n for key, n in file.values.items())
     block, number, *_ = (*name.split("."), "")
     return further and block == "blk" and number.isdecimal() and int(number) >= layers
@@ -120,12 +120,12 @@ def _tensor_of(file: GgufFile, part: "Part") -> Stored:
 
 
 def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return a shape without axes of length 1 in front: a file may have a row as a matrix."""
+    """Return a shape without a leading axis of length 1: a file may store a vector as a matrix."""
     return shape[1:] if shape[:1] == (1,) and len(shape) > 1 else shape
 
 
 def _joined(join: Callable[..., Array], state: Mapping[str, Array]) -> Array:
-    """Return the parameter that a file has in one tensor or in several."""
+    """Return a parameter from its tensors."""
     return join(*(state[key] for key in ("weight", *MORE) if key in state))
 
 
@@ -140,7 +140,7 @@ def _less(offset: float, state: Mapping[str, Array]) -> Array:
 
 
 def _halves(heads: int, rotated: int, state: Mapping[str, Array]) -> Array:
-    """Return rows of heads with rotary pairs half of ``rotated`` apart, adjacent in a file."""
+    """Reorder rows of heads so that adjacent rotary pairs become ``rotated`` / 2 rows apart."""
     array = state["weight"]
     by_heads = array.reshape(heads, -1, *array.shape[1:])
     pairs = by_heads[:, :rotated].reshape(heads, rotated // 2, 2, *array.shape[1:])
@@ -149,7 +149,7 @@ def _halves(heads: int, rotated: int, state: Mapping[str, Array]) -> Array:
 
 
 def _of_keys(file: GgufFile, name: str, shape: tuple[int, ...]) -> StoredTensor:
-    """Return a number of xielu, which a file has among its keys."""
+    """Return the stored tensor of an xielu parameter, which is a key of the file."""
     layer, part = int(name.split(".")[2]), name.rpartition(".")[2]
     try:
         number = file.values[f"xielu.{part}"][layer]

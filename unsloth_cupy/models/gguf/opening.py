@@ -1,9 +1,9 @@
-"""A GGUF file as a Hugging Face folder: config.json and the tokenizer, without the weights.
+"""Conversion of a GGUF file to a Hugging Face folder with config.json and tokenizer, no weights.
 
     folder = folder_of(Path("model.gguf"))
 
-The folder is temporary; ``source_of`` returns its file.  Its gguf.json says which file that is, for
-fingerprints alone: a gguf.json of another folder, which anybody may have written, is never read.
+The folder is temporary; ``source_of`` returns its file.  gguf.json in it names the file, but only
+for fingerprints: it is never read, as anybody may have written such a file in another folder.
 """
 
 import atexit
@@ -18,21 +18,23 @@ from ...files import missing_folder_advice
 from .reading import PART, opened_gguf, parts_of
 
 MARK = "gguf.json"
-BESIDE = (  # files of a folder that replace what its GGUF file says
+BESIDE = (  # files beside a GGUF file that replace its own tokenizer and settings
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja"),
     "generation_config.json",
 )
 _folders: dict[tuple[Any, ...], Path] = {}
-_sources: dict[Path, Path] = {}  # the file of each of these folders
+_sources: dict[Path, Path] = {}  # GGUF files by folder
 
 
 def folder_of(path: Path) -> Path:
-    """Return the folder of a model: the path, or one for a GGUF file or a folder that holds one.
+    """Return the folder of a model: the path, or a temporary folder for a GGUF file.
+
+    The path may be a GGUF file, or a folder that contains one.
 
     Raises
     ------
     ConfigError
-        The file is missing or broken, or something in it is not understood.
+        The file is missing or broken, or has unsupported keys.
     """
     file = gguf_in(path)
     if file is None:
@@ -49,10 +51,10 @@ def folder_of(path: Path) -> Path:
 
 
 def gguf_in(path: Path) -> Path | None:
-    """Return the GGUF file that a path names, or that alone holds the weights of a folder."""
+    """Return the GGUF file at a path, or the only model in a folder; None for other paths."""
     if path.suffix.lower() == ".gguf" and not path.is_dir():
         if not path.exists():
-            cure = missing_folder_advice(path, "name a file that exists")
+            cure = missing_folder_advice(path, "pass a file that exists")
             raise ConfigError(f"{path} does not exist; {cure}")
         return parts_of(path)[0]
     names = ("config.json", "adapter_config.json", "settings.json")
@@ -61,22 +63,22 @@ def gguf_in(path: Path) -> Path | None:
     files = sorted({parts_of(each)[0] for each in path.glob("*.gguf")})
     if len(files) > 1:
         listed = ", ".join(each.name for each in files[:3])
-        raise ConfigError(f"{path} holds {len(files)} models ({listed}); name one of the files")
+        raise ConfigError(f"{path} contains {len(files)} models ({listed}); pass one of the files")
     return files[0] if files else None
 
 
 def source_of(folder: Path) -> Path:
-    """Return the GGUF file of a folder that ``folder_of`` made, or the folder."""
+    """Return the GGUF file of a temporary folder; other folders are returned unchanged."""
     return _sources.get(folder.resolve(), folder)
 
 
 def _beside(path: Path) -> list[Path]:
-    """Return the files of a folder that replace what its GGUF file says."""
+    """Return the files in a folder that replace the GGUF file's own tokenizer and settings."""
     return [path / name for name in BESIDE if path.is_dir() and (path / name).is_file()]
 
 
 def _written(file: Path, path: Path, folder: Path) -> Path:
-    """Write the files of a folder; return it."""
+    """Write the files of a temporary folder, and return the folder."""
     opened = opened_gguf(file)
     from ._settings import settings
     from ._vocabulary import tokenizer_files

@@ -1,7 +1,8 @@
-"""Weights that stay as packed as a GGUF file has them: Q8_0, Q4_0 and MXFP4, in blocks of 32.
+"""Weights that stay packed as in a GGUF file: Q8_0, Q4_0 and MXFP4, in blocks of 32.
 
-A block of a file is its scale, then its codes; a byte of two codes has the first of the first half
-in its low bits, and the first of the second half in its high bits.  Here neighbours share a byte.
+In a file, a block is its scale, then its codes.  If a byte has two codes, byte i has code i of the
+block's first half in its low bits, and code i of the second half in its high bits.  In memory,
+neighbouring codes share a byte.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,14 +25,14 @@ TYPES_OF_STACKS = {kind: name for name, kind in CLASSES.items() if kind.OF_STACK
 
 
 def packed_class(name: str, shape: tuple[int, ...], kind: str) -> type[Blocks] | None:
-    """Return the class of a parameter that a file has in a type; None: it becomes dense."""
+    """Return the class of a parameter that is stored in a type; None: it becomes dense."""
     return None if left_dense(name, shape, SKIP, LEAST) else CLASSES.get(kind)
 
 
 def weight_of(
     kind: type[Blocks], arranged: Callable[[Mapping[str, Array]], Array], state: Mapping[str, Array]
 ) -> Blocks:
-    """Return the weight of blocks (..., outputs, bytes), which ``arranged`` puts in order."""
+    """Return the weight from its blocks, (..., outputs, bytes), which ``arranged`` reorders."""
     data = arranged(state)
     scale = kind.SCALES.itemsize
     blocks = data.reshape(*data.shape[:-1], -1, scale + BLOCK // kind.VALUES)
@@ -55,7 +56,7 @@ def maker(
 
 
 def blocks_of(weight: Quantized, kind: str) -> Array | None:
-    """Return a weight as blocks (..., outputs, bytes) of a file; None: it is of another type."""
+    """Return the blocks of a weight, (..., outputs, bytes); None if it has another type."""
     if type(weight) is not CLASSES.get(kind) or not isinstance(weight, Blocks):
         return None
     packed, scales = to_numpy(weight.packed), to_numpy(weight.scales)

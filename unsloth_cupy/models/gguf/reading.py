@@ -1,4 +1,4 @@
-"""A GGUF file, or one in several parts, open: its keys, and its tensors as arrays.
+"""Reading of GGUF files, which may have several parts: keys, and tensors as arrays.
 
 file = opened_gguf(Path("model.gguf"))
 file.values["llama.block_count"]
@@ -18,30 +18,32 @@ from ...files import of_library
 
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 CODES = {"F16": np.dtype("float16"), "BF16": BFLOAT16, "F32": FLOAT32}
-AT_ONCE = 1 << 22  # numbers that are converted at a time
-ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.weight")  # of early 2024
-AS_STORED = ":blocks"  # after the name of a tensor, to get the bytes of its rows
+AT_ONCE = 1 << 22  # numbers that are converted at a time: 16 MiB in float32
+# tensors of single experts, in files from before spring 2024
+ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.weight")
+AS_STORED = ":blocks"  # suffix of a tensor's name, to get the bytes of its rows
 
 
 def opened_gguf(path: Path) -> "GgufFile":
-    """Return an open file; that of one part has all parts.
+    """Return an open file; the path of one part opens all parts.
 
     Raises
     ------
     ConfigError
-        The package gguf is missing, or a file is missing or broken, or has a type of tensors that
-        the package does not know.
+        The package gguf is missing; or a file is missing or broken, or has a tensor type that the
+        package does not support.
     """
     parts = parts_of(path)
     for part in parts:
         if not part.is_file():
-            raise ConfigError(f"{part} is missing, a part of {path.name}; copy it beside this one")
+            problem = f"{part} is missing, which is a part of {path.name}"
+            raise ConfigError(f"{problem}; copy it into the same folder")
     states = ((each, each.stat()) for each in parts)
     return _opened(tuple((each, state.st_size, state.st_mtime_ns) for each, state in states))
 
 
 def parts_of(path: Path) -> list[Path]:
-    """Return the files of a model, the first one first, of which ``path`` is one."""
+    """Return all parts of the model that ``path`` is a part of, in order."""
     match = PART.fullmatch(path.name)
     if match is None:
         return [path]
@@ -55,7 +57,7 @@ def _opened(states: tuple[tuple[Path, int, int], ...]) -> "GgufFile":
 
 
 class Stored(NamedTuple):
-    """A tensor of a file: its shape, its type, and the numbers or blocks of its rows."""
+    """A tensor of a file: shape, type, and the numbers or blocks of its rows."""
 
     shape: tuple[int, ...]
     type: Any
@@ -63,7 +65,7 @@ class Stored(NamedTuple):
 
 
 class Stack:
-    """Arrays of single experts as one array; what is read of it alone is in memory."""
+    """A lazy stack of the arrays of single experts; only what is indexed is read into memory."""
 
     def __init__(self, parts: list[Array]) -> None:
         self.parts, self.shape = parts, (len(parts), *parts[0].shape)
@@ -73,7 +75,7 @@ class Stack:
         return len(self.parts)
 
     def __getitem__(self, key: Any) -> Array:
-        """Return a part, as an array does for slices and numbers."""
+        """Return a part; indices are slices and numbers, as for an array."""
         rows, others = (key[0], key[1:]) if isinstance(key, tuple) and key else (key, ())
         if rows is ...:
             rows, others = slice(None), (..., *others)
@@ -86,7 +88,7 @@ class Stack:
 
 
 class GgufFile:
-    """The keys and tensors of a file.  Its methods are those of an open safetensors file.
+    """The keys and tensors of a file, with the methods of an open safetensors file.
 
     Attributes
     ----------
@@ -121,13 +123,13 @@ class GgufFile:
         self._check_types()
         tensors = {name: each for name, each in self.tensors.items() if "_exps." not in name}
         matrices = {each.type.name for each in tensors.values() if len(each.shape) > 1}
-        if len(tensors) < len(self.tensors):  # routers of a mixture
+        if len(tensors) < len(self.tensors):  # with experts, ignore the routers, which are float32
             matrices = matrices - {"F32"} or matrices
         only = matrices.pop() if len(matrices) == 1 else "F32"
-        self.code = only if only in CODES else "F32"  # of matrices, which vectors follow
+        self.code = only if only in CODES else "F32"  # dtype of matrices, which vectors get, too
 
     def _join_experts(self) -> None:
-        """Let the tensors of single experts be one, as newer files have them."""
+        """Join the tensors of single experts to stacks, as in newer files."""
         experts: dict[str, dict[int, str]] = {}
         for name in self.tensors:
             if match := ONE_EXPERT.fullmatch(name):
@@ -136,7 +138,7 @@ class GgufFile:
             parts = [self.tensors[names[n]] for n in range(len(names)) if n in names]
             whole = len(parts) == len(names) and name not in self.tensors
             if not whole or len({(part.shape, part.type) for part in parts}) > 1:
-                problem = f"it has not one tensor of one shape and type for each expert of {name}"
+                problem = f"the experts of {name} need one tensor each, of equal shape and type"
                 raise ConfigError(f"{self.path}: {problem}; fetch the file again")
             shape, kind, _ = parts[0]
             stack: Any = Stack([part.data for part in parts])
@@ -145,14 +147,14 @@ class GgufFile:
                 del self.tensors[each]
 
     def _check_types(self) -> None:
-        """Raise a ConfigError for a type of tensors that the package cannot convert."""
+        """Raise a ConfigError for a tensor type that the package cannot convert."""
         examples = {each.type: (name, each) for name, each in self.tensors.items()}
         for name, each in examples.values():
             try:
                 _dense(each.data[:1], each.type)
             except NotImplementedError:
                 problem = f"the package gguf does not convert {each.type.name}, of {name!r}"
-                cure = "install a newer one (pip install -U gguf), or take a file of another type"
+                cure = "install a newer one (pip install -U gguf), or use a file of another type"
                 raise ConfigError(f"{self.path}: {problem}; {cure}") from None
 
     def keys(self) -> list[str]:
@@ -160,11 +162,11 @@ class GgufFile:
         return [*self.tensors]
 
     def metadata(self) -> dict[str, str]:
-        """Return the texts that a safetensors file may hold: none."""
+        """Return an empty dict: the metadata of a safetensors file."""
         return {}
 
     def get_slice(self, name: str) -> "Rows":
-        """Return a tensor that is not read yet."""
+        """Return a lazy tensor."""
         return Rows(self, name)
 
     def get_tensor(self, name: str) -> Array:
@@ -173,7 +175,7 @@ class GgufFile:
 
 
 class Rows:
-    """A tensor of a file, of which rows are converted when they are asked for."""
+    """A lazy tensor of a file: indexing converts only the rows that are needed."""
 
     def __init__(self, file: GgufFile, name: str) -> None:
         self.file, self.name = file, name.removesuffix(AS_STORED)
@@ -219,5 +221,5 @@ def _dense(data: Array, kind: Any) -> Array:
 
     if kind.name in ("F16", "F32", "F64"):
         return np.asarray(data)
-    with np.errstate(all="ignore"):  # what is not finite is refused by the tensor's name
+    with np.errstate(all="ignore"):  # the caller raises for numbers that are not finite
         return np.asarray(dequantize(np.ascontiguousarray(data), kind), FLOAT32)

@@ -1,4 +1,4 @@
-"""What a GGUF file makes of each tensor of a model: its type, and the numbers in it."""
+"""Rounding of a model's weights to the types of a GGUF file, without writing the file."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def types_of(call: str, config: Config, kind: str) -> dict[str, "Type"]:
-    """Return the type of each tensor that a file of this kind rounds, by its Hugging Face name.
+    """Return the type of each parameter that a file of this kind rounds, by Hugging Face name.
 
     Raises
     ------
     ConfigError
-        The package gguf is missing; llama.cpp does not have the family; or the file has a tensor
-        twice in two types, or times a factor.
+        The package gguf is missing; llama.cpp does not support the family; or a file has a
+        parameter in two types, or multiplied by a factor.
     """
     try:
         from ._families import architecture, factor_of
@@ -38,27 +38,27 @@ def types_of(call: str, config: Config, kind: str) -> dict[str, "Type"]:
         problem = f"has {scaled[0]} times a factor"
     types: dict[str, Type] = {}
     if config.latent is not None and known.absorbed:
-        problem = "has kv_b_proj in two tensors, one of them turned"
+        problem = "has kv_b_proj in two tensors, one of them transposed"
     for each in tensors(call, config, known, KINDS[kind], lambda _: np.empty(0)):
         if types.setdefault(each.stored, each.type) != each.type:
             problem = f"has {each.stored} in two types"
     if problem is not None:
-        cure = "choose a kind of weights in a folder, as nf4"
+        cure = "choose a kind of quantized weights in a folder, such as nf4"
         raise ConfigError(f"{call}: a GGUF file of a {config.model_type} {problem}; {cure}")
     return {name: kind for name, kind in types.items() if name and kind.name != "F32"}
 
 
 def block_of(kind: "Type") -> int:
-    """Return how many values of a row share what a type stores."""
+    """Return the block size of a type: the number of values in a row that share a scale."""
     import gguf
 
     return int(gguf.GGML_QUANT_SIZES[kind][0])
 
 
 def rounded(call: str, name: str, array: Any, kind: "Type") -> Array:
-    """Return what a reader of a file gets for an array that is written in a type, in float32.
+    """Return an array rounded to a type, in float32, as a reader of the file gets it.
 
-    It is computed on the host, by the code that writes files.
+    The host computes it with the code that writes files.
     """
     from ._types import packed, unpacked
 

@@ -203,7 +203,7 @@ def _whole(path: Path) -> Iterator[None]:
     except BaseException as error:
         if isinstance(error, ConfigError) or not of_library(error):
             raise
-        raise ConfigError(f"{path} is broken: {error}; download it again") from None
+        raise ConfigError(f"{path} is broken: {error}; fetch it again") from None
 
 
 def check_tokens(tokenizer: Any, tokens: Iterable[int], vocabulary: int) -> None:

@@ -175,7 +175,7 @@ def test_a_structure_with_other_logits_is_not_believed(monkeypatch: pytest.Monke
     computed = Transformer.logits
     changed = SIZES | {"model_type": "exaone", "rope_theta": 901.0}  # which nothing has cached
     monkeypatch.setattr(Transformer, "logits", lambda *a, **o: computed(*a, **o) + 1e-3)
-    with pytest.raises(ConfigError, match="its logits differ from those of every known"):
+    with pytest.raises(ConfigError, match="its logits differ from every known"):
         parse(changed)
     monkeypatch.undo()
     assert parse(changed | {"rope_theta": 902.0}).heads == SIZES["num_attention_heads"]

@@ -301,13 +301,13 @@ def _draw(logits: Array, options: Options, uniform: float) -> int:
     order = np.arange(logits.size)
     if options.top_k is not None:
         order = likeliest(logits, options.top_k)
-    kept = logits[order]
+    candidates = logits[order]
     with np.errstate(over="ignore"):  # the quotient overflows to -inf at temperatures near 0
-        weights = np.exp((kept - kept.max()) / options.temperature)
+        weights = np.exp((candidates - candidates.max()) / options.temperature)
     if options.top_p is not None:
         share = options.top_p * weights.sum()
         for count in (FEW, order.size):
-            first = likeliest(kept, count)
+            first = likeliest(candidates, count)
             cumulative = weights[first].cumsum()
             if cumulative[-1] > share or count >= order.size:
                 break

@@ -22,8 +22,8 @@ class Summary:
     def __repr__(self) -> str:
         """Return family, sizes, parameters, head, dtype, device, quantization and adapters."""
         own, table = self.config, self.table
-        held = [each for each in self.parameters.values() if isinstance(each, Quantized)]
-        kinds = sorted({getattr(each, "kind", each.KIND) for each in held})
+        quantized = [each for each in self.parameters.values() if isinstance(each, Quantized)]
+        kinds = sorted({getattr(each, "kind", each.KIND) for each in quantized})
         place = f"cuda:{gpu.number(table)}" if gpu.is_cupys(table.__class__) else "cpu"
         parts = [
             f"{own.layers} layers", f"hidden {own.hidden}",

@@ -135,10 +135,10 @@ class Transformer(Adapted):
             problem = f"{own[0]} has rows or tables of its own"
             raise ConfigError(f"resize: {problem}; call merge_adapter() first, or resize before it")
         pad = () if config.pad_token is None else (config.pad_token,)
-        kept = [token for token in (*config.end_tokens, *pad) if token < config.vocab]
-        if max(kept, default=0) >= size:
-            problem = f"resize({vocab}): token {max(kept)} ends texts or pads them"
-            raise ConfigError(f"{problem}; pass {max(kept) + 1} or more")
+        required = [token for token in (*config.end_tokens, *pad) if token < config.vocab]
+        if max(required, default=0) >= size:
+            problem = f"resize({vocab}): token {max(required)} ends texts or pads them"
+            raise ConfigError(f"{problem}; pass {max(required) + 1} or more")
         tables = {n: self.parameters[n] for n in (TABLE, HEAD) if n in self.parameters}
         self.parameters = self.parameters | {n: resized(each, size) for n, each in tables.items()}
         self.config, self.grown = replace(config, vocab=size), self.grown or size != config.vocab

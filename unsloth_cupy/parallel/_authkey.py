@@ -43,15 +43,15 @@ def authkey() -> bytes:
     try:
         if place is not None:
             with suppress(OSError):
-                return kept(place / "authkey")
-        return kept(temporary_folder() / "authkey")
+                return read_or_create(place / "authkey")
+        return read_or_create(temporary_folder() / "authkey")
     except OSError as error:
         problem = f"the file with the key of the ranks cannot be created: {error}"
         cure = f"set {AUTHKEY} to the same secret in all ranks"
         raise CommunicationError(f"{problem}; {cure}") from error
 
 
-def kept(path: Path) -> bytes:
+def read_or_create(path: Path) -> bytes:
     """Return the content of a file that only this user can read; create the file if needed."""
     path.parent.mkdir(0o700, parents=True, exist_ok=True)
     while not path.is_symlink() and not path.exists():

@@ -220,8 +220,8 @@ def _neighbor(stages: int, chunks: int, stage: int, step: Step, by: int) -> tupl
 
 def most_held(steps: Sequence[Step]) -> int:
     """Return the most microbatches that a stage stores at a time, counted for each chunk."""
-    held = most = 0
+    count = most = 0
     for step in steps:
-        held += -1 if step.backward else 1
-        most = max(most, held)
+        count += -1 if step.backward else 1
+        most = max(most, count)
     return most

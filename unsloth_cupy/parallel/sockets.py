@@ -3,7 +3,7 @@
     RANK=1 WORLD_SIZE=4 MASTER_ADDR=node0 MASTER_PORT=29500 python program.py
 
 Rank 0 listens at that address.  The other ranks send it the addresses at which they listen, and
-rank 0 sends all addresses to every rank.  Then every pair of ranks connects.  At the begin of each
+rank 0 sends all addresses to every rank.  Then every pair of ranks connects.  At the beginning of each
 connection, both ends prove that they know a secret key.
 """
 

@@ -270,17 +270,17 @@ def vocab_parallel_linear_log_probs(
     own = log_probs, entropy, squares, words_share * mean, counts * (1 + top1), own_lse, largest
     # each (ranks, *rows), in the order of ranks, so that all ranks compute equal bits
     every = comm.all_gather(np.stack([result.astype(kind) for result in own])[None])
-    log_probs, entropies, squares, means, holds, lses, largest = every.swapaxes(0, 1)
+    log_probs, entropies, squares, means, flags, lses, largest = every.swapaxes(0, 1)
     lse = _log_sum(lses)
     share = finite(lses) - finite(lse)  # log of each rank's part of the probability
     some, best = lses > -math.inf, (largest == largest.max(axis=0)).argmax(axis=0)[None]
     entropy = np.where(some, np.exp(share) * (entropies - share), 0).sum(axis=0)
     results = (
-        np.where(holds > 0, log_probs + share, 0).sum(axis=0),
+        np.where(flags > 0, log_probs + share, 0).sum(axis=0),
         entropy,
         _log_sum(np.where(some, squares + 2 * share, -math.inf)),
         means.sum(axis=0),
-        np.take_along_axis(holds, best, axis=0)[0] > 1,
+        np.take_along_axis(flags, best, axis=0)[0] > 1,
     )
     counted = [np.where(labels != ignore, each, each.dtype.type(0)) for each in results]
 

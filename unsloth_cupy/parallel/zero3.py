@@ -83,19 +83,19 @@ class Parts:
         first = rows(slice(0, min(step, shape[0])))
         step, rank, facts = len(first), self.comm.rank, first.facts()
         cuts, lines, arrays = dict[str, Cut](), dict[str, slice](), dict[str, Any]()
-        for key, held in first.held().items():
-            count = -(-held.size * shape[0] // step)
-            whole = (shape[0], *held.shape[1:]) if held.ndim > 1 else (count,)
+        for key, example in first.held().items():
+            count = -(-example.size * shape[0] // step)
+            whole = (shape[0], *example.shape[1:]) if example.ndim > 1 else (count,)
             cut = cuts[key] = Cut.of(whole, self.comm.size)
             start, stop = (min(end * cut.length, cut.size) for end in (rank, rank + 1))
-            last = min(-(-stop // held.size) * step, shape[0])
-            lines[key] = slice(start // held.size * step, last) if start < stop else slice(0, 0)
+            last = min(-(-stop // example.size) * step, shape[0])
+            lines[key] = slice(start // example.size * step, last) if start < stop else slice(0, 0)
         read = _rows_of(lines, first, rows)
-        for key, held in first.held().items():
+        for key, example in first.held().items():
             array, top = read[key]
-            before = rank * cuts[key].length - top // step * held.size
+            before = rank * cuts[key].length - top // step * example.size
             own = array.reshape(-1)[before : before + cuts[key].length]
-            arrays[key] = empty((cuts[key].length,), held.dtype, held)
+            arrays[key] = empty((cuts[key].length,), example.dtype, example)
             arrays[key][...] = 0
             arrays[key][: own.size] = own
         facts |= {"shape": shape} if "shape" in facts else {}
@@ -178,17 +178,17 @@ class Zero3:
             problem = f"the adapter trains {whole} whole, and a Zero3 would divide it"
             raise ConfigError(f"Zero3: {problem}; merge it first, or pass it to DataParallel")
         self.model, self.comm = model, comm
-        keeps, model.parts = model.parts, None
-        self.cuts: dict[str, Cut] = {} if keeps is None else keeps.cuts
+        parts, model.parts = model.parts, None
+        self.cuts: dict[str, Cut] = {} if parts is None else parts.cuts
         self.ahead = Prefetch(comm, lambda name: model.parameters[name])
         for array in () if model.adapter is None else model.adapter.parameters.values():
             array[...] = comm.broadcast(array)
-        if keeps is None:
-            keeps = Parts(comm)
-            self.cuts = keeps.cuts
+        if parts is None:
+            parts = Parts(comm)
+            self.cuts = parts.cuts
             for name, value in model.parameters.items():
                 same = value if isinstance(value, Stored) else comm.broadcast(value)
-                model.parameters[name] = keeps.keep(name, same)
+                model.parameters[name] = parts.keep(name, same)
         model.gather = self.gather
         if model.division is not None:
             model.division.kept = self.kept

@@ -99,7 +99,9 @@ class Structure:
     gated: bool = False  # attention's output has a gate, which the query projection also computes
     single: bool = False  # a block has one branch: attention, a recurrence or an MLP
     wide: tuple[str, ...] = ()  # suffixes of parameters that stay float32 in 16-bit models
-    wide_in_float16: tuple[str, ...] = ()  # suffixes of those that do so only in float16 models
+    wide_in_float16: tuple[
+        str, ...
+    ] = ()  # suffixes of parameters that stay float32 in float16 models
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ def _recognise(text: str, parse_as: Parse) -> tuple[Family, Mapping[str, Any]] |
     for family in fits:
         if _agrees(parse_as(settings, family), parameters, tokens, expected):
             return family, whole
-        why = "its logits differ from those of every known family with its tensors"
+        why = "its logits differ from every known family's with its tensors"
     return why
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-# Keys of config.json by size: those of Bamba and the families that follow it.
+# Keys of config.json for each size, in Bamba and the families that follow it.
 MAMBA = {
     "heads": "mamba_n_heads",
     "dim": "mamba_d_head",

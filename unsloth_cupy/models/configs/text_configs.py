@@ -12,7 +12,7 @@ from .keys import READ
 from .names import BACKBONE, IMAGES, TEXT
 from .reading import CUT, without_ignored
 
-# Keys of a multimodal config.json that override those of its text_config.
+# Keys of a multimodal config.json that override the same keys of its text_config.
 OUTER_KEYS = ("tie_word_embeddings", "eos_token_id", "pad_token_id", "quantization_config", *LABELS)
 # Multimodal types whose text_config alone determines what they compute from text, and the type of
 # a text_config without model_type.
@@ -114,5 +114,5 @@ def _assumed(kind: str) -> dict[str, Any]:
 
 def _of_text(rope: Mapping[str, Any]) -> dict[str, Any]:
     """Return rope settings without the keys that only images need."""
-    kept = {key: value for key, value in rope.items() if key not in ONLY_OF_IMAGES}
-    return {key: "default" if value == "mrope" else value for key, value in kept.items()}
+    text_only = {key: value for key, value in rope.items() if key not in ONLY_OF_IMAGES}
+    return {key: "default" if value == "mrope" else value for key, value in text_only.items()}

@@ -89,26 +89,26 @@ class StopStrings:
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self.stops, self.held, self.has_match = stops, "", False
+        self.stops, self.pending, self.has_match = stops, "", False
 
     def push(self, text: str) -> str:
         """Add a piece of text; return the text that cannot be part of a stop string."""
-        self.held += text
-        places = [(at + len(s), at) for s in self.stops if (at := self.held.find(s)) >= 0]
+        self.pending += text
+        places = [(at + len(s), at) for s in self.stops if (at := self.pending.find(s)) >= 0]
         self.has_match = bool(places)
-        ready = min(places)[1] if places else len(self.held) - self._begun()
-        shown, self.held = self.held[:ready], self.held[ready:]
+        ready = min(places)[1] if places else len(self.pending) - self._begun()
+        shown, self.pending = self.pending[:ready], self.pending[ready:]
         return shown
 
     def _begun(self) -> int:
         """Return the number of last characters that may be the beginning of a stop string."""
         longest = max(map(len, self.stops), default=1) - 1
-        ends = (self.held[-n:] for n in range(min(longest, len(self.held)), 0, -1))
+        ends = (self.pending[-n:] for n in range(min(longest, len(self.pending)), 0, -1))
         return next((len(end) for end in ends if any(s.startswith(end) for s in self.stops)), 0)
 
     def flush(self) -> str:
         """Return the text that is held back, after the last piece; "" after a stop string."""
-        return "" if self.has_match else self.held
+        return "" if self.has_match else self.pending
 
 
 class Continuation:

@@ -95,9 +95,9 @@ def _rule(parts: list[Mapping[str, Any]]) -> str:
         return DIGITS
     if kinds == ["Split", "ByteLevel"] and not built_in:
         split = parts[0]
-        kept = (split.get("behavior"), bool(split.get("invert")))
+        behavior = (split.get("behavior"), bool(split.get("invert")))
         pattern = split.get("pattern") or {}
-        if kept in (("Isolated", False), ("Removed", True)) and "Regex" in pattern:
+        if behavior in (("Isolated", False), ("Removed", True)) and "Regex" in pattern:
             return str(pattern["Regex"])
     return ", ".join(map(str, kinds))
 

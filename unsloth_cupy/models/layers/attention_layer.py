@@ -119,25 +119,25 @@ def attention_layer(
         shapes = ", ".join(f"{name} {tuple(weight.shape)}" for name, weight in weights.items())
         cure = "q_weight has heads * dim rows, k_weight and v_weight have kv_heads * dim"
         raise ConfigError(f"attention_layer(heads={heads!r}): {cure}; got {shapes}")
-    held = rows_of("attention_layer", cache, sequences, x.shape[0])
+    kv_cache = rows_of("attention_layer", cache, sequences, x.shape[0])
     q, k, v = (  # (batch, tokens, heads or kv_heads, dim)
         PROJECTIONS[part](x, weight, bias).reshape(*x.shape[:2], weight.shape[0] // dim, dim)
         for part, weight, bias in zip(
             "qkv", weights.values(), (q_bias, k_bias, v_bias), strict=True
         )
     )
-    if held is not None and Var in map(type, (q, k, v)):
+    if kv_cache is not None and Var in map(type, (q, k, v)):
         raise GradientError("attention_layer: a cache has no gradient; leave it out on a tape")
     if cos is not None and sin is not None:
         if positions is None:
-            start, positions = _next(held, layer, x.shape[1])
+            start, positions = _next(kv_cache, layer, x.shape[1])
             rows_of_tables = slice(start, start + x.shape[1]) if positions is None else slice(None)
             cos, sin = cos[rows_of_tables], sin[rows_of_tables]
         q, k = rope_qk(q, k, cos, sin, positions, interleaved=interleaved)
-    if held is None:
+    if kv_cache is None:
         out = attention(q, k, v, causal=causal, **options)
     else:
-        out = held.attend(layer, q, k, v, causal=causal, **options)
+        out = kv_cache.attend(layer, q, k, v, causal=causal, **options)
     return PROJECTIONS["o"](out.reshape(*x.shape[:2], rows), o_weight, o_bias)
 
 
@@ -163,12 +163,12 @@ def _are_tables(cos: Any, sin: Any, positions: Any) -> bool:
     return cos is not None
 
 
-def _next(held: KVCache | PagedRows | None, layer: int, new: int) -> tuple[int, Any]:
+def _next(kv_cache: KVCache | PagedRows | None, layer: int, new: int) -> tuple[int, Any]:
     """Return the table row of the first new token, and all positions if rows of x differ."""
-    if isinstance(held, PagedRows):
-        return held.places(new, layer)
-    in_cache = held is not None and layer in range(len(held.filled))
-    return held.filled[layer] if held is not None and in_cache else 0, None
+    if isinstance(kv_cache, PagedRows):
+        return kv_cache.places(new, layer)
+    in_cache = kv_cache is not None and layer in range(len(kv_cache.filled))
+    return kv_cache.filled[layer] if kv_cache is not None and in_cache else 0, None
 
 
 def _check_axes(**arrays: Any) -> None:

@@ -63,7 +63,7 @@ class Recurrence(NamedTuple):
 
 
 class Call(NamedTuple):
-    """The inputs that all blocks of one call share, and those of each kind of branch."""
+    """The inputs of one call: common inputs of all blocks, and inputs of each kind of branch."""
 
     config: Config
     parameters: Mapping[str, Any]  # of the model and of its adapter

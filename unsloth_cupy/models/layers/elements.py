@@ -78,10 +78,10 @@ def without_padding(x: Any, mask: Any) -> Any:
     """Return x, (batch, tokens, hidden), with zeros at padding."""
     real = (mask != 0)[..., None]
 
-    def kept(array: Any) -> Any:
+    def masked(array: Any) -> Any:
         return np.where(real, array, array.dtype.type(0))
 
-    return taped("without_padding", kept(value_of(x)), lambda dy, wanted: {"x": kept(dy)}, x=x)
+    return taped("without_padding", masked(value_of(x)), lambda dy, wanted: {"x": masked(dy)}, x=x)
 
 
 def beside(*parts: Any) -> Any:

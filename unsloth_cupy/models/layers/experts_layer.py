@@ -225,7 +225,7 @@ def router_loss(
 def router_sums(
     experts: Experts, logits: Sequence[Any], mask: Array | None, before: Any = None
 ) -> Any:
-    """Return the sums for ``balance_of``: those of these layers added to the sums ``before``."""
+    """Return the sums for ``balance_of``: the sums of these layers plus the sums ``before``."""
     if not logits:
         return before
     every = stacked(logits)

@@ -59,7 +59,7 @@ def check(
         raise ShapeError(problem, expected=("batch", "tokens"), actual=tuple(tokens.shape))
     batch, new = tokens.shape
     rows = rows_of("Transformer", cache, sequences, batch)
-    held = cache.length if isinstance(cache, KVCache) else 0
+    past = cache.length if isinstance(cache, KVCache) else 0
     if isinstance(cache, KVCache):
         if cache.shape[0] != batch:
             cache_batch = cache.shape[0]
@@ -73,7 +73,7 @@ def check(
     if isinstance(cache, PagedKVCache):
         cure = "leave mask out, and pass texts of different lengths one at a time"
         raise ConfigError(f"Transformer: a PagedKVCache does not hold padding; {cure}")
-    if mask.shape not in ((batch, new), (batch, held + new)):
+    if mask.shape not in ((batch, new), (batch, past + new)):
         problem = f"Transformer: mask is {mask.shape}, tokens {tokens.shape}; make them equal"
         raise ShapeError(problem, expected=tuple(tokens.shape), actual=tuple(mask.shape))
     if mask.dtype.kind not in "biu":

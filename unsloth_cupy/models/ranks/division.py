@@ -348,7 +348,7 @@ class Division:
 
 
 def bits(division: Division | None, name: str, x: Any, weight: Any, bias: Any) -> Any:
-    """Return the output of a ``bit_linear``; its scale is that of the whole weight."""
+    """Return the output of a ``bit_linear``, scaled by the scale of the whole weight."""
     if division is None or division.comm.size == 1:
         return bit_linear(x, weight, bias=bias)
     return divided_bit_linear(
@@ -398,8 +398,8 @@ def divided_adapter(adapter: Adapter, division: Division | None) -> Adapter:
         if division.adapted.setdefault(stack.module, (stack, own_rank)) != (stack, own_rank):
             problem = f"{stack.module} had an adapter of another stack, or of another LoRA rank"
             raise ConfigError(f"Division: {problem}; load the model again, with one adapter")
-    held = {n: a for n, a in adapter.parameters.items() if division.holds(n)}
-    own = adapter.holding({name: division.own(name, array) for name, array in held.items()})
+    stored = {n: a for n, a in adapter.parameters.items() if division.holds(n)}
+    own = adapter.holding({name: division.own(name, array) for name, array in stored.items()})
     for name, adapted in adapter.stacks.items():
         count, outputs, inputs = division.shape(name)
         stack = adapted.stack._replace(shape=(count, outputs, inputs))

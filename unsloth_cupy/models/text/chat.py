@@ -120,7 +120,7 @@ class Chat:
         tools: Tools = None,
         today: bool = True,
     ) -> str:
-        """Return messages as text; with ``answer``, followed by the begin of an assistant's turn.
+        """Return messages as text; with ``answer``, followed by the beginning of an assistant's turn.
 
         The date in the text is today's with ``answer`` and ``today``, otherwise a fixed date.
 
@@ -145,7 +145,7 @@ class Chat:
     ) -> str:
         """Return messages as the text after which the assistant's answer begins.
 
-        It is ``text(messages, answer=True)``.  If the template does not write the begin of an
+        It is ``text(messages, answer=True)``.  If the template does not write the beginning of an
         answer there, it is appended.  Without ``today``, the date is that of training texts.
         """
         mark = placeholder(messages)

@@ -3,8 +3,8 @@
     RANK=1 WORLD_SIZE=4 MASTER_ADDR=node0 MASTER_PORT=29500 python program.py
 
 Rank 0 listens at that address.  The other ranks send it the addresses at which they listen, and
-rank 0 sends all addresses to every rank.  Then every pair of ranks connects.  At the beginning of each
-connection, both ends prove that they know a secret key.
+rank 0 sends all addresses to every rank.  Then every pair of ranks connects.  Each connection
+begins with a proof of both ends that they know a secret key.
 """
 
 import os

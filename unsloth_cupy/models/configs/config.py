@@ -99,9 +99,7 @@ class Structure:
     gated: bool = False  # attention's output has a gate, which the query projection also computes
     single: bool = False  # a block has one branch: attention, a recurrence or an MLP
     wide: tuple[str, ...] = ()  # suffixes of parameters that stay float32 in 16-bit models
-    wide_in_float16: tuple[
-        str, ...
-    ] = ()  # suffixes of parameters that stay float32 in float16 models
+    wide_in_float16: tuple[str, ...] = ()  # the same in float16 models only
 
 
 @dataclass(frozen=True)

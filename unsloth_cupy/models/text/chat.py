@@ -120,7 +120,7 @@ class Chat:
         tools: Tools = None,
         today: bool = True,
     ) -> str:
-        """Return messages as text; with ``answer``, followed by the beginning of an assistant's turn.
+        """Return messages as text; with ``answer``, up to the beginning of an assistant's turn.
 
         The date in the text is today's with ``answer`` and ``today``, otherwise a fixed date.
 

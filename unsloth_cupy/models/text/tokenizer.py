@@ -97,8 +97,8 @@ class Tokenizer:
             Each with ``role`` (system, user, assistant, tool) and ``content``, and further keys
             that the template reads, such as ``tool_calls``.
         answer : bool
-            Whether the text ends with the beginning of the assistant's answer.  The date in the text
-            is then today's; otherwise it is the fixed date of training texts.
+            Whether the text ends with the beginning of the assistant's answer.  The date in it is
+            then today's; otherwise it is the fixed date of training texts.
         tools : sequence of dict, optional
             JSON schemas of functions that the model may call.
 

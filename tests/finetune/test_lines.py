@@ -380,7 +380,7 @@ class TestChat:
             ("{{ 'x' * 10**9 }}", "needs more than 512 MiB"),
             ("{{ 'x' | center(10**9) }}", "needs more than 512 MiB"),
             ("{{ (r | list * 10**5) | length }}", "needs more than 512 MiB"),
-            ("{% for i in r %}{{ 'x' * 10**4 }}{% endfor %}", "makes more than 8,388,608 char"),
+            ("{% for i in r %}{{ 'x' * 10**4 }}{% endfor %}", "writes more than 8,388,608 cha"),
             ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "calls itself too often"),
             ("{{ raise_exception('x ' * 10**6) }}", "messages: (x ){250};"),
             ("{{ raise_exception('x' * 10**6) }}", r"messages: x{80}\.{3}x{19};"),

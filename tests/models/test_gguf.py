@@ -537,7 +537,7 @@ REFUSED = {
     "computes silu": {"model_type": "llama", "hidden_act": "gelu"},
     "has a head dimension of hidden / heads": {"model_type": "qwen2", "head_dim": 16},
     "no bias in its output": CONFIGS["qwen3"],
-    "no head of its own": {"model_type": "bitnet"},
+    "no head that is separate": {"model_type": "bitnet"},
     "always caps": CONFIGS["gemma2"] | {"attn_logit_softcapping": None},
     "of type llama3": {"model_type": "qwen2", "rope_parameters": LLAMA3},
     "rotates whole heads": {

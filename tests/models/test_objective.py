@@ -169,9 +169,9 @@ def test_wrong_functions() -> None:
     with pytest.raises(ConfigError, match=r"loss_and_gradients\(scaler=8\): pass a LossScaler"):
         model.loss_and_gradients(TOKENS, TOKENS, scaler=8)  # type: ignore[arg-type]
     for count in (0, -1, "many"):
-        with pytest.raises(ConfigError, match=r"loss_and_gradients\(count=.*pass how many labels"):
+        with pytest.raises(ConfigError, match=r"loss_and_gradients\(count=.*pass the number of"):
             model.loss_and_gradients(TOKENS, TOKENS, count=count)  # type: ignore[arg-type]
-        with pytest.raises(ConfigError, match=r"loss\(count=.*pass how many labels"):
+        with pytest.raises(ConfigError, match=r"loss\(count=.*pass the number of"):
             model.loss(TOKENS, TOKENS, count=count)  # type: ignore[arg-type]
     for wrong in (lambda m: 1.0, lambda m: m.logits(TOKENS), lambda m: model.loss(TOKENS, TOKENS)):
         with pytest.raises(GradientError, match=r"returned .*; return a Var of shape \(\)"):

@@ -186,7 +186,7 @@ def test_without_transformers_other_types_are_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name)
     )
-    with pytest.raises(ConfigError, match=r"extra `peers` \(transformers\) other types are"):
+    with pytest.raises(ConfigError, match=r"extra `peers` \(transformers\) to compare other"):
         parse(SIZES | {"model_type": "cwm"})
 
 

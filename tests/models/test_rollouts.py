@@ -86,7 +86,7 @@ def test_a_row_ends_with_its_end_token(model):
 @pytest.mark.parametrize(
     ("prompts", "options", "problem"),
     [
-        ([], {}, "there is no prompt"),
+        ([], {}, "prompts is empty"),
         ([[3], []], {}, "prompt 1 is float64 (0,)"),
         ([3, 4], {}, "prompt 0 is int64 ()"),
         ([[3.5]], {}, "prompt 0 is float64"),

@@ -127,7 +127,7 @@ def test_what_is_not_converted_has_the_call_in_its_error(
     shutil.copytree(folder, other, ignore=shutil.ignore_patterns("tokenizer.json"))
     for name in files:
         (other / name).write_bytes(b"\n\x0e\n\x05<unk>")
-    said = rf"makes none of {' and '.join(files)} .*AutoTokenizer.from_pretrained\('{other}'\)"
+    said = rf"cannot convert {' and '.join(files)} .*AutoTokenizer.from_pretrained\('{other}'\)"
     with pytest.raises(ConfigError, match=said):
         models.Tokenizer(other)
 

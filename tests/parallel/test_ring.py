@@ -41,10 +41,10 @@ def test_heads_that_do_not_divide_are_refused() -> None:
     comm = SingleCommunicator()
     comm.size = 4
     x = np.ones((1, 4, 6, 2), np.float32)
-    with pytest.raises(ShapeError, match=r"6 heads, 6 of keys.*4 ranks; use 1, 2, 3, 6 ranks"):
+    with pytest.raises(ShapeError, match=r"6 heads, 6 KV heads.*4 ranks; use 1, 2, 3, 6 ranks"):
         ulysses_attention(x, x, x, comm)
     y = x[:, :, :2]
-    with pytest.raises(ShapeError, match=r"6 heads, 2 of keys.*use 1, 2, 6 ranks"):
+    with pytest.raises(ShapeError, match=r"6 heads, 2 KV heads.*use 1, 2, 6 ranks"):
         ulysses_attention(x, y, y, comm)
 
 

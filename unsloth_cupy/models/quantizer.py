@@ -32,7 +32,7 @@ class Kind(NamedTuple):
     only_experts: bool = False  # whether all weights other than experts stay dense
 
     @property
-    def is_choice(self) -> bool:
+    def made(self) -> bool:
         """Whether ``models.quantize`` supports this kind; other kinds are only read from files."""
         return self.in_folders and not self.only_experts
 
@@ -49,7 +49,7 @@ KINDS: Mapping[str, Kind] = {
     "q4_0": Kind(Q40.quantized, block=BLOCK, by_row=True, in_folders=False),
     "q8_0": Kind(Q80.quantized, block=BLOCK, by_row=True, in_folders=False),
 }
-CHOICES = tuple(name for name, kind in KINDS.items() if kind.is_choice)  # of ``models.quantize``
+CHOICES = tuple(name for name, kind in KINDS.items() if kind.made)  # of ``models.quantize``
 IN_FOLDERS = tuple(name for name, kind in KINDS.items() if kind.in_folders)
 OF_STACKS = tuple(name for name, kind in KINDS.items() if kind.only_experts)
 STACKED = tuple(name for name in CHOICES if KINDS[name].stacks)

@@ -54,7 +54,7 @@ class Exchanges(ABC):
     def __init__(self, timeout: float, checked: bool) -> None:
         if not is_number(timeout) or not 0 < timeout <= threading.TIMEOUT_MAX:
             kind = type(self).__name__
-            raise ConfigError(f"{kind}(timeout={timeout!r}): pass a positive number of seconds")
+            raise ConfigError(f"{kind}(timeout={timeout!r}) is not positive; pass seconds")
         self.timeout, self.checked = timeout, checked
         self._calls = 0
 

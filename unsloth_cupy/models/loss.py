@@ -143,7 +143,7 @@ def _routed(
     mask: Array | None,
     context: Context | None,
 ) -> Iterator[tuple[Sequence[Any], Array | None, Array]]:
-    """Yield (router logits, mask of real tokens, labels) for each adapter, or once without rows.
+    """Yield (router logits, mask of real tokens, labels) for each adapter of rows, or once.
 
     A router's loss depends on all rows of a batch together.  The rows of each adapter are a batch
     of their own, so that its loss does not depend on the rows of other adapters.

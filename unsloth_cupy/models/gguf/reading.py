@@ -19,7 +19,7 @@ from ...files import of_library
 PART = re.compile(r"(.+)-(\d{5})-of-(\d{5})\.gguf", re.IGNORECASE)
 CODES = {"F16": np.dtype("float16"), "BF16": BFLOAT16, "F32": FLOAT32}
 AT_ONCE = 1 << 22  # numbers that are converted at a time: 16 MiB in float32
-# tensors of single experts, in files from before spring 2024
+# tensors of single experts, in files of early 2024
 ONE_EXPERT = re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down))\.(\d+)\.weight")
 AS_STORED = ":blocks"  # suffix of a tensor's name, to get the bytes of its rows
 

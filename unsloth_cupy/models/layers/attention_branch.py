@@ -53,7 +53,7 @@ def _attention(call: Call, layer: int, module: str, x: Any) -> Any:
         q, k, v = (clip(each, bound=config.clip) for each in (q, k, v))
     # (batch, tokens, heads, dim), or 2 * dim with a gate
     q, gate = q.reshape(batch, tokens, config.heads, q.shape[-1] // config.heads), None
-    if config.gated:  # the projection stores query and gate of each head beside each other
+    if config.gated:  # query and gate of a head are neighbours in the projection
         q, gate = q[..., : config.dim], q[..., config.dim :]
     k = k.reshape(batch, tokens, config.kv_heads, config.dim)
     v = v.reshape(batch, tokens, config.kv_heads, config.dim)

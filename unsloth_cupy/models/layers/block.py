@@ -48,7 +48,8 @@ def rope_rows(rope: Rope, like: Array) -> Callable[[int], tuple[Array, ...]]:
         factors = (1 + beta * np.log1p(steps)).astype(cos.dtype)[:, None]
         return cos, sin, cos * factors, sin * factors
 
-    # Each stream has its own tables: work on another stream may start before they are written.
+    # Each stream has its own tables, at most 8 sizes of them: work on another stream may start
+    # before they are written.
     @lru_cache(maxsize=64)
     def on_stream(stream: Any) -> Callable[[int], tuple[Array, ...]]:
         return lru_cache(maxsize=8)(scaled)

@@ -20,7 +20,7 @@ from ..configs.names import SCORE, SCORE_BIAS
 from ..ranks.division import Division, entered
 
 BIAS = "lm_head.bias"
-ALIGNED = 8  # 16-bit values in one access of 16 bytes; longer rows are aligned to it
+ALIGNED = 8  # number of 16-bit values in one access of 16 bytes
 
 
 def head_weight(config: Config, parameters: Mapping[str, Any]) -> Any:

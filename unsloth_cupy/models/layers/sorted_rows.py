@@ -35,7 +35,7 @@ class Sorted(NamedTuple):
         value = value_of(x)
 
         def back(dy: Any, wanted: Any) -> dict[str, Any]:
-            wide = np.promote_types(dy.dtype, FLOAT32)
+            wide = np.promote_types(dy.dtype, FLOAT32)  # k terms are added, then rounded once
             parts = dy[self.places].reshape(-1, self.k, dy.shape[-1])  # (rows, k, hidden)
             return {"x": rounded(parts.sum(axis=1, dtype=wide), dy.dtype)}
 

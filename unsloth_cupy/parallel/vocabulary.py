@@ -366,7 +366,7 @@ def _words(call: str, own: int, vocab: int, comm: Communicator) -> slice:
     """Return this rank's slice of the vocabulary; raise if its array has another size."""
     check_communicator(call, comm)
     if not is_integer(vocab, comm.size):
-        cure = f"use {vocab} ranks or fewer"
+        cure = "use at most vocab ranks"
         raise ConfigError(f"{call}: vocab={vocab} is not enough for {comm.size} ranks; {cure}")
     words = part(vocab, comm)
     expected = words.stop - words.start

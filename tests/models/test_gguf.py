@@ -583,7 +583,7 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (model, tmp_path / "m.gguf", {"kind": "q9"}, "kind='q9'; choose from f32, f16, bf16"),
         (model, tmp_path / "there.gguf", {}, "exists; remove it, or name another file"),
         (model, tmp_path / "no" / "m.gguf", {}, "is not a folder; create it first"),
-        (model, tmp_path / "m.Safetensors", {}, r"another name; end its name with .gguf: m\.gguf"),
+        (model, tmp_path / "m.Safetensors", {}, r"suffix; end its name with .gguf: m\.gguf"),
         (tmp_path / "no", tmp_path / "m.gguf", {}, "no is not a folder; pass one that holds"),
         (3, tmp_path / "m.gguf", {}, "pass a path"),
         (model, 3, {}, "pass a path"),
@@ -611,7 +611,7 @@ def test_bad_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (np.nan, "q8_0", "contains numbers that are not finite"),
         (-np.inf, "f32", "contains numbers that are not finite"),
         (-1e5, "f16", "contains 100000, out of range of f16; choose bf16"),
-        (1e7, "q8_0", "holds 1e\\+07, which q8_0 does not"),
+        (1e7, "q8_0", "contains 1e\\+07, out of range of q8_0"),
     ],
 )
 def test_weights_that_do_not_fit_leave_no_file(

@@ -191,7 +191,7 @@ def test_layers_stay_packed(name: str, tmp_path: Path) -> None:
         ("granitehybrid", {"mamba_expand": 1, "mamba_d_head": 4}, "has 64 channels in its layers"),
         ("granitehybrid", {"mamba_conv_bias": False}, "has a bias in its convolution"),
         ("granitehybrid", {"layer_types": ["full_attention"] * 3}, "in place of attention"),
-        ("nemotron_h", {"time_step_min": 0.01}, "time_step_min=0.001, not 0.01"),
+        ("nemotron_h", {"time_step_min": 0.01}, "time_step_min=0.01; it is read as 0.001"),
         ("nemotron_h", {"use_bias": True}, "none in its projections"),
         (
             "nemotron_h_moe",

@@ -470,7 +470,7 @@ def test_notes(tmp_path: Path) -> None:
     other = MIXTURES["minicpm3"] | {"rms_norm_eps": 1e-5}
     notes = {
         "gpt-oss": "rounds yarn's columns",
-        "minicpm3": "rms_norm_eps=1e-05, this model's 1e-06",
+        "minicpm3": "rms_norm_eps=1e-05 in llama.cpp, and 1e-06",
     }
     for name, note in notes.items():
         make(tmp_path / name, other if name == "minicpm3" else MIXTURES[name])

@@ -268,7 +268,7 @@ def test_wrong_calls_are_refused_and_leave_nothing(tmp_path: Path) -> None:
         models.merge(adapter, out, dtype="float16")
     model.parameters["lm_head.weight"][0, 0] = np.nan
     model.save(tmp_path / "base")
-    with pytest.raises(ConfigError, match=r"lm_head\.weight contains numbers that are not finite"):
+    with pytest.raises(ConfigError, match=r"lm_head\.weight holds numbers that are not finite"):
         models.merge(adapter, out)
     assert sorted(tmp_path.iterdir()) == before
 

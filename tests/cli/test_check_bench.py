@@ -294,7 +294,7 @@ def test_every_name_of_the_table_is_known(command: str, no_gpu: None) -> None:
 def test_ops_without_a_kernel_are_named(gpu: FakeGpu) -> None:
     result = run("bench", "scale", "linear", "reshape")
     assert result.exit_code == 0, result.output
-    assert "Skipped, without a kernel: linear, reshape." in result.output
+    assert "Skipped (no kernel): linear, reshape." in result.output
 
 
 @pytest.mark.slow
@@ -303,7 +303,7 @@ def test_bench_times_definitions_without_a_gpu(name: str, no_gpu: None, tmp_path
     numbers, picture = tmp_path / "times.json", tmp_path / "times.png"
     result = run("bench", name, "--json", numbers, "--plot", picture)
     assert result.exit_code == 0, result.output
-    assert "times of NumPy definitions on the CPU" in result.output
+    assert "timing NumPy definitions on the CPU" in result.output
     assert "of copy" not in result.output
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     actual = json.loads(numbers.read_text())
@@ -372,7 +372,7 @@ def test_bench_uses_events_where_a_gpu_is(gpu: FakeGpu, tmp_path: Path) -> None:
     numbers, picture = tmp_path / "times.json", tmp_path / "times.png"
     result = run("bench", "scale", "--json", numbers, "--plot", picture)
     assert result.exit_code == 0, result.output
-    assert "Kernels on Fake 9, by device events" in result.output
+    assert "Timing kernels on Fake 9 with device events" in result.output
     actual = json.loads(numbers.read_text())
     assert actual["machine"]["gpu"] == "Fake 9"
     assert "L2" in actual["method"]

@@ -45,11 +45,11 @@ def test_from_chats_to_a_file(tmp_path: Path) -> None:
     assert [words[1] for words in follow(full)] == ["generate", "export"]
     done = run("finetune", base, "--text", file, *SMALL, "--lora", 4, "--out", out)
     ask, merge, export = follow(done)
-    shown = done.stdout.partition("an answer to the first held-out prompt")[2]
+    shown = done.stdout.partition("reply to the first evaluation prompt")[2]
     number = re.search(r"What is (\d+)\?", shown)
     assert number is not None
     question = Chat(out / "model").text([{"role": "user", "content": number[0]}], answer=True)
-    assert shown.index(question) < shown.index("answer"), "set apart, with its marks"
+    assert shown.index(question) < shown.index("--- reply"), "set apart, with its marks"
     assert ask == ["unsloth-cupy", "generate", str(out), "--chat"]
     assert run(*ask[1:], "What is 3?", "--max-new-tokens", 2).exit_code == 0
     assert merge == ["unsloth-cupy", "merge", str(out), f"{out}-merged"]
@@ -100,7 +100,7 @@ def test_a_mixture_that_no_file_can_hold_is_named_before_training(tmp_path: Path
         (tmp_path / "text.txt").write_text("a text of some words. " * 99)
         done = run("finetune", folder, "--text", tmp_path / "text.txt", *SMALL, "--out",
                    tmp_path / f"run-{normalizes}")  # fmt: skip
-        why = "cannot be exported to a file of llama.cpp: llama.cpp's qwen3moe chooses experts"
+        why = "cannot be exported to GGUF for llama.cpp: llama.cpp's qwen3moe chooses experts"
         before = done.stderr.partition("step 0")[0]
         assert (why in before and "(norm_topk_prob)" in before) != normalizes
         assert ("export" in {words[1] for words in follow(done)}) == normalizes

@@ -69,9 +69,9 @@ STEPS = [{"step": step, "loss": 5.0 - step} for step in range(1, 5)]
 @pytest.mark.parametrize(
     ("lines", "shown"),
     [
-        (STEPS, ["train"]),
-        (EVALUATED[:1], ["held out: 4.00", "unigram baseline: 4.50"]),  # stopped before a step
-        (EVALUATED + STEPS, ["train", "held out: 4.00", "unigram baseline: 4.50"]),
+        (STEPS, ["training"]),
+        (EVALUATED[:1], ["evaluation: 4.00", "unigram baseline: 4.50"]),  # stopped before a step
+        (EVALUATED + STEPS, ["training", "evaluation: 4.00", "unigram baseline: 4.50"]),
     ],
     ids=["steps", "evaluated", "both"],
 )

@@ -103,7 +103,7 @@ def test_a_callback_stops_a_run_which_is_then_finished(text: Path, tmp_path: Pat
     assert made.files.finished
     again = trained(text, tmp_path / "run", [], steps=5)
     assert again.loop is None
-    assert again.stopped == "stopped at step 2: a callback requested it"
+    assert again.stopped == "stopped at step 2: requested by a callback"
 
 
 def test_a_callback_asks_for_more(text: Path, tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ def test_rows_are_as_long_as_most_lines_need(base: Path, tmp_path: Path) -> None
     assert made.loop is not None
     lengths = [int(n) for n in made.loop.training_data.batches.lengths]
     tokens = made.loop.plan.tokens
-    assert f"tokens={tokens}: that many do for 99% of the rows" in said
+    assert f"maximum length {tokens} tokens: covers 99 % of the rows (set tokens to change)" in said
     assert np.mean([length < tokens for length in lengths]) > 0.97
     assert tokens < 2048 == made.model.config.positions
     again, said = heard(base, data, tmp_path / "run", steps=1)
@@ -69,7 +69,7 @@ def test_rows_are_as_long_as_most_lines_need(base: Path, tmp_path: Path) -> None
     long, said = heard(base, data, tmp_path / "long", steps=1, tokens=2000, batch=1)
     assert long.loop is not None
     assert long.loop.plan.tokens == 2000
-    assert "99%" not in said
+    assert "99 %" not in said
 
 
 @pytest.mark.parametrize("sampled", [False, True])
@@ -85,8 +85,8 @@ def test_the_longest_row_is_whole_unless_it_is_far_longer(
     made, said = heard(base, data, tmp_path / "run", steps=1)
     assert made.loop is not None
     tokens = made.loop.plan.tokens
-    assert ("no row has more" in said) == whole
-    assert ("that many do for 99% of the rows" in said) != whole
+    assert ("the longest row" in said) == whole
+    assert ("covers 99 % of the rows" in said) != whole
     assert ("none dropped or truncated" in said) == whole
     assert (max(made.loop.training_data.batches.lengths) == tokens) or whole
     assert settings_of(made)["outlier"] == OUTLIER
@@ -104,7 +104,7 @@ def test_a_run_of_before_keeps_its_rows(base: Path, tmp_path: Path) -> None:
     for steps in (2, 3):
         again, said = heard(base, data, tmp_path / "run", steps=steps)
         assert again.loop is not None
-        assert "that many do for 99% of the rows" in said
+        assert "covers 99 % of the rows" in said
         assert again.loop.plan.tokens < made.loop.plan.tokens
 
 
@@ -128,7 +128,7 @@ def test_steps_are_one_to_three_epochs_by_size(
     assert made.loop is not None
     assert made.loop.plan.steps == -(-36 * epochs // 4)
     assert made.loop.plan.evaluate_every == -(-made.loop.plan.steps // 10)
-    assert f"{epochs}.0 epochs are {made.loop.plan.steps} steps; epochs or steps give" in said
+    assert f"{epochs}.0 epochs = {made.loop.plan.steps} steps (set epochs or steps to" in said
     again, _ = heard(base, data, tmp_path / "run", batch=4, tokens=16, pack=False)
     assert again.loop is None, "the same run"
 

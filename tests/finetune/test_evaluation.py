@@ -196,7 +196,7 @@ def test_rows_of_ones_own_file_are_named_in_it(base: Path, lines: Path, tmp_path
     done = run("finetune", folder, "--data", lines, "--eval", file, "--tokens", 16, "--steps", 1,
                "--out", tmp_path / "run")  # fmt: skip
     assert done.exit_code == 0, done.output
-    assert f"held out: {file}: 4 rows, 3 of prompt/completion, 1 of messages" in done.stderr
+    assert f"evaluation data: {file}: 4 rows, 3 of prompt/completion, 1 of messages" in done.stderr
     assert "; held-out: 1 dropped, 2 truncated" in done.stderr
     file.write_text(json.dumps(rows[2]) + "\n")  # one row will do
     done = run("finetune", folder, "--data", lines, "--eval", file, "--tokens", 8)
@@ -207,7 +207,7 @@ def test_files_that_do_not_fit_each_other(text: Path, lines: Path, tmp_path: Pat
     for data, held in ((text, lines), (lines, text)):
         with pytest.raises(ConfigError) as error:
             trained(data, tmp_path / "run", held)
-        assert f"{lines} has lines, and {text} is running text" in str(error.value)
+        assert f"{lines} has rows, and {text} is running text" in str(error.value)
     for wrong in (0.0, 1.0, 2, -0.5):
         with pytest.raises(ConfigError, match=r"eval=.*: give a file, or a share above 0, below 1"):
             trained(text, tmp_path / "run", wrong)
@@ -250,14 +250,14 @@ def test_early_stopping(text: Path, other: Path, tmp_path: Path) -> None:
         text, tmp_path / "large", other, patience=2, min_delta=1e9, **FALLS_AND_RISES
     )
     assert len(held_out(all_of_it)) == 1 + 2, "no loss is so much lower"
-    end = f"; the model is that of step {2 * best} ({min(losses):.3f})"
-    stop = f"stopped at step {2 * (best + 2)}: no lower loss for 2 evaluations{end}"
+    end = f"; the best step is {2 * best} ({min(losses):.3f}), whose model is saved"
+    stop = f"stopped at step {2 * (best + 2)}: no lower evaluation loss in 2 evaluations{end}"
     assert made.stopped == stop
     again = trained(text, tmp_path / "run", other, patience=2, **FALLS_AND_RISES)
     assert again.loop is None
     assert again.stopped == stop, "its log has it"
     assert all_of_it.stopped is not None
-    assert ": no loss lower by 1e+09 for 2 evaluations; " in all_of_it.stopped
+    assert ": no lower evaluation loss (by 1e+09) in 2 evaluations; " in all_of_it.stopped
     more = FALLS_AND_RISES | {"steps": 20}
     assert trained(text, tmp_path / "run", other, keep_best=True, **more).stopped is None
 
@@ -275,14 +275,16 @@ def test_the_table_of_a_run_begins_with_its_best_step(
         files = RunFolder(tmp_path / out)
         best, first = files.best(), files.lines()[0]
         assert best is not None
-        place = f"{best['step']} of {files.lines()[-1]['step']}, with the held-out loss"
+        place = f"{best['step']} of {files.lines()[-1]['step']} (evaluation loss"
         rows = [line for line in done.stdout.splitlines() if line.startswith(("│", "|"))]
-        assert re.search(rf"best step +.* {place} {best['held_out_loss']:.3f} ", rows[0])
+        assert re.search(
+            rf"best step +.* {re.escape(place)} {best['held_out_loss']:.3f}\) ", rows[0]
+        )
         table = re.sub(r"[\s│]+", " ", done.stdout)
         assert files.stopped in table
         again = run("finetune", *more, *words, "--out", tmp_path / out).stdout
         assert files.stopped in re.sub(r"[\s│]+", " ", again)
-        change = f"held-out loss {first['held_out_loss']:.3f} -> {best['held_out_loss']:.3f} nats"
+        change = f"evaluation loss {first['held_out_loss']:.3f} -> {best['held_out_loss']:.3f} nats"
         assert (change in table) == (out == "old")
         assert ("unigram baseline" in done.output) == (out == "new")
 
@@ -361,7 +363,7 @@ def test_prompts_are_continued_at_each_evaluation(
     assert [(s["step"], s["prompt"]) for s in samples] == [
         (step, prompt) for step in range(3) for prompt in prompts
     ]
-    assert "'7 and 8' goes on: " in result.stderr
+    assert "sample '7 and 8' -> " in result.stderr
     model = load(out / "model")
     from tokenizers import Tokenizer
 

@@ -94,7 +94,7 @@ def test_a_step_is_left_where_it_stands(
             result = run(*command)
         assert time.monotonic() - heard[0] < 5
         assert result.exit_code == 128 + number, result.output
-        assert f"{signal.Signals(number).name} leaves step {step}; once more" in result.stderr
+        assert f"Stopping after step {step - 1}. " in result.stderr
         assert f"stopped after step {step - 1}, saved in" in result.stderr
     assert run(*command).exit_code == 0
     assert weights(tmp_path / "run") == weights(finished)
@@ -119,7 +119,7 @@ def test_an_evaluation_is_left_and_made_up_for(
     monkeypatch.setattr(Loop, "_evaluate", stopping)
     result = run(*command)
     assert result.exit_code == 130
-    assert "leaves the held-out loss after step 3" in result.stderr
+    assert "Stopping after step 3, without its evaluation. Press Ctrl-C again" in result.stderr
     assert run(*command).exit_code == 0
     assert calls == [0, 3, 3, 6]
     assert numbers(tmp_path / "run") == numbers(finished)
@@ -135,7 +135,7 @@ def test_nothing_is_left_behind_before_the_first_evaluation(
     with asked_to_stop(monkeypatch, method, 1, signal.SIGTERM):
         result = run(*command)
     assert result.exit_code == 143, result.output
-    assert "stopped before the first evaluation: nothing is kept" in result.stderr
+    assert "stopped before the first evaluation: nothing was saved" in result.stderr
     with monkeypatch.context() as patch:
         patch.setattr(Transformer, method, None)
         assert run(*command).exit_code == 1
@@ -169,7 +169,7 @@ def test_a_request_is_answered_while_python_runs_no_handler(
         interrupt.Stop, "request", lambda *_: times.setdefault("handled", time.monotonic())
     )
     with interrupt.stop_request(say) as stop:
-        stop.uninterruptible("the update of step 7")
+        stop.uninterruptible("after step 7")
 
         def ask() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -181,17 +181,17 @@ def test_a_request_is_answered_while_python_runs_no_handler(
         hashlib.pbkdf2_hmac("sha256", b"", b"", 2_000_000)  # half a second at the least
         asking.join()
     assert times["handled"] - times["told"] > 0.1
-    said = "\nSIGTERM waits for the update of step 7; once more ends the program as it is\n"
+    said = "\nStopping after step 7. A second SIGTERM quits without saving.\n"
     assert capsys.readouterr().err == said
 
 
 def test_a_request_waits_for_no_more_than_it_must() -> None:
     before = [signal.getsignal(number) for number in interrupt.SIGNALS]
     with interrupt.stop_request(say) as stop:
-        stop.uninterruptible("the update of step 7")
+        stop.uninterruptible("after step 7")
         os.kill(os.getpid(), signal.SIGINT)
         assert stop.signal == signal.SIGINT
-        with pytest.raises(interrupt.Interrupted), stop.interruptible_block("step 8"):
+        with pytest.raises(interrupt.Interrupted), stop.interruptible_block("", ""):
             raise AssertionError("the next step begins")
         with pytest.raises(interrupt.Interrupted):
             stop.check()
@@ -212,7 +212,7 @@ def test_a_finished_run_is_given_more_steps(copied: Path, text: Path) -> None:
     assert_one_clear_error(run(*command, 3), "steps 9 (now 3)", "for more --steps")
     for path in RunFolder(copied).checkpoints():
         shutil.rmtree(path)
-    assert_one_clear_error(run(*command, 12), "no checkpoint, from which more steps would go on")
+    assert_one_clear_error(run(*command, 12), "no checkpoint to resume from")
 
 
 @pytest.mark.slow
@@ -245,14 +245,14 @@ def test_epochs_are_so_many_steps(lines: bool, text: Path, tmp_path: Path) -> No
         result = run("finetune", *command, *more, "--out", out, "--epochs", epochs)
         assert result.exit_code == 0, result.output
         taken.append(max(line["step"] for line in numbers(out)))
-        assert f"{epochs}.0 epochs are {taken[-1]} steps" in result.stderr
+        assert f"{epochs}.0 epochs = {taken[-1]} steps" in result.stderr
     assert taken[1] in (2 * taken[0], 2 * taken[0] - 1)  # the last batch of an epoch may be shared
     assert taken[2] == -(-taken[1] // 2)
     more_epochs = (*command, "--out", tmp_path / "run0", "--epochs", 2)
     assert run("finetune", *more_epochs).exit_code == 0
     assert max(line["step"] for line in numbers(tmp_path / "run0")) == taken[1]
     both = run("finetune", "--text", path, "--epochs", 1, "--steps", 1, "--out", tmp_path / "x")
-    assert_one_clear_error(both, "--steps and --epochs both say when to end")
+    assert_one_clear_error(both, "--steps and --epochs both set the length of the run")
 
 
 def test_a_text_that_has_changed_is_named(copied: Path, text: Path, tmp_path: Path) -> None:
@@ -489,7 +489,7 @@ def test_a_run_of_an_earlier_version_goes_on_without_its_settings(
         command = ("finetune", *base, "--text", root / "text.txt", "--out", folder)
         done = run(*command, *options)
         assert done.exit_code == 0, done.output
-        assert ("settings of the run that are not given now: " in done.output) == (not options)
+        assert ("settings taken from the earlier run: " in done.output) == (not options)
         files[options] = next((folder / "model").glob("*model.safetensors")).read_bytes()
         assert run(*command).output.count("is finished") == 1, "it takes no more steps"
     assert files[whole] == files[()]

@@ -64,7 +64,11 @@ def test_a_limit_that_is_too_small_names_the_layer_the_bytes_and_the_cures() -> 
     assert first is not None
     assert "layer " in str(first)
     message = str(error.value)
-    for said in (f"do not fit in {first} already", "activations", "recompute_every=1 saves"):
+    for said in (
+        f"{first} is the first op that does not fit",
+        "activations",
+        "recompute_every=1 saves",
+    ):
         assert said in message
     assert "and fits" in message
 
@@ -170,7 +174,7 @@ def test_nothing_is_loaded_that_the_machine_has_no_memory_for(
     monkeypatch.setattr(limit, "device_memory", lambda _: (2**20, 2**20))
     monkeypatch.setattr(preparation.models, "create", None)
     result = run(*TRAIN, "--out", tmp_path / "run")
-    assert_one_clear_error(result, "--device cpu has 1.00 MiB: a step holds")
+    assert_one_clear_error(result, "--device cpu has 1.00 MiB: a step needs")
     assert not (tmp_path / "run").exists()
 
 
@@ -197,7 +201,7 @@ def test_what_fits_is_planned() -> None:
 def test_nothing_is_trained_beyond_the_limit(tmp_path: Path) -> None:
     result = run(*TRAIN, "--limit-memory", "6MiB", "--out", tmp_path / "run")
     assert result.exit_code == 1
-    assert "--limit-memory 6.00 MiB: a step holds" in result.output
+    assert "--limit-memory 6.00 MiB: a step needs" in result.output
     assert not (tmp_path / "run" / "log.jsonl").exists()
 
 
@@ -207,7 +211,7 @@ def test_planned_and_measured_stand_side_by_side(tmp_path: Path) -> None:
         out = tmp_path / f"run{counted}"
         result = run(*TRAIN, *limited, "--out", out)
         assert result.exit_code == 0, result.output
-        assert "arrays of a step" in result.output
+        assert "peak array memory" in result.output
         assert ", measured " in result.output
         lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
         slowed = [line["step"] for line in lines if line.get("tokens_per_second", 1) is None]

@@ -129,11 +129,11 @@ def test_targets(targets: Any, names: set[str], base: Path) -> None:
         (Lora(4, dropout=1), {}, "lora_dropout=1: give a number of 0 or more, below 1"),
         (Lora(4, targets="mlp"), {}, "lora_targets=mlp: give all, attention, or some of down_proj"),
         (Lora(4, targets=()), {}, "lora_targets=(): give all, attention, or some of down_proj"),
-        (None, {"lora_dropout": 0.1}, "lora_dropout=0.1 is of new adapters; add lora"),
+        (None, {"lora_dropout": 0.1}, "lora_dropout=0.1 applies to new adapters only; add lora"),
         (Lora(4), {"lora": 8}, "differ; leave one out"),
         (16, {}, "Trainer(lora=16): pass Lora(16), or None"),
         (Lora(4), {"new_tokens": "nothing.txt"}, "new_tokens=nothing.txt cannot be read: "),
-        (Lora(4), {"embedding_lr": 0.1}, "the run trains neither the table of tokens nor the head"),
+        (Lora(4), {"embedding_lr": 0.1}, "the run trains neither the embedding nor the head"),
     ],
 )
 def test_wrong_options_are_named(
@@ -225,7 +225,9 @@ def test_models_in_memory_that_cannot_be_trained(base: Path, text: Path, tmp_pat
         trained(new, text, tmp_path / "run")
     adapted = load(base)
     adapted.add_adapter(2)
-    with pytest.raises(ConfigError, match="the model holds adapters, which are trained further"):
+    with pytest.raises(
+        ConfigError, match="the model already has adapters, which are trained further"
+    ):
         trained(adapted, text, tmp_path / "run", Lora(4))
     trained(load(base), text, tmp_path / "run", Lora(4))
     changed = load(base)
@@ -249,7 +251,7 @@ def test_adapters_without_a_gradient_are_named() -> None:
     assert check_learns(model.adapter, {n: 0 * g for n, g in gradients.items()}) is None
     for name in [n for n in gradients if ".v_proj.lora_B" in n]:
         gradients[name] = 0 * gradients[name]
-    where = r"of model\.layers\.0\.self_attn\.v_proj, and of those of 1 more, is 0 everywhere"
+    where = r"of model\.layers\.0\.self_attn\.v_proj \(and 1 more\) is 0 everywhere"
     with pytest.raises(ConfigError, match=where):
         check_learns(model.adapter, gradients)
     rows = {n: g for n, g in gradients.items() if "lora" not in n}
@@ -273,7 +275,9 @@ def test_new_tokens_are_learned_and_stay(base: Path, signs: Path, tmp_path: Path
     heard.announce = said.append  # type: ignore[method-assign]
     chosen = Settings(**SMALL | settings, out=tmp_path / "whole")
     whole = Trainer(base, text, chosen, lora=Lora(2), listener=heard).train()
-    expected = "3 new tokens stand 362 times in the text, 1 of them never: '<| make|>'"
+    expected = (
+        "3 new tokens occur 362 times in the training data, 1 of them do not occur: '<| make|>'"
+    )
     assert expected in "\n".join(said)
     stop, chosen = Stop(), dataclasses.replace(chosen, out=tmp_path / "stopped")
     with pytest.raises(Interrupted):
@@ -300,7 +304,7 @@ def test_new_tokens_are_learned_and_stay(base: Path, signs: Path, tmp_path: Path
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"", "is empty; write one token a line"),
+        (b"", "is empty; write one token per line"),
         (b"a\n\nb\n", "line 2 is empty; remove it"),
         (b"one\ntwo\none\n", "line 3 repeats line 1, 'one'; remove one"),
         (b"\xff\xfe", "cannot be read"),

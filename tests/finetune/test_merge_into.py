@@ -175,7 +175,7 @@ def test_from_a_step_on(base: Path, text: Path, tmp_path: Path) -> None:
 
 def test_dropout_and_16_bits(base: Path, text: Path, tmp_path: Path) -> None:
     options: dict[str, Any] = {"merge_into": "nf4", "dtype": "bfloat16"}
-    with pytest.raises(ConfigError, match=r"float32, and bfloat16 does not hold it; give dtype"):
+    with pytest.raises(ConfigError, match=r"float32, which bfloat16 would round; give dtype"):
         trained(base, text, tmp_path / "wide", **options)
     narrow = models.load(base, dtype="bfloat16")
     narrow.save(tmp_path / "base")
@@ -192,7 +192,7 @@ def test_an_adapter_goes_on_through_its_quantizer(base: Path, text: Path, tmp_pa
     again = trained(start, text, tmp_path / "again", **rest)
     assert again.model.adapter.into.kind == "q4_0"
     assert reported(again)[0] == reported(first)[-1]
-    with pytest.raises(ConfigError, match="the adapter is trained through q4_0; leave merge_into"):
+    with pytest.raises(ConfigError, match="the adapter was trained through q4_0; leave merge_into"):
         trained(start, text, tmp_path / "other", merge_into="nf4", **rest)
     plain = trained(base, text, tmp_path / "plain")
     later = trained(plain.files.model, text, tmp_path / "later", merge_into="int8", **rest)
@@ -205,7 +205,7 @@ def test_on_the_command_line(base: Path, text: Path, tmp_path: Path) -> None:
     learn = ("finetune", base, "--text", text, "--lora", 2, "--batch", 2, "--tokens", 16)
     made = command(*learn, "--steps", 2, "--merge-into", "q4_0", "--out", out)
     assert made.exit_code == 0, made.output
-    assert "trained through q4_0: the merged file is the model, the adapter alone is" in (
+    assert "training through the q4_0 quantizer: use the merged file, not the adapter" in (
         " ".join(made.output.split())
     )
     assert f"unsloth-cupy export {out} {out}.gguf --modelfile" in made.output
@@ -213,7 +213,7 @@ def test_on_the_command_line(base: Path, text: Path, tmp_path: Path) -> None:
     written = command("export", out, tmp_path / "m.gguf")
     assert written.exit_code == 0, written.output
     assert "q4_0" in written.output
-    assert "rounding preserves 100.0% of the adapter's update" in written.output
+    assert "rounding preserves 100.0 % of the LoRA update" in written.output
     folder = command(*learn, "--steps", 2, "--merge-into", "nf4", "--out", tmp_path / "nf4")
     assert "unsloth-cupy merge" in folder.output.partition("next:")[2]
     assert ".gguf" not in folder.output.partition("next:")[2]
@@ -230,9 +230,9 @@ def test_on_the_command_line(base: Path, text: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "problem"),
     [
-        ({"merge_from": 3}, "merge_from is of merge_into; give both"),
-        ({"merge_into": "nf4", "merge_from": 4}, "the run has 4 steps, none of which"),
-        ({"merge_into": "nf4", "lora": None}, "merge_into=nf4 is of adapters; add lora"),
+        ({"merge_from": 3}, "merge_from requires merge_into; give both"),
+        ({"merge_into": "nf4", "merge_from": 4}, "the run has only 4 steps, so it would"),
+        ({"merge_into": "nf4", "lora": None}, "merge_into=nf4 requires adapters; add lora"),
         ({"merge_into": "nf4", "dora": True}, "leave dora=True out"),
         ({"merge_into": "nf4", "save_dtype": "bfloat16"}, "leave save_dtype=bfloat16 out"),
         ({"merge_into": "nf4", "merge_from": 2, "keep_best": True}, "leave merge_from=2, keep_be"),
@@ -251,5 +251,5 @@ def test_what_does_not_fit_is_refused(
 def test_ranks_that_divide_weights_are_refused(ranks: str, base: Path) -> None:
     name, number = ranks.split("=")
     settings = Settings(lora=4, merge_into="nf4", **{name: int(number)})
-    with pytest.raises(ConfigError, match=f"ranks would cut the blocks .*; leave {ranks} out"):
+    with pytest.raises(ConfigError, match=f"ranks would split the quant.*; leave {ranks} out"):
         settings.check(base, lines=False)

@@ -327,7 +327,7 @@ def test_lines_of_a_log_file_have_the_speed_and_the_time_left(
     lines = [line for line in capsys.readouterr().err.splitlines() if ": loss " in line]
     assert len(lines) == 4
     assert all(re.search(r", [\d:]+ (s|min|h) left$", line) for line in lines)
-    assert re.search(r", \d+ tokens/s of text, process ", lines[-1])
+    assert re.search(r", \d+ tokens/s, process memory ", lines[-1])
     assert lines[-1].endswith(", 0 s left")
     times = {
         0.4: "0 s", 59.4: "59 s", 59.6: "1:00 min", 60: "1:00 min", 185: "3:05 min",
@@ -427,8 +427,8 @@ def test_what_a_run_says(home: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "training on 5 pairs (" in done.output
     assert "truncated at --tokens 9" in done.output
-    assert "step 0/2: held-out loss 0.693, accuracy 0.000, margin 0.000" in done.output
-    assert "held-out reward chosen" in done.output
+    assert "step 0/2: evaluation loss 0.693, accuracy 0.000, margin 0.000" in done.output
+    assert "evaluation reward chosen" in done.output
     assert "unigram" not in done.output
     shown = run(*words, "--steps", 3, "--json", "--out", tmp_path / "json")
     result = json.loads(shown.stdout)
@@ -547,7 +547,7 @@ def test_numbers_that_are_not_finite_end_the_run(home: Path, tmp_path: Path) -> 
     shutil.copy(home / "model-0.9" / "tokenizer.json", tmp_path / "broken")
     broken = tmp_path / "broken"
     for method in ("dpo", "kto"):
-        said = r"line \d of the data: the log-probability of a token is nan by the reference model"
+        said = r"line \d of the data: the log-probability of a token of the reference model is nan"
         with pytest.raises(ConfigError, match=said):
             trainer(home, tmp_path / method, method=method, reference=broken).train()
     for method in ("reward", "cpo", "embed"):
@@ -566,11 +566,11 @@ def test_data_are_read_for_their_method(home: Path, tmp_path: Path) -> None:
         ConfigError, match=r"read for the method dpo; read it by read_data\(..., me"
     ):
         Trainer(home / "model-1.0", pairs, Settings(method="kto"))
-    with pytest.raises(ConfigError, match="method=dpo learns from lines; give text, a file of pai"):
+    with pytest.raises(ConfigError, match="method=dpo needs rows; give text, a file of pai"):
         Trainer(home / "model-1.0", None, Settings(method="dpo"))
     with pytest.raises(ConfigError, match="method=dpo is for an existing model; name its model"):
         Trainer(None, pairs, Settings(method="dpo"))
-    with pytest.raises(ConfigError, match="method=dpo has a loss of its own"):
+    with pytest.raises(ConfigError, match="method=dpo has its own loss"):
         Trainer(home / "model-1.0", pairs, Settings(method="dpo"), objective=lambda model: 0)
     with pytest.raises(ConfigError, match="method='dop'"):
         read_data(home / "pairs.jsonl", method="dop")
@@ -687,7 +687,7 @@ def stored(home: Path) -> Path:
     words = ("--data", home / "texts.jsonl", "--tokens", 20, "--top-k", 256)
     done = run("teach", home / "model-0.9", *words, "--out", folder)
     assert done.exit_code == 0, done.output
-    assert "what is kept of them has 100.00% of the probability" in done.output
+    assert "stored tokens cover 100.00% of the probability" in done.output
     return folder
 
 

@@ -140,7 +140,7 @@ def test_the_model_of_a_run_is_trained_further_by_its_own_tokenizer(
 
 
 REFUSED: dict[str, tuple[Callable[[Path], Any], dict[str, Any], str]] = {
-    "device": (load, {"device": "cuda"}, "and the model is on cpu; load it with mode"),
+    "device": (load, {"device": "cuda"}, "but the model is on cpu; load it with mode"),
     "sizes": (load, {"layers": 2}, "describe a new model"),
     "quantized": (lambda f: load(f, quantize="nf4"), {}, "is quantized, which freezes the weights"),
     "twice": (

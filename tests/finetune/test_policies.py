@@ -648,13 +648,13 @@ def test_what_a_run_says(home: Path, tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     assert "sampling answers to 5 prompts, rewarded by ends" in done.output
     assert "each pass samples 4 answers of at most 3 tokens (KV cache:" in done.output
-    assert re.search(r"step 1/1: held-out loss -\S+, reward \S+, length \d.\d", done.output)
-    assert "held-out reward" in done.output
+    assert re.search(r"step 1/1: evaluation loss -\S+, reward \S+, length \d.\d", done.output)
+    assert "evaluation reward" in done.output
     assert_one_clear_error(run(*words, "--out", tmp_path / "none"), "--method grpo needs a reward")
     measured = ("evaluate", tmp_path / "run", "--data", tmp_path / "chats.jsonl")
     assert_one_clear_error(run(*measured, "--method", "grpo"), "it needs rewards; finetune meas")
     shown = run("data", home / "prompts.jsonl", "--method", "grpo", "--model", home / "model")
-    assert "5 prompts to train on, 1 held out" in shown.output
+    assert "5 prompts for training, 1 for evaluation" in shown.output
     assert "learned" not in shown.output
     planned = run("plan", home / "model", "--method", "grpo", "--samples", 4, "--tokens", 20)
     assert "grpo of prompts" in planned.output

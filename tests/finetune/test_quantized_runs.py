@@ -58,7 +58,7 @@ def test_adapters_on_quantized_weights(kind: str, base: tuple[Path, Path], tmp_p
     assert more.exit_code == 0, more.output
     assert lines(out)[-1]["step"] == 12
     other = run(*command[:2], *options, "--out", out, "--steps", 12)
-    assert f"that are not given now: quantize {kind}" in other.output
+    assert f"taken from the earlier run: quantize {kind}" in other.output
     assert "is finished" in other.output
     for also in ((), ("--quantize", kind)):
         said = run("generate", out, "the", "--max-new-tokens", 3, *also)

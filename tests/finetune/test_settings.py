@@ -154,8 +154,8 @@ def test_a_run_with_names_of_before_goes_on(tmp_path: Path) -> None:
     command = ("finetune", "--text", text, "--out", tmp_path / "run", *sizes)
     old = run(*command, "--checkpoint-every", 2, "--patience", 9, "--threshold=0.1")
     assert old.exit_code == 0, old.output
-    assert old.stderr.count("--checkpoint-every is named --recompute-every now") == 1
-    assert old.stderr.count("--threshold is named --min-delta now") == 1
+    assert old.stderr.count("--checkpoint-every is now named --recompute-every") == 1
+    assert old.stderr.count("--threshold is now named --min-delta") == 1
     path = tmp_path / "run" / "settings.json"
     values = json.loads(path.read_text())
     values["checkpoint_every"] = values.pop("recompute_every")

@@ -101,7 +101,7 @@ def test_a_terminal_shows_a_bar(
     monkeypatch.setattr(sys, "stderr", screen)
     train(data, tmp_path / "run")
     assert re.search(r"2/2 \[.*loss \d\.\d{3}", screen.getvalue().rpartition("\r")[2])
-    assert "step 2/2: held-out loss" in screen.getvalue()
+    assert "step 2/2: evaluation loss" in screen.getvalue()
 
 
 @pytest.mark.usefixtures("printing", "notebook")
@@ -112,7 +112,7 @@ def test_a_notebook_shows_all_in_one_place(
     actual = capsys.readouterr()
     assert actual.err == ""
     assert re.search(r"2/2 \[.*loss \d\.\d{3}", actual.out)
-    for said in ("step 2/2: held-out loss", "loss curve", "sampled text", "next:"):
+    for said in ("step 2/2: evaluation loss", "loss curve", "sample: ", "next:"):
         assert said in actual.out
 
 
@@ -144,9 +144,9 @@ def test_a_run_says_what_it_is_and_what_may_follow(data: Path, tmp_path: Path) -
     assert best is not None
     held_out = [line["held_out_loss"] for line in run.files.lines() if "held_out_loss" in line]
     for part in (
-        f"Run {run.name}\n", str(run.folder), "2, finished", f"best step      {best['step']}, held",
-        f"training loss  {run.losses[0]:.4g} -> {run.losses[-1]:.4g}\n",
-        f"held-out loss  {held_out[0]:.4g} -> {held_out[-1]:.4g}\n", "run.model.generate_text(",
+        f"Run {run.name}\n", str(run.folder), "2, finished", f"best step        {best['step']} (",
+        f"training loss    {run.losses[0]:.4g} -> {run.losses[-1]:.4g}\n",
+        f"evaluation loss  {held_out[0]:.4g} -> {held_out[-1]:.4g}\n", "run.model.generate_text(",
         "models.export_gguf(",
     ):  # fmt: skip
         assert part in text
@@ -154,7 +154,7 @@ def test_a_run_says_what_it_is_and_what_may_follow(data: Path, tmp_path: Path) -
     assert repr(train(data, tmp_path / "run")) == text, "of a finished run"
     assert "none, not finished" in seen["prepared"]
     assert "2, not finished" in seen["ended"]
-    assert "Trainer(...).train() with the same arguments goes on" in seen["ended"]
+    assert "Trainer(...).train() with the same arguments resumes it" in seen["ended"]
     assert all(map(fits, (text, *seen.values())))
     adapted = Trainer(
         run.folder, data, Settings(steps=1, tokens=32, out=tmp_path / "adapted"), lora=Lora(2)

@@ -69,7 +69,7 @@ def test_a_broken_weight_is_named(
     options = (tmp_path, "--text", text, "--steps", 2, "--batch", 2, "--tokens", 16)
     if every == 9:  # as if nothing were held out
         monkeypatch.setattr(Loop, "_evaluate", lambda *_: None)
-    where = "after step 0: held-out batch 0" if every == 1 else "step 1: batch 0 (rows from tokens"
+    where = "step 1: batch 0 (rows from tokens" if every > 1 else "after step 0: evaluation batch"
     result = stopped(*options, "--out", tmp_path / "run", "--find-nan")
     assert_one_clear_error(
         result, where, f"linear at {name} returned the first value that is not finite: y (2, 16, ",
@@ -77,7 +77,7 @@ def test_a_broken_weight_is_named(
     )  # fmt: skip
     result = stopped(*options, "--out", tmp_path / "run")
     assert_one_clear_error(
-        result, where.partition(":")[0], "loss is nan", "--find-nan names the layer"
+        result, where.partition(":")[0], "loss is nan", "--find-nan reports the layer"
     )
 
 
@@ -102,13 +102,13 @@ def test_the_last_good_state_is_kept(
         explode(patch, 4)
         result = stopped(*command)
     good = folder / "checkpoint-00000003"
-    assert_one_clear_error(result, "step 5: ", f"the last good state is {good}")
+    assert_one_clear_error(result, "step 5: ", f"the last good checkpoint is {good}")
     assert ("batch 8 (" if "--accumulate" in more else "batch 4 (") in result.stderr or not more
     actual = [path.name for path in RunFolder(folder).checkpoints()]
     assert actual == ["checkpoint-00000003", "checkpoint-00000004"]
     assert all(np.isfinite(a).all() for a in load_file(good / "model.safetensors").values())
     again = stopped(*command)  # from the newest: it says the same, and keeps the same
-    assert_one_clear_error(again, "step 5: ", f"the last good state is {good}")
+    assert_one_clear_error(again, "step 5: ", f"the last good checkpoint is {good}")
     rest = ("--steps", 2, "--batch", 2, "--tokens", 16, "--lr", 0.001)
     assert stopped(good, "--text", text, "--out", tmp_path / "new", *rest).exit_code == 0
 

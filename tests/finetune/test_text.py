@@ -422,7 +422,7 @@ def test_a_user_without_home_and_name_trains(closed: str, tmp_path: Path) -> Non
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert "held-out loss" in done.stdout
+    assert "evaluation loss" in done.stdout
     place = tmp_path / f"unsloth_cupy-{os.geteuid()}"
     assert closed or f"using {place} instead" in done.stderr
     assert [file.suffix for file in place.glob("*.*")] == [".uint16"]  # beside CuPy's folder

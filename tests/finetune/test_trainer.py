@@ -113,9 +113,9 @@ def test_a_run_needs_no_click(quiet: bool, text: Path, tmp_path: Path) -> None:
     if quiet:
         assert (done.stdout, done.stderr) == ("1 4\n", "")
     else:
-        assert "step 2/2: held-out loss" in done.stderr
-        assert "/run are not drawn: " in done.stderr
-        assert f"  folder         {tmp_path / 'run'}\n" in done.stdout
+        assert "step 2/2: evaluation loss" in done.stderr
+        assert "could not draw the plots in " in done.stderr
+        assert f"  folder           {tmp_path / 'run'}\n" in done.stdout
 
 
 def test_a_listener_hears_the_lines_of_the_log(text: Path, tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_a_listener_hears_the_lines_of_the_log(text: Path, tmp_path: Path) -> No
     assert ("prepared", "small-llama-sums") in heard.events
     assert ("began", 0, 3) in heard.events
     assert heard.events[0] == ("announce", "training on the CPU, float32")
-    assert heard.events[1][1].endswith(f" held out; {result.folder}")
+    assert heard.events[1][1].endswith(f" for evaluation; output: {result.folder}")
     assert [line for kind, line in heard.events[4:-2]] == result.files.lines()
     assert heard.events[-2:] == [("ended", False), ("finished", True)]
     announce("nobody hears this")
@@ -160,7 +160,7 @@ def test_norms_biases_and_embeddings_do_not_decay(text: Path, tmp_path: Path) ->
         free = "norm" in name or "embed" in name
         assert (size > 1.01 * sizes[True][name]) == free, name
     said = [words for kind, words in (e[:2] for e in heard.events) if kind == "announce"]
-    assert re.search(r"of which [\d,]+ in norms, biases and embeddings do not decay", said[1])
+    assert re.search(r"no weight decay for [\d.]+[kM]? in norms, biases and embeddings", said[1])
     assert not any("decay" in words for words in said[2:])
 
 
@@ -360,7 +360,7 @@ def test_a_value_out_of_range_names_its_field(settings: dict[str, Any], said: st
 @pytest.mark.parametrize(
     ("settings", "in_library", "in_command"),
     [
-        ({"steps": 2, "epochs": 1.0}, "steps and epochs both say", "--steps and --epochs both say"),
+        ({"steps": 2, "epochs": 1.0}, "steps and epochs both set", "--steps and --epochs both set"),
         (
             {"lora": 4},
             "lora is for an existing model; name its model",
@@ -368,16 +368,16 @@ def test_a_value_out_of_range_names_its_field(settings: dict[str, Any], said: st
         ),
         (
             {"chunks": 2},
-            "chunks=2 is not for a stage that is whole; give pipeline_schedule=interleaved too",
-            "--chunks 2 is not for a stage that is whole; give --pipeline-schedule interleaved too",
+            "chunks=2 needs the interleaved schedule; give pipeline_schedule=interleaved too",
+            "--chunks 2 needs the interleaved schedule; give --pipeline-schedule interleaved too",
         ),
         ({"hidden": 33}, "hidden=33 is odd", "--hidden 33 is odd"),
         ({"tokens": 90_000}, "or a smaller tokens", "or a smaller --tokens"),
         ({"pack": False}, "pack=True and pack=False are for", "--pack and --no-pack are for"),
         (
             {"limit_memory": 1000},
-            "limit_memory 1000 B: a step holds",
-            "--limit-memory 1000 B: a step holds",
+            "limit_memory 1000 B: a step needs",
+            "--limit-memory 1000 B: a step needs",
         ),
         (
             {"limit_memory": 1000, "batch": 64},

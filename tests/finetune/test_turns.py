@@ -348,7 +348,7 @@ def test_a_modelfile_says_why_it_has_no_template(tmp_path: Path) -> None:
 
 def test_a_broken_template_is_a_note(tmp_path: Path) -> None:
     result, values = exported(tmp_path, "{% for %}", "--modelfile")
-    assert "note: what ends an answer is not known: " in result.output
+    assert "note: the end token of answers is unknown: " in result.output
     assert values[KEY + "eos_token_id"] == 2
     assert len((tmp_path / "m.Modelfile").read_text().splitlines()) == 2
 

@@ -443,8 +443,8 @@ def test_what_a_file_keeps_of_an_adapter(kind: str, folder: bool, tmp_path: Path
         share = ((after[name] - before[name]) * change).sum() / (change**2).sum()
         assert report.kept.layers[name] == pytest.approx(share, abs=1e-4)
     assert (report.kept.share < 0.1) == (kind == "q4_0")
-    assert any("q4_0 loses the rest" in note for note in report.notes) == (kind == "q4_0")
-    assert f"rounding preserves {report.kept.share:.1%} of the adapter's update" in str(report)
+    assert any("q4_0 rounds the rest away" in note for note in report.notes) == (kind == "q4_0")
+    assert f"rounding preserves {100 * report.kept.share:.1f} % of the LoRA update" in str(report)
 
 
 def test_commands_take_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

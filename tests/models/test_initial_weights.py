@@ -209,5 +209,7 @@ def test_what_has_no_such_beginning(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "base", byte_level(model.config.vocab))
     (tmp_path / "text.txt").write_text("the theory in the end is that the inn is thin. " * 60)
     settings = Settings(steps=1, tokens=16, out=tmp_path / "run")
-    with pytest.raises(ConfigError, match="save_adapter makes it a plain one of twice the rank"):
+    with pytest.raises(
+        ConfigError, match="save it with save_adapter as a plain adapter of twice the"
+    ):
         Trainer(model, tmp_path / "text.txt", settings).train()

@@ -322,5 +322,5 @@ def test_a_merge_warns_if_less_than_nine_tenths_are_kept(share: float) -> None:
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         kept.warn("merge", "q4_0", "a cure")
-    expected = "merge: rounding preserves 89.0% of the adapter's update"
+    expected = "merge: rounding preserves 89.0 % of the LoRA update"
     assert [str(each.message).startswith(expected) for each in seen] == [True] * (share < 0.9)

@@ -192,7 +192,7 @@ def test_what_is_kept_of_a_change(kind: str, size: float) -> None:
     assert kept.layers == pytest.approx({n: parts[n] / sizes[n] for n in parts}, rel=1e-4, abs=2e-5)
     share = sum(parts.values()) / sum(sizes.values())
     assert kept.share == pytest.approx(share, rel=1e-4, abs=2e-5)
-    assert f"preserves {share:.1%} of the adapter's update (worst: model.layers." in str(kept)
+    assert f"preserves {100 * share:.1f} % of the LoRA update (worst: model.layers." in str(kept)
 
 
 def test_what_sixteen_bits_keep(tmp_path: Path) -> None:

@@ -183,11 +183,14 @@ def test_ranks_say_which_adapters_learn(axes: dict[str, int], tmp_path: Path) ->
         model.add_adapter(2, seed=1)
         executor, division = Executor(ranks, model), model.division
         own = {n: division.own(n, every[n]) for n in model.trainable}
-        assert executor.learns(model.adapter, {n: 0 * array for n, array in own.items()}) is None
-        assert executor.learns(model.adapter, own) == expected
+        assert (
+            executor.adapter_report(model.adapter, {n: 0 * array for n, array in own.items()})
+            is None
+        )
+        assert executor.adapter_report(model.adapter, own) == expected
         if still in own:
             own[still] = 0 * own[still]
         with pytest.raises(ConfigError, match=r"self_attn\.q_proj is 0 everywhere"):
-            executor.learns(model.adapter, own)
+            executor.adapter_report(model.adapter, own)
 
     by_threads(math.prod(axes.values()), work)

@@ -379,7 +379,7 @@ def test_what_ranks_of_experts_refuse() -> None:
     with pytest.raises(ConfigError, match="4 experts are not enough for 5 ranks; use at most 4"):
         create(mixture, seed=0, experts=comm)
     check_options(1, 1, 1, None, None, None, 1, 2)
-    with pytest.raises(ConfigError, match=r"zero=3 is not for .*: .* whole; use zero=1"):
+    with pytest.raises(ConfigError, match=r"zero=3 does not support .*: .* experts; use zero=1"):
         check_options(1, 1, 3, None, None, None, 1, 2)
     with pytest.raises(ConfigError, match="its steps need whole stacks of experts"):
         Settings(optimizer="adafactor", expert_parallel=2)

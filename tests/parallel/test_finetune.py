@@ -46,7 +46,7 @@ OWN = (
 )  # with a run of one rank
 REFUSED = {  # before ranks have met, and after
     "--pipeline-schedule zigzag": "Invalid value for '--pipeline-schedule'",
-    "--epochs 2": "--steps and --epochs both say when to end",
+    "--epochs 2": "--steps and --epochs both set the length of the run",
     "--tensor-parallel 3": "--tensor-parallel 3 --pipeline-parallel 1",
 }
 
@@ -133,7 +133,7 @@ def test_two_ranks_that_meet_by_sockets(text: Path, tmp_path: Path) -> None:
     fine, _, rest = ended[0].said.partition("Usage: ")
     for said in REFUSED.values():
         assert rest.count(f"Error: {said}") == 1, rest
-    assert "held-out loss" in fine
+    assert "evaluation loss" in fine
     *both, _ = re.split(r"8 tokens in .*\n", fine)
     expected = invoke(*words, "7 and").output.split("8 tokens in")[0]
     assert [each.endswith(expected) for each in both] == [True, True], (both, expected)
@@ -214,20 +214,20 @@ def whole_after_two(text: Path, out: Path) -> None:
 def test_a_grid_that_does_not_fit_is_refused(text: Path, tmp_path: Path) -> None:
     done = invoke(*asked(text, tmp_path / "run", "--tensor-parallel", "2"))
     assert done.exit_code == 1
-    assert "is not a grid of 1 ranks; start it with mpiexec -n 2" in done.output
+    assert "is not a grid of 1 ranks; start the run with mpiexec -n 2" in done.output
     assert not (tmp_path / "run").exists()
     done = invoke(*asked(text, tmp_path / "run", "--zero", "1"))
-    assert "--zero 1 is not for one data rank; start more ranks" in done.output
+    assert "--zero 1 needs several data ranks; start more ranks" in done.output
     done = invoke(*asked(text, tmp_path / "run", "--pipeline-schedule", "interleaved"))
     assert (
-        "--pipeline-schedule interleaved is not for one stage; give --pipeline-parallel"
+        "--pipeline-schedule interleaved needs several stages; give --pipeline-parallel"
         in done.output
     )
     done = invoke(*asked(text, tmp_path / "run", "--context-attention", "ulysses"))
-    assert "is not for tokens that are whole; give --context-parallel 2" in done.output
+    assert "needs several context ranks; give --context-parallel 2" in done.output
     done = invoke(*asked(text, tmp_path / "run", "--chunks", "3"))
     assert (
-        "--chunks 3 is not for a stage that is whole; give --pipeline-schedule inter" in done.output
+        "--chunks 3 needs the interleaved schedule; give --pipeline-schedule inter" in done.output
     )
 
 
@@ -250,10 +250,10 @@ def test_rows_are_divided_at_the_ends_of_texts() -> None:
 def test_what_ranks_do_not_do_is_refused() -> None:
     fine: dict[str, Any] = {"limited": False, "offload": False, "find_nan": False}
     two_of(0).check(2, 1, **fine)
-    with pytest.raises(ConfigError, match="batch=1 is not enough for 2 ranks"):
+    with pytest.raises(ConfigError, match="batch=1 is too small for 2 ranks"):
         two_of(0).check(1, 1, **fine)
     two_of(0).check(1, 1, **fine, packed=True)
-    with pytest.raises(ConfigError, match="limit_memory is not for"):
+    with pytest.raises(ConfigError, match="limit_memory is not supported on"):
         two_of(0).check(2, 1, **fine | {"limited": True})
     ranks = two_of(0)
     ranks.schedule, ranks.groups = "interleaved", ranks.groups._replace(pipeline=ranks.groups.data)
@@ -261,10 +261,12 @@ def test_what_ranks_do_not_do_is_refused() -> None:
         ranks.check(2, 3, **fine)
     ranks = two_of(0)
     ranks.zero = 3
-    with pytest.raises(ConfigError, match="zero=3 is not for find_nan"):
+    with pytest.raises(ConfigError, match="zero=3 does not support find_nan"):
         ranks.check(2, 1, **fine | {"find_nan": True})
     ranks.groups = ranks.groups._replace(pipeline=ranks.groups.data)
-    with pytest.raises(ConfigError, match="zero=3 is not for pipeline_parallel: the weights"):
+    with pytest.raises(
+        ConfigError, match="zero=3 does not support pipeline_parallel: each microbatch"
+    ):
         ranks.check(2, 1, **fine)
 
 

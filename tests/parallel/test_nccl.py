@@ -270,8 +270,8 @@ def test_two_gpus_exchange_what_numpy_says() -> None:
     [
         ([["0:1:0", "0:2:0"], ["0:1:0", "0:2:0"]], "9.0", "cuda"),
         ([["0:1:0"], ["0:2:0"]], "9.0", "cuda"),  # each sees its own alone
-        ([["0:1:0"], ["0:1:0"]], "9.0", "2 ranks have 1 of them; start one rank for each GPU"),
-        ([["0:1:0"], []], "9.0", "2 ranks have 1 of them"),
+        ([["0:1:0"], ["0:1:0"]], "9.0", "2 ranks have 1 GPU; start one rank per GPU"),
+        ([["0:1:0"], []], "9.0", "2 ranks have 1 GPU"),
         ([[], []], "9.0", ""),
         ([["0:1:0", "0:2:0"], ["0:1:0", "0:2:0"]], "7.5", "kernels need sm_80"),
     ],

@@ -216,7 +216,7 @@ def test_the_command_prints_and_draws(tmp_path: Path) -> None:
     command[-2:] = ["--lora", "4", "--quantize", "int8"]
     command += ["--pipeline-parallel", "2", "--pipeline-schedule", "interleaved"]
     done = click.testing.CliRunner().invoke(group, [*command, "--accumulate", "5"])
-    assert "as interleaved asks; give --accumulate 6" in done.output, done.output
+    assert "as interleaved requires; give --accumulate 6" in done.output, done.output
     done = click.testing.CliRunner().invoke(group, [*command, "--chunks", "3"])
     assert "4 layers are not enough for 2 stages of 3 chunks each" in done.output, done.output
     done = click.testing.CliRunner().invoke(group, command)
@@ -224,8 +224,8 @@ def test_the_command_prints_and_draws(tmp_path: Path) -> None:
     assert "lora 4, quantized to int8, interleaved" in " ".join(done.output.split()), done.output
     done = click.testing.CliRunner().invoke(group, [*command, "--pipeline-parallel", "1"])
     assert (
-        "--pipeline-schedule interleaved is not for one stage; give --pipeline-parallel 2"
+        "--pipeline-schedule interleaved needs several stages; give --pipeline-parallel 2"
         in done.output
     )
     done = click.testing.CliRunner().invoke(group, [*command, "--optimizer", "none"])
-    assert "leave --optimizer out" in done.output
+    assert "leave --optimizer none out" in done.output

@@ -277,7 +277,7 @@ def test_nothing_to_update_is_a_step_too() -> None:
 
 
 def test_averages_of_float64_are_not_coded() -> None:
-    with pytest.raises(DTypeError, match="w is float64; 8-bit averages need"):
+    with pytest.raises(DTypeError, match="w is float64; 8-bit moments need"):
         AdamW({"w": draw(5000, np.float64)}, state_bits=8)
 
 
@@ -545,7 +545,7 @@ def test_a_state_keeps_the_rates_of_groups() -> None:
 
 def test_groups_that_make_no_sense() -> None:
     for groups, words in (
-        ([{"names": "c"}], "no parameter is named 'c'; names are as a.weight"),
+        ([{"names": "c"}], "no parameter is named 'c'; names look like a.weight"),
         ([{"names": "a*"}, {"names": "*.bias"}], "a.bias is in another group too"),
         ([{"names": ["a.bias"], "lr": -1}], "lr=-1; pass a finite number"),
         ([{"names": ["a.bias"], "weight_decay": np.nan}], "weight_decay=nan"),

@@ -174,7 +174,7 @@ def test_bad_gradients_raise_before_anything_changes(kind: Any) -> None:
 
 def test_muon_takes_matrices_alone() -> None:
     for shape in ((3,), (2, 3, 4), ()):
-        with pytest.raises(ConfigError, match=r"Muon: b has shape .*; pass matrices alone"):
+        with pytest.raises(ConfigError, match=r"Muon: b has shape .*; pass only matrices"):
             Muon({"w": draw((3, 4)), "b": draw(shape)})
 
 
@@ -192,7 +192,7 @@ def test_muon_takes_matrices_alone() -> None:
         (Adafactor, {"eps": (None, None)}, "pass two numbers, 0 or more"),
         (Adafactor, {"eps": (-1, 1e-3)}, "pass two numbers, 0 or more"),
         (Lion, {"betas": (0.9, 1.0)}, "each from 0 to below 1"),
-        (ScheduleFreeAdamW, {"betas": (0, 0.9)}, "the first is the share of the average, above 0"),
+        (ScheduleFreeAdamW, {"betas": (0, 0.9)}, "pass a first one above 0"),
         (ScheduleFreeAdamW, {"warmup": -1}, "warmup=-1; pass a whole number, 0 or more"),
     ],
     ids=str,

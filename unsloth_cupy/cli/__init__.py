@@ -9,10 +9,10 @@ from .missing import missing
 
 
 def main() -> None:
-    """Run the command line, or say in one line what to install for it."""
+    """Run the command line; if a package is missing, exit with a message that names it."""
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
-        if getattr(sys, name) is None:  # it is closed, and the next file would get its number
-            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 -- for ever
+        if getattr(sys, name) is None:  # closed: the next opened file would get its number
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115 -- never closed
     try:
         from .commands import group
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""``unsloth-cupy bench``: the time of every op, compared with the copy bandwidth and with peers."""
+"""``unsloth-cupy bench``: times ops, and compares them with copy bandwidth and other libraries."""
 
 import datetime
 import json
@@ -36,11 +36,13 @@ SHAPED = {"attention", "attention_forward", "attention_backward"}
 @click.command()
 @click.argument("names", nargs=-1, metavar="[OP]...")
 @click.option(
-    "--peers", is_flag=True, help="Time torch too; on a GPU also torch.compile and Liger."
+    "--peers", is_flag=True, help="Also time torch, and on a GPU torch.compile and Liger."
 )
-@click.option("--plot", type=NewPicture(), metavar="PATH", help="Draw the times: PNG, PDF, SVG.")
 @click.option(
-    "--json", "numbers", type=NewFile(), metavar="PATH", help="Write the numbers as JSON."
+    "--plot", type=NewPicture(), metavar="PATH", help="Draw the times to a PNG, PDF or SVG file."
+)
+@click.option(
+    "--json", "numbers", type=NewFile(), metavar="PATH", help="Write the results to a JSON file."
 )
 @click.option("--write", type=FILE, metavar="PATH", help="Update the table of docs/performance.md.")
 def bench(
@@ -52,9 +54,9 @@ def bench(
 ) -> None:
     """Time ops on this machine, forward and backward, in every dtype.
 
-    OP is an op; attention is also timed at known shapes and at a grid of lengths.  Without OP all
-    ops are timed: on a GPU those that have a kernel, with device events; without a GPU the NumPy
-    definitions, as wall time on the CPU.  Files are rewritten after each op.
+    Without OP, all ops are timed. On a GPU, device events time the ops that have a kernel; without
+    a GPU, the NumPy definitions are timed as wall time on the CPU. attention is also timed at
+    shapes of known models and at a grid of lengths. Files are rewritten after each op.
     """
     from rich.markup import escape
 
@@ -67,7 +69,7 @@ def bench(
         _check_torch(gpu is not None)
     console = machine.console()
     if gpu is None:
-        line = f"No GPU was found ({reason}): these are times of NumPy definitions on the CPU."
+        line = f"No GPU was found ({reason}): timing NumPy definitions on the CPU."
     else:
         ops, gpu, line = _kernels(ops, gpu, names)
     for text in (line, *composed(names)):
@@ -109,17 +111,20 @@ def bench(
 def _kernels(
     ops: list[Op[..., Any]], gpu: str, names: Sequence[str]
 ) -> tuple[list[Op[..., Any]], str | None, str]:
-    """Return the ops to time, the GPU or None, and a line that says so; ops with kernels if any."""
+    """Return the ops to time, the GPU (None: time on the CPU), and a line that announces them.
+
+    If some ops have kernels, the ops without kernels are skipped.
+    """
     kernels = [each for each in ops if launches(each)]
     skipped = ", ".join(each.__name__ for each in ops if each not in kernels)
     if not kernels:
-        line = f"No kernel for {', '.join(names)}: these are times of NumPy definitions on the CPU."
+        line = f"No kernel for {', '.join(names)}: timing NumPy definitions on the CPU."
         return ops, None, line
-    line = f"Kernels on {gpu}, by device events."
+    line = f"Timing kernels on {gpu} with device events."
     return (
         kernels,
         gpu,
-        f"{line} Skipped, without a kernel: {skipped}." if names and skipped else line,
+        f"{line} Skipped (no kernel): {skipped}." if names and skipped else line,
     )
 
 
@@ -166,10 +171,10 @@ def _machine(gpu: str | None) -> dict[str, Any]:
 def commit() -> str | None:
     """Return the commit of the checkout, with "-dirty" if files differ from it; else None.
 
-    In a copy without its history, ``UNSLOTH_CUPY_COMMIT`` says it.
+    The environment variable ``UNSLOTH_CUPY_COMMIT`` overrides it, for a copy without history.
     """
-    if named := os.environ.get("UNSLOTH_CUPY_COMMIT"):
-        return named
+    if commit_name := os.environ.get("UNSLOTH_CUPY_COMMIT"):
+        return commit_name
     command = ["git", "describe", "--always", "--dirty", "--abbrev=9", "--exclude", "*"]
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():

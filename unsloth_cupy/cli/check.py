@@ -1,4 +1,4 @@
-"""``unsloth-cupy check``: the error of every op relative to float64, on this machine."""
+"""``unsloth-cupy check``: compares ops with their float64 definitions on this machine."""
 
 import click
 
@@ -14,15 +14,15 @@ from .progress import progress
 @click.argument("names", nargs=-1, metavar="[OP]...")
 @click.pass_context
 def check(ctx: click.Context, names: tuple[str, ...]) -> None:
-    """Compare ops with their definitions in float64, on this machine.
+    """Compare ops with their NumPy definitions in float64, on this machine.
 
-    Without OP all ops are compared, forward and backward, on random inputs in float16, bfloat16
+    Without OP, all ops are compared, forward and backward, on random inputs in float16, bfloat16
     and float32. The exit status is 1 if an error is larger than
     2 * max|plain - exact| + 4 * eps * max|exact|.
 
-    exact is the definition in float64. Where a kernel runs on a GPU, plain is the definition in
-    the dtype of the row. Where the definition itself is checked, it computes in float32, and
-    plain is the definition in float64 of inputs that are off by 4 eps of float32.
+    exact is the definition in float64. For a kernel on a GPU, plain is the definition in the dtype
+    of the row. Where the definition itself is checked, it computes in float32, and plain is the
+    definition in float64 with inputs that are off by 4 eps of float32.
     """
     from rich.markup import escape
     from rich.table import Table
@@ -31,9 +31,9 @@ def check(ctx: click.Context, names: tuple[str, ...]) -> None:
     gpus, reason = machine.gpus()
     console = machine.console()
     if gpus:
-        line = f"Kernels run on {gpus[0].name}; ops without one run their NumPy definition."
+        line = f"Checking kernels on {gpus[0].name}; ops without a kernel run their definition."
     else:
-        line = f"No GPU was found ({reason}): the NumPy definitions are checked instead."
+        line = f"No GPU was found ({reason}): checking the NumPy definitions instead."
     for text in (line, *composed(names)):
         console.print(escape(text))
     gpu = gpus[0].name if gpus else None

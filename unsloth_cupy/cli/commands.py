@@ -1,4 +1,4 @@
-"""The group of all commands, and the messages with which errors end a command."""
+"""The group of all commands, and their error messages."""
 
 import difflib
 import os
@@ -36,7 +36,7 @@ from .teach import teach
 
 @contextmanager
 def _printable() -> Iterator[None]:
-    """Escape control characters in click's messages, which repeat words of the command."""
+    """Escape control characters in click's messages, which repeat words of the command line."""
     try:
         yield
     except click.ClickException as error:
@@ -45,7 +45,7 @@ def _printable() -> Iterator[None]:
 
 
 def suggest(error: click.NoSuchOption) -> None:
-    """Name the option of the command that others call so, before those of similar letters."""
+    """Suggest the option that has this name in other libraries, else similar spellings."""
     own = OTHER_NAMES.get(error.option_name.lstrip("-").replace("-", "_").lower(), ())
     command = None if error.ctx is None else error.ctx.command
     known = {flag for each in (command.params if command else ()) for flag in each.opts}
@@ -56,7 +56,7 @@ def suggest(error: click.NoSuchOption) -> None:
 
 
 def current_flags(command: click.Command, words: Sequence[str]) -> list[str]:
-    """Return the words behind a command with the present names of options that were renamed."""
+    """Return the arguments of a command, with renamed options under their present names."""
     known = {flag for each in command.params for flag in each.opts}
     end = words.index("--") if "--" in words else len(words)
     result = [*words]
@@ -64,28 +64,28 @@ def current_flags(command: click.Command, words: Sequence[str]) -> list[str]:
         old, *value = word.split("=", 1)
         new = as_flags({RENAMED.get(old[2:].replace("-", "_"), ""): None})
         if new in known and old not in known:
-            echo(f"{old} is named {new} now", err=True)
+            echo(f"{old} is now named {new}", err=True)
             result[number] = "=".join([new, *value])
     return result
 
 
 class Commands(click.Group):
-    """Commands that end with one message, its cure and the exit status 1 if an error is raised."""
+    """The group of commands; an error ends a command with one message and the exit status 1."""
 
     @_printable()
     def make_context(self, *args: Any, **options: Any) -> click.Context:
-        """Parse the words before the command."""
+        """Parse the arguments before the command."""
         return super().make_context(*args, **options)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Return the command and the words behind it, in which old names of options are new."""
+        """Return the command and its arguments, with renamed options under their present names."""
         word = args[0].replace("_", "-").lower()
         near = difflib.get_close_matches(word, self.commands, 1)
         own = OTHER_COMMANDS.get(word) or next(iter(near), None)
         if args[0] not in self.commands and own:
-            ctx.fail(f"No such command {args[0]!r}; {ctx.command_path} {own} does that.")
+            ctx.fail(f"No such command {args[0]!r}; use {ctx.command_path} {own}.")
         name, command, words = super().resolve_command(ctx, args)
         return name, command, words if command is None else current_flags(command, words)
 

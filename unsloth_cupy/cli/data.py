@@ -1,4 +1,4 @@
-"""``unsloth-cupy data``: what training data hold, and what of them is learned."""
+"""``unsloth-cupy data``: shows training data: counts, lengths, target tokens, examples."""
 
 import json
 from pathlib import Path
@@ -19,9 +19,14 @@ BAR = 40  # characters of the longest bar
 
 @click.command(cls=Grouped)
 @click.argument("data", metavar="PATH...", nargs=-1, required=True)
-@option("--model", FILE, "Folder of a model: count its tokens, use its chat template.")
+@option("--model", FILE, "Folder of a model, to count tokens and apply its chat template.")
 @ignore_option
-@option("--method", click.Choice([*METHODS]), "For which rows are: of dpo pairs, ...", "sft")
+@option(
+    "--method",
+    click.Choice([*METHODS]),
+    "Method that the data are for; dpo, for example, reads pairs.",
+    "sft",
+)
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")
 def data(
     data: tuple[str, ...],
@@ -30,9 +35,9 @@ def data(
     method: str,
     as_json: bool,
 ) -> None:
-    """Show what training data hold, and what of them is learned.
+    """Show training data: counts, lengths, target tokens and examples.
 
-    PATH is a file, a folder, or - for standard input: all that finetune --data takes.
+    PATH is a file, a folder, or - for standard input, as finetune --data accepts them.
     """
     with hearing(Printer()):
         report = inspect_data(data_of(data), model, ignore=ignore, method=method)
@@ -41,21 +46,21 @@ def data(
         return
     echo(report.note)
     rows = METHODS[method].unit.replace("tokens", "texts")
-    counts = f"{report.train:,} {rows} to train on"
-    echo(counts + f", {report.held_out:,} held out" * bool(report.held_out))
+    counts = f"{report.train:,} {rows} for training"
+    echo(counts + f", {report.held_out:,} for evaluation" * bool(report.held_out))
     unit, lengths = report.unit, report.lengths
     if report.counted < report.train:
-        echo(f"of {report.counted:,} of them, evenly drawn:")
-    echo(f"{unit} of a text: {lengths['least']:,} to {lengths['most']:,}, median"
-         f" {lengths['median']:,}, 99 % have at most {lengths['99 %']:,}")  # fmt: skip
+        echo(f"counted in {report.counted:,} of them, sampled evenly:")
+    echo(f"{unit} per text: {lengths['least']:,} to {lengths['most']:,}, median"
+         f" {lengths['median']:,}, 99th percentile {lengths['99 %']:,}")  # fmt: skip
     largest, width = max(count for *_, count in report.histogram), len(f"{lengths['most']:,}") + 1
     for first, last, count in report.histogram:
         bar = "#" * max(round(BAR * count / largest), int(count > 0))
         echo(f"  {first:>{width},} - {last:>{width},}  {count:>9,}  {bar}".rstrip())
     if not METHODS[method].is_on_policy:
         share = report.learned / max(1, report.total)
-        without = f"; of {report.unlearned:,} texts nothing" * bool(report.unlearned)
-        echo(f"learned: {report.learned:,} of {report.total:,} {unit} ({share:.0%}){without}")
+        without = f"; {report.unlearned:,} texts have none" * bool(report.unlearned)
+        echo(f"target {unit}: {report.learned:,} of {report.total:,} ({share:.0%}){without}")
     for each in report.left_out:
         echo(each)
     for example in report.examples:
@@ -64,7 +69,7 @@ def data(
 
 
 def _plain(report: DataReport) -> dict[str, Any]:
-    """Return a report as JSON has it."""
+    """Return a report as JSON values."""
     examples = [
         {"where": each.where, "pieces": [piece._asdict() for piece in each.pieces]}
         for each in report.examples

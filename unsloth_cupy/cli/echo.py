@@ -1,4 +1,4 @@
-"""Prints to a terminal; what models, texts and other people's files bring along stays readable."""
+"""Printing of text from models and files, with control characters escaped."""
 
 import os
 import sys
@@ -8,11 +8,11 @@ import click
 
 from ..errors import printable
 
-MARKS = "«»"  # around what a terminal shows in colour
+MARKS = "«»"  # around marked text, where there is no colour
 
 
 def echo_marked(pieces: Iterable[tuple[str, bool]]) -> None:
-    """Print a text in pieces, the marked ones in colour, or between marks without a terminal."""
+    """Print pieces of text; marked pieces are green on a terminal, elsewhere between marks."""
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     for text, marked in pieces:
         shown = printable(text)

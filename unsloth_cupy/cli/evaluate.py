@@ -21,20 +21,28 @@ from .options import BASE, FILE, QUANTIZE, Device, WithData, json_option, option
 @click.argument("folder", metavar="MODEL_FOLDER", type=FILE)
 @click.option(
     "--data", multiple=True, required=True, metavar="PATH...",
-    help="All that finetune --data takes; each is measured alone.",
+    help="Data, as finetune --data accepts it; each source is evaluated on its own.",
 )  # fmt: skip
-@option("--tokens", click.IntRange(2), "Tokens in a row.  [default: 2048, or all positions]")
-@option("--batch", click.IntRange(1), "Rows computed at a time.", 4)
-@option("--method", click.Choice([*METHODS]), "For which rows are.  [default: by the head]")
+@option(
+    "--tokens",
+    click.IntRange(2),
+    "Maximum length of a row in tokens.  [default: 2048, or all positions]",
+)
+@option("--batch", click.IntRange(1), "Batch size in rows.", 4)
+@option(
+    "--method",
+    click.Choice([*METHODS]),
+    "Method that the data are for.  [default: by the model's head]",
+)
 @option("--base", FILE, BASE)
-@option("--quantize", QUANTIZE, "Store the model in fewer bits, as nf4.")
+@option("--quantize", QUANTIZE, "Quantize the weights, for example to nf4.")
 @option("--device", Device(), DEVICES, "auto")
-@click.option("--quiet", is_flag=True, help="Print the results alone.")
+@click.option("--quiet", is_flag=True, help="Print only the results.")
 @json_option
 def evaluate(folder: Path, data: tuple[str, ...], quiet: bool, **options: Any) -> None:
-    """Measure how well the model in MODEL_FOLDER predicts texts that it has not learned.
+    """Compute loss, perplexity, accuracy and entropy of the model in MODEL_FOLDER on texts.
 
-    Of rows only what would be learned counts: the answers of chats, not their questions.
+    Only target tokens count: in chats the answers, not the questions.
     """
     with hearing(Listener() if quiet else Printer()):
         results = evaluated(folder, data, **options)
@@ -42,7 +50,7 @@ def evaluate(folder: Path, data: tuple[str, ...], quiet: bool, **options: Any) -
 
 
 def print_table(results: list[Evaluation]) -> None:
-    """Print a row for each source; as JSON, with all digits."""
+    """Print a table with a row per source, or JSON with all digits."""
     if tables_as_json.get():
         echo(json.dumps([*map(_plain, results)]))
         return
@@ -65,14 +73,14 @@ def print_table(results: list[Evaluation]) -> None:
 
 
 def _plain(result: Evaluation) -> dict[str, Any]:
-    """Return an evaluation as JSON has it: without what its method does not measure."""
+    """Return an evaluation as JSON values, without measures that are None."""
     values = dataclasses.asdict(result)
     measures = values.pop("measures")
     return {name: value for name, value in values.items() if value is not None} | measures
 
 
 def _add_measures(table: Any, results: list[Evaluation]) -> None:
-    """Add a column for each measure of a method, and a row for each source."""
+    """Add a column per measure of the method, and a row per source."""
     unit, *names = results[0].measures
     for name in (unit, "loss", *names):
         table.add_column(name.replace("_", " "), justify="right")

@@ -1,4 +1,4 @@
-"""``unsloth-cupy explain``: what an op, or a step of a model, does on a GPU."""
+"""``unsloth-cupy explain``: shows what an op or a training step does on a GPU."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -30,20 +30,20 @@ from .options import QUANTIZE, option
 
 @click.command()
 @click.argument("what", metavar="OP|CONFIG")
-@option("--device", str, "h200, rtx4090, sm_86, or a file of JSON with rates.", "h200")
+@option("--device", str, "GPU: h200, rtx4090, sm_86, or a JSON file with its peak rates.", "h200")
+@option("--dtype", click.Choice(["float16", "bfloat16", "float32"]), "Compute dtype.", "bfloat16")
+@option("--batch", click.IntRange(1), "Batch size in rows.", 1)
 @option(
-    "--dtype", click.Choice(["float16", "bfloat16", "float32"]), "Of the computation.", "bfloat16"
+    "--tokens", click.IntRange(1), "Length of a row in tokens.  [default: 2048, or all positions]"
 )
-@option("--batch", click.IntRange(1), "Rows of a step.", 1)
-@option("--tokens", click.IntRange(1), "Tokens in a row.  [default: 2048, or all positions]")
 @option(
     "--optimizer",
     click.Choice([*OPTIMIZERS, "none"]),
-    "none: forward and backward pass only.",
+    "Optimizer; none: forward and backward pass only.",
     "adamw",
 )
-@option("--lora", click.IntRange(1), "Train adapters of this rank; the model is frozen.")
-@option("--quantize", QUANTIZE, "Store the model in fewer bits; with --lora.")
+@option("--lora", click.IntRange(1), "LoRA rank: train adapters of this rank and freeze the model.")
+@option("--quantize", QUANTIZE, "Quantize the frozen weights; requires --lora.")
 def explain(
     what: str,
     device: str,
@@ -54,12 +54,12 @@ def explain(
     lora: int | None,
     quantize: str | None,
 ) -> None:
-    """Show what a call does on a GPU: launches and why, bytes, operations, floors.
+    """Show what a call does on a GPU: launches and why, bytes, operations, roofline.
 
     OP is an op of the README's table; its arrays have the sizes that bench uses on a GPU. CONFIG
-    is a config.json or the folder of a model, a run or an adapter, which stands for its base
-    model: a training step, as finetune runs it, is shown grouped by op; without an optimizer,
-    weights are in the dtype. Nothing is computed, and no GPU is needed.
+    is a config.json or the folder of a model, a run or an adapter (which means its base model):
+    the command shows a training step as finetune runs it, grouped by op. With --optimizer none,
+    the weights are stored in --dtype. Nothing is computed, and no GPU is needed.
     """
     card: Any = read_json(Path(device)) if device.endswith(".json") else device
     kind = float_dtype("explain", dtype, KERNEL_DTYPES)
@@ -74,7 +74,7 @@ def explain(
             raise ConfigError(f"{config}: {error}") from error
         return
     if lora or quantize:
-        raise ConfigError(f"explain {what}: --lora and --quantize are for a model; pass its config")
+        raise ConfigError(f"explain {what}: --lora and --quantize need a model; pass its config")
     for line in composed([what]):
         echo(line)
     for op in chosen(what):
@@ -95,7 +95,7 @@ class Form(NamedTuple):
 
 
 def _step(values: dict[str, Any], form: Form, device: Any) -> Explanation:
-    """Return the explanation of a forward and a backward pass, and of the optimizer if any."""
+    """Explain a training step: forward, backward, and the optimizer if any."""
     config, ledger = parse(values), Ledger(1)
     sizes = form.batch, tokens_of(form.tokens, config.positions)
     adapter = None if form.rank is None else new_adapter(config, form.rank)

@@ -1,4 +1,4 @@
-"""``unsloth-cupy export``: a model as one GGUF file, for llama.cpp and programs like it."""
+"""``unsloth-cupy export``: writes a model to one GGUF file for llama.cpp and similar programs."""
 
 import re
 from pathlib import Path
@@ -20,7 +20,7 @@ from .options import BASE, FILE, NewFile, option
 @click.argument("file", metavar="FILE.gguf", type=NewFile())
 @click.option(
     "--type", "kind", type=click.Choice(TYPES, case_sensitive=False), metavar="TYPE",
-    help="Type of the matrices; vectors stay f32.  [default: that of --merge-into, or f16]",
+    help="Type of the matrices; vectors stay f32.  [default: the type of --merge-into, or f16]",
 )  # fmt: skip
 @click.option(
     "--tokenizer",
@@ -29,8 +29,8 @@ from .options import BASE, FILE, NewFile, option
     help="Folder of the tokenizer.  [default: the model's]",
 )
 @option("--base", FILE, BASE)
-@click.option("--modelfile", is_flag=True, help="Also write FILE.Modelfile, for ollama create.")
-@click.option("--adapter", is_flag=True, help="Only the adapter, for llama-cli --lora.")
+@click.option("--modelfile", is_flag=True, help="Also write FILE.Modelfile for ollama create.")
+@click.option("--adapter", is_flag=True, help="Write only the adapter, for llama-cli --lora.")
 def export(
     folder: Path,
     file: Path,
@@ -43,12 +43,12 @@ def export(
     """Write the model in MODEL_FOLDER, its tokenizer and chat template to FILE.gguf.
 
     MODEL_FOLDER is a Hugging Face folder (config.json, *.safetensors, tokenizer.json), the folder
-    of an adapter, which is merged into the weights, or that of a finetune run. The token that ends
-    an answer in the chat template is one of those that end a text in the file. The command ends
-    with a list of what llama.cpp will compute differently from the model here.
+    of a finetune run, or the folder of an adapter, which is merged into the weights. In the file,
+    generation stops at the token that ends an answer in the chat template. The command prints
+    what llama.cpp will compute differently from this model.
 
     \b
-    Types, each with the bits of a weight:
+    Types and bits per weight:
       whole     f32 32; f16 16; bf16 16
       8 bits    q8_0 8.5
       6 bits    q6_k 6.56
@@ -57,7 +57,7 @@ def export(
       3 bits    q3_k_l 3.44+; q3_k_m 3.44+; q3_k_s 3.44+
       2 bits    q2_k 2.63+
       ternary   tq2_0 2.06; tq1_0 1.69
-    A +: some matrices have more bits, those that hurt most. Ternary is for BitNet.
+    A +: the most sensitive matrices have more bits. Ternary types are for BitNet.
     """  # noqa: D301 -- click reads the \b
     from ..models import export_adapter_gguf, export_gguf
 
@@ -76,7 +76,7 @@ def export(
         loaded = load_tokenizer(words)
         ends = ending_of(words, loaded)
     except ConfigError as error:
-        notes.append(f"what ends an answer is not known: {error}")
+        notes.append(f"the end token of answers is unknown: {error}")
     report = export_gguf(
         source, file, kind=kind, tokenizer=tokenizer, base=base, progress=True,
         stop=None if ends is None else ends.token,

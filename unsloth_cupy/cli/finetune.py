@@ -1,4 +1,4 @@
-"""``unsloth-cupy finetune``: trains a model on a text."""
+"""``unsloth-cupy finetune``: trains a model."""
 
 import shlex
 import sys
@@ -30,22 +30,22 @@ from .profiled import CommandPrinter
 @click.argument("model", metavar="[MODEL_FOLDER]", required=False, type=FILE)
 @click.option(
     "--data", "--text", "data", multiple=True, metavar="PATH...", cls=Option, group="data",
-    help="Files, folders, or - for standard input; FILE:2 counts twice.  [default: Python's docs]",
+    help="Files, folders, or - for stdin; FILE:2 has weight 2.  [default: Python's docs]",
 )  # fmt: skip
 @ignore_option
 @options_of(Settings)
 @option(
-    "--config", ConfigFile(), "TrainingConfig as JSON or TOML; options override it.",
+    "--config", ConfigFile(), "File with a TrainingConfig, JSON or TOML; options override it.",
     group="training",
 )  # fmt: skip
 @option(
-    "--profile", click.IntRange(1), "Number of steps to time op by op; they are slower.",
+    "--profile", click.IntRange(1), "Number of steps to profile op by op; these steps are slower.",
     group="output",
 )  # fmt: skip
-@click.option("--quiet", is_flag=True, help="Print errors alone.", cls=Option, group="output")
+@click.option("--quiet", is_flag=True, help="Print only errors.", cls=Option, group="output")
 @click.option(
     "--json", "as_json", is_flag=True, cls=Option, group="output",
-    help="Print the results as JSON, and no sample.",
+    help="Print the results as JSON, without a sample.",
 )  # fmt: skip
 def finetune(
     model: Path | None,
@@ -57,13 +57,13 @@ def finetune(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Train the model in MODEL_FOLDER, or a new small Llama, on a text.
+    """Train the model in MODEL_FOLDER, or a new small Llama.
 
-    The data are chats, instructions or texts: JSON lines, JSON, CSV, Parquet or running text. The
-    model is not trained on the questions in them; unsloth-cupy data PATH shows what is learned.
-    The run is saved in the folder --out: the same command resumes a run that was stopped. If
-    mpiexec, torchrun or srun starts the command, ranks share the work; a different grid of ranks
-    may resume a run.
+    The training data are chats, instructions or texts: JSON lines, JSON, CSV, Parquet or running
+    text. In chats and instructions, loss is computed on answers only; unsloth-cupy data PATH shows
+    the target tokens. The run is saved in the folder --out: to resume a stopped run, repeat the
+    same command. Start the command with mpiexec, torchrun or srun to train on several ranks; a run
+    can be resumed on a different grid of ranks.
     """
     settings = Settings(**(config or {}) | options)
     printer = CommandPrinter(profile, quiet=quiet, as_json=as_json)
@@ -77,18 +77,18 @@ def finetune(
 
 
 def exit_stopped(trainer: Trainer, stop: Stop) -> NoReturn:
-    """Print which step of a stopped run is saved and how to resume it, then exit."""
+    """Print the saved step of a stopped run and the command that resumes it, then exit."""
     run: RunFolder | None = trainer.files
     newest = None if run is None else run.newest_checkpoint()
     if not trainer.ranks.first:
         pass
     elif run is None or newest is None:
-        echo("stopped before the first evaluation: nothing is kept", err=True)
+        echo("stopped before the first evaluation: nothing was saved", err=True)
     elif not run.finished:
         command = shlex.join(["unsloth-cupy", *sys.argv[1:]])
         step = int(newest.name.rpartition("-")[2])
         echo(
-            f"stopped after step {step}, saved in {run.folder}; go on with the same command:\n"
+            f"stopped after step {step}, saved in {run.folder}; resume with the same command:\n"
             f"  {command}",
             err=True,
         )

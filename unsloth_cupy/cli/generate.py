@@ -1,4 +1,4 @@
-"""``unsloth-cupy generate``: a model continues a text, or answers a question."""
+"""``unsloth-cupy generate``: continues a text, or answers a question."""
 
 import secrets
 import sys
@@ -33,29 +33,50 @@ Write = Callable[..., tuple[str, int]]  # stream_text with its first arguments b
 @click.argument("folder", metavar="MODEL_FOLDER", type=FILE)
 @click.argument("prompt", required=False, type=Words())
 @option("--max-new-tokens", click.IntRange(1), "Maximum number of new tokens.", NEW)
-@option("--temperature", Number(0), "0 always takes the likeliest token.", TEMPERATURE)
-@option("--top-k", click.IntRange(1), "Choose among the N likeliest tokens.")
 @option(
-    "--top-p", Number(0, 1, min_open=True), "Choose among the likeliest tokens of this total share."
+    "--temperature",
+    Number(0),
+    "Sampling temperature; 0 always chooses the most likely token.",
+    TEMPERATURE,
 )
-@option("--min-p", Number(0, 1), "Choose among tokens of this share of the likeliest one's.")
+@option("--top-k", click.IntRange(1), "Sample from the N most likely tokens.")
 @option(
-    "--repetition-penalty", Number(0, min_open=True), "Above 1: tokens are less often repeated."
+    "--top-p",
+    Number(0, 1, min_open=True),
+    "Sample from the most likely tokens with this total probability.",
 )
-@option("--seed", click.IntRange(0), "Of the random choices.  [default: another with each call]")
+@option(
+    "--min-p",
+    Number(0, 1),
+    "Sample from tokens with at least this fraction of the top probability.",
+)
+@option(
+    "--repetition-penalty",
+    Number(0, min_open=True),
+    "Above 1: tokens that are already in the text become less likely.",
+)
+@option("--seed", click.IntRange(0), "Random seed.  [default: different for each call]")
 @click.option(
     "--stop", multiple=True, type=Words(nonempty=True), metavar="TEXT",
-    help="End before this text; may be repeated.",
+    help="Stop before this text; may be repeated.",
 )  # fmt: skip
-@click.option("--chat", is_flag=True, help="Format PROMPT as a question, by the chat template.")
-@option("--system", Words(), "System message before the questions of --chat.")
-@option("--cache-dtype", click.Choice(["int8"]), "Store keys and values in 8 bits.")
+@click.option(
+    "--chat", is_flag=True, help="Format PROMPT as a user message with the chat template."
+)
+@option("--system", Words(), "System message for --chat.")
+@option(
+    "--cache-dtype",
+    click.Choice(["int8"]),
+    "Dtype of the KV cache; int8 stores keys and values in 8 bits.",
+)
 @option("--base", FILE, BASE)
-@option("--quantize", QUANTIZE, "Store the weights in fewer bits, as nf4.")
+@option("--quantize", QUANTIZE, "Quantize the weights, for example to nf4.")
 @option("--device", Device(), DEVICES, "auto")
-@option("--tensor-parallel", click.IntRange(1), "Ranks of mpiexec that divide each weight.")
-@option("--pipeline-parallel", click.IntRange(1), "Ranks of mpiexec that divide the blocks.")
-@option("--expert-parallel", click.IntRange(1), "Ranks of mpiexec that divide the experts.")
+@option("--tensor-parallel", click.IntRange(1), "Number of ranks (mpiexec) that split each weight.")
+@option(
+    "--pipeline-parallel", click.IntRange(1), "Number of ranks (mpiexec) that split the layers."
+)
+@option("--expert-parallel", click.IntRange(1), "Number of ranks (mpiexec) that split the experts.")
 def generate(
     folder: Path,
     prompt: str | None,
@@ -73,10 +94,10 @@ def generate(
     """Continue PROMPT with the model in MODEL_FOLDER.
 
     MODEL_FOLDER is a Hugging Face folder (config.json, *.safetensors, tokenizer.json) or the folder
-    of a finetune run. PROMPT is read from standard input, without its final line break, if it is -,
-    or if it is omitted and standard input is not a terminal. --chat without PROMPT at a terminal is
-    a conversation, which Ctrl-D ends. The text is streamed to standard output; the speed is printed
-    to standard error.
+    of a finetune run. If PROMPT is -, or is omitted and standard input is not a terminal, the
+    prompt is read from standard input without its final line break. At a terminal, --chat without
+    PROMPT starts a conversation; Ctrl-D ends it. The text is streamed to standard output; the speed
+    is printed to standard error.
     """
     from ..machine import on_device
 
@@ -86,7 +107,7 @@ def generate(
     )  # fmt: skip
     with ranks.ending(click.ClickException):
         if system is not None and not chat:
-            raise click.UsageError("--system is for questions; add --chat.")
+            raise click.UsageError("--system requires --chat; add --chat.")
         random = [name for name in ("top_k", "top_p", "min_p", "seed") if options[name] is not None]
         if options["temperature"]:
             if options["seed"] is None and not ranks.alone:
@@ -94,7 +115,7 @@ def generate(
         elif random:
             flags = ", ".join("--" + name.replace("_", "-") for name in random)
             raise click.UsageError(
-                f"--temperature 0 takes the likeliest token: leave out {flags}, or raise it."
+                f"--temperature 0 chooses the most likely token: leave out {flags}, or raise it."
             )
         interactive = chat and prompt is None and sys.stdin is not None and sys.stdin.isatty()
         source = model_folder(folder)
@@ -102,7 +123,7 @@ def generate(
         tokenizer = models.Tokenizer(words)
         start_messages = [] if system is None else [{"role": "system", "content": system}]
         if interactive and not ranks.alone:
-            raise ConfigError("--chat without PROMPT is for one process; write a PROMPT")
+            raise ConfigError("--chat without PROMPT runs in one process only; give a PROMPT")
         with on_device("generate", ranks.device):
             reads = ranks.first and not interactive  # only rank 0 has standard input
             text = ranks.broadcast(_prompt(prompt) if reads else "")
@@ -133,7 +154,7 @@ def generate(
 
 
 def _prompt(prompt: str | None) -> str:
-    """Return the prompt argument, or what standard input holds; an empty text without either."""
+    """Return the prompt argument, else standard input, else an empty text."""
     if prompt not in (None, "-"):
         return str(prompt)
     if sys.stdin is None or (prompt is None and sys.stdin.isatty()):
@@ -149,12 +170,12 @@ def _prompt(prompt: str | None) -> str:
 
 
 def _question(text: str) -> Message:
-    """Return a chat message of the user."""
+    """Return a chat message of the role user."""
     return {"role": "user", "content": text}
 
 
 def converse(reply: Write, start_messages: Sequence[Message], seed: int | None) -> None:
-    """Answer each line of the terminal, with all previous messages, until the input ends."""
+    """Hold a conversation: reply to each line of the terminal until the input ends."""
     with suppress(ImportError):
         import readline  # noqa: F401 -- makes input() lines editable
     messages = [*start_messages]
@@ -167,12 +188,12 @@ def converse(reply: Write, start_messages: Sequence[Message], seed: int | None) 
 
 
 def _line() -> str:
-    """Return a line from the terminal that is not blank; ask again until there is one."""
+    """Read lines from the terminal until one is not blank; return that line."""
     while True:
         try:
             line = utf8(input("> ").encode("utf-8", "surrogateescape"))
         except (ConfigError, UnicodeDecodeError):
-            echo("That is not UTF-8; write it again.", err=True)
+            echo("The line is not UTF-8; type it again.", err=True)
             continue
         if line.strip():
             return line

@@ -1,4 +1,4 @@
-"""``unsloth-cupy info``: devices, installed versions, and what runs on each device."""
+"""``unsloth-cupy info``: shows devices, installed versions, and where ops run."""
 
 import platform
 

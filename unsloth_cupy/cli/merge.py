@@ -1,10 +1,10 @@
-"""``unsloth-cupy merge``: a model with its adapter merged into the weights, as one folder."""
+"""``unsloth-cupy merge``: merges an adapter into the weights of its base model."""
 
 from pathlib import Path
 
 import click
 
-from ..finetune.run.results import asking, exports
+from ..finetune.run.results import export_commands, generate_command
 from ..finetune.run.run_folder import model_folder
 from ..machine import echo, echo_next
 from .options import BASE, FILE, option
@@ -15,18 +15,18 @@ DTYPES = click.Choice(["bfloat16", "float16", "float32", "float64"])
 @click.command()
 @click.argument("folder", metavar="RUN_OR_ADAPTER", type=FILE)
 @click.argument("out", metavar="OUT", type=FILE)
-@option("--dtype", DTYPES, "Of all weights.  [default: those of the base model]")
+@option("--dtype", DTYPES, "Dtype of all weights.  [default: the dtypes of the base model]")
 @option("--base", FILE, BASE)
 def merge(folder: Path, out: Path, dtype: str | None, base: Path | None) -> None:
     """Write a model and its adapter as one model to the new folder OUT.
 
     RUN_OR_ADAPTER is the folder of a finetune run, or of an adapter in peft's format. OUT is a
-    Hugging Face folder of weights, config.json, generation_config.json, and the tokenizer with its
-    chat template, which transformers and programs like it load without peft. Quantized weights
-    become dense. A model without an adapter is copied.
+    Hugging Face folder with weights, config.json, generation_config.json, and the tokenizer with
+    its chat template; transformers loads it without peft. Quantized weights become dense. A model
+    without an adapter is copied.
     """
     from .. import models
 
     echo(models.merge(model_folder(folder), out, dtype=dtype, base=base, progress=True))
-    follow = [asking(out, out), *exports(out, out)]
-    echo_next(*(["unsloth-cupy", *words] for words in follow))
+    commands = [generate_command(out, out), *export_commands(out, out)]
+    echo_next(*(["unsloth-cupy", *words] for words in commands))

@@ -1,4 +1,4 @@
-"""The error message for a package that the command line needs and that is not installed."""
+"""The error message for a missing package of the command line."""
 
 EXTRA = "pip install 'unsloth_cupy[cli]'"
 

@@ -1,8 +1,8 @@
 """An Ollama Modelfile for an exported model: FROM, TEMPLATE and PARAMETER stop.
 
-Ollama takes what stands between quotes as it is, without escapes, and drops characters that it
-cannot print.  So texts with quotes stand between three of them, and a template, which is a program
-in Go's language, writes what cannot stand there as strings of that language.
+Ollama reads quoted text literally, without escapes, and drops characters that are not printable.
+So texts with quotes are enclosed in triple quotes.  A template is a program in Go's template
+language: it writes special characters as Go strings.
 """
 
 import re
@@ -15,8 +15,8 @@ from ..finetune.data.chat import Chat
 from ..finetune.data.turns import Turns, turns_of
 
 QUOTES = '"""'
-# in a template: what begins an action, or would where one follows; what ends the text; and
-# characters that are perhaps not printed
+# special in a template: characters that begin an action, also together with a following one;
+# triple quotes; and characters that may not be printable
 SPECIAL = re.compile(r'\{{2,}|\{\Z|"{3,}|[^ -~\t\n]')
 
 
@@ -36,9 +36,10 @@ def check_modelfile(file: Path) -> Path:
 def write_modelfile(
     path: Path, file: Path, words: Path, tokenizer: Any, stop: str
 ) -> tuple[list[str], list[str]]:
-    """Write a Modelfile for a GGUF file; return what it has, and why it lacks the rest.
+    """Write a Modelfile for a GGUF file; return its instructions, and why others are missing.
 
-    ``words`` is the folder of tokenizer and chat template; ``stop`` ends an answer unless empty.
+    ``words`` is the folder of tokenizer and chat template; ``stop`` is the text that ends an
+    answer, or empty.
     """
     parts, reasons = {"FROM": f"./{file.name}"}, []
     try:
@@ -62,14 +63,14 @@ def write_modelfile(
 
 
 def begin_of(chat: Chat, tokenizer: Any) -> str:
-    """Return the begin-of-text token if the tokenizer adds it, as Ollama then does too; else ""."""
+    """Return the begin-of-text token if tokenizer and Ollama add it to a prompt; else ""."""
     begin = chat.tokens.get("bos_token", "")
     first = tokenizer.encode("a").ids[:1]
     return begin if begin and first == [tokenizer.token_to_id(begin)] else ""
 
 
 def go_template(turns: Turns, begin: str) -> str:
-    """Return a chat template in the language of Ollama, without the text ``begin`` at its start."""
+    """Return a chat template in Ollama's language, without the text ``begin`` at its start."""
     texts = [turns.first, turns.next, turns.answer, turns.end, *(turns.system or ())]
     first, later, answer, end, *parts = (_literal(text.removeprefix(begin)) for text in texts)
     before = f"{{{{ if eq $i 0 }}}}{first}{{{{ else }}}}{later}{{{{ end }}}}"
@@ -77,7 +78,7 @@ def go_template(turns: Turns, begin: str) -> str:
     if turns.system is not None:
         opening, closing = parts
         system = f'{{{{ if eq .Role "system" }}}}{opening}{{{{ .Content }}}}{closing}{{{{ end }}}}'
-        # a system message has written what stands before the first question
+        # a system message already includes the text before the first question
         before = (
             f"{{{{ if eq $i 0 }}}}{first}"
             f"{{{{ else if not (and $.System (eq $i 1)) }}}}{later}{{{{ end }}}}"
@@ -90,7 +91,7 @@ def go_template(turns: Turns, begin: str) -> str:
 
 
 def _literal(text: str) -> str:
-    """Return a text as a template has it: what would not stay as it is becomes a string of Go."""
+    """Return text for a template, with special characters as Go strings."""
 
     def string(part: re.Match[str]) -> str:
         if part[0].isprintable() and part[0][0] not in '{"':

@@ -22,8 +22,8 @@ from ..parallel.schedule import KINDS as SCHEDULES
 from ..pictures import FORMATS
 
 FILE = click.Path(path_type=Path)
-MODEL_FILES = ("config.json", "adapter_config.json", "settings.json")  # the last of a run
-BASE = "Base model of an adapter in MODEL_FOLDER, if it has moved."
+MODEL_FILES = ("config.json", "adapter_config.json", "settings.json")  # the last: a run folder
+BASE = "Folder of the adapter's base model, if it has moved."
 QUANTIZE = click.Choice(QUANTIZED, case_sensitive=False)
 SCHEDULE = click.Choice([*SCHEDULES])
 ZERO = click.Choice(["0", "1", "3"])
@@ -31,7 +31,7 @@ ATTENTION = click.Choice([*CONTEXTS])
 
 
 class Number(click.FloatRange):
-    """A finite number in a range; ``click.FloatRange`` would accept nan and inf."""
+    """A finite number in a range; unlike ``click.FloatRange``, not nan or inf."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the number, or fail with a message if it is not finite or out of range."""
@@ -42,7 +42,7 @@ class Number(click.FloatRange):
 
 
 class Words(click.ParamType):  # type: ignore[type-arg]
-    """Text in UTF-8; with ``nonempty`` of at least one character."""
+    """UTF-8 text; ``nonempty``: at least one character."""
 
     name = "text"
 
@@ -71,10 +71,10 @@ def utf8(data: bytes) -> str:
 
 
 class NewFile(click.Path):
-    """A file to write; checked at once, so that a long command does not fail at its end."""
+    """A file to write, checked before a long command starts."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path, or fail with the reason why no file can be written there."""
+        """Return the path, or fail if no file can be written there."""
         path: Path = Path(os.fsdecode(super().convert(value, param, ctx)))
         if path.is_dir():
             self.fail(f"{path} is a folder; name a file.", param, ctx)
@@ -86,7 +86,7 @@ class NewFile(click.Path):
 
 
 class NewPicture(NewFile):
-    """A picture to write, in the format of its file name."""
+    """A picture file to write; the suffix determines the format."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the path, or fail with the supported file name suffixes."""
@@ -99,7 +99,7 @@ class NewPicture(NewFile):
 
 
 class Device(click.ParamType):  # type: ignore[type-arg]  # generic in newer versions of click
-    """The device of the arrays: None for cpu, else auto or a GPU's name as in ``models.load``."""
+    """A device: None for cpu, else auto or the name of a GPU as in ``models.load``."""
 
     name = "device"
 
@@ -114,7 +114,7 @@ class ConfigFile(click.Path):
     """A file with a TrainingConfig, which other options override."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the settings in the file, which become defaults of the other options."""
+        """Return the settings in the file; they become defaults of the other options."""
         path: Path = Path(os.fsdecode(super().convert(value, param, ctx)))
         settings = read_training_config(path)
         if ctx is not None:
@@ -123,7 +123,7 @@ class ConfigFile(click.Path):
 
 
 class Size(click.ParamType):  # type: ignore[type-arg]
-    """A number of bytes, as 2GiB, 1.5 GB or without a unit."""
+    """A number of bytes, such as 2GiB, 1.5 GB or 1000."""
 
     name = "size"
 
@@ -143,7 +143,7 @@ class FileOrShare(click.Path):
     """A file, or a share above 0 and below 1."""
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return a number for a text that is one, else the path."""
+        """Return a number if the text is one, else a path."""
         try:
             return float(value)
         except (TypeError, ValueError):
@@ -151,14 +151,14 @@ class FileOrShare(click.Path):
 
 
 class Choice(click.Choice):  # type: ignore[type-arg]
-    """One of some texts or numbers."""
+    """A choice of texts or numbers."""
 
     def __init__(self, choices: Sequence[Any]) -> None:
         super().__init__([*map(str, choices)], case_sensitive=False)
         self.values = {str(each): each for each in choices}
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the chosen text or number, or fail with all of them."""
+        """Return the chosen text or number, or fail with a list of all choices."""
         return self.values[super().convert(str(value), param, ctx)]
 
 
@@ -174,7 +174,7 @@ KINDS_BY_NAME: dict[str, Any] = {
     "reward": Words(nonempty=True),
     "report_to": click.Choice([*REPORTERS]),
     "lora_targets": Words(nonempty=True),
-}  # of some settings
+}  # of settings whose type does not follow from the field
 METAVARS: dict[type, str] = {
     click.IntRange: "N",
     Number: "X",
@@ -190,7 +190,7 @@ METAVARS: dict[type, str] = {
 
 
 def as_flags(settings: Mapping[str, Any]) -> str:
-    """Return settings as they are written on the command line: --tokens 128."""
+    """Return settings in the syntax of the command line: --tokens 128."""
     words: list[str] = []
     for name, value in settings.items():
         flag = f"--{'no-' * (value is False)}{name.replace('_', '-')}"
@@ -203,19 +203,19 @@ def as_flags(settings: Mapping[str, Any]) -> str:
 
 
 def _choose_json(ctx: click.Context, param: click.Parameter, value: Any) -> None:
-    """Let tables be printed as JSON in this command."""
+    """Print tables as JSON in this command."""
     tables_as_json.set(bool(value))
 
 
 json_option = click.option(
     "--json", is_flag=True, expose_value=False, is_eager=True, callback=_choose_json,
-    help="Print tables as lines of JSON, and no other text.",
+    help="Print tables as JSON lines, without other text.",
 )  # fmt: skip
-OTHERS = "other options"  # name of the last group
+OTHERS = "other options"  # name of the last help section
 
 
 class Option(click.Option):
-    """An option in a group of the help page; only ``--help-all`` shows one that is rare."""
+    """An option with a help section (``group``); ``rare``: shown only by ``--help-all``."""
 
     def __init__(
         self, *names: Any, group: str | None = None, rare: bool = False, **options: Any
@@ -225,16 +225,16 @@ class Option(click.Option):
 
 
 class Grouped(click.Command):
-    """A command whose help lists the options in their groups."""
+    """A command whose help has a section per group of options."""
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
-        """Return the parameters and, where some are rare, the option that shows them, too."""
+        """Return the parameters; if some are rare, with the option --help-all."""
         params = super().get_params(ctx)
         rare = any(getattr(each, "rare", False) for each in params)
         return [*params, HELP_ALL] if rare else params
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the groups in the order of their first options, then options without a group."""
+        """Write a section per group in the order of the options, then options without a group."""
         groups: dict[str, list[tuple[str, str]]] = {}
         for parameter in self.get_params(ctx):
             record = parameter.get_help_record(ctx)
@@ -261,7 +261,7 @@ HELP_ALL = click.Option(
 
 
 class WithData(Grouped):
-    """A command whose option --data takes all words behind it, but the folder of a model."""
+    """A command whose option --data accepts several words, up to the folder of a model."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Write --data before each of its words."""
@@ -280,14 +280,14 @@ class WithData(Grouped):
 
 
 def data_of(words: Sequence[str]) -> Any:
-    """Return the words of --data as ``read_data`` takes them."""
+    """Return the words of --data as an argument of ``read_data``."""
     return None if not words else words[0] if len(words) == 1 else [*words]
 
 
 def ignore_option(function: Any) -> Any:
-    """Add the option for columns that are not read."""
+    """Add the option --ignore to a command."""
     return click.option(
-        "--ignore", multiple=True, metavar="COLUMN", help="A column that is not read.",
+        "--ignore", multiple=True, metavar="COLUMN", help="Column to ignore; may be repeated.",
         cls=Option, group="data",
     )(function)  # fmt: skip
 
@@ -300,7 +300,7 @@ def option(
     group: str | None = None,
     rare: bool = False,
 ) -> Callable[..., Any]:
-    """Return a click option whose help shows its default, if it has one."""
+    """Return a click option whose help shows its default."""
     metavar = METAVARS.get(type(kind))
     has_default = default not in (None, ())
     return click.option(
@@ -311,7 +311,7 @@ def option(
 
 
 def options_of(settings: type[Settings]) -> Callable[..., Any]:
-    """Return a decorator that adds an option for each setting that has a group."""
+    """Return a decorator that adds an option for each setting with a group."""
     every = [each for each in dataclasses.fields(settings) if "group" in each.metadata]
 
     def decorated(function: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``unsloth-cupy plan``: the memory that a training step will need, without allocating it."""
+"""``unsloth-cupy plan``: plans the memory of a training step without allocating it."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -37,44 +37,80 @@ from .options import (
 from .plan_tables import cards, ledger, of_stages, options_text, show_rollouts, training_methods
 from .timeline import draw_timeline
 
-RANK = 16  # of the adapters in the comparison table, unless --lora sets one
+RANK = 16  # LoRA rank in the comparison table, unless --lora sets one
 
 
 @click.command()
 @click.argument("config", type=FILE)
-@option("--batch", click.IntRange(1), "Rows of a forward pass.", 1)
-@option("--tokens", click.IntRange(1), "Tokens in a row.  [default: 2048, or all positions]")
+@option("--batch", click.IntRange(1), "Batch size in rows.", 1)
 @option(
-    "--dtype", click.Choice(["float16", "bfloat16", "float32"]), "Of the computation.", "bfloat16"
+    "--tokens", click.IntRange(1), "Length of a row in tokens.  [default: 2048, or all positions]"
 )
-@option("--optimizer", click.Choice([*OPTIMIZERS, "none"]), "none: no optimizer.", "adamw")
-@option("--state-bits", click.Choice(["32", "8"]), "Bits of the optimizer's averages.", "32")
-@option("--method", click.Choice([*METHODS]), "What is learned; of pairs, a row is two.", "sft")
-@option("--teacher", FILE, "Folder of the model that distill learns from.")
-@option("--samples", click.IntRange(2), "Of grpo and rloo: answers to a prompt, each a row.")
-@option("--max-new-tokens", click.IntRange(1), "Tokens of these at most, of --tokens.")
-@click.option("--reward", multiple=True, help="What rewards them: the folder of a model counts.")
-@option("--lora", click.IntRange(1), "Train adapters of this rank; the model is frozen.")
-@option("--quantize", QUANTIZE, "Store the model in fewer bits; with --lora.")
+@option("--dtype", click.Choice(["float16", "bfloat16", "float32"]), "Compute dtype.", "bfloat16")
+@option(
+    "--optimizer", click.Choice([*OPTIMIZERS, "none"]), "Optimizer; none: no optimizer.", "adamw"
+)
+@option("--state-bits", click.Choice(["32", "8"]), "Bits per value of the optimizer states.", "32")
+@option(
+    "--method",
+    click.Choice([*METHODS]),
+    "Training method; for methods with pairs, a row is two texts.",
+    "sft",
+)
+@option("--teacher", FILE, "Folder of distill's teacher model.")
+@option(
+    "--samples", click.IntRange(2), "Number of answers per prompt in grpo and rloo; each is a row."
+)
+@option(
+    "--max-new-tokens",
+    click.IntRange(1),
+    "Maximum number of new tokens per answer; part of --tokens.",
+)
+@click.option(
+    "--reward",
+    multiple=True,
+    help="Reward of the answers; the folder of a reward model needs memory.",
+)
+@option("--lora", click.IntRange(1), "LoRA rank: train adapters of this rank and freeze the model.")
+@option("--quantize", QUANTIZE, "Quantize the frozen weights; requires --lora.")
 @option(
     "--merge-into",
     click.Choice(CHOICES, case_sensitive=False),
-    "Train through the quantizer of this file.",
+    "Train LoRA through the quantizer of the merged file.",
 )
-@option("--recompute-every", click.IntRange(1), "Keep the input of one block in N.")
-@click.option("--chunked-mlp", is_flag=True, help="Compute MLPs in chunks of rows, twice.")
-@option("--accumulate", click.IntRange(1), "Batches whose gradients are summed per step.", 1)
-@option("--device", click.Choice([*DEVICES]), "cpu: memory that NumPy needs.", "cuda")
-@option("--tensor-parallel", click.IntRange(1), "Ranks that divide each weight.")
-@option("--pipeline-parallel", click.IntRange(1), "Ranks that divide the blocks.")
-@option("--data-parallel", click.IntRange(1), "Ranks that process different rows.")
-@option("--context-parallel", click.IntRange(1), "Ranks that divide the tokens of each row.")
-@option("--expert-parallel", click.IntRange(1), "Ranks that divide the experts, with other rows.")
-@option("--context-attention", ATTENTION, "ulysses: ranks divide heads.  [default: ring]")
+@option(
+    "--recompute-every",
+    click.IntRange(1),
+    "Gradient checkpointing: store the input of one block in N.",
+)
+@click.option("--chunked-mlp", is_flag=True, help="Compute MLPs in chunks, and again in backward.")
+@option("--accumulate", click.IntRange(1), "Gradient accumulation: number of batches per step.", 1)
+@option("--device", click.Choice([*DEVICES]), "Device; cpu: the memory that NumPy needs.", "cuda")
+@option("--tensor-parallel", click.IntRange(1), "Number of ranks that split each weight.")
+@option("--pipeline-parallel", click.IntRange(1), "Number of ranks that split the layers.")
+@option("--data-parallel", click.IntRange(1), "Number of ranks that process different rows.")
+@option(
+    "--context-parallel", click.IntRange(1), "Number of ranks that split the tokens of each row."
+)
+@option(
+    "--expert-parallel", click.IntRange(1), "Number of ranks that split the experts and the rows."
+)
+@option(
+    "--context-attention",
+    ATTENTION,
+    "Attention of context ranks; ulysses splits heads.  [default: ring]",
+)
 @option("--pipeline-schedule", SCHEDULE, "Pipeline schedule.  [default: 1f1b]")
-@option("--chunks", click.IntRange(1), "Parts of each stage, if interleaved.  [default: 2]")
-@option("--zero", ZERO, "1: data ranks divide the optimizer's averages; 3: the weights too.", "0")
-@option("--plot", NewPicture(), "Draw the step's timeline: PNG, PDF or SVG.")
+@option(
+    "--chunks",
+    click.IntRange(1),
+    "Number of model parts per stage in the interleaved schedule.  [default: 2]",
+)
+@option(
+    "--zero", ZERO, "ZeRO stage: 1 splits optimizer states over data ranks; 3 also splits weights.",
+    "0",
+)  # fmt: skip
+@option("--plot", NewPicture(), "Draw the memory timeline of the step to a PNG, PDF or SVG file.")
 @json_option
 def plan(
     config: Path,
@@ -106,11 +142,11 @@ def plan(
     zero: str,
     plot: Path | None,
 ) -> None:
-    """Show how much memory a training step needs, and which cards have enough.
+    """Show how much memory a training step needs, and which GPUs have enough.
 
-    CONFIG is a config.json or the folder of a model or an adapter; no weights of a model are read.
-    With a number of ranks, the plan shows the memory of a rank of each pipeline stage, and draws
-    that of the stage that holds most; --batch is then the batch of one data rank.
+    CONFIG is a config.json or the folder of a model or an adapter; model weights are not read.
+    With a number of ranks, the plan shows the memory per rank of each pipeline stage, and --plot
+    draws the stage with the highest peak; --batch is then the batch of one data rank.
     """
     from ..models.parse import parse
 
@@ -125,11 +161,13 @@ def plan(
         "tensor_parallel": tensor_parallel, "pipeline_parallel": pipeline_parallel,
         "context_parallel": context_parallel, "expert_parallel": expert_parallel,
     }  # fmt: skip
-    learning = learning_of(method, arguments)
-    folder, values, adapter, stored = facts_of(config, {} if learning is None else learning.loading)
+    objective = objective_of(method, arguments)
+    folder, values, adapter, stored = facts_of(
+        config, {} if objective is None else objective.loading
+    )
     quantize = quantized_kind(folder and source_of(folder), quantize, lora, adapter, stored)
     if adapter is not None and lora is not None:
-        raise ConfigError(f"{folder} already holds an adapter, which is planned; leave --lora out")
+        raise ConfigError(f"{folder} already has an adapter, which is planned; leave --lora out")
     options: dict[str, Any] = {
         "dtype": dtype,
         "optimizer": optimizer,
@@ -147,7 +185,7 @@ def plan(
     with _named(path):
         positions = parse(values).positions
         length = tokens_of(tokens, positions)
-        learning = sized(learning, values, max_new_tokens, length)
+        objective = sized(objective, values, max_new_tokens, length)
     check_optimizer(
         optimizer, int(state_bits), tensor_parallel or 1, int(zero), expert_parallel or 1
     )
@@ -155,39 +193,41 @@ def plan(
         pipeline_parallel or 1, context_parallel or 1, int(zero), pipeline_schedule, chunks,
         context_attention, accumulate, expert_parallel or 1,
     )  # fmt: skip
-    learned = f", {method} of {METHODS[method].unit}" * (learning is not None)
+    method_text = f", {method} of {METHODS[method].unit}" * (objective is not None)
     if any(size is not None for size in sizes):
         _check_alone(options.pop("merge_into"))
         if optimizer == "none":
-            raise ConfigError("plan: ranks are planned with an optimizer; leave --optimizer out")
+            raise ConfigError(
+                "plan: a plan with ranks needs an optimizer; leave --optimizer none out"
+            )
         tensor, pipeline, data, context, expert = (size or 1 for size in sizes)
         layout = Layout(tensor, pipeline, data, int(zero), context, expert)
         with _named(path):
             plans = plan_ranks(
                 values, layout, batch=batch, tokens=length, microbatches=options.pop("accumulate"),
                 schedule=pipeline_schedule or "1f1b", chunks=chunks_of(pipeline_schedule, chunks),
-                context_attention=context_attention or "ring", objective=learning or next_token,
+                context_attention=context_attention or "ring", objective=objective or next_token,
                 **options,
             )  # fmt: skip
         title = f"{path if own else config}: {_grid(layout)}, {accumulate} x {batch} x {length}"
-        title += f" tokens, {dtype}{options_text(options)}{learned}"
+        title += f" tokens, {dtype}{options_text(options)}{method_text}"
         title += words_of(pipeline_schedule, chunks, context_attention)
         _show(of_stages(plans, title), plans, title, plot)
-        show_rollouts(machine.console(), plans, learning, batch, length)
+        show_rollouts(machine.console(), plans, objective, batch, length)
         return
 
     @cache
     def planned(rows: int, length: int, **changes: Any) -> MemoryPlan:
         more = {**options, **changes}
-        return plan_memory(values, batch=rows, tokens=length, objective=learning, **more)
+        return plan_memory(values, batch=rows, tokens=length, objective=objective, **more)
 
     with _named(path):
         memory_plan = planned(batch, length)
     extra = options_text(options) + f", the adapter in {folder}" * (adapter is not None)
-    title = f"{path if own else config}: {batch} x {length} tokens, {dtype}{extra}{learned}"
+    title = f"{path if own else config}: {batch} x {length} tokens, {dtype}{extra}{method_text}"
     _show(ledger(memory_plan, title), [memory_plan], title, plot)
     console = machine.console()
-    show_rollouts(console, [memory_plan], learning, batch, length)
+    show_rollouts(console, [memory_plan], objective, batch, length)
     here = machine.device_memory(None if device == "cpu" else device)[0]
     console.print(cards(planned, batch, length, positions, here))
     if (adapter, stored) == (None, None) and optimizer != "none" and not parse(values).bit_layers:
@@ -197,14 +237,14 @@ def plan(
 
 
 def _grid(layout: Layout) -> str:
-    """Return the sizes of a grid of ranks, in words."""
+    """Return in words the sizes of a grid of ranks."""
     axes = ["tensor", *["expert"] * (layout.expert > 1), "context", "pipeline", "data"]
     sizes = " x ".join(str(getattr(layout, axis)) for axis in axes)
     return f"{sizes} ranks ({', '.join(axes)})"
 
 
 def _show(table: Any, plans: list[MemoryPlan], title: str, plot: Path | None) -> None:
-    """Print the table of plans; draw that which holds most if a picture is named."""
+    """Print the table of plans; draw the plan with the highest peak if ``plot`` is set."""
     console = machine.console()
     console.print(table)
     if plot is not None:
@@ -213,7 +253,7 @@ def _show(table: Any, plans: list[MemoryPlan], title: str, plot: Path | None) ->
 
 
 def facts_of(config: Path, head: dict[str, Any]) -> tuple[Path | None, Any, Any, str | None]:
-    """Return the folder of a model, its config.json with a head, its adapter and quantization."""
+    """Return folder, config.json (with a head), adapter and quantization of a model."""
     from ..files import read_json
     from ..models.configs.heads import chosen
 
@@ -224,8 +264,8 @@ def facts_of(config: Path, head: dict[str, Any]) -> tuple[Path | None, Any, Any,
     return folder, values, *known
 
 
-def learning_of(name: str, options: dict[str, Any]) -> Any:
-    """Return a method with its teacher's config; None for the next token of texts."""
+def objective_of(name: str, options: dict[str, Any]) -> Any:
+    """Return a method with the config of its teacher; None for sft."""
     settings, teacher = Settings(method=name, **options), options["teacher"]
     settings.check_method(whole=not METHODS[name].is_on_policy)
     folders = {} if teacher is None else {"teacher": folder_of(teacher)}
@@ -233,31 +273,31 @@ def learning_of(name: str, options: dict[str, Any]) -> Any:
 
 
 def words_of(schedule: str | None, chunks: int | None, context_attention: str | None) -> str:
-    """Return options of ranks for the title of a plan."""
+    """Return the options of ranks for the title of a plan."""
     each = (schedule, chunks and f"{chunks} chunks", context_attention)
     return "".join(f", {word}" for word in each if word)
 
 
-def sized(learning: Any, values: Any, new: int | None, length: int) -> Any:
-    """Return a method with the tokens of the answers that it draws, by a config.json."""
-    if learning is None or not learning.is_on_policy:
-        return learning
+def sized(objective: Any, values: Any, new: int | None, length: int) -> Any:
+    """Return a method with the length of its sampled answers."""
+    if objective is None or not objective.is_on_policy:
+        return objective
     if new is not None and new >= length:
         problem = f"--max-new-tokens {new} leaves no prompt in --tokens {length}"
         raise ConfigError(f"{problem}; give fewer, or more --tokens")
-    return learning.sized(values)
+    return objective.sized(values)
 
 
 def _check_alone(merge_into: str | None) -> None:
-    """Raise a ConfigError for ranks of a run that trains through a quantizer."""
+    """Raise a ConfigError for a plan with ranks and --merge-into."""
     if merge_into is not None:
-        cure = "each rank of --data-parallel needs what one needs for its rows"
-        raise ConfigError(f"plan --merge-into is of one rank; leave the ranks out: {cure}")
+        cure = "each rank of --data-parallel needs as much as a single rank with its rows"
+        raise ConfigError(f"plan --merge-into supports one rank; leave the ranks out: {cure}")
 
 
 @contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Prefix a ConfigError with the path of the file that it is about."""
+    """Prefix a ConfigError with the path of its file."""
     try:
         yield
     except ConfigError as error:

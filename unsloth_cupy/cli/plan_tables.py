@@ -1,4 +1,4 @@
-"""Output of ``unsloth-cupy plan``: the memory of a step, on one device with cards that fit it."""
+"""Tables of ``unsloth-cupy plan``: the memory of a step, and cards that have enough memory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 from ..machine import format_bytes
 from ..memory.ledger import ALL, ROLLOUTS, MemoryPlan
 
-CARDS = (8, 16, 24, 48, 80, 141)  # GB, the memory sizes that cards are sold with
+CARDS = (8, 16, 24, 48, 80, 141)  # GB, common memory sizes of GPUs
 GB = 2**30
 LARGEST = 4  # number of ops whose workspaces are shown
 HOLDS = {
-    "weights": "weights of the forward pass, with adapters",
-    "gradients": "of weights or adapters, and their sums",
-    "optimizer": "averages of trained weights",
+    "weights": "weights of the forward pass, including adapters",
+    "gradients": "gradients of weights or adapters, and their accumulated sums",
+    "optimizer": "optimizer states of trained weights",
     "master": "float32 copies of 16-bit weights",
-    "activations": "arrays that the forward pass keeps for the backward pass",
-    "logits": "the logits that the loss holds at a time, and the sum of the head's gradient",
-    "workspace": "arrays of running ops, and gradients in flight",
+    "activations": "arrays that forward stores for backward",
+    "logits": "logits that the loss holds at a time, and the accumulated gradient of the head",
+    "workspace": "temporary arrays of ops, and gradients in flight",
 }
 
 
@@ -37,9 +37,9 @@ def options_text(options: Mapping[str, Any]) -> str:
 
 
 def ledger(plan: MemoryPlan, title: str) -> Any:
-    """Return the table of a plan: the maximum of each category, and its size at the peak.
+    """Return the table of a plan: maximum and size at the peak of each category.
 
-    Below activations are the layers, below workspace the ops with the largest workspaces.
+    Activations have rows for layers, workspace has rows for the ops with the largest workspaces.
     """
     from rich.markup import escape
     from rich.table import Table
@@ -65,7 +65,7 @@ def ledger(plan: MemoryPlan, title: str) -> Any:
 
 
 def of_stages(plans: Sequence[MemoryPlan], title: str) -> Any:
-    """Return the table of the memory that a rank of each pipeline stage holds at its peak."""
+    """Return the table of peak memory per rank, with a column per pipeline stage."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -83,7 +83,7 @@ def of_stages(plans: Sequence[MemoryPlan], title: str) -> Any:
 def show_rollouts(
     console: Any, plans: Sequence[MemoryPlan], method: Any, batch: int, tokens: int
 ) -> None:
-    """Print a line about the answers that a method draws, if it does, by plans of stages."""
+    """Print a line per stage about the memory of rollouts, for methods that sample answers."""
     for plan in plans:
         for moment in (each for each in plan.moments if each.op == ROLLOUTS):
             longest = tokens - method.question_length(tokens)
@@ -96,10 +96,10 @@ def show_rollouts(
 def training_methods(
     planned: Callable[..., MemoryPlan], rank: int, kind: str, here: int | None
 ) -> Any:
-    """Return the table of the step's memory if all weights are trained, or only adapters."""
+    """Return the table of a step's memory for training all weights, LoRA and QLoRA."""
     from rich.table import Table
 
-    table = Table(title="the same step by what is trained", title_justify="left")
+    table = Table(title="the same step by trained parameters", title_justify="left")
     table.add_column("")
     table.add_column("a step", justify="right")
     table.add_column("smallest card", justify="right")
@@ -120,7 +120,7 @@ def training_methods(
 
 
 def runs(layers: Mapping[str, int]) -> list[tuple[str, int]]:
-    """Return layers and their bytes; consecutive layers of the same size share one line."""
+    """Return rows with layers and bytes; consecutive layers of the same size share a row."""
     groups: list[tuple[list[str], int]] = []
     for layer, size in layers.items():
         if groups and groups[-1][1] == size and groups[-1][0][-1].startswith("layer "):
@@ -142,7 +142,10 @@ def cards(
     positions: int,
     here: int | None,
 ) -> Any:
-    """Return the table of the largest batches and rows, up to ``positions``, that fit each card."""
+    """Return the table of the largest batches and longest rows that fit each card.
+
+    ``positions`` limits the length of rows.
+    """
     from rich.table import Table
 
     table = Table(title="what fits", title_justify="left")
@@ -165,7 +168,7 @@ def cards(
 
 
 class Largest:
-    """Finds the largest number whose plan fits; keeps computed plans for later searches."""
+    """Finds the largest number whose plan fits; caches plans for later searches."""
 
     def __init__(self, plan: Callable[[int], int], step: int = 1, most: int | None = None) -> None:
         self.plan, self.step, self.most = plan, step, None if most is None else most // step
@@ -178,9 +181,9 @@ class Largest:
         return self.known[number]
 
     def __call__(self, limit: int) -> int:
-        """Return the largest multiple of step that fits into limit bytes; 0 if not even one does.
+        """Return the largest multiple of ``step`` that fits into ``limit`` bytes, or 0.
 
-        Bytes grow nearly linearly, so each guess is where the line through two plans reaches the
+        Bytes grow nearly linearly: each guess is where the line through two plans reaches the
         limit.  A guess that fits is the answer if the next number does not fit on that line.
         """
         if self.total(1) > limit:

@@ -1,4 +1,4 @@
-"""``unsloth-cupy precompile``: compiles the kernels of a model to disk before its first step."""
+"""``unsloth-cupy precompile``: compiles the kernels of a model to disk before they are used."""
 
 import time
 from pathlib import Path
@@ -23,20 +23,30 @@ from .progress import progress
 
 @click.command()
 @click.argument("config", type=FILE)
-@option("--arch", str, "GPUs or architectures, as sm_90,rtx4090.  [default: this machine's GPU]")
-@option("--tokens", str, "Tokens in a row, as 512,2048.  [default: 2048, or all positions]")
-@option("--batch", str, "Rows, as 1,8.", "1")
 @option(
-    "--dtype", click.Choice(["float16", "bfloat16", "float32"]), "Of the computation.", "bfloat16"
+    "--arch",
+    str,
+    "GPUs or architectures, for example sm_90,rtx4090.  [default: this machine's GPU]",
 )
-@option("--lora", click.IntRange(1), "Train adapters of this rank.")
-@option("--quantize", QUANTIZE, "Store the model in fewer bits; without --lora only to generate.")
-@option("--optimizer", click.Choice([*OPTIMIZERS]), "Of the training.", "adamw")
-@option("--state-bits", click.Choice(["32", "8"]), "Bits of the optimizer's averages.", "32")
-@option("--recompute-every", click.IntRange(1), "Keep the input of one block in N.")
-@click.option("--chunked-mlp", is_flag=True, help="Compute MLPs in chunks of rows, twice.")
-@option("--accumulate", click.IntRange(1), "Batches whose gradients are summed per step.", 1)
-@option("--processes", click.IntRange(1), "Compiler processes.  [default: one for each core]")
+@option(
+    "--tokens",
+    str,
+    "Row lengths in tokens, for example 512,2048.  [default: 2048, or all positions]",
+)
+@option("--batch", str, "Batch sizes in rows, for example 1,8.", "1")
+@option("--dtype", click.Choice(["float16", "bfloat16", "float32"]), "Compute dtype.", "bfloat16")
+@option("--lora", click.IntRange(1), "LoRA rank: train adapters of this rank.")
+@option("--quantize", QUANTIZE, "Quantize the weights; without --lora for generation only.")
+@option("--optimizer", click.Choice([*OPTIMIZERS]), "Optimizer of the training step.", "adamw")
+@option("--state-bits", click.Choice(["32", "8"]), "Bits per value of the optimizer states.", "32")
+@option(
+    "--recompute-every",
+    click.IntRange(1),
+    "Gradient checkpointing: store the input of one block in N.",
+)
+@click.option("--chunked-mlp", is_flag=True, help="Compute MLPs in chunks, and again in backward.")
+@option("--accumulate", click.IntRange(1), "Gradient accumulation: number of batches per step.", 1)
+@option("--processes", click.IntRange(1), "Number of compiler processes.  [default: one per core]")
 def precompile(
     config: Path,
     arch: str | None,
@@ -54,8 +64,8 @@ def precompile(
 ) -> None:
     """Compile every kernel that training and generation of a model will launch.
 
-    CONFIG is a config.json or the folder of a model, a run or an adapter, which stands for its
-    base model; no weights are read, and no GPU is needed.
+    CONFIG is a config.json or the folder of a model, a run or an adapter; for an adapter, the
+    kernels are those of its base model. No weights are read, and no GPU is needed.
     Binaries are written to UNSLOTH_CUPY_CACHE_DIR/kernels, where the library finds them.
     """
     compilation.needs_compiler()
@@ -97,13 +107,13 @@ def precompile(
         echo(
             f"sm_{card.architecture}: {kernels} kernels in {len(units)} units, {compiled} compiled"
             f" in {wall:.1f} s ({seconds:.1f} s of compiler time),"
-            f" {len(units) - compiled} already there"
+            f" {len(units) - compiled} already in the cache"
         )
-    echo(f"kept in {root}")
+    echo(f"saved in {root}")
 
 
 def cards(names: str | None) -> list[Card]:
-    """Return the cards to compile for; without names, this machine's GPU."""
+    """Return the cards to compile for; without names, the GPU of this machine."""
     if names is None:
         if not count():
             raise ConfigError("precompile: this machine has no GPU; name one, as --arch sm_90")
@@ -119,5 +129,5 @@ def numbers(name: str, text: str) -> list[int]:
     """Return the positive integers of a comma-separated option."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 1 <= int(part) < 2**31 for part in parts):
-        raise ConfigError(f"{name} {text!r} is not a list of positive integers, as 512,2048")
+        raise ConfigError(f"{name} {text!r} is not a list of positive integers such as 512,2048")
     return [int(part) for part in parts]

@@ -1,4 +1,4 @@
-"""What ``finetune`` prints beyond the messages of a run: profiles of steps, results as JSON."""
+"""Output of ``finetune`` besides the messages of a run: profiles of steps, results as JSON."""
 
 import json
 from contextlib import AbstractContextManager, nullcontext
@@ -14,13 +14,13 @@ from ..machine import echo
 from ..profiling.profile import Profile
 from ..profiling.watch import watching
 
-FIRST = 2  # first steps, not profiled: they count array memory, and on a GPU compile kernels
+FIRST = 2  # first steps are not profiled: they measure memory, and on a GPU compile kernels
 
 
 class Steps:
-    """Returns the context of each step: a profile for ``count`` steps, else an empty one.
+    """Returns the context of each step: a profile for ``count`` steps, else an empty context.
 
-    The first steps are not profiled, as far as enough steps remain after them.
+    The first steps are skipped if enough steps remain.
     """
 
     def __init__(self, loop: Loop, count: int) -> None:
@@ -39,7 +39,7 @@ class Steps:
         return nullcontext()
 
     def report(self) -> None:
-        """Print the table of the steps; save it and a trace in the folder of the run."""
+        """Print the profile; save it and a trace in the run folder."""
         if not self.profile.records:
             return
         folder, last = self.loop.run.folder, self.first + self.done - 1
@@ -47,11 +47,11 @@ class Steps:
         with atomic_path(folder / "profile.txt") as partial:
             partial.write_text(table, encoding="utf-8")
         self.profile.save_trace(folder / "trace.json")
-        echo(f"\n{table}kept in {folder}/profile.txt and trace.json")
+        echo(f"\n{table}saved in {folder}/profile.txt and trace.json")
 
 
 class CommandPrinter(Printer):
-    """Prints what a run reports, profiles ``profile`` of the steps, or prints JSON alone."""
+    """Prints a run like ``Printer``; also profiles ``profile`` steps, or prints only JSON."""
 
     def __init__(self, profile: int | None, *, quiet: bool, as_json: bool) -> None:
         super().__init__(quiet=quiet)
@@ -59,11 +59,11 @@ class CommandPrinter(Printer):
         self.profiled: Steps | None = None
 
     def prepared(self, run: Run) -> None:
-        """Import what the end of the run needs, so that it fails now; begin to profile."""
+        """Import modules that the end of the run needs, to fail early; start the profile."""
         super().prepared(run)
         if run.loop is not None and run.loop.ranks.first:
-            for needed in ("matplotlib.figure", "rich.table"):
-                import_module(needed)
+            for module in ("matplotlib.figure", "rich.table"):
+                import_module(module)
             if self.profile is not None:
                 self.profiled = run.loop.step_context = Steps(run.loop, self.profile)
 
@@ -75,6 +75,6 @@ class CommandPrinter(Printer):
             super().finished(run)
 
     def close(self) -> None:
-        """Print the profile, also of a run that an error has ended."""
+        """Print the profile, also after an error."""
         if self.profiled is not None:
             self.profiled.report()

@@ -1,4 +1,4 @@
-"""Says on standard error what a command is at: a bar on a terminal, else a line now and then."""
+"""Progress on standard error: a bar on a terminal, else a line every 2 seconds."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ T = TypeVar("T")
 def progress(
     items: Iterable[T], count: int, doing: str, named: Callable[[T], str] = str
 ) -> Iterator[T]:
-    """Yield the items, of which there are ``count``; the first line comes before any work."""
+    """Yield ``count`` items and show the progress; the first line is printed before any work."""
     if sys.stderr.isatty():
         from rich.console import Console
         from rich.progress import track

@@ -1,4 +1,4 @@
-"""``unsloth-cupy teach``: stores what a model predicts, for a student to learn from."""
+"""``unsloth-cupy teach``: stores a teacher's predictions to train a student on."""
 
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ import click
 from ..finetune.listener import Listener, hearing
 from ..finetune.run.printer import Printer
 from ..finetune.run.settings import DEVICES
-from ..finetune.run.teaching import teach as taught
+from ..finetune.run.teaching import teach as store_predictions
 from ..machine import echo, echo_next
 from .options import FILE, Device, Number, WithData, data_of, ignore_option, option
 
@@ -17,30 +17,35 @@ from .options import FILE, Device, Number, WithData, data_of, ignore_option, opt
 @click.argument("model", metavar="MODEL_FOLDER", type=FILE)
 @click.option(
     "--data", multiple=True, required=True, metavar="PATH...",
-    help="Lines to learn, and those to evaluate on: all that finetune --data takes.",
+    help="Training data, as finetune --data accepts it; its evaluation part is included.",
 )  # fmt: skip
 @ignore_option
-@option("--out", FILE, "Folder to write.  [default: MODEL_FOLDER-taught]")
-@option("--top-k", click.IntRange(1), "Tokens to store of each prediction.", 64)
-@option("--tokens", click.IntRange(2), "Tokens in a row.  [default: as in finetune]")
-@option("--temperature", Number(0, min_open=True), "Divides the logits.", 1.0)
-@option("--batch", click.IntRange(1), "Rows computed at a time.", 4)
+@option("--out", FILE, "Output folder.  [default: MODEL_FOLDER-taught]")
+@option("--top-k", click.IntRange(1), "Number of tokens to store per prediction.", 64)
+@option(
+    "--tokens", click.IntRange(2), "Maximum length of a row in tokens.  [default: as in finetune]"
+)
+@option(
+    "--temperature", Number(0, min_open=True), "Temperature: divide the logits by this number.", 1.0
+)
+@option("--batch", click.IntRange(1), "Batch size in rows.", 4)
 @option("--device", Device(), DEVICES, "auto")
-@click.option("--quiet", is_flag=True, help="Print the results alone.")
+@click.option("--quiet", is_flag=True, help="Print only the results.")
 def teach(
     model: Path, data: tuple[str, ...], out: Path | None, quiet: bool, **options: Any
 ) -> None:
-    """Store the likeliest tokens that the model in MODEL_FOLDER predicts for texts.
+    """Store the most likely next tokens of the model in MODEL_FOLDER for texts.
 
     finetune --method distill --teacher FOLDER then needs no teacher in memory.
     """
     folder = model.parent / f"{model.name}-taught" if out is None else out
     with hearing(Listener() if quiet else Printer()):
-        report = taught(model, data_of(data), folder, **options)
+        report = store_predictions(model, data_of(data), folder, **options)
     echo(
-        f"{report.folder}: {report.rows:,} predictions of {report.texts:,} texts; what is kept of"
-        f" them has {report.mean_mass:.2%} of the probability, {report.least_mass:.2%} at least"
+        f"{report.folder}: {report.rows:,} predictions for {report.texts:,} texts; stored tokens"
+        f" cover {report.mean_mass:.2%} of the probability on average, {report.least_mass:.2%} at"
+        " least"
     )
-    echo("all others count as one token: the divergence is a lower bound of the whole one")
+    echo("all other tokens count as one, so the loss is a lower bound of the full divergence")
     words = ["finetune", "STUDENT", "--data", *data, "--method", "distill", "--teacher", folder]
     echo_next(["unsloth-cupy", *words])

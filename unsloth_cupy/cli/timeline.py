@@ -1,4 +1,4 @@
-"""The memory timeline of a training step as a picture: bytes of each category, op by op."""
+"""Draws the memory timeline of a training step: bytes per category, op by op."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ from ..machine import format_bytes
 from ..memory.ledger import MemoryPlan
 from ..pictures import INK, SOFT, save_picture, write_title
 
-COLOURS = {  # from bottom to top: memory that stays through a step is below temporary memory
+COLOURS = {  # from bottom to top: persistent memory below temporary memory
     "weights": "#3b6fb6",
     "master": "#6d93c7",
     "optimizer": "#9db8d9",
@@ -17,12 +17,12 @@ COLOURS = {  # from bottom to top: memory that stays through a step is below tem
     "logits": "#d1495b",
     "workspace": "#8b95a1",
 }
-TITLE_WIDTH = 90  # characters that fit in a line
+TITLE_WIDTH = 90  # characters of a title line
 SIZES = {"TiB": 2**40, "GiB": 2**30, "MiB": 2**20, "KiB": 2**10}
 
 
 def draw_timeline(path: Path, plan: MemoryPlan, title: str) -> None:
-    """Draw the peak memory of each category during each op, and mark the peak of the step."""
+    """Draw the memory per category during each op, and mark the peak of the step."""
     from matplotlib.figure import Figure
 
     unit = next((name for name, size in SIZES.items() if plan.total >= size), "KiB")

@@ -1,4 +1,4 @@
-"""Fine-tuning of a model on a text: training data, trainer, run folder.
+"""Fine-tuning of models: training data, trainer, run folder.
 
 run = Trainer("model", "chat.jsonl", Settings(epochs=2), lora=Lora(16)).train()
 """
@@ -24,7 +24,7 @@ from .run.trainer import Trainer as Trainer
 
 
 class _Moved(MetaPathFinder):
-    """Names the new place of a module that was in this folder itself, if it is imported there."""
+    """Raises an error that names the new module, if code imports a module from its old place."""
 
     def find_spec(self, name: str, *_: object) -> None:
         package, module = name.rpartition(".")[::2]
@@ -33,6 +33,6 @@ class _Moved(MetaPathFinder):
                 raise ModuleNotFoundError(f"{name} is now {package}.{file.parent.name}.{module}")
 
 
-sys.meta_path.append(_Moved())  # the last finder: it is asked only if no module has the name
+sys.meta_path.append(_Moved())  # the last finder: Python uses it only if no module has the name
 
 _names.publish(__name__)

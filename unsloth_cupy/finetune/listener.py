@@ -1,10 +1,10 @@
-"""What a run reports: a listener may print it, record it, or draw it.
+"""Listeners, which handle the events and messages of a run.
 
     with hearing(listener):
         announce("resuming from runs/chat/checkpoint-00000200")
         for (line,) in reading(lines, size, "reading"): ...
 
-The listener is a context, so that what reads a file deep inside a run needs no argument for it.
+The listener is a context variable, so that functions deep inside a run need no argument for it.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -16,25 +16,28 @@ PieceT = TypeVar("PieceT", bound=tuple[Any, ...])
 
 
 class Listener:
-    """Handles the events of a run, in the order of these methods.  Each does nothing: override it.
+    """Handles the events of a run.  Each method does nothing: override it.
 
-    ``line`` is a line of the run's log, ``run`` a ``Run``.  In a run of several ranks each rank has
-    a listener, and what those of other ranks than 0 print is dropped.
+    ``line`` is a line of the log, ``run`` a ``Run``.  In a run on several ranks, each rank has a
+    listener; only the listener of rank 0 can print.
     """
 
     def announce(self, text: str) -> None:
-        """Handle a message in words, one line or several."""
+        """Handle a message of one or more lines."""
 
     def reading(self, what: str, size: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Handle that ``size`` bytes of a file are read; what is yielded takes those read now."""
+        """Handle the reading of a file of ``size`` bytes.
+
+        The context returns a function that is called with the number of bytes just read.
+        """
         return nullcontext(lambda _: None)
 
     def computing(self, what: str, size: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Handle the reading of ``size`` tokens by a model before training, as ``reading``."""
+        """Handle a computation over ``size`` tokens before training; otherwise as ``reading``."""
         return nullcontext(lambda _: None)
 
     def prepared(self, run: Any) -> None:
-        """Handle that model and text are ready; an error raised here ends the run."""
+        """Handle that model and data are ready; an error raised here ends the run."""
 
     def began(self, step: int, steps: int) -> None:
         """Handle the start of training after ``step`` of ``steps``."""
@@ -46,13 +49,13 @@ class Listener:
         """Handle an evaluation: step, held_out_loss, perplexity, token_accuracy, entropy, ..."""
 
     def sampled(self, step: int, prompt: str, text: str) -> None:
-        """Handle the text with which the model continues a prompt of the settings after a step."""
+        """Handle a sample: the text with which the model continues a prompt of the settings."""
 
     def ended(self, run: Any) -> None:
         """Handle the end of training, at its last step or by an error."""
 
     def finished(self, run: Any) -> None:
-        """Handle that the model is saved, now or by an earlier run in the same folder."""
+        """Handle the saved model, of this run or of an earlier run in the same folder."""
 
 
 _listener: ContextVar[Listener] = ContextVar("listener", default=Listener())  # noqa: B039 -- no state
@@ -60,7 +63,7 @@ _listener: ContextVar[Listener] = ContextVar("listener", default=Listener())  # 
 
 @contextmanager
 def hearing(listener: Listener) -> Iterator[None]:
-    """Report what happens inside a ``with`` block to a listener."""
+    """Send the events inside a ``with`` block to a listener."""
     token = _listener.set(listener)
     try:
         yield
@@ -69,20 +72,20 @@ def hearing(listener: Listener) -> Iterator[None]:
 
 
 def announce(text: str) -> None:
-    """Tell the listener a message."""
+    """Send a message to the listener."""
     _listener.get().announce(text)
 
 
 def reading(pieces: Iterable[PieceT], size: int, what: str) -> Iterator[PieceT]:
-    """Yield pieces, tuples that start with bytes, and report to the listener how many are read.
+    """Yield tuples that start with bytes, and report the number of bytes to the listener.
 
-    ``size`` is the total number of bytes, ``what`` what is done with them.
+    ``size`` is the total number of bytes, ``what`` a title for the progress.
     """
     return _counted(pieces, _listener.get().reading(what, size))
 
 
 def computing(pieces: Iterable[PieceT], size: int, what: str) -> Iterator[PieceT]:
-    """Yield pieces, tuples that start with a range of tokens, and report how many."""
+    """Yield tuples that start with a range of tokens, and report the number of tokens."""
     return _counted(pieces, _listener.get().computing(what, size))
 
 

@@ -1,4 +1,4 @@
-"""The adapters that a run trains: rank, scale, dropout, layers and kind of LoRA."""
+"""LoRA settings of a run: rank, scale, dropout, target layers and variant."""
 
 import dataclasses
 from collections.abc import Collection, Mapping, Sequence
@@ -20,7 +20,7 @@ ALL, ATTENTION = "all", "attention"
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Low-rank adapters, as peft's ``LoraConfig`` has them: y = x Wᵀ + scale (dropout(x) Aᵀ) Bᵀ.
+    """Settings of LoRA adapters, as in peft's ``LoraConfig``: y = x Wᵀ + scale (dropout(x) Aᵀ) Bᵀ.
 
     Parameters
     ----------
@@ -29,19 +29,19 @@ class Lora:
     alpha : float, optional
         scale = alpha / rank; None: 2 * rank.
     dropout : float
-        Share of the elements of x that are 0 in a step of training, in 0 .. 1.
+        Dropout probability of x in training, in 0 .. 1.
     targets : str or sequence of str
-        "all" linear layers of the blocks, experts included, those of "attention", or the last
-        components of the layers' names, as ("q_proj", "v_proj", "experts.down_proj").
+        "all" (all linear layers of the blocks, including experts), "attention", or last components
+        of layer names, such as ("q_proj", "v_proj", "experts.down_proj").
     rslora : bool
         scale = alpha / sqrt(rank).
     dora : bool
-        Train the norm of each row of W too (DoRA).
+        Also train the norm of each row of W (DoRA).
 
     Raises
     ------
     ConfigError
-        An argument has another type; the message names it.
+        An argument has a wrong type; the message names the argument.
     """
 
     rank: int
@@ -52,19 +52,19 @@ class Lora:
     dora: bool = False
 
     def __post_init__(self) -> None:
-        """Check the types; the numbers are checked as settings."""
+        """Check the types; ``Settings`` checks the numbers."""
         check_fields(self)
 
     def settings(self) -> dict[str, Any]:
-        """Return these as fields of ``Settings``."""
+        """Return the values as fields of ``Settings``."""
         own = {"rslora", "dora"}
         each = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)[1:]}
         return {"lora": self.rank} | {n if n in own else f"lora_{n}": v for n, v in each.items()}
 
     def options(self, config: "Config", tokens: Sequence[int] = ()) -> dict[str, Any]:
-        """Return the arguments of ``models.create_adapter`` for a model of this config.
+        """Return the arguments of ``models.create_adapter`` for a model with this config.
 
-        Rows of these tokens are trained too, also those of a head of its own.
+        The adapter also trains the rows of ``tokens`` in the embedding, and in an untied head.
 
         Raises
         ------
@@ -104,30 +104,29 @@ def check_learns(
     gradients: Mapping[str, Any],
     shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> str | None:
-    """Return how many adapters have a gradient, in words; None if no adapter has one in this step.
+    """Return in words how many adapters have a gradient; None if none has one in this step.
 
-    In the first step those of B: A's are 0 as long as B is.  Experts that no token chose are told.
-    ``shapes`` are those of whole stacks, if ranks divide them.
+    In the first step only B has a gradient, because B is 0.  The text also reports experts that no
+    token chose.  ``shapes`` are the shapes of whole stacks, if ranks split the stacks.
 
     Raises
     ------
     ConfigError
-        The gradient of an adapter is 0 everywhere, though others are not: it would learn nothing.
+        The gradient of an adapter is 0 everywhere, although others are not: it would not train.
     """
     from ..models.adapters.adapter import UP, module_of
 
     ups = [name for name in gradients if name.endswith(UP)]
     if not ups:
         return ""
-    learns = to_numpy(np.stack([gradients[name].any() for name in ups]))
-    if not learns.any():
+    has_gradient = to_numpy(np.stack([gradients[name].any() for name in ups]))
+    if not has_gradient.any():
         return None
-    if still := [name for name, any_of_it in zip(ups, learns, strict=True) if not any_of_it]:
-        more = f", and of those of {len(still) - 1} more," if len(still) > 1 else ""
-        problem = f"the gradient of the adapter of {module_of(still[0])}{more} is 0 everywhere"
-        raise ConfigError(
-            f"{problem}: it learns nothing; name other layers, {named('lora_targets')}"
-        )
+    if zero := [name for name, some in zip(ups, has_gradient, strict=True) if not some]:
+        more = f" (and {len(zero) - 1} more)" if len(zero) > 1 else ""
+        problem = f"the gradient of the adapter of {module_of(zero[0])}{more} is 0 everywhere"
+        cure = f"choose other layers with {named('lora_targets')}"
+        raise ConfigError(f"{problem}, so the adapter does not train; {cure}")
     chosen: dict[str, Any] = {}
     for name, adapted in adapter.stacks.items():
         count, outputs, _ = adapted.stack.shape if shapes is None else shapes[name]

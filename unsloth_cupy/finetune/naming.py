@@ -1,10 +1,10 @@
-"""How messages name the settings of a run: as fields of ``Settings``, or as a command's flags.
+"""Names of settings in messages: fields of ``Settings``, or flags of a command.
 
     named("lora")                        lora
     named(batch=2, accumulate=4)         batch=2, accumulate=4
 
-Inside ``naming(style)`` they are written in another style.  Messages are not translated afterwards:
-a path in them may look like a setting.
+Inside ``naming(style)``, messages use another style.  Finished messages are not translated, because
+a path in a message may look like a setting.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
 
-Style = Callable[[Mapping[str, Any]], str]  # of settings by name; None: only the name is meant
+Style = Callable[[Mapping[str, Any]], str]  # formats settings; the value None: only the name
 
 
 def as_fields(settings: Mapping[str, Any]) -> str:
-    """Return settings as they are written in Python."""
+    """Return settings in the syntax of Python."""
     each = settings.items()
     return ", ".join(name if value is None else f"{name}={value}" for name, value in each)
 
@@ -25,7 +25,7 @@ _style: ContextVar[Style] = ContextVar("style", default=as_fields)
 
 
 def named(*names: str, **settings: Any) -> str:
-    """Return settings for a message, with their values or by name alone."""
+    """Return settings for a message: names alone, and names with values."""
     return _style.get()(dict.fromkeys(names) | settings)
 
 

@@ -202,7 +202,7 @@ class Graphs:
             *(sink is None, sums is None, call.begins),
             Itself(getattr(model.seen, "__self__", model.seen)),  # what counts the experts' tokens
         )
-        # Sums in other arrays than those of the steps before are new ones: their form never repeats.
+        # Sums in other arrays than those of earlier steps are new arrays: no form repeats.
         usual = all(self.sums.get(name) is each for name, each in (sums or {}).items())
         graph = self._graph(form, arrays, shapes) if usual else None
         if graph is None:
@@ -223,7 +223,9 @@ class Graphs:
 
         value, gradients, own_sums = graph.captured(work)
         if sink is not None:
-            sink.extend(each.copy() for each in own_sums)  # the next launch overwrites the originals
+            sink.extend(
+                each.copy() for each in own_sums
+            )  # the next launch overwrites the originals
         if graph.captured.why is not None:
             self.clear()
             self.why = self.failed = graph.captured.why

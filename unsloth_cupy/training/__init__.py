@@ -1,1 +1,1 @@
-"""What a training loop needs: a tape, optimizers, precision, checkpoints."""
+"""Parts of a training loop: tape, optimizers, precision, gradient checkpointing."""

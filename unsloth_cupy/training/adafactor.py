@@ -16,25 +16,26 @@ from .optimizer import Optimizer
 
 @check_options
 class Adafactor(Optimizer):
-    """Adam whose second moment of a matrix is a row and a column: hardly any memory for states.
+    """Adafactor: Adam with a factored second moment, a row and a column per matrix.
 
-    The formula is in ``ops/optimizers/adafactor.py``; that and the defaults are torch.optim's.
+    The states need hardly any memory.  Formula (``ops/optimizers/adafactor.py``) and defaults are
+    those of torch.optim.
     Source: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, 2018.
 
     Parameters
     ----------
     lr : float
-        Largest step, as a share of the root mean square of a parameter; step n has no more than
-        1 / sqrt(n).
+        Maximum relative step: the change divided by the root mean square (RMS) of a parameter.
+        Step n uses at most 1 / sqrt(n).
     beta2_decay : float
-        Below 0: the moments keep a share of 1 - step**beta2_decay.
+        Below 0: the decay rate of the moments is 1 - step**beta2_decay.
     eps : (float or None, float)
-        Smallest root of a second moment, None for the rounding error of float32 (float64); and the
-        smallest root mean square that a parameter counts with.
+        Minimum of the root of a second moment, None for the rounding error of float32 (float64);
+        and minimum of the RMS of a parameter in the relative step.
     d : float
-        A step whose root mean square is above it is scaled down to it; above 0.
+        Clipping threshold, above 0: an update with a larger RMS is scaled down to it.
 
-    Other parameters, ``step``, ``state``, 16-bit parameters and errors are those of ``AdamW``.
+    Other parameters, ``step``, ``state``, 16-bit parameters and errors are as in ``AdamW``.
     """
 
     kind = Tensor

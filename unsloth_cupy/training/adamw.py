@@ -14,7 +14,7 @@ from .averages import own_form
 from .gradients import check_mapping
 from .optimizer import Optimizer, checked_betas, matching
 
-SMALL = 4096  # elements; smaller parameters have float32 averages, as in bitsandbytes
+SMALL = 4096  # elements; smaller parameters have float32 moments, as in bitsandbytes
 
 
 @check_options
@@ -29,40 +29,41 @@ class AdamW(Optimizer):
         NumPy or CuPy arrays of a float dtype, writable.  The optimizer owns them: each step
         changes them in place.
     lr : float
-        Learning rate of steps that are called without one.
+        Learning rate of steps that are called without a rate.
     betas : (float, float)
-        Share of the averages of the gradient and of its square that each step keeps.
+        Decay rates of the first and the second moment.
     eps : float
-        Added to the root mean square, in units of the gradient.
+        Added to the root of the second moment, in units of the gradient.
     weight_decay : float
-        Share of a parameter that is lost per step and unit of lr.
+        Decoupled weight decay: a step multiplies a parameter by 1 - lr * weight_decay.
     state_bits : int
-        Bits of an element of the averages: 32 (64 for a float64 parameter), or 8: codes, with a
-        float32 scale for every 256 of them, for parameters of 4096 elements or more.
+        Bits per element of the moments: 32 (64 for a float64 parameter), or 8: codes with a
+        float32 scale per 256 elements, for parameters of 4096 elements or more.
     whole : collection of str
-        Names or patterns, as in groups, of parameters whose averages have 32 bits though
-        ``state_bits`` is 8: tables of tokens and heads, whose rows have gradients of very
-        different sizes.
+        Names or patterns, as in groups, of parameters whose moments have 32 bits although
+        ``state_bits`` is 8: embeddings and heads, whose rows have gradients of very different
+        sizes.
     groups : sequence of {"names": ..., "lr": ..., "weight_decay": ...}, optional
-        Groups of parameters with an ``lr`` or a ``weight_decay`` of their own: ``names`` is a name,
-        a pattern such as ``"*norm*"``, or a list of them.  What no group names has the options
-        above.  A step with another rate scales the rates of groups as much: by its lr / lr.
+        Groups of parameters with their own ``lr`` or ``weight_decay``: ``names`` is a name, a
+        pattern such as ``"*norm*"``, or a list of names and patterns.  Parameters outside the
+        groups use the options above.  A step with another rate scales the rates of groups by
+        the same factor.
 
     Raises
     ------
     ConfigError
-        An option is out of its range, or a parameter is read-only; a group has an unknown key, no
-        parameter, or one of another group; ``whole`` has a name of no parameter.
+        An option is out of range, or a parameter is read-only; a group has an unknown key, no
+        parameter, or a parameter of another group; ``whole`` has a name without a parameter.
     DTypeError, FrameworkError
-        A parameter is not a float array of NumPy or CuPy, or has 8-bit averages and is float64; or
+        A parameter is not a float array of NumPy or CuPy, or is float64 with 8-bit moments; or
         parameters are on several GPUs.
 
     Notes
     -----
-    On a GPU a step is one launch over the parameters of each group, if all of them are contiguous
-    and of 32 or 16 bits.  It does not wait; reading ``steps`` waits.  Codes and scales have the
-    format of bitsandbytes' state1, absmax1, state2 and absmax2.  Squares below 1e-4 of their scale
-    are rounded up, where bitsandbytes takes the nearest code: one above 0 never becomes 0.
+    On a GPU a step is one launch per group, if all parameters are contiguous and have 32 or 16
+    bits.  The host does not wait for a step; reading ``steps`` waits.  Codes and scales have the
+    format of bitsandbytes' state1, absmax1, state2 and absmax2.  Second moments below 1e-4 of their
+    scale are rounded up, so that a value above 0 never becomes 0; bitsandbytes rounds to nearest.
     """
 
     kind = Tensor
@@ -93,16 +94,17 @@ class AdamW(Optimizer):
             return Tensor(parameter, None, mean, square, None, None)
         if wide != FLOATS[2]:
             problem = f"AdamW: {name} is {parameter.dtype}"
-            raise DTypeError(f"{problem}; 8-bit averages need 32 bits or 16")
+            raise DTypeError(f"{problem}; 8-bit moments need a parameter of 32 or 16 bits")
         mean, square = (np.zeros_like(parameter, np.uint8, order="C") for _ in range(2))
         blocks = -(-parameter.size // BLOCK)
         scales = (np.zeros_like(parameter, np.float32, shape=(blocks,)) for _ in range(2))
         return Tensor(parameter, None, mean, square, *scales)
 
     def load_state(self, state: Mapping[str, Array]) -> None:
-        """Continue from a ``state()``, also from one with codes where this has 32 bits.
+        """Restore a ``state()``, also one with 8-bit codes where this optimizer has 32 bits.
 
-        In codes of earlier versions, squares that were rounded to 0 become the smallest above it.
+        In codes of earlier versions, second moments that were rounded to 0 become the smallest
+        code above 0.
         """
         check_mapping("AdamW.load_state", state)
         narrow = {name for name, t in self.tensors.items() if t.mean_scale is not None}

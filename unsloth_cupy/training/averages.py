@@ -1,4 +1,4 @@
-"""Optimizer averages in 8 or 32 bits, in the form that a checkpoint stores for any grid of ranks.
+"""Moments of an optimizer in 8 or 32 bits, in the form of a checkpoint for any grid of ranks.
 
     mean.NAME, square.NAME                        float32, or 8-bit codes and
     mean_scale.NAME, square_scale.NAME            the scale of each block of 256 codes
@@ -22,7 +22,7 @@ SCALES = ("mean_scale", "square_scale")
 
 
 def scale_per_code(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return averages with one scale for each code, in the shape of the parameter."""
+    """Return moments with one scale per code, in the shape of the parameter."""
     result = dict(state)
     for key, scale in state.items():
         field, _, name = key.partition(".")
@@ -33,10 +33,11 @@ def scale_per_code(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def in_one_form(state: Mapping[str, Any], comm: Any) -> dict[str, Any]:
-    """Return averages that all ranks have in the same form, though the parts of some are small.
+    """Return moments in the same form on all ranks, even if the parts of some ranks are small.
 
-    Only the averages of parts of 4096 values and more are codes: if those of any rank's part are
-    float32, all are.  A rank that reads them makes codes again, which may differ by a step.
+    Only parts of 4096 values or more have moments in codes.  If the part of any rank has float32
+    moments, all ranks return float32.  A rank that loads them encodes them again, which may change
+    a code by one step.
     """
     names = sorted(key.partition(".")[2] for key in state if key.startswith("mean."))
     if comm.size == 1 or not names:
@@ -46,7 +47,7 @@ def in_one_form(state: Mapping[str, Any], comm: Any) -> dict[str, Any]:
 
 
 def stored_form(state: Mapping[str, Any], narrow: Collection[str]) -> dict[str, Any]:
-    """Return averages: 8-bit codes for the parameters in ``narrow``, float32 for all others."""
+    """Return moments as 8-bit codes for the parameters in ``narrow``, else as float32."""
     result = {}
     for key, array in state.items():
         field, _, name = key.partition(".")
@@ -68,9 +69,9 @@ def stored_form(state: Mapping[str, Any], narrow: Collection[str]) -> dict[str, 
 def own_form(
     state: Mapping[str, Any], shapes: Mapping[str, Any], narrow: Collection[str]
 ) -> dict[str, Any]:
-    """Return the state of an optimizer with the codes of each parameter in ``stored_form``.
+    """Return the state of an optimizer with the moments of each parameter in ``stored_form``.
 
-    Arrays that do not fit a parameter's shape remain as they are, for the checks of a state.
+    Arrays that do not fit their parameter are not changed: ``load_state`` raises for them.
     """
     result = dict(state)
     for name, shape in shapes.items():
@@ -88,7 +89,7 @@ def own_form(
 def _in_blocks(array: Any, scale: Any, signed: bool) -> tuple[Any, Any]:
     """Return codes and the scale of each block, from float32 or from codes with scales.
 
-    ``scale`` is None for float32; else there is one for each block, or one for each code.
+    ``scale`` is None for float32; else it holds one scale per block, or one per code.
     """
     if scale is None:
         return encode(array.reshape(-1), signed=signed)
@@ -107,7 +108,7 @@ def _decoded(codes: Any, scale: Any, signed: bool) -> Any:
 
 
 def _spread(codes: Any, scale: Any) -> Any:
-    """Return one scale for each code, from that or from one for each block."""
+    """Return one scale per code, from one scale per code or per block."""
     if scale.shape == codes.shape:
         return scale
     return np.repeat(scale, BLOCK)[: codes.size].reshape(codes.shape)

@@ -1,10 +1,10 @@
-"""Work that a GPU repeats on the same arrays: run once, then captured into a CUDA graph.
+"""CUDA graphs of work that a GPU repeats on the same arrays.
 
     captured = Captured(Place())
-    result = captured(work)          one run, one capture; from then on one launch
+    result = captured(work)          first call: run; second: capture; later calls: one launch
 
-A graph repeats the launches of its capture, with the same addresses and the same numbers.  So work
-reads all that changes from arrays, and its results are arrays that the next call overwrites.
+A graph repeats the launches of its capture, with the same addresses and the same numbers.  So the
+work reads everything that changes from arrays, and the next call overwrites its results.
 """
 
 import contextlib
@@ -13,17 +13,17 @@ from typing import Any
 
 from ..core import gpu
 
-spare: dict[int, list[Any]] = {}  # streams of places that are gone, by GPU: cuBLAS keeps memory
-# for each stream that it has run on
+# streams of deleted places, by GPU; they are reused, because cuBLAS keeps memory for each stream
+spare: dict[int, list[Any]] = {}
 
 
 class Place:
-    """The stream on which work is captured, and the memory that its graphs use.
+    """The stream on which work is captured, and the memory pool of its graphs.
 
-    Graphs store addresses.  So their memory comes from a pool of their own, and goes back to the
-    device only with the pool: CuPy would give back what is free if memory is short, though a graph
-    writes there.  Graphs of one place run one after another.  What a later one of them needs in no
-    result may lie where an earlier one has its results, and the other way round.
+    Graphs store addresses.  So their memory comes from a separate pool, and returns to the device
+    only with the pool: when memory is short, CuPy would free blocks that a graph still writes.
+    Graphs of one place run one after another, and share temporary memory: a graph may overwrite the
+    results of another graph.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class Place:
         self.pool: Any = None
 
     def begin(self, cuda: Any) -> None:
-        """Take a stream and make a pool on the current GPU."""
+        """Create the stream and the pool on the current GPU."""
         held: list[Any] = []
 
         def allocate(size: int) -> Any:
@@ -47,14 +47,14 @@ class Place:
 
 
 class Captured:
-    """A graph of one piece of work, or why it has none.
+    """The CUDA graph of one piece of work, or the reason why it cannot be captured.
 
     Attributes
     ----------
     graph : cupy.cuda.Graph or None
-        Launched from the third call on.
+        The graph; calls after the second launch it.
     why : str or None
-        Why the work cannot be captured: then each call runs it.
+        Why the work cannot be captured; each call then runs the work.
     """
 
     def __init__(self, place: Place) -> None:
@@ -64,7 +64,7 @@ class Captured:
         self.why: str | None = None
 
     def __call__(self, work: Callable[[], Any]) -> Any:
-        """Return the result of the work, which is the same in every call."""
+        """Run the work or launch its graph; return its result, the same arrays in every call."""
         if self.graph is not None:
             self.graph.launch()
             return self.result

@@ -1,6 +1,6 @@
-"""Activation checkpointing: keep only the arguments of a part of the model, and recompute the rest.
+"""Gradient checkpointing: store the arguments of a part of the model, and recompute the rest.
 
-    y = checkpoint(block, x, weights)                   the tape keeps no results inside the block
+    y = checkpoint(block, x, weights)                   the tape stores no results inside the block
     y = checkpoint(block, x, weights, keep=("attention_forward",))
 
 The backward pass runs the function a second time, on a separate tape, and differentiates that.
@@ -26,19 +26,19 @@ T = TypeVar("T")
 @check_options
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """Which parts of a model are checkpointed.
+    """Settings of gradient checkpointing.
 
     Parameters
     ----------
     enabled : bool
-        False: nothing is computed twice.
+        False: nothing is recomputed.
     recompute_every : int
-        Layers of one part; of each part the tape keeps only the input.
+        Layers per part; the tape stores only the input of each part.
     keep : tuple of str
-        Ops whose results are kept as well and not recomputed, such as ``attention_forward``, by
-        far the most expensive part of a block at long contexts.
+        Ops whose results are stored and not recomputed, such as ``attention_forward``, by far the
+        most expensive op of a block at long contexts.
     offload : bool
-        Whether the inputs of parts on a GPU are kept in the memory of the host.
+        Whether inputs of parts on a GPU are stored in the memory of the host.
 
     Raises
     ------
@@ -59,10 +59,10 @@ class CheckpointConfig:
         _check_names("CheckpointConfig", self.keep)
 
     def memory_reduction_factor(self, layers: int) -> float:
-        """Return the share of the layers' inputs that is kept, one for each part.
+        """Return the fraction of layer inputs that is stored, one input per part.
 
-        ``ceil(layers / every) / layers``: 0.25 for 32 layers in parts of 4, and 1 without
-        checkpoints.  While a part is recomputed, its own layers are in memory too.
+        The fraction is ``ceil(layers / every) / layers``: 0.25 for 32 layers in parts of 4, and 1
+        without checkpointing.  While a part is recomputed, its layers are in memory too.
         """
         if not is_number(layers) or not 1 <= layers < math.inf:
             raise ConfigError(f"memory_reduction_factor({layers!r}): pass 1 layer or more")
@@ -80,29 +80,29 @@ def checkpoint(
     offload: bool = False,
     **options: Any,
 ) -> Any:
-    """Return ``function(*args, **options)``; the tape keeps the arguments and recomputes the call.
+    """Return ``function(*args, **options)``; the backward pass calls the function again.
 
-    Gradients have the same bits as without a checkpoint, as long as the function does the same in
-    both calls: ops draw random numbers by their seed alone, so dropout does.  Checkpoints may be
-    nested.
+    The tape stores only the arguments.  Gradients have the same bits as without a checkpoint, if
+    both calls compute the same.  Dropout does: its random numbers depend only on the seed.
+    Checkpoints may be nested.
 
     Parameters
     ----------
     function : callable
-        Takes and returns arrays, Vars of a tape, and tuples, lists and dictionaries of them.
-        Vars that it uses must be among its arguments.
+        Accepts and returns arrays, Vars of a tape, and tuples, lists and dictionaries of them.
+        All Vars that the function uses must be arguments.
     keep : collection of str
-        Ops whose results are kept, and not recomputed: ``("attention_forward",)``.
+        Ops whose results are stored and not recomputed: ``("attention_forward",)``.
     offload : bool
-        Whether arguments that are themselves Vars are kept in pinned memory of the host until they
-        are needed, copied by a separate stream.  Arrays of the host are not moved.
+        Whether arguments that are Vars are stored in pinned memory of the host until backward; a
+        separate stream copies them.  Host arrays are not moved.
 
     Raises
     ------
     ConfigError
         ``keep`` has a name that is not an op.
     GradientError
-        Arguments are on two tapes, or the function returned other results the second time.
+        Arguments are on two tapes, or the second call returned other results.
     """
     if not callable(function):
         raise ConfigError(f"checkpoint({function!r}): pass a function, then its arguments")
@@ -135,11 +135,11 @@ def checkpoint(
 
 
 class Recomputed(NamedTuple):
-    """A call on a tape that keeps only the arguments."""
+    """A call on a tape that stores only its arguments and recomputes the rest."""
 
     function: Callable[..., Any]
     call: tuple[Any, Any]  # args and options, a _Slot in the place of every Var
-    values: dict[Any, Any]  # the values of these Vars, by index
+    values: dict[Any, Any]  # values of the Vars in ``call``, by index
     outputs: dict[str, int]
     first: "_First"
 
@@ -149,15 +149,17 @@ class Recomputed(NamedTuple):
         return {str(index): index for index in self.values}
 
     def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
-        """Call the function again, and propagate gradients of its results back to the arguments."""
+        """Call the function again, and propagate gradients from its results to its arguments."""
         again = _Again(self.first)
         watched = {i: again.watch(_back(value)) for i, value in self.values.items()}
         args, options = _mapped(self.call, _Slot, lambda slot: watched[slot.var])
         result = self.function(*args, **options)
         returned = {str(var.index): var.index for var in _leaves(result, Var)}
         if returned.keys() != self.outputs.keys():
-            raise GradientError("checkpoint: the function returned other results the second time")
-        # gradients that the arguments already have go in first: sums keep their order and bits
+            raise GradientError(
+                "checkpoint: the second call of the function returned other results"
+            )
+        # gradients that the arguments already have are the first summands: same order, same bits
         inside = {var.index: grads.pop(i) for i, var in watched.items() if i in grads}
         for name, grad in take.items():
             if grad is not None:
@@ -167,20 +169,20 @@ class Recomputed(NamedTuple):
 
 
 class _Slot(NamedTuple):
-    """The place of a Var among the arguments."""
+    """A placeholder for a Var in the stored arguments."""
 
     var: int
 
 
 class _First(Tape):
-    """The tape of the first call: it keeps only the results of the ops in ``keep``."""
+    """The tape of the first call, which stores only the results of the ops in ``keep``."""
 
     def __init__(self, keep: frozenset[str]) -> None:
         super().__init__()
         self.keep, self.results = keep, deque[Any]()
 
     def run(self, op: Any, values: list[Any], options: dict[str, Any]) -> Any:
-        """Call an op, and keep its result if the op is in ``keep``."""
+        """Call an op, and store its result if the op is in ``keep``."""
         result = super().run(op, values, options)
         if op.__name__ in self.keep:
             self.results.append(result)
@@ -191,22 +193,24 @@ class _First(Tape):
 
 
 class _Again(Tape):
-    """The tape of the second call: it has the results that the first one kept."""
+    """The tape of the second call, which reuses the results that the first tape stored."""
 
     def __init__(self, first: _First) -> None:
         super().__init__()
         self.keep, self.results = first.keep, first.results.copy()
 
     def run(self, op: Any, values: list[Any], options: dict[str, Any]) -> Any:
-        """Return the kept result of an op, or call it."""
-        kept = op.__name__ in self.keep
-        return self.results.popleft() if kept else super().run(op, values, options)
+        """Return the stored result of an op, or call the op."""
+        stored = op.__name__ in self.keep
+        return self.results.popleft() if stored else super().run(op, values, options)
 
 
 def _check_names(call: str, keep: Any) -> None:
     listed = isinstance(keep, Sequence | Set) and not isinstance(keep, str)
     if not listed or not all(isinstance(name, str) and name in OPS for name in keep):
-        raise ConfigError(f"{call}(keep={keep!r}): pass names of ops, as ('attention_forward',)")
+        raise ConfigError(
+            f"{call}(keep={keep!r}): pass names of ops, such as ('attention_forward',)"
+        )
 
 
 def _leaves(tree: Any, kind: type[T]) -> Iterator[T]:
@@ -219,7 +223,7 @@ def _leaves(tree: Any, kind: type[T]) -> Iterator[T]:
 
 
 def _mapped(tree: Any, kind: type[T], change: Callable[[T], Any]) -> Any:
-    """Return a copy of nested tuples, lists and dictionaries, the objects of a class changed."""
+    """Return a copy of nested tuples, lists and dictionaries; objects of a class are changed."""
     if type(tree) is kind:
         return change(tree)
     if isinstance(tree, Mapping):

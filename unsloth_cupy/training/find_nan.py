@@ -1,4 +1,4 @@
-"""Finds the op that returns the first value that is not a finite number.
+"""Finds the first op that returns a NaN or an infinity.
 
 with find_nan(model.parameters):
     loss, gradients = model.loss_and_gradients(tokens, labels)      raises NonFiniteError
@@ -23,9 +23,9 @@ class NonFiniteError(UnslothCupyError, FloatingPointError):
     Attributes
     ----------
     op, result : str
-        The name of the op, and of the result.
+        The names of the op and the result.
     parameter : str or None
-        The parameter that was used last: it shows in which layer this is.
+        The parameter that was used last, which shows the layer.
     """
 
     def __init__(self, message: str, op: str, result: str, parameter: str | None) -> None:
@@ -43,10 +43,10 @@ def find_nan(
     Parameters
     ----------
     parameters : {name: array}, optional
-        Of a model: their names show the layer, and a weight that was not finite already.
+        The parameters of a model: the error names the layer, and a weight that is not finite.
     gradients : bool
-        False: check only the forward pass, for example if a ``LossScaler`` handles gradients that
-        overflow.
+        False: check only the forward pass, for example if a ``LossScaler`` handles overflow of
+        gradients.
 
     Raises
     ------
@@ -55,18 +55,18 @@ def find_nan(
 
     Notes
     -----
-    An ``lse`` of -inf is the sum over zero keys, and is accepted.  Each result is read once more,
-    and on a GPU the host waits for each; ops without a tape, and those of other threads, are not
-    checked.
+    An ``lse`` of -inf is accepted: it is the value for a row without keys.  Each result is read
+    once more, and on a GPU the host waits for it.  Ops without a tape, and ops of other threads,
+    are not checked.
     """
     names = {id(array): name for name, array in (parameters or {}).items()}
-    others = tape.watch_results.get()
+    outer_watch = tape.watch_results.get()
     last: str | None = None
 
     def look(op: Any, values: Sequence[Any], result: Any) -> None:
         nonlocal last
-        if others is not None:
-            others(op, values, result)
+        if outer_watch is not None:
+            outer_watch(op, values, result)
         last = next((names[id(array)] for array in values if id(array) in names), last)
         gradients_of = {"d" + name for name in op.names}  # an op may return both at once
         back = op.__name__.endswith("_backward")
@@ -87,7 +87,7 @@ def find_nan(
 
 
 def fine(name: str, array: Any) -> bool:
-    """Return whether an array has only finite numbers; an lse may be -inf."""
+    """Return whether all values of an array are finite; an lse may be -inf."""
     if array.dtype not in FLOATS:
         return True
     wide = array if array.dtype.itemsize > 2 else array.astype(FLOAT32)
@@ -102,7 +102,7 @@ def _error(
     parameter: str | None,
     names: Mapping[int, str],
 ) -> NonFiniteError:
-    """Return the error: what an op returned, where, and which arguments were not finite before."""
+    """Return the error: the result, the layer, and the arguments that were already not finite."""
     place = f" at {parameter}" if parameter else ""
     bad = [
         f"{argument} ({names[id(value)]})" if id(value) in names else argument
@@ -116,7 +116,7 @@ def _error(
 
 
 def _count(array: Any) -> str:
-    """Return how many values are not finite, and where the first one is."""
+    """Return in words how many values are not finite, and the index of the first one."""
     wide = array.astype(FLOAT32) if array.dtype.itemsize < FLOAT32.itemsize else array
     bad = ~np.isfinite(wide)
     first = tuple(int(i) for i in np.unravel_index(int(bad.argmax()), bad.shape))

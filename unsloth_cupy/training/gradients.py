@@ -1,4 +1,4 @@
-"""Gradients between the backward pass and the optimizer: sums, norms, clipping and checks."""
+"""Sums, norms, clipping and checks of gradients, between backward and the optimizer."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -22,22 +22,23 @@ from ..placement import on_gpu_of_first
 
 @on_gpu_of_first
 def clip_gradients(gradients: Mapping[str, Array], max_norm: float) -> Any:
-    """Scale gradients in place so that their common norm is at most max_norm.
+    """Scale gradients in place so that their global norm is at most max_norm.
 
     ``norm = sqrt(sum of all squares)``, accumulated in float64;
-    ``gradient *= max_norm / norm`` where norm is above max_norm.
+    ``gradient *= max_norm / norm`` if norm is above max_norm.
 
     Parameters
     ----------
     gradients : {name: array}
         NumPy or CuPy arrays of a float dtype, writable.
     max_norm : float
-        Above 0; infinity only measures.
+        Maximum norm, above 0; infinity only measures.
 
     Returns
     -------
-    norm : float, or float64 array of shape () on a GPU, which the host has not waited for
-        The norm before scaling.  Where it is not finite, no gradient has changed: skip the step.
+    norm : float, or float64 array of shape () on a GPU
+        The norm before scaling.  If it is not finite, no gradient has changed: skip the step.  The
+        host does not wait for the array.
 
     Raises
     ------
@@ -48,9 +49,9 @@ def clip_gradients(gradients: Mapping[str, Array], max_norm: float) -> Any:
 
     Notes
     -----
-    Two launches on a GPU, and the second one ends at once if nothing needs scaling;
-    ``measure_gradients`` and ``AdamW.step`` clip without the second.  Source: Pascanu, Mikolov and
-    Bengio, On the difficulty of training recurrent neural networks, 2013.
+    On a GPU there are two launches; the second one returns at once if nothing needs scaling.
+    ``measure_gradients`` and ``AdamW.step`` together clip without the second launch.  Source:
+    Pascanu, Mikolov and Bengio, On the difficulty of training recurrent neural networks, 2013.
     """
     _check_norm("clip_gradients", max_norm)
     check_in_place("clip_gradients", gradients)
@@ -72,11 +73,11 @@ def clip_gradients(gradients: Mapping[str, Array], max_norm: float) -> Any:
 def sum_gradients(
     passes: Iterable[tuple[Any, dict[str, Array]]], count: int, *, added: bool = False
 ) -> tuple[float, dict[str, Array]]:
-    """Return the sum of the losses of count passes, and the sums of their gradients in float32.
+    """Return the sum of the losses of ``count`` passes, and the float32 sums of their gradients.
 
-    The gradients of a single pass keep their dtypes.  Those of one pass are freed before the next
-    one begins: memory never holds more than one set and the sums.  With ``added`` each pass has
-    added its gradients to those before, and returns the sums.
+    The gradients of a single pass are not cast.  The gradients of a pass are freed before the next
+    pass begins: memory holds one set of gradients and the sums.  ``added``: each pass returns the
+    sums so far, to which it has added its gradients.
     """
     total, sums = 0.0, dict[str, Array]()
     for loss, gradients in passes:
@@ -89,7 +90,7 @@ def sum_gradients(
 
 
 def add_gradients(sums: dict[str, Array], gradients: dict[str, Array]) -> dict[str, Array]:
-    """Add gradients, each of which is freed, to sums in float32; return the sums."""
+    """Add gradients to float32 sums, and free each of them; return the sums."""
     for name in [*gradients]:
         if name in sums:
             accumulate_(sums[name], gradients.pop(name))
@@ -102,7 +103,7 @@ def add_gradients(sums: dict[str, Array], gradients: dict[str, Array]) -> dict[s
 def measure_gradients(
     gradients: Mapping[str, Array], max_norm: float = math.inf, *, scaler: Any = None
 ) -> GradientMeasure:
-    """Read all gradients once: their norm, whether they are finite, and the factor to scale them.
+    """Return the global norm of gradients, whether they are finite, and a factor to scale them.
 
     ``norm = sqrt(sum of (gradient / scale)**2)``, ``factor = min(1, max_norm / norm) / scale``.
 
@@ -111,15 +112,15 @@ def measure_gradients(
     gradients : {name: array}
         NumPy or CuPy arrays of a float dtype; they are not changed.
     max_norm : float
-        Above 0; infinity does not clip.
+        Maximum norm, above 0; infinity does not clip.
     scaler : LossScaler, optional
-        The scaler whose scale is in the gradients.
+        The loss scaler of the gradients: its scale is divided out.
 
     Returns
     -------
     GradientMeasure(norm, finite, factor)
-        ``AdamW.step(gradients, lr, finite=finite, factor=factor)`` and ``scaler.update(finite)``
-        take them without conversion; on a GPU the host does not wait.
+        Arguments of ``AdamW.step(gradients, lr, finite=finite, factor=factor)`` and
+        ``scaler.update(finite)``; on a GPU the host does not wait for them.
 
     Raises
     ------
@@ -141,7 +142,7 @@ def measure_gradients(
 
 
 def _measured(arrays: list[Array], max_norm: float, divisor: float) -> GradientMeasure:
-    """Return the measure by definition: numbers for NumPy arrays, arrays of shape () for CuPy's."""
+    """Compute the measure without kernels: numbers for NumPy arrays, 0-d arrays for CuPy arrays."""
     norm: Any = np.sqrt(sum(map(square_sum, arrays), np.float64(0))) / divisor
     if isinstance(norm, np.ndarray | np.generic):
         norm = float(norm)
@@ -157,18 +158,18 @@ def _check_norm(what: str, max_norm: Any) -> None:
 
 
 def check_mapping(what: str, arrays: Any) -> None:
-    """Raise unless this is a mapping of names to arrays."""
+    """Raise unless ``arrays`` is a mapping."""
     if not isinstance(arrays, Mapping):
         raise DTypeError(f"{what}: pass {{name: array}}, not {type(arrays).__name__}")
 
 
 def check_floats(what: str, arrays: Mapping[str, Array]) -> None:
-    """Raise unless these are float arrays of NumPy or CuPy, by name, and all on one GPU."""
+    """Raise unless ``arrays`` maps names to float arrays of NumPy or CuPy, all on one GPU."""
     check_mapping(what, arrays)
     for name, array in arrays.items():
         if isinstance(array, Stored):
             raise DTypeError(
-                f"{what}: {name} is {array!r}, which is frozen; pass an adapter's arrays"
+                f"{what}: {name} is {array!r}, which is frozen; pass the arrays of an adapter"
             )
         library = framework_of(array, f"{what}: {name}")
         if library not in ("numpy", "cupy"):
@@ -181,13 +182,13 @@ def check_floats(what: str, arrays: Mapping[str, Array]) -> None:
 
 
 def check_place(what: str, array: Array) -> None:
-    """Raise for an array whose address or strides kernels cannot read."""
+    """Raise for an array on a GPU whose address or strides are not multiples of its item size."""
     if target_of(array) is not None and between_elements(array):
         raise DTypeError(f"{what} is not aligned to its element size; pass a copy of it")
 
 
 def check_in_place(what: str, arrays: Mapping[str, Array]) -> None:
-    """Raise unless these are float arrays of NumPy or CuPy that may be changed in place."""
+    """Raise unless ``arrays`` maps names to float arrays that may be changed in place."""
     check_floats(what, arrays)
     for name, array in arrays.items():
         if not getattr(array.flags, "writeable", True):  # CuPy's arrays have no such flag

@@ -1,4 +1,4 @@
-"""Several optimizers, each of some of the parameters, that step as one."""
+"""Several optimizers of different parameters behind the interface of one optimizer."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -9,9 +9,9 @@ from .optimizer import Optimizer, check_names
 
 
 class Joined:
-    """Optimizers of different parameters, with the methods of one.
+    """Several optimizers of different parameters, with the methods of one optimizer.
 
-    ``state`` has no rates of groups: those of its optimizers are not saved.
+    ``state`` does not save the rates of groups.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
@@ -30,7 +30,7 @@ class Joined:
         return self.optimizers[0].steps
 
     def keep_copies(self, copies: Mapping[str, Array]) -> None:
-        """Make every step also write 16-bit copies, as ``AdamW.keep_copies`` says."""
+        """Write 16-bit copies in every step, as ``AdamW.keep_copies`` does."""
         for each in self.optimizers:
             each.keep_copies({n: copy for n, copy in copies.items() if n in each.parameters})
 
@@ -42,7 +42,7 @@ class Joined:
         finite: Any = True,
         factor: Any = 1.0,
     ) -> None:
-        """Update every parameter in place; arguments and errors are those of ``AdamW.step``."""
+        """Update every parameter in place; arguments and errors are as in ``AdamW.step``."""
         check_names(f"{self.call}.step", gradients, self.parameters)
         own = [{n: gradients[n] for n in each.parameters} for each in self.optimizers]
         for each, some in zip(self.optimizers, own, strict=True):
@@ -51,22 +51,22 @@ class Joined:
             each.step(some, lr, finite=finite, factor=factor)
 
     def traffic(self, gradients: Mapping[str, Array]) -> int:
-        """Return the bytes that a step moves."""
+        """Return the bytes that a step reads and writes."""
         return sum(each.traffic(gradients) for each in self.optimizers)
 
     @property
     def launchers(self) -> list[Any]:
-        """What steps in one launch, if all optimizers have such."""
+        """The launchers of all optimizers; empty if an optimizer has none."""
         every = [each.launchers for each in self.optimizers]
         return [launcher for each in every for launcher in each] if all(every) else []
 
     def state(self) -> dict[str, Any]:
-        """Return the states of all optimizers; steps is common to them."""
+        """Return the states of all optimizers in one dict; they share ``steps``."""
         states = {n: a for each in self.optimizers for n, a in each.state().items()}
         return {name: array for name, array in states.items() if name != "groups"}
 
     def load_state(self, state: Mapping[str, Array]) -> None:
-        """Continue from a ``state()``; errors are those of ``AdamW.load_state``."""
+        """Restore a ``state()``; errors are as in ``AdamW.load_state``."""
         own = [each.state().keys() - {"groups"} for each in self.optimizers]
         if unknown := sorted(state.keys() - {name for names in own for name in names}):
             cure = "pass what state() returned for the same parameters"

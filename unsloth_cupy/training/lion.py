@@ -14,7 +14,7 @@ from .optimizer import Optimizer, checked_betas
 
 @check_options
 class Lion(Optimizer):
-    """Steps of the sign of an average of gradients; one state for each weight.
+    """Lion: updates by the sign of a momentum, with one state per weight.
 
     The formula is in ``ops/optimizers/lion.py``.  A good lr is a tenth to a third of AdamW's.
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms, 2023.
@@ -22,11 +22,11 @@ class Lion(Optimizer):
     Parameters
     ----------
     lr : float
-        Size of a step in each element, of steps that are called without a rate.
+        Change per element, in steps that are called without a rate.
     betas : (float, float)
-        Share of the average in the direction of a step, and share of it that a step keeps.
+        Weight of the momentum in the update, and decay rate of the momentum.
 
-    Other parameters, ``step``, ``state``, 16-bit parameters and errors are those of ``AdamW``.
+    Other parameters, ``step``, ``state``, 16-bit parameters and errors are as in ``AdamW``.
     """
 
     kind = Tensor

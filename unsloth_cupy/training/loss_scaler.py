@@ -53,12 +53,12 @@ def _number(name: str) -> Any:
 
 @check_options
 class LossScaler:
-    """A scale for the loss that grows while gradients stay finite and shrinks when they do not.
+    """The scale of a loss: it grows while gradients are finite, and shrinks when they overflow.
 
     ===========  =========================  ==============================  =======
     finite       good steps before          scale after                     good after
     ===========  =========================  ==============================  =======
-    yes          less than interval - 1     the same                        one more
+    yes          less than interval - 1     unchanged                       one more
     yes          interval - 1               min(scale * growth, maximum)    0
     no           any                        max(scale * backoff, minimum)   0
     ===========  =========================  ==============================  =======
@@ -68,7 +68,7 @@ class LossScaler:
     scale : float
         The first scale; above 0.
     dynamic : bool
-        False keeps the scale constant; steps that are not finite are still reported and counted.
+        False: the scale is constant.  Steps that are not finite are still reported and counted.
     growth : float
         Factor after ``interval`` good steps in a row; 1 or more.
     backoff : float
@@ -81,8 +81,8 @@ class LossScaler:
     Attributes
     ----------
     value : float
-        The scale.  A checkpoint needs to save only this, ``good`` and ``skipped``.  With gradients
-        on a GPU all three are stored there, and reading one of them waits for the GPU.
+        The scale.  A checkpoint saves ``value``, ``good`` and ``skipped``.  With gradients on a
+        GPU, all three are stored on the GPU, and reading one of them waits for it.
     good : int
         Finite steps since the scale last changed.
     skipped : int
@@ -91,7 +91,7 @@ class LossScaler:
     Raises
     ------
     ConfigError
-        A number is out of its range.
+        A number is out of range.
 
     Notes
     -----
@@ -126,7 +126,7 @@ class LossScaler:
     skipped = _number("skipped")
 
     def on_device(self, like: Any) -> "DeviceState":
-        """Move the state to the GPU of like, from the host or another GPU, and return it."""
+        """Move the state from the host or another GPU to the GPU of ``like``; return the state."""
         if self.device is not None and several_gpus() and self.device.scale.device != like.device:
             self.value = self.value
         if self.device is None:
@@ -140,7 +140,7 @@ class LossScaler:
         return self.device
 
     def scale(self, loss: Any) -> Any:
-        """Return ``loss * value``, on the tape of loss if it is on one."""
+        """Return ``loss * value``, on the tape of the loss if it has one."""
         array = loss if isinstance(loss, Var) or hasattr(loss, "dtype") else np.asarray(loss)
         value = array.value if isinstance(array, Var) else array
         if target_of(value) is None:
@@ -158,9 +158,9 @@ class LossScaler:
         Returns
         -------
         gradients : {name: array}
-            float32 for gradients of 16 bits: a smaller dtype would lose what scaling saved.
-        finite : bool, or bool array of shape () on a GPU, which the host has not waited for
-            False: skip the step.
+            float32 for 16-bit gradients: in 16 bits, small values would become 0 again.
+        finite : bool, or bool array of shape () on a GPU
+            False: skip the step.  The host does not wait for the array.
 
         Raises
         ------
@@ -192,7 +192,7 @@ class LossScaler:
         Parameters
         ----------
         finite : bool, or bool array of shape ()
-            An array on a GPU is read there alone: the host does not wait.
+            An array on a GPU is read only by the GPU: the host does not wait.
         """
         if getattr(finite, "shape", ()) != ():
             raise ConfigError(f"LossScaler.update: finite={finite!r}; pass True or False")

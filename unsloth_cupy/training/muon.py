@@ -17,28 +17,29 @@ from .optimizer import Optimizer
 
 @check_options
 class Muon(Optimizer):
-    """Steps of matrices along their momentum, made orthogonal; one state for each weight.
+    """Muon: updates of matrices by their orthogonalised momentum, with one state per weight.
 
-    The formula is in ``ops/optimizers/muon.py``.  Embeddings, heads, norms and biases are for
-    another optimizer, as ``AdamW``.  The products of a step, by the library's own, are in float32
-    (torch's in bfloat16).  Source: Jordan et al., Muon: An optimizer for hidden layers in neural
-    networks, 2024.
+    The formula is in ``ops/optimizers/muon.py``.  Train embeddings, heads, norms and biases with
+    another optimizer, such as ``AdamW``.  Matrix products of a step are in float32 (in torch in
+    bfloat16).  Source: Jordan et al., Muon: An optimizer for hidden layers in neural networks,
+    2024.
 
     Parameters
     ----------
     parameters : {name: array}
-        Of two axes.
+        Matrices: arrays of two axes.
     momentum : float
-        Share of the average of gradients that each step keeps, from 0 to below 1.
+        Decay rate of the momentum, from 0 to below 1.
     nesterov : bool
-        Whether a step looks ahead: the gradient has a share of 1 - momentum in it once more.
+        Nesterov momentum: add the gradient to the momentum once more, with weight 1 - momentum.
     adjust : str
-        What lr is multiplied by: "original", sqrt(max(1, rows / columns)), or "match_rms_adamw",
-        0.2 sqrt(max(rows, columns)), with which lr and weight_decay are as for AdamW.
+        Factor of lr: "original", sqrt(max(1, rows / columns)), or "match_rms_adamw",
+        0.2 sqrt(max(rows, columns)), for which lr and weight_decay of AdamW fit.
     parts : {name: (rows, rows, ...)}
-        Matrices that are stored as one, as q, k and v: each is made orthogonal for itself.
+        Matrices that are stored as one array, such as q, k and v: each is orthogonalised on its
+        own.
 
-    Other parameters, ``step``, ``state``, 16-bit parameters and errors are those of ``AdamW``.
+    Other parameters, ``step``, ``state``, 16-bit parameters and errors are as in ``AdamW``.
 
     Raises
     ------
@@ -78,14 +79,16 @@ class Muon(Optimizer):
             for name, rows in rows_by_name.items()
         )
         if not fits:
-            cure = "pass {name: rows of each matrix in it}, which add up to its own rows"
+            cure = (
+                "pass {name: rows of each matrix in it}, which add up to the rows of the parameter"
+            )
             raise ConfigError(f"Muon(parts={reprlib.repr(parts)}): {cure}")
         self.parts: dict[str, Sequence[int]] = dict(rows_by_name)
 
     def _tensor(self, name: str, parameter: Any) -> Tensor:
         if parameter.ndim != 2:
-            problem = f"Muon: {name} has shape {tuple(parameter.shape)}, and is not a matrix"
-            raise ConfigError(f"{problem}; pass matrices alone, and give all others to AdamW")
+            problem = f"Muon: {name} has shape {tuple(parameter.shape)}, but must be a matrix"
+            raise ConfigError(f"{problem}; pass only matrices, and train all others with AdamW")
         wide = allowed("stat", parameter.dtype)[0]
         return Tensor(parameter, None, np.zeros_like(parameter, wide))
 

@@ -1,8 +1,8 @@
-"""Offloading for checkpoints: arrays are kept in pinned memory of the host until they are needed.
+"""Offloading of checkpoints: arrays are stored in pinned memory of the host until backward.
 
-Several threads, streams and GPUs may do so at the same time.  The newest array that a thread
-offloads from a stream keeps its GPU memory while its copy is running; the next one releases it,
-after that stream waits for the copy.
+Several threads, streams and GPUs may offload at the same time.  The newest array that a thread
+offloads from a stream keeps its GPU memory while its copy is running.  When the thread offloads the
+next array, the stream waits for that copy, and the GPU memory is released.
 """
 
 import functools
@@ -22,7 +22,7 @@ _thread = threading.local()  # ``last``: the newest array of each of its streams
 
 
 class Offloaded:
-    """An array that is kept in pinned memory of the host, copied by a separate stream."""
+    """An array in pinned memory of the host, to which a separate stream copies it."""
 
     def __init__(self, array: Any) -> None:
         with gpu.device_of(array):
@@ -33,7 +33,7 @@ class Offloaded:
             here, last = cuda.get_current_stream(), _newest()
             key = stream(array)
             before = last[key]() if key in last else None
-            if before is not None:  # its copy ran while a part of the model was computed
+            if before is not None:  # the copy ran while a part of the model was computed
                 here.wait_event(before.done)
                 before.array = None
             pointers = self.memory.ptr, array.data.ptr
@@ -42,7 +42,7 @@ class Offloaded:
             last[key] = weakref.ref(self)
 
     def back(self) -> Any:
-        """Return the array on its device again, for the current stream."""
+        """Copy the array back to its device, ordered before later work of the current stream."""
         if (array := self.array) is not None:  # another thread may release it after this line
             return array
         with self.device:
@@ -55,7 +55,7 @@ class Offloaded:
 
 
 class Side:
-    """The stream of one GPU that copies while others compute, shared by all threads."""
+    """The copy stream of one GPU, shared by all threads."""
 
     def __init__(self) -> None:
         self.stream = gpu.cupy().cuda.Stream(non_blocking=True)
@@ -63,7 +63,7 @@ class Side:
         self.copying: deque[tuple[Any, Any]] = deque()  # event at the end of a copy, pinned memory
 
     def copy(self, target: int, source: int, size: int, kind: int, memory: Any) -> Any:
-        """Copy after the work queued on the current stream so far; return the event of its end."""
+        """Copy after all work queued on the current stream; return an event at the end."""
         cuda = gpu.cupy().cuda
         before = cuda.get_current_stream().record()
         with self.lock:
@@ -78,7 +78,7 @@ class Side:
 
 
 def note(way: str, size: int) -> None:
-    """Count bytes that were moved ``to_host`` or ``to_device``."""
+    """Add to the number of bytes moved ``to_host`` or ``to_device``."""
     with _moving:
         moved[way] += size
 
@@ -97,5 +97,5 @@ def _newest() -> dict[Any, Any]:
 
 
 def to_host(array: Any) -> Any:
-    """Return an array of a GPU as an Offloaded, any other array unchanged."""
+    """Offload an array on a GPU; return any other array unchanged."""
     return Offloaded(array) if is_cupys(array.__class__) else array

@@ -1,4 +1,4 @@
-"""What all optimizers share: parameters in groups, 16-bit copies, checks, states to resume from."""
+"""The base class of all optimizers: parameter groups, 16-bit copies, checks, and saved states."""
 
 import math
 from collections.abc import Collection, Mapping, Sequence
@@ -25,17 +25,21 @@ EXAMPLE = '{"names": ["*norm*", "*.bias"], "weight_decay": 0.0}, with "lr" where
 
 @on_gpu_of_attribute("home")
 class Optimizer:
-    """The steps of named parameters, in place; a subclass has the rule and the arrays of one.
+    """An optimizer that updates named parameters in place.
+
+    A subclass defines the update rule and the state arrays of a parameter.
 
     Attributes
     ----------
     groups : list of dict
-        As torch's ``param_groups``: the groups with their names written out, then those that no
-        group names.  A rate or decay that is set in one counts from the next step on.
+        Parameter groups, as torch's ``param_groups``: the groups with the names of their
+        parameters, then a group with all other parameters.  Changes of ``lr`` and
+        ``weight_decay`` in a group apply from the next step on.
     kind : type
-        A named tuple of the arrays of a parameter: itself, its 16-bit copy, then its states.
+        A named tuple of a parameter, its 16-bit copy, and its state arrays.
     numbers : dict of str to float
-        What else a step changes: the number of steps that were not skipped.  A GPU has its own.
+        Counters that a step changes: the number of steps that were not skipped.  If kernels
+        compute the steps, the counters are stored on the GPU.
     """
 
     kind: ClassVar[Any]
@@ -64,18 +68,18 @@ class Optimizer:
             self._prepare()
 
     def _tensor(self, name: str, parameter: Any) -> Any:
-        """Return the arrays of a parameter, before the first step."""
+        """Return a parameter and its state arrays, as they are before the first step."""
         raise NotImplementedError
 
     def _launcher(self, tensors: Mapping[str, Any]) -> Any:
-        """Return what steps these tensors in one launch; None: the definition does."""
+        """Return a launcher that updates these tensors in one launch; None: NumPy or CuPy does."""
 
     def _begin(self, rate: float) -> dict[str, Any]:
-        """Return the options of all updates of the step that now begins, on the host."""
+        """Return the options of ``_update`` that all parameters share in a step."""
         return {}
 
     def _update(self, name: str, gradient: Any, **options: Any) -> None:
-        """Update one parameter; options are lr, weight_decay, factor and those of _begin."""
+        """Update one parameter; options are lr, weight_decay, factor and the options of _begin."""
         raise NotImplementedError
 
     @property
@@ -84,7 +88,7 @@ class Optimizer:
         return int(self._numbers()["steps"])
 
     def _numbers(self) -> dict[str, float]:
-        """Return the numbers; reading them waits for a GPU."""
+        """Return the counters; reading them waits for a GPU."""
         return self.launchers[0].numbers() if self.launchers else self.numbers
 
     def _prepare(self) -> None:
@@ -96,20 +100,20 @@ class Optimizer:
         self.launchers = [launcher for launcher in launchers if launcher is not None]
 
     def _names(self) -> list[list[str]]:
-        """Return the names of each group that has some."""
+        """Return the parameter names of each group that is not empty."""
         return [group["names"] for group in self.groups if group["names"]]
 
     def keep_copies(self, copies: Mapping[str, Array]) -> None:
-        """Make every step also write its parameters, rounded once, to these 16-bit arrays.
+        """Write the rounded parameters to 16-bit arrays, now and in every step.
 
-        The parameters, float32, are then the master weights of a model that computes in 16 bits
-        with the copies; gradients may have the copies' dtype.  The copies are first written now.
+        The float32 parameters are then the master weights of a model that computes in 16 bits with
+        the copies; gradients may have the dtype of the copies.
 
         Parameters
         ----------
         copies : {name: array}
-            float16 or bfloat16, writable, of the parameters' shapes.  Parameters that are not
-            named have no copy.
+            float16 or bfloat16 arrays, writable, with the shapes of the parameters.  Other
+            parameters have no copy.
 
         Raises
         ------
@@ -147,19 +151,21 @@ class Optimizer:
         finite: Any = True,
         factor: Any = 1.0,
     ) -> None:
-        """Update every parameter in place, from its gradient.
+        """Update every parameter in place.
 
         Parameters
         ----------
         gradients : {name: array}
-            One for every parameter, with its shape, in its dtype, its copy's dtype or float32.
+            One gradient per parameter, in the shape of the parameter, and in its dtype, the dtype
+            of its copy, or float32.
         lr : float, optional
-            Learning rate of this step, from a schedule; groups with their own keep their share.
+            Learning rate of this step, from a schedule.  The rates of groups are scaled by the same
+            factor.
         finite : bool, or bool array of shape ()
-            False: skip the step, and change nothing at all.
+            False: skip the step, and change nothing.
         factor : float, or float32 array of shape ()
-            Gradients are multiplied by it first: 1 / the scale of the loss, or less to clip them.
-            ``measure_gradients`` returns both, on a GPU as arrays that the host never reads.
+            Multiplies the gradients: 1 / loss scale, or less to clip.  ``measure_gradients``
+            returns ``finite`` and ``factor``, on a GPU as arrays that the host never reads.
 
         Raises
         ------
@@ -185,7 +191,7 @@ class Optimizer:
     def check(
         self, gradients: Mapping[str, Array], lr: float | None, *, finite: Any, factor: Any
     ) -> float:
-        """Return the rate of a step with these arguments; raise what it would raise."""
+        """Return the learning rate of a step; raise the errors of ``step`` for its arguments."""
         rate, call = self.lr if lr is None else lr, f"{self.call}.step"
         if not is_number(rate) or not 0 <= rate < math.inf:
             raise ConfigError(f"{call}: lr={rate}; pass a finite number, 0 or more")
@@ -201,7 +207,7 @@ class Optimizer:
         return rate
 
     def _rates(self, group: Mapping[str, Any], rate: float) -> dict[str, Any]:
-        """Return the rate and the decay of a group in a step of this rate."""
+        """Return the learning rate and the weight decay of a group in a step."""
         own = {key: group.get(key, getattr(self, key)) for key in RATES}
         check_rates(f"{self.call}.step: groups", own)
         if "lr" not in group:
@@ -209,7 +215,10 @@ class Optimizer:
         return own | {"lr": own["lr"] * (rate / self.lr) if self.lr else own["lr"]}
 
     def traffic(self, gradients: Mapping[str, Array]) -> int:
-        """Return the bytes that a step moves: gradients are read, copies written, others both."""
+        """Return the bytes that a step reads and writes.
+
+        Gradients are read, copies are written, all other arrays are read and written.
+        """
         held = (each for tensor in self.tensors.values() for each in tensor if each is not None)
         copies = sum(t.copy.nbytes for t in self.tensors.values() if t.copy is not None)
         return (
@@ -221,10 +230,10 @@ class Optimizer:
     def state(self) -> dict[str, Array]:
         """Return the arrays that a checkpoint saves besides the parameters, for ``load_state``.
 
-        ``steps`` is a NumPy integer array of shape ().  Those of a parameter, as ``mean.<name>``,
-        are the optimizer's own, which the next step changes: save or copy them before it.  With
-        groups, ``groups`` is an array of their (lr, weight_decay) in their order, NaN where a group
-        has none of its own; the last row is of the parameters that no group names.
+        ``steps`` is a NumPy integer array of shape ().  The arrays of a parameter, such as
+        ``mean.<name>``, are not copies: save or copy them before the next step changes them.  With
+        groups, ``groups`` is an array with a row (lr, weight_decay) per group, NaN where a group
+        uses the default; the last row is the group of all other parameters.
         """
         rates = np.array([[group.get(key, math.nan) for key in RATES] for group in self.groups])
         groups = {"groups": rates} if len(rates) > 1 or not np.isnan(rates).all() else {}
@@ -239,9 +248,9 @@ class Optimizer:
         }
 
     def load_state(self, state: Mapping[str, Array]) -> None:
-        """Continue from a ``state()``; later steps have the same bits as without the interruption.
+        """Restore a ``state()``; later steps have the same bits as without the interruption.
 
-        The rates of groups become those of the state, if it has some.
+        If the state has group rates, they replace the rates of the groups.
 
         Raises
         ------
@@ -296,7 +305,7 @@ class Optimizer:
 def _groups(
     call: str, parameters: Mapping[str, Any], groups: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return groups with the names of their parameters, then those that are in none."""
+    """Return groups with the names of their parameters, then a group of all other parameters."""
     result, rest = list[dict[str, Any]](), dict.fromkeys(parameters)
     every: Any = groups
     if not isinstance(every, list | tuple):
@@ -316,7 +325,7 @@ def _groups(
 
 
 def matching(what: str, patterns: Any, parameters: Collection[str]) -> dict[str, None]:
-    """Return the names of parameters that names or patterns match; raise where one matches none."""
+    """Return the parameters that names or patterns match; raise if one matches none."""
     names = [patterns] if isinstance(patterns, str) else patterns
     if not (is_list(names) and all(isinstance(n, str) for n in names)):
         raise ConfigError(f"{what}: pass names of parameters, or patterns such as '*norm*'")
@@ -326,13 +335,13 @@ def matching(what: str, patterns: Any, parameters: Collection[str]) -> dict[str,
         matches = matches or [name for name in parameters if fnmatchcase(name, pattern)]
         if not matches:
             some = ", ".join(list(parameters)[:3])
-            raise ConfigError(f"{what}: no parameter is named {pattern!r}; names are as {some}")
+            raise ConfigError(f"{what}: no parameter is named {pattern!r}; names look like {some}")
         own |= dict.fromkeys(matches)
     return own
 
 
 def check_states(call: str, own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """Raise unless a state has arrays like each of an optimizer's own."""
+    """Raise unless a state has an array for each state array of an optimizer, like it."""
     if missing := sorted(own.keys() - state.keys()):
         cure = "pass what state() returned for the same parameters"
         raise ConfigError(f"{call}.load_state: names differ in {missing}; {cure}")
@@ -353,7 +362,7 @@ def check_names(call: str, gradients: Mapping[str, Array], parameters: Mapping[s
 
 
 def checked_betas(call: str, betas: Any) -> tuple[float, float]:
-    """Return the shares that two averages keep in a step; raise unless they are two numbers."""
+    """Return the decay rates of the two moments; raise unless they are two numbers in [0, 1)."""
     pair = isinstance(betas, tuple | list) and len(betas) == 2 and all(map(is_number, betas))
     if not pair or not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(f"{call}: betas={betas}; pass two numbers, each from 0 to below 1")
@@ -361,14 +370,14 @@ def checked_betas(call: str, betas: Any) -> tuple[float, float]:
 
 
 def check_rates(call: str, options: Mapping[str, Any]) -> None:
-    """Raise unless lr, eps and weight_decay, where they are given, are numbers of 0 or more."""
+    """Raise unless all options other than ``names`` are finite numbers of 0 or more."""
     for option, value in options.items():
         if option != "names" and (not is_number(value) or not 0 <= value < math.inf):
             raise ConfigError(f"{call}: {option}={value}; pass a finite number, 0 or more")
 
 
 def _check(what: str, array: Array, model: Array, dtypes: Sequence[Any]) -> None:
-    """Raise unless array has the library and shape of model and one of the dtypes."""
+    """Raise unless an array has the library and shape of ``model`` and one of the dtypes."""
     place, model_place = (framework_of(a, what) for a in (array, model))
     if several_gpus() and place == model_place == "cupy":
         place, model_place = (f"cupy {a.device}" for a in (array, model))

@@ -11,9 +11,9 @@
     scaler.update(finite)
 
 Every op computes in float32 and rounds once, whatever the dtype of its operands.  ``Autocast``
-casts operands to the compute dtype, as tensor cores multiply 16-bit values and half the bytes move
-in half the time; to float32 where the result must be precise: probabilities, losses, a factor by
-column.  (Micikevicius and others, Mixed Precision Training, 2018.)
+casts operands to the compute dtype, because tensor cores multiply 16-bit values, and half the bytes
+move in half the time.  Ops whose result must be precise get float32: probabilities, losses, a
+factor per column.  (Micikevicius and others, Mixed Precision Training, 2018.)
 """
 
 import inspect
@@ -45,19 +45,19 @@ class MixedPrecisionConfig:
     Parameters
     ----------
     compute_dtype : str or dtype
-        Of matrices and activations: float16, bfloat16 or float32.
+        Dtype of matrices and activations: float16, bfloat16 or float32.
     master_dtype : str or dtype
-        Of the weights that the optimizer changes: float32.
+        Dtype of the weights that the optimizer updates: float32.
     loss_scale : float
-        The first scale of the loss where compute_dtype is float16.  bfloat16 and float32 hold
-        gradients of any size and need none.
+        Initial loss scale if compute_dtype is float16.  bfloat16 and float32 have the range of
+        gradients, and use no loss scale.
     dynamic_scaling : bool
-        Whether the scale grows and shrinks as ``LossScaler`` says.
+        Whether the loss scale grows and shrinks: see ``LossScaler``.
 
     Raises
     ------
     ConfigError
-        A dtype is not one of these, or the scale is out of the range of LossScaler.
+        A dtype has another value, or the loss scale is out of the range of LossScaler.
     """
 
     compute_dtype: Any = "float16"
@@ -72,7 +72,9 @@ class MixedPrecisionConfig:
             value = getattr(self, name)
             try:
                 named = isinstance(value, str) and value == "bfloat16"
-                known_kind = isinstance(value, str | np.dtype | type)  # not what has a dtype
+                known_kind = isinstance(
+                    value, str | np.dtype | type
+                )  # no other objects with a dtype
                 dtype = BFLOAT16 if named else np.dtype(value if known_kind else object)
             except (TypeError, ValueError):
                 dtype = np.dtype(object)
@@ -86,7 +88,7 @@ class MixedPrecisionConfig:
         LossScaler(self.loss_scale)
 
     def scaler(self) -> LossScaler:
-        """Return a new scaler: for compute dtypes other than float16 its scale is always 1."""
+        """Return a new loss scaler; its scale is always 1 unless the compute dtype is float16."""
         if self.compute_dtype == "float16":
             return LossScaler(self.loss_scale, dynamic=self.dynamic_scaling)
         return LossScaler(1.0, dynamic=False)
@@ -95,20 +97,20 @@ class MixedPrecisionConfig:
 @check_options
 @dataclass(frozen=True)
 class TrainingConfig:
-    """The batch, the precision and the checkpoints of a training step.
+    """Batch size, precision and gradient checkpointing of a training step.
 
     Parameters
     ----------
     batch_size : int
-        Rows of a forward pass.
+        Rows per forward pass.
     max_seq_len : int
-        Tokens of a row, at most.
+        Maximum number of tokens per row.
     gradient_accumulation_steps : int
-        Forward passes whose gradients are added up for a step of the optimizer.
+        Forward passes whose gradients are summed in an optimizer step.
     mixed_precision : MixedPrecisionConfig
-        Dtypes and the scale of the loss.
+        Dtypes and loss scale.
     checkpoint : CheckpointConfig
-        Which layers are recomputed in the backward pass.
+        Which layers the backward pass recomputes.
 
     Raises
     ------
@@ -139,15 +141,15 @@ class TrainingConfig:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens that a step of the optimizer learns from, at most."""
+        """The maximum number of tokens per optimizer step."""
         return self.batch_size * self.max_seq_len * self.gradient_accumulation_steps
 
 
 class Autocast:
     """Calls ops with operands cast to suitable dtypes: ``y = cast(linear, x, weight)``.
 
-    Weights of norms, biases, tables and statistics (kinds param, table and stat of a signature)
-    are not cast, float32 or not.
+    Norm weights, biases, tables and statistics (operands of the kinds param, table and stat) are
+    not cast, whatever their dtype.
 
     Parameters
     ----------
@@ -170,7 +172,7 @@ class Autocast:
         Raises
         ------
         ConfigError
-            The function is not an op, or it is one that changes its arguments or casts them.
+            The function is not an op, or it is an op that changes or casts its arguments.
         """
         name, known = getattr(function, "__name__", repr(function)), autocast_ops()
         op = known.get(name.removesuffix("_forward"))
@@ -185,7 +187,7 @@ class Autocast:
 
 
 def autocast_ops() -> dict[str, Op[..., Any]]:
-    """Return the ops whose operands are cast, by public name: no gradients, casts or ``op_``."""
+    """Return the ops that ``Autocast`` calls, by public name: no backward ops, casts or ``op_``."""
     backward = {op.backward for op in OPS.values()}
     return {
         name.removesuffix("_forward"): op
@@ -203,10 +205,10 @@ def _fit(value: Any, kind: str | None, dtype: Any) -> Any:
 @naming("compute_copies", "MixedPrecisionConfig", compute_dtype="dtype")
 @on_gpu_of_first
 def compute_copies(parameters: Mapping[str, Array], dtype: Any) -> dict[str, Array]:
-    """Return 16-bit copies, by name, that a model computes with instead of float32 parameters.
+    """Return 16-bit copies of float32 parameters, by name, with which a model computes.
 
-    Matrices, arrays of two axes or more, are rounded to the dtype.  Weights of norms, biases and
-    quantized weights get no copies.
+    Arrays of two axes or more are rounded to the dtype.  Norm weights, biases and quantized weights
+    have no copies.
 
     Raises
     ------

@@ -26,31 +26,30 @@ POINT = "point."  # before the name of a parameter, in a state
 
 @check_options
 class ScheduleFreeAdamW(Optimizer):
-    """AdamW that ends well whenever it is stopped: an average of all steps replaces a schedule.
+    """Schedule-free AdamW: an average over all steps replaces a learning rate schedule.
 
-    The parameters are where gradients are taken, between a base and the average; ``averages`` makes
-    them the average, to evaluate or to save it.
-    The formula is in ``ops/optimizers/schedule_free.py``.
+    Training may stop at any step.  Gradients are computed at points between a base and the average;
+    the parameters are these points.  Inside ``averages`` the parameters are the average, which is
+    then evaluated or saved.  The formula is in ``ops/optimizers/schedule_free.py``.
     Source: Defazio et al., The Road Less Scheduled, 2024.
 
     Parameters
     ----------
     lr : float
-        Rate after the warm-up; it does not fall.  A good one is 1 to 10 times AdamW's.
+        Learning rate after the warm-up; it stays constant.  A good lr is 1 to 10 times AdamW's.
     betas : (float, float)
-        Share of the average in the parameters, above 0; and share of the average square of the
-        gradient that each step keeps.
+        Weight of the average in the points, above 0; and decay rate of the second moment.
     eps : float
-        Added to the root mean square, in units of the gradient.
+        Added to the root of the second moment, in units of the gradient.
     warmup : int
-        Steps over which the rate grows to lr; a step that is called with a rate has its share too.
+        Steps over which the rate grows to lr, also if a step is called with its own rate.
 
-    Other parameters, ``step``, ``state``, 16-bit parameters and errors are those of ``AdamW``.
+    Other parameters, ``step``, ``state``, 16-bit parameters and errors are as in ``AdamW``.
 
     Attributes
     ----------
     points : dict of str to array
-        What the parameters will be after ``averages``; outside of it nothing.
+        Inside ``averages``: the values to which the parameters return.  Outside: empty.
     """
 
     kind = Tensor
@@ -69,8 +68,8 @@ class ScheduleFreeAdamW(Optimizer):
     ) -> None:
         self.betas, self.eps = checked_betas("ScheduleFreeAdamW", betas), eps
         if self.betas[0] == 0:
-            problem = "the first is the share of the average"
-            raise ConfigError(f"ScheduleFreeAdamW: betas={betas}; {problem}, above 0")
+            cure = "pass a first one above 0: it is the weight of the average"
+            raise ConfigError(f"ScheduleFreeAdamW: betas={betas}; {cure}")
         if not is_integer(warmup, 0):
             raise ConfigError(f"ScheduleFreeAdamW: warmup={warmup}; pass a whole number, 0 or more")
         self.warmup, self.points = warmup, dict[str, Any]()
@@ -100,20 +99,22 @@ class ScheduleFreeAdamW(Optimizer):
         finite: Any = True,
         factor: Any = 1.0,
     ) -> None:
-        """Update every parameter in place, from its gradient; arguments as of ``AdamW.step``.
+        """Update every parameter in place; arguments are as in ``AdamW.step``.
 
         Raises
         ------
+        ConfigError
+            The call is inside ``averages``.
         ConfigError, ShapeError, DTypeError, FrameworkError
-            As ``AdamW.step`` raises, and inside of ``averages``.
+            As in ``AdamW.step``.
         """
         self._check_outside("step")
         super().step(gradients, lr, finite=finite, factor=factor)
 
     def load_state(self, state: Mapping[str, Array]) -> None:
-        """Continue from a ``state()``; errors are as of ``AdamW.load_state`` and of ``step``.
+        """Restore a ``state()``; errors are as in ``AdamW.load_state`` and ``step``.
 
-        The points of a state from inside of ``averages`` become the parameters.
+        If the state was saved inside ``averages``, its points become the parameters.
         """
         self._check_outside("load_state")
         check_mapping(f"{self.call}.load_state", state)
@@ -125,16 +126,16 @@ class ScheduleFreeAdamW(Optimizer):
             _write(self.tensors[name.removeprefix(POINT)], state[name])
 
     def state(self) -> dict[str, Array]:
-        """Return what ``AdamW.state`` does; inside of ``averages`` with ``point.<name>``, too.
+        """Return a state as ``AdamW.state``; inside ``averages`` it also has ``point.<name>``.
 
-        A checkpoint of the averages, with such a state, goes on from the points.
+        With such a state, a checkpoint of the averages resumes from the points.
         """
         return super().state() | {f"{POINT}{name}": array for name, array in self.points.items()}
 
     def averages(self) -> AbstractContextManager[None]:
         """Return a context in which the parameters, and their copies, are the averages.
 
-        After it they have the bits that they had before; until then those are kept beside them.
+        ``points`` stores the parameters in the meantime; at the end they are restored bit for bit.
         """
         return _Averages(self)
 
@@ -145,7 +146,7 @@ class ScheduleFreeAdamW(Optimizer):
 
 
 class _Averages(AbstractContextManager[None]):
-    """Makes the parameters of an optimizer their averages, unless they are."""
+    """The context of ``ScheduleFreeAdamW.averages``; a nested one changes nothing."""
 
     def __init__(self, optimizer: ScheduleFreeAdamW) -> None:
         self.optimizer, self.leaves = optimizer, False

@@ -1,8 +1,7 @@
-"""Learning rates by step: warm up linearly from 0, then decay.
+"""Learning rate schedules: a linear warm-up from 0, then decay.
 
-The first step is step 0 and has rate 0 unless warmup is 0; step ``warmup`` has the full rate.
-From step ``steps`` on, or from the one after ``warmup`` if that is later, the rate stays at
-``minimum * lr``.
+The first step is step 0; its rate is 0 unless warmup is 0.  Step ``warmup`` has the full rate.
+From step ``max(steps, warmup + 1)`` on, the rate is ``minimum * lr``.
 """
 
 import math
@@ -24,17 +23,18 @@ def cosine_schedule(
     Parameters
     ----------
     step : int
-        Steps taken before this one.
+        Number of earlier steps.
     lr : float
         Rate at the end of the warm-up.
     warmup : int
         Steps over which the rate grows from 0 to lr.
     steps : int
-        Steps in all; ``t`` runs from 0 at step warmup to 1 at step steps, and stays.
+        Total number of steps; ``t`` grows from 0 at step ``warmup`` to 1 at step ``steps``, and
+        stays 1.
     minimum : float
-        Share of lr that is left at the end.
+        Final rate, as a fraction of lr.
     cycles : int
-        Times that the rate falls from lr, to which it returns at once: warm restarts.
+        Number of times that the rate decays from lr; in between it jumps back (warm restarts).
 
     Returns
     -------
@@ -43,7 +43,7 @@ def cosine_schedule(
     Raises
     ------
     ConfigError
-        A number is outside its range.
+        A number is out of range.
 
     Notes
     -----
@@ -62,7 +62,7 @@ def linear_schedule(
 ) -> float:
     """Return ``lr * (minimum + (1 - minimum) * (1 - t))`` after the warm-up.
 
-    Parameters, ``t`` and errors are those of ``cosine_schedule``.
+    Parameters, ``t`` and errors are as in ``cosine_schedule``.
     """
     growth, t = _progress("linear_schedule", step, lr, warmup, steps, minimum)
     return lr * growth * (minimum + (1 - minimum) * (1 - t))
@@ -74,8 +74,7 @@ def constant_schedule(
 ) -> float:
     """Return lr after the warm-up.
 
-    Parameters and errors are those of ``cosine_schedule``, so that one can stand in for the
-    other; steps and minimum change nothing.
+    Parameters and errors are as in ``cosine_schedule``; steps and minimum have no effect.
     """
     growth, _ = _progress("constant_schedule", step, lr, warmup, steps, minimum)
     return lr * growth
@@ -87,7 +86,7 @@ def polynomial_schedule(
 ) -> float:
     """Return ``lr * (minimum + (1 - minimum) * (1 - t)**power)`` after the warm-up.
 
-    Other parameters, ``t`` and errors are those of ``cosine_schedule``; power is above 0.
+    Other parameters, ``t`` and errors are as in ``cosine_schedule``; power is above 0.
     """
     growth, t = _progress("polynomial_schedule", step, lr, warmup, steps, minimum)
     if not is_number(power) or power <= 0:
@@ -105,15 +104,15 @@ def inverse_sqrt_schedule(
     minimum: float = 0.0,
     timescale: float | None = None,
 ) -> float:
-    """Return ``lr / sqrt((step - warmup + timescale) / timescale)``, or more: minimum * lr.
+    """Return ``lr / sqrt((step - warmup + timescale) / timescale)``, at least minimum * lr.
 
     Parameters
     ----------
     timescale : float, optional
         Steps after the warm-up in which the rate falls to lr / sqrt(2); None: warmup, or 10,000
-        without one.
+        if warmup is 0.
 
-    Other parameters and errors are those of ``cosine_schedule``; steps changes nothing.
+    Other parameters and errors are as in ``cosine_schedule``; steps has no effect.
 
     Notes
     -----
@@ -139,17 +138,17 @@ def warmup_stable_decay_schedule(
     decay: int,
     shape: str = "cosine",
 ) -> float:
-    """Return ``lr * (minimum + (1 - minimum) * f)``: f grows to 1, stays, and falls to 0.
+    """Return ``lr * (minimum + (1 - minimum) * f)``: f grows to 1, stays 1, and decays to 0.
 
     Parameters
     ----------
     decay : int
-        The last steps of ``steps``, in which f falls; u grows from 0 to 1 in them.
+        Number of last steps in which f decays; u grows from 0 to 1 in these steps.
     shape : str
         f is ``(1 + cos(pi * u)) / 2`` for "cosine", ``1 - u`` for "linear", ``1 - sqrt(u)`` for
         "1-sqrt".
 
-    Other parameters and errors are those of ``cosine_schedule``, but for the warm-up: it begins at
+    Other parameters and errors are as in ``cosine_schedule``, except that the warm-up begins at
     minimum * lr.
 
     Notes

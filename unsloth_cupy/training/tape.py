@@ -1,12 +1,13 @@
-"""A tape records ops as they run and replays their backward ops in reverse.
+"""A tape, which records ops as they run and calls their backward ops in reverse order.
 
     tape = Tape()
     w = tape.watch(weight)
     loss = rms_norm(x, w)
     (dw,) = tape.gradients(loss, [w], dy)
 
-Arguments are matched by name: a backward op takes inputs, outputs and d + output of its forward
-op, and returns d + input.  (Reverse accumulation: Griewank and Walther, Evaluating Derivatives.)
+Arguments are matched by name.  A backward op accepts inputs and outputs of its forward op, and the
+upstream gradient of each output (named d + output); it returns the gradients of inputs (named
+d + input).  (Reverse accumulation: Griewank and Walther, Evaluating Derivatives.)
 """
 
 import math
@@ -29,12 +30,12 @@ Gradients = dict[int, Any]  # by the index of a Var
 watch_memory: Callable[[str], None] | None = None  # called with each op's name after it returns
 Watch = Callable[[Any, Sequence[Any], Any], None]  # (op, values, result)
 watch_results: ContextVar[Watch | None] = ContextVar("watch_results", default=None)  # per thread
-Take = Callable[[Any, Any], Any]  # (value of a Var, its gradient): the result in its place
+Take = Callable[[Any, Any], Any]  # (value of a Var, its gradient): what Tape.gradients returns
 take_gradients: ContextVar[Take | None] = ContextVar("take_gradients", default=None)  # per thread
 
 
 class Entry(NamedTuple):
-    """One call: the op, its arrays by name, the indices of those that are Vars, its options."""
+    """A recorded call: op, arrays by name, indices of inputs and outputs that are Vars, options."""
 
     op: Any
     values: dict[str, Any]
@@ -43,7 +44,7 @@ class Entry(NamedTuple):
     options: dict[str, Any]
 
     def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
-        """Call the backward op on gradients of outputs; add the gradients of inputs to grads."""
+        """Call the backward op with upstream gradients; add the gradients of inputs to grads."""
         op, backward = self.op, self.op.backward
         if backward is None:
             why = f", as {reason}" if (reason := op.facts.get("no_gradient")) else ""
@@ -51,7 +52,7 @@ class Entry(NamedTuple):
             raise GradientError(problem)
         known = self.values | {"d" + name: grad for name, grad in take.items()}
         for operand in backward.contract.inputs:
-            if known.get(operand.name) is None and not operand.optional:  # that output was not used
+            if known.get(operand.name) is None and not operand.optional:  # the output was not used
                 known[operand.name] = full_like(self.values[operand.name[1:]], 0)
         options = {name: self.options[name] for name in backward.options & self.options.keys()}
         if "wanted" in backward.options:
@@ -79,11 +80,11 @@ class Tape:
 
     def __init__(self) -> None:
         self.entries: list[Any] = []  # Entry objects, or others with inputs, outputs and add_back
-        self.choices: dict[int, Any] = {}  # of calls that were made with some, by place
+        self.choices: dict[int, Any] = {}  # kernel variants of calls, by index of the entry
         self.issued = 0
 
     def watch(self, array: Any) -> Var:
-        """Return array as a Var whose uses this tape records."""
+        """Return a Var of an array; the tape records ops on it."""
         framework_of(array, "Tape.watch: its argument")
         if isinstance(array, Stored):
             cure = "watch the adapter of lora_linear, or dequantize it"
@@ -93,28 +94,28 @@ class Tape:
     def gradients(
         self, of: Var, wrt: Sequence[Var], dy: Any = None, *, release: bool = False
     ) -> list[Any]:
-        """Return the gradient of ``sum(dy * of)`` with respect to each of wrt.
+        """Return the gradient of ``sum(dy * of)`` with respect to each Var in wrt.
 
         Parameters
         ----------
         of : Var
             The result to differentiate.
         wrt : sequence of Var
-            Vars of this tape; one that ``of`` does not depend on gets zeros.
+            Vars of this tape; the gradient is 0 if ``of`` does not depend on a Var.
         dy : array, optional
-            The upstream gradient, that of ``of`` and in its shape; 1 where ``of`` is a scalar.
+            The upstream gradient, in the shape of ``of``; 1 if ``of`` is a scalar.
         release : bool
-            Drop each call once its gradient is computed: the memory of the tape shrinks as that of
-            gradients grows, and the tape is empty afterwards.
+            Drop each call once its gradient is computed: the memory of the tape shrinks while the
+            memory of gradients grows, and the tape is empty afterwards.
 
         Raises
         ------
         GradientError
             The backward pass reaches an op, or an input, that has no gradient.
         ShapeError
-            dy is missing for an array, or its shape is not that of ``of``.
+            dy is missing although ``of`` is not a scalar, or has another shape than ``of``.
         DTypeError, FrameworkError
-            dy is not of the dtype, or not of the library, of ``of``.
+            dy has another dtype, or another library, than ``of``.
         """
         if not hasattr(wrt, "__iter__") or hasattr(wrt, "dtype"):
             raise GradientError(f"Tape.gradients: wrt={wrt!r}; pass a list of Vars")
@@ -147,19 +148,21 @@ class Tape:
             return self._taken(grads, wrt, release, take)
         self.walk_back(grads, {var.index for var in wrt}, release)
         result = []
-        taken: dict[int, list[tuple[float, float]]] = {}  # by owner: of gradients that are returned
+        spans: dict[
+            int, list[tuple[float, float]]
+        ] = {}  # addresses of returned gradients, by owner
         for var in wrt:
             grad = grads.get(var.index)
             if grad is None:
                 grad = full_like(var.value, 0)
-            elif _owner(grad) in shared or _overlaps(grad, taken.get(_owner(grad), ())):
+            elif _owner(grad) in shared or _overlaps(grad, spans.get(_owner(grad), ())):
                 grad = add_up(grad, full_like(grad, 0))  # a caller may scale gradients in place
-            taken.setdefault(_owner(grad), []).append(_span(grad))
+            spans.setdefault(_owner(grad), []).append(_span(grad))
             result.append(grad)
         return result
 
     def _taken(self, grads: Gradients, wrt: list[Var], release: bool, take: Take) -> list[Any]:
-        """Return the results of ``take``, called with each gradient as soon as it is complete."""
+        """Call ``take`` with each gradient as soon as it is complete; return its results."""
         last: dict[int, list[Var]] = {}  # by the entry after which their gradients are complete
         for var in {var.index: var for var in wrt}.values():
             uses = (n for n, entry in enumerate(self.entries) if var.index in entry.inputs.values())
@@ -184,11 +187,11 @@ class Tape:
         release: bool = True,
         done: Callable[[int], None] = lambda place: None,
     ) -> None:
-        """Propagate gradients of results back to the Vars in ``kept``, and only to those.
+        """Propagate gradients of results back to the Vars whose indices are in ``kept``.
 
-        ``done(place)`` is called after each entry, with its index.
+        ``done(place)`` is called after each entry, with the index of the entry.
         """
-        targets = set(kept)  # and the Vars in between: no other gradient is computed
+        targets = set(kept)  # and all Vars between them and the results
         for entry in self.entries:
             if not targets.isdisjoint(entry.inputs.values()):
                 targets.update(entry.outputs.values())
@@ -206,7 +209,7 @@ class Tape:
             done(len(entries))
 
     def record(self, op: Any, arrays: Sequence[Any], options: dict[str, Any]) -> Any:
-        """Run op on the values of Vars and arrays, and record the call."""
+        """Run an op on the values of Vars and arrays, and record the call."""
         if any(array.tape is not self for array in arrays if type(array) is Var):
             raise GradientError(f"{op.called}: arguments are on two tapes; watch them on one")
         values = [array.value if type(array) is Var else array for array in arrays]
@@ -236,7 +239,7 @@ class Tape:
 
 
 def called(op: Any, values: list[Any], options: dict[str, Any]) -> Any:
-    """Call an op, then the functions that watch memory and results."""
+    """Call an op, then the hooks ``watch_memory`` and ``watch_results``."""
     result = op.call(values, options)
     if watch_memory is not None:
         watch_memory(op.__name__)
@@ -255,13 +258,13 @@ def add_up(a: Any, b: Any) -> Any:
 
 
 def _overlaps(array: Any, spans: Sequence[tuple[float, float]]) -> bool:
-    """Return whether an array has elements in one of these spans of addresses."""
+    """Return whether an array overlaps one of the spans of addresses."""
     first, last = _span(array)
     return any(start < last and first < stop for start, stop in spans)
 
 
 def _span(array: Any) -> tuple[float, float]:
-    """Return the addresses from the first to after the last element; all for other libraries."""
+    """Return the span of addresses of an array; all addresses for other libraries."""
     strides: Sequence[int] = getattr(array, "strides", ())
     if framework_of(array, "it") not in ("numpy", "cupy") or min(strides, default=0) < 0:
         return 0, math.inf
@@ -271,7 +274,7 @@ def _span(array: Any) -> tuple[float, float]:
 
 
 def _owner(array: Any) -> int:
-    """Return a number that is equal for two arrays of one library that share memory."""
+    """Return a number that is equal for two arrays of a library that share memory."""
     library = framework_of(array, "it")
     if library == "torch":
         return int(array.untyped_storage().data_ptr())

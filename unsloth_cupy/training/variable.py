@@ -1,8 +1,8 @@
-"""``Var``, an array on a tape, and its operators: each calls one op or a few.
+"""``Var``, an array on a tape, with operators that call ops.
 
     loss = ((x @ weight - target) ** 2).mean()
 
-Operands broadcast as in NumPy; a number takes the dtype of the other operand.
+Operands broadcast as in NumPy; a number is cast to the dtype of the other operand.
 """
 
 import math
@@ -20,7 +20,7 @@ from ..placement import full_like
 
 
 def _operator(op: str, sign: str, *, reflected: bool = False) -> Callable[["Var", Any], "Var"]:
-    """Return the method of an operator between a Var and a Var, an array or a number."""
+    """Return the method of a binary operator; the second operand is a Var, array or number."""
 
     def method(self: "Var", other: Any) -> "Var":
         if op == "multiply" and is_number(other) and abs(other) < math.inf:
@@ -35,10 +35,10 @@ def _operator(op: str, sign: str, *, reflected: bool = False) -> Callable[["Var"
 class Var(Traced):
     """An array on a tape: ``value`` is the array; ops on a Var return Vars.
 
-    ``+``, ``-``, ``*``, ``/`` and ``@`` take another Var of the tape, an array of the same library
-    and dtype, or a number (all but ``@``) on either side; ``**`` takes a number.  Shapes broadcast
-    as in NumPy, and gradients of repeated elements are summed.  ``x[key]`` takes integers, slices,
-    ``...`` and ``None``.
+    ``+``, ``-``, ``*``, ``/`` and ``@`` accept on either side another Var of the tape, an array of
+    the same library and dtype, or a number (except ``@``); ``**`` accepts a number.  Shapes
+    broadcast as in NumPy, and gradients of repeated elements are summed.  ``x[key]`` accepts
+    integers, slices, ``...`` and ``None``.
     """
 
     __slots__ = ("index", "tape", "value")
@@ -99,7 +99,7 @@ class Var(Traced):
         return _product(_operand(self, other, "@"), self)
 
     def __getitem__(self, key: Any) -> "Var":
-        """Return a part: integers, slices, ``...`` and ``None``, alone or in a tuple."""
+        """Return a part of the array; the key has integers, slices, ``...`` and ``None``."""
         match key:
             case (EllipsisType(), slice(step=None | 1) as part) if self.ndim:
                 start, stop, _ = part.indices(self.shape[-1])
@@ -117,11 +117,11 @@ class Var(Traced):
         return _called("transpose", self, order=tuple(whole) or None)
 
     def sum(self, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> "Var":
-        """Return the sum over axes; over all of them for None."""
+        """Return the sum over axes; None: over all axes."""
         return _called("sum", self, axis=axis, keepdims=keepdims)
 
     def mean(self, axis: int | tuple[int, ...] | None = None, *, keepdims: bool = False) -> "Var":
-        """Return the mean over axes; over all of them for None."""
+        """Return the mean over axes; None: over all axes."""
         return _called("mean", self, axis=axis, keepdims=keepdims)
 
     def exp(self) -> "Var":
@@ -142,7 +142,7 @@ def _called(op: str, *arrays: Any, **options: Any) -> Any:
 
 
 def _operand(var: Var, other: Any, sign: str) -> Any:
-    """Return the other operand of a Var: a Var or an array; a number becomes a 0-d array."""
+    """Return the second operand as a Var or an array; a number becomes a 0-d array."""
     if (is_number(other) or type(other) is int) and sign != "@":
         try:
             with np.errstate(over="ignore"):  # float16 overflow gives inf, as on a GPU
@@ -158,11 +158,11 @@ def _as_float(number: Any, sign: str) -> float:
     try:
         return float(number)
     except OverflowError as error:
-        raise ConfigError(f"Var {sign} number: {error}; pass one that a float holds") from error
+        raise ConfigError(f"Var {sign} number: {error}; pass one in the range of float") from error
 
 
 def _broadcast(arrays: Any, sign: str) -> list[Any]:
-    """Return Vars and arrays in the shape that they broadcast to."""
+    """Broadcast two Vars or arrays to a common shape."""
     a, b = (tuple(array.shape) for array in arrays)
     shape = _joint(a, b, sign)
     return [_in_shape(array, shape) for array in arrays]
@@ -182,10 +182,10 @@ def _joint(a: tuple[int, ...], b: tuple[int, ...], sign: str) -> tuple[int, ...]
 
 
 def _product(a: Any, b: Any) -> Any:
-    """Return a @ b, of arrays with one axis or more."""
+    """Return a @ b for arrays with one axis or more."""
     left, right = tuple(a.shape), tuple(b.shape)
     if not left or not right or left[-1] != right[max(len(right) - 2, 0)]:
-        cure = "the last axis of the first must have the size of the last but one of the second"
+        cure = "the last axis of the first must be as long as the second to last of the second"
         raise ShapeError(f"Var @ other: {left} @ {right}; {cure}", expected=left, actual=right)
     if len(right) == 1:
         return _called("reshape", _called("linear", a, _shaped(b, 1, -1)), shape=left[:-1])

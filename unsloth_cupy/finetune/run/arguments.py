@@ -1,4 +1,4 @@
-"""What callbacks of transformers read of its ``TrainingArguments``, by those names."""
+"""Names of transformers' ``TrainingArguments``, by which its callbacks read settings."""
 
 import dataclasses
 from typing import Any
@@ -23,7 +23,7 @@ FIXED = {
 
 
 class Arguments:
-    """Gives settings the names of ``TrainingArguments``, too; they cannot be set by those."""
+    """Read-only access to settings by the names of ``TrainingArguments``."""
 
     def __getattr__(self, name: str) -> Any:
         if name in NAMES:
@@ -36,7 +36,7 @@ class Arguments:
         raise AttributeError(f"{type(self).__name__} has no setting {name!r}")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all settings, by their own names and by those of ``TrainingArguments``."""
+        """Return all settings, by their own names and by the names of ``TrainingArguments``."""
         own: Any = self
-        others = {name: getattr(self, name) for name in (*NAMES, *FIXED, "bf16", "fp16")}
-        return others | dataclasses.asdict(own)
+        arguments = {name: getattr(self, name) for name in (*NAMES, *FIXED, "bf16", "fp16")}
+        return arguments | dataclasses.asdict(own)

@@ -1,4 +1,4 @@
-"""Callbacks of a run: the events of transformers' ``TrainerCallback``, with its arguments.
+"""Callbacks of a run, with the events and arguments of transformers' ``TrainerCallback``.
 
     class Until(Callback):
         def on_evaluate(self, args, state, control, metrics, **more):
@@ -27,14 +27,14 @@ METRIC = {f"{kind}rewards/{name}": f"{kind}{new}" for kind in ("", "eval_") for 
 
 @dataclasses.dataclass
 class Control:
-    """What a callback may ask for; each flag but the first is lowered when it is done.
+    """Requests of callbacks; all flags except the first are reset after the request is handled.
 
     Attributes
     ----------
     should_training_stop : bool
-        End the run after this step: it saves its model, and is finished.
+        End the run after this step: the model is saved, and the run is finished.
     should_epoch_stop : bool
-        As ``should_training_stop``: the batches of an epoch flow into the next one.
+        The same as ``should_training_stop``, because a batch may span two epochs.
     should_save, should_evaluate, should_log : bool
         Write a checkpoint, evaluate, or write a line of the log, after this step.
     """
@@ -48,21 +48,21 @@ class Control:
 
 @dataclasses.dataclass
 class State:
-    """Where a run stands.
+    """The progress of a run.
 
     Attributes
     ----------
     global_step, max_steps : int
-        Steps done, and in all.
+        Steps so far, and in total.
     epoch : float
-        Passes through the data.
+        Passes through the data so far.
     log_history : list of dict
-        What ``on_log`` was given, in this process.
+        The ``logs`` of all calls of ``on_log`` in this process.
     best_metric, best_global_step
-        The lowest held-out loss, and its step; None before an evaluation.  ``on_evaluate`` has
-        those of before, as in transformers.
+        The lowest evaluation loss, and its step; None before an evaluation.  In ``on_evaluate``
+        they do not include the present evaluation, as in transformers.
     logging_steps, eval_steps, save_steps, train_batch_size, num_train_epochs
-        Those of ``args``.
+        The same values as in ``args``.
     """
 
     global_step: int = 0
@@ -91,16 +91,16 @@ class State:
 class Callback:
     """Handles the events of a run, on rank 0.  Each method does nothing: override it.
 
-    ``args`` are the settings with their defaults, also by the names of ``TrainingArguments``,
-    ``state`` says where the run stands, and ``control`` takes requests; ``more`` holds ``model``,
-    ``optimizer`` and ``processing_class``, the tokenizer.
+    ``args`` are the settings, also by the names of ``TrainingArguments``; ``state`` is the progress
+    of the run; flags in ``control`` are requests; ``more`` has ``model``, ``optimizer`` and
+    ``processing_class`` (the tokenizer).
     """
 
     def on_init_end(self, args: Any, state: State, control: Control, **more: Any) -> Any:
-        """Handle that model and data are ready."""
+        """Handle the end of the preparation: model and data are ready."""
 
     def on_train_begin(self, args: Any, state: State, control: Control, **more: Any) -> Any:
-        """Handle the start of training, also of a run that is resumed."""
+        """Handle the start of training, also in a resumed run."""
 
     def on_train_end(self, args: Any, state: State, control: Control, **more: Any) -> Any:
         """Handle the end of training, at its last step or by an error."""
@@ -118,7 +118,7 @@ class Callback:
         """Handle the gradients of a batch other than the step's last."""
 
     def on_pre_optimizer_step(self, args: Any, state: State, control: Control, **more: Any) -> Any:
-        """Handle that the gradients of a step are known, and are finite."""
+        """Handle the gradients of a step before the optimizer; they are finite."""
 
     def on_optimizer_step(self, args: Any, state: State, control: Control, **more: Any) -> Any:
         """Handle the update of the weights."""
@@ -133,17 +133,17 @@ class Callback:
         """Handle the ``metrics`` of an evaluation: eval_loss, eval_perplexity, ..."""
 
     def on_save(self, args: Any, state: State, control: Control, **more: Any) -> Any:
-        """Handle that a checkpoint is written."""
+        """Handle a written checkpoint."""
 
 
 EVENTS = [name for name in vars(Callback) if name.startswith("on_")]
 
 
 def checked(callbacks: Iterable[Any]) -> list[Any]:
-    """Return callbacks, of classes an instance; raise a ConfigError for what is not one."""
+    """Return callbacks, with classes instantiated; raise a ConfigError for other objects."""
     values: Any = callbacks
     if not isinstance(values, list | tuple):
-        raise ConfigError(f"Trainer(callbacks={values!r}): pass a list of them")
+        raise ConfigError(f"Trainer(callbacks={values!r}): pass a list of callbacks")
     each = [callback() if isinstance(callback, type) else callback for callback in values]
     for callback in each:
         if not any(callable(getattr(callback, event, None)) for event in EVENTS):
@@ -153,7 +153,7 @@ def checked(callbacks: Iterable[Any]) -> list[Any]:
 
 
 class Callbacks:
-    """Calls the callbacks of a loop, and takes their requests."""
+    """Calls the callbacks of a loop, and collects their requests."""
 
     def __init__(self, callbacks: list[Any], loop: Any, name: str) -> None:
         self.callbacks, self.loop, self.control = callbacks, loop, Control()
@@ -175,11 +175,11 @@ class Callbacks:
         state.epoch = loop.training_data.batches.epoch(first)
 
     def call(self, event: str, **more: Any) -> None:
-        """Call a method of all callbacks; one may return another control in place of its own."""
+        """Call a method of all callbacks; a callback may return a new control."""
         if not (self.callbacks and self.loop.ranks.first):
             return
         self._update()
-        if event == "on_train_begin":  # of a run that goes on, those of before
+        if event == "on_train_begin":  # a resumed run may have evaluations
             self._compare()
         loop = self.loop
         more |= {"model": loop.model, "optimizer": loop.optimizer}
@@ -190,12 +190,12 @@ class Callbacks:
                 self.control = method(self.args, self.state, self.control, **more) or (self.control)
 
     def logged(self, line: Mapping[str, Any]) -> None:
-        """Tell a line of the log, in the names of transformers."""
+        """Call ``on_log`` with a line of the log, by the names of transformers."""
         if not (self.callbacks and self.loop.ranks.first):
             return
         self._update()
         names = METRICS if "held_out_loss" in line else LOGS
-        of_head = self.loop.method.head is not None  # whose measures have no names of rewards
+        of_head = self.loop.method.head is not None  # its measures are not rewards
         logs = {
             METRIC.get(new, new) if of_head else new: line[old]
             for old, new in names.items()
@@ -209,13 +209,13 @@ class Callbacks:
             self._compare()
 
     def _compare(self) -> None:
-        """Take the best evaluation of the log."""
+        """Set the best evaluation from the log."""
         best = self.loop.run.best() or {}
         self.state.best_metric = best.get("held_out_loss")
         self.state.best_global_step = best.get("step")
 
     def epochs(self, before: float) -> None:
-        """Tell the passes through the data that have ended since ``before``."""
+        """Call ``on_epoch_end`` for each pass through the data that ended since ``before``."""
         if self.callbacks and self.loop.ranks.first:
             self._update()
             for _ in range(int(self.state.epoch) - int(before)):
@@ -224,7 +224,7 @@ class Callbacks:
                     self.call("on_epoch_begin")
 
     def take(self) -> Control:
-        """Return the requests of this step, equal on all ranks, and forget those of one step."""
+        """Return the requests of this step, equal on all ranks, and reset the flags of one step."""
         if not self.callbacks:
             return self.control
         names = [field.name for field in dataclasses.fields(Control)]

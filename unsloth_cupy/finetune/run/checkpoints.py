@@ -1,7 +1,7 @@
-"""What a run writes of its state, and reads when it goes on: checkpoints, and the trained model.
+"""Checkpoints of a run, and the trained model.
 
-A checkpoint holds whole arrays: it does not depend on the number or the grid of the ranks that
-wrote it.  Each rank has a ``Part`` of them; rank 0 writes the files.
+A checkpoint stores whole arrays, so it does not depend on the number or the grid of ranks.  Each
+rank has a ``Part`` of the arrays; rank 0 writes the files.
 """
 
 import json
@@ -29,37 +29,37 @@ if TYPE_CHECKING:
     from ...training.loss_scaler import LossScaler
     from ...training.optimizer import Optimizer
 
-ANSWERS = "answers.safetensors"  # in a checkpoint: those on which later steps train too
-SCALER = ("value", "good", "skipped")  # attributes that are the state of a LossScaler
+ANSWERS = "answers.safetensors"  # sampled answers that later steps reuse
+SCALER = ("value", "good", "skipped")  # the state of a LossScaler
 
 
 class Part(NamedTuple):
-    """What a rank has of the state of a run, by name of the parameter: whole arrays, or slices."""
+    """The arrays of a run's state that a rank stores, whole or sliced, by parameter name."""
 
-    trained: Mapping[str, Any]  # parameters, in the precision of the updates
-    averages: Mapping[str, Any]  # of the optimizer: field.parameter, and its numbers
+    trained: Mapping[str, Any]  # parameters, in the precision of the optimizer
+    averages: Mapping[str, Any]  # optimizer states by "field.parameter", and counters
 
     @property
     def sizes(self) -> tuple[int, int]:
-        """The bytes of both."""
+        """The bytes of the trained parameters, and of the optimizer states."""
         weights, averages = (sum(array.nbytes for array in arrays.values()) for arrays in self)
         return weights, averages
 
 
 class Checkpoints:
-    """The state of a run: weights, the optimizer's averages, loss scaler, answers; and its files.
+    """Reads and writes the state of a run: weights, optimizer, loss scaler, sampled answers.
 
     Attributes
     ----------
     fixed : {name: array}
-        This rank's weights that are not trained and that a saved model has too, as the corrections
-        of routers: none of a run that trains adapters.
+        This rank's weights that are not trained but saved with the model, such as corrections of
+        routers; empty in a run that trains adapters.
     answers : list of Batch
-        The sampled answers on which later steps train too.
+        The sampled answers that later steps reuse.
     resumed_step : int
-        The step of the checkpoint from which the run went on: later lines of its log are removed.
-        -1: a new run.
-    untested : str, optional
+        The step of the checkpoint from which the run was resumed: later lines of the log are
+        removed.  -1: a new run.
+    untested_checkpoint : str, optional
         The newest checkpoint, until a step from its weights has succeeded.
     """
 
@@ -81,7 +81,7 @@ class Checkpoints:
         self.method, self.plan, self.tokenizer, self.files = method, plan, tokenizer, files
         self.answers: list[Batch] = []
         self.resumed_step = -1
-        self.untested: str | None = None
+        self.untested_checkpoint: str | None = None
 
     @property
     def own_optimizer(self) -> "Optimizer | Joined":
@@ -89,15 +89,15 @@ class Checkpoints:
         return self.optimizer.inner if isinstance(self.optimizer, Zero1) else self.optimizer
 
     def part(self) -> Part:
-        """Return what this rank has of the trained weights, and of their averages."""
+        """Return this rank's trained weights and optimizer states."""
         return Part(self.own_optimizer.parameters, self.own_optimizer.state())
 
     def check_room(self, step: int) -> None:
-        """Raise a ConfigError if the disk has no room for what the run writes after this step."""
+        """Raise a ConfigError if the disk has no room for the files after this step."""
         weights, averages = self.part().sizes
         parts = self.ranks.replicas.size if self.ranks.zero else 1
         models = 2 if self.plan.keeps_best else 1
-        # and the points of steps, beside the averages of weights
+        # a schedule-free optimizer also stores points
         averages += weights if isinstance(self.optimizer, ScheduleFreeAdamW) else 0
         needed = parts * ((2 - bool(step)) * (weights + averages) + models * weights)
         check_room("finetune", self.run.folder, needed, "the run, with two checkpoints,")
@@ -112,18 +112,18 @@ class Checkpoints:
         return self.run.folder / f"checkpoint-{step:08d}"
 
     def last_good(self) -> Path | None:
-        """Return the newest checkpoint from whose weights a step has succeeded."""
-        paths = [path for path in self.run.checkpoints() if path.name != self.untested]
+        """Return the newest checkpoint from which a step has succeeded."""
+        paths = [path for path in self.run.checkpoints() if path.name != self.untested_checkpoint]
         return paths[-1] if paths else None
 
     def tested(self) -> None:
-        """Remove the checkpoints before the newest: its weights gave a finite loss."""
-        if self.untested and self.ranks.first:
-            self.run.drop_checkpoints(before=self.untested)
-        self.untested = None
+        """Remove all older checkpoints, after a step from the newest one has succeeded."""
+        if self.untested_checkpoint and self.ranks.first:
+            self.run.drop_checkpoints(before=self.untested_checkpoint)
+        self.untested_checkpoint = None
 
     def averages(self) -> AbstractContextManager[None]:
-        """Return a context in which a schedule-free optimizer's weights are the averages."""
+        """Return a context in which the weights of a schedule-free optimizer are averages."""
         own = self.optimizer
         return own.averages() if isinstance(own, ScheduleFreeAdamW) else nullcontext()
 
@@ -149,12 +149,12 @@ class Checkpoints:
                 }
                 text = json.dumps(progress) + "\n"
                 (partial / "trainer.json").write_text(text, encoding="utf-8")
-        self.untested = path.name
+        self.untested_checkpoint = path.name
 
     def read(self, checkpoint: Path) -> tuple[int, float]:
-        """Load the states of optimizer and loss scaler, and answers; return step and seconds.
+        """Load optimizer, loss scaler and answers; return the step and the seconds of training.
 
-        The model was loaded from the same checkpoint before.
+        The model is already loaded from the same checkpoint.
 
         Raises
         ------
@@ -184,11 +184,11 @@ class Checkpoints:
             raise ConfigError(
                 f"{checkpoint} cannot be resumed from: {error}; delete it to start over"
             ) from None
-        self.resumed_step, self.untested = step, checkpoint.name
+        self.resumed_step, self.untested_checkpoint = step, checkpoint.name
         return step, seconds
 
     def _read_averages(self, path: Path) -> None:
-        """Load the state of the optimizer, of which this rank takes its part."""
+        """Load this rank's part of the optimizer states."""
         optimizer, tensors = self.optimizer, self.own_optimizer.tensors.items()
         coded = (n for n, t in tensors if getattr(t, "mean_scale", None) is not None)
         narrow = optimizer.narrow if isinstance(optimizer, Zero1) else {*coded}
@@ -198,7 +198,7 @@ class Checkpoints:
             for name in file.keys():  # noqa: SIM118 -- no mapping
                 by_parameter.setdefault(name.partition(".")[2], []).append(name)
             numbers = {n: file.get_tensor(n) for n in by_parameter.pop("", [])}
-            # only one parameter's whole averages are in memory at a time
+            # only the whole states of one parameter are in memory at a time
             for names in by_parameter.values():
                 own = self.executor.own({n: file.get_tensor(n) for n in names}, narrow)
                 averages |= {n: to_device_of(array, self.model.table) for n, array in own.items()}
@@ -206,7 +206,7 @@ class Checkpoints:
 
     @contextmanager
     def _beside(self, path: Path) -> Iterator[Path | None]:
-        """Yield a temporary folder that replaces ``path`` at the end, on rank 0; None on others."""
+        """Yield a temporary folder that replaces ``path`` at the end; None unless rank 0."""
         if self.ranks.first:
             with atomic_path(path, commit=_in_place_of) as partial:
                 yield partial
@@ -215,9 +215,9 @@ class Checkpoints:
         self.ranks.comm.barrier()
 
     def write_model(self, path: Path, dtype: str) -> None:
-        """Write the model, or the adapter, and the tokenizer as a Hugging Face folder.
+        """Write model or adapter, and tokenizer, as a Hugging Face folder.
 
-        It takes the place of an earlier one of this name.  All ranks take part.
+        The folder replaces an earlier one of this name.  All ranks take part.
         """
         with self.averages(), self._beside(path) as partial:
             self._write_model(partial, dtype)
@@ -233,7 +233,7 @@ class Checkpoints:
             broken = [name for name, array in written.items() if not fine(name, array)]
             if broken:
                 cure = f"give another {named('save_dtype')}"
-                raise ConfigError(f"{dtype} does not hold {broken[0]}; {cure}")
+                raise ConfigError(f"{broken[0]} overflows in {dtype}; {cure}")
         tables = {} if model.adapter is None else model.grown_tables()
         whole = self.executor.gathered(written | tables)
         if folder is None or whole is None:
@@ -247,16 +247,16 @@ class Checkpoints:
                 every.config, every.division = model.division.whole, None
             every.save(folder)
         files = {"tokenizer.json": self.tokenizer.to_str(pretty=True)}
-        if model.adapter is not None and self.method.names:  # an adapter's own files name no labels
+        if model.adapter is not None and self.method.names:  # adapter files have no labels
             files["config.json"] = json.dumps(model.texts["config.json"], indent=2) + "\n"
-        # not by the tokenizer's own save: Python accepts folder names that are not UTF-8
+        # tokenizer.save would fail: unlike Python, it accepts only folder names in UTF-8
         for name, text in (files | {**self.files} | self.method.files(model.config)).items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
 
 
 def _in_place_of(partial: Path, path: Path) -> None:
-    """Rename a folder to a path, from which an earlier folder is removed."""
+    """Rename a folder to a path; remove an earlier folder there."""
     if path.exists():
         remove(path)
     partial.replace(path)

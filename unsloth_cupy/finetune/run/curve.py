@@ -1,4 +1,4 @@
-"""The loss curve of a run as a picture."""
+"""Draws the loss curve of a run."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,10 +8,10 @@ import numpy as np
 
 from ...pictures import INK, SOFT, save_picture, write_title
 
-SMOOTHING = 0.02  # share of all steps, on either side of a step, that the smooth line averages
+SMOOTHING = 0.02  # half width of the smoothing window, as a fraction of all steps
 TITLE_WIDTH = 65  # characters that fit in a line
 TRAIN, HELD_OUT, BASELINE = "#3b6fb6", "#d1495b", "#8b95a1"
-PANELS = {  # below the loss, of a method that measures them: lines, dashed for the second
+PANELS = {  # panels below the loss, for methods that measure these numbers
     "reward": (
         "reward",
         *("reward_chosen", "reward_rejected", "reward_desirable", "reward_undesirable"),
@@ -31,9 +31,9 @@ def draw_curve(path: Path, lines: Sequence[dict[str, Any]], title: str) -> None:
 
 
 def curve_of(lines: Sequence[dict[str, Any]], title: str) -> Any:
-    """Return a figure of train loss, held-out loss and unigram baseline over the steps.
+    """Return a figure of training loss, evaluation loss and unigram baseline over the steps.
 
-    Below them is what a method measures of answers.
+    Panels below the losses show other measures of the method.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -56,11 +56,11 @@ def curve_of(lines: Sequence[dict[str, Any]], title: str) -> Any:
         draw_measures(below, lines, label)
     if len(train):
         axes.plot(train[:, 0], train[:, 1], color=TRAIN, alpha=0.25, linewidth=0.8)
-        axes.plot(train[:, 0], smooth(train[:, 1]), color=TRAIN, linewidth=1.8, label="train")
+        axes.plot(train[:, 0], smooth(train[:, 1]), color=TRAIN, linewidth=1.8, label="training")
     if len(held):
         axes.plot(
             held[:, 0], held[:, 1], "o-", color=HELD_OUT, markersize=4.5, linewidth=1.6,
-            label=f"held out: {held[-1, 1]:.2f}",
+            label=f"evaluation: {held[-1, 1]:.2f}",
         )  # fmt: skip
     if baseline is not None:
         axes.axhline(
@@ -83,7 +83,7 @@ def curve_of(lines: Sequence[dict[str, Any]], title: str) -> Any:
 
 
 def draw_measures(axes: Any, lines: Sequence[dict[str, Any]], label: str) -> None:
-    """Draw the numbers of a panel over the steps, those of held-out answers as points."""
+    """Draw the measures of a panel over the steps; measures of evaluations are points."""
     axes.set_ylabel(label, color=INK)
     for name in PANELS[label]:
         pale = name in ("reward_rejected", "reward_undesirable", "reward_min", "reward_max")
@@ -93,12 +93,12 @@ def draw_measures(axes: Any, lines: Sequence[dict[str, Any]], label: str) -> Non
                 steps, values = np.array(known).T
                 axes.plot(
                     steps, values, style, color=color, alpha=0.45 if pale else 1, linewidth=1.6,
-                    markersize=4.5, label=(kind + name).replace("_", " "),
+                    markersize=4.5, label=("evaluation " * bool(kind) + name).replace("_", " "),
                 )  # fmt: skip
 
 
 def smooth(losses: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Return each step's weighted mean with its neighbours; nearer steps have larger weights."""
+    """Smooth losses with a Hann window: nearer steps have larger weights."""
     reach = int(SMOOTHING * len(losses))
     window = np.hanning(2 * reach + 3)
     total, weight = (

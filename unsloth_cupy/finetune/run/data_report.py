@@ -1,4 +1,4 @@
-"""What training data hold, and what of them is learned: counts, lengths, examples.
+"""A report on training data: counts, lengths, target tokens, examples.
 
 report = inspect_data("chat.jsonl", "model")
 report.learned, report.total, report.unit          3888, 10211, "tokens"
@@ -30,7 +30,7 @@ from .run_folder import model_folder, model_without_weights, words_folder
 
 EXAMPLES = 3
 LONGEST_EXAMPLE = 2000  # characters
-PLAIN = (  # ChatML with all that a chat may hold: without a model, nothing is left out
+PLAIN = (  # ChatML that writes all keys of a chat, for reports without a model
     "{% if tools %}<|im_start|>tools\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.reasoning_content %}<think>\n"
     "{{ m.reasoning_content }}\n</think>\n{% endif %}{{ m.content or '' }}"
@@ -39,39 +39,42 @@ PLAIN = (  # ChatML with all that a chat may hold: without a model, nothing is l
     "{% endfor %}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-AGAIN = "\n... and up to an earlier answer, as the template writes the last one in its own way:\n"
-TOKENISED = 20_000  # texts of which tokens are counted, at most
+AGAIN = (
+    "\n... and the text up to an earlier answer, because the template writes the last answer"
+    " differently:\n"
+)
+TOKENISED = 20_000  # maximum number of texts to tokenise
 
 
 class Piece(NamedTuple):
-    """A part of an example, and whether it is learned."""
+    """A part of an example; ``learned``: it is a target of training."""
 
     text: str
     learned: bool
 
 
 class Shown(NamedTuple):
-    """An example, and the file and line from which it comes."""
+    """An example, with its file and line."""
 
     where: str
     pieces: list[Piece]
 
 
 class DataReport(NamedTuple):
-    """What training data hold, and what of them is learned."""
+    """A report on training data."""
 
-    note: str  # what was recognised, in one line
+    note: str  # the recognised format, in one line
     forms: dict[str, int]  # texts by form
     train: int  # texts to train on
     held_out: int
-    unit: str  # of lengths: "tokens" of a model, or "characters"
-    counted: int  # texts whose lengths are known
+    unit: str  # unit of lengths: "tokens" with a model, else "characters"
+    counted: int  # texts whose lengths were counted
     lengths: dict[str, int]  # "least", "median", "99 %" and "most"
     histogram: list[tuple[int, int, int]]  # first length, last length, number of texts
-    learned: int  # in this unit
-    total: int
-    unlearned: int  # texts of which nothing is learned
-    left_out: list[str]  # what the model's template does not write, each in words
+    learned: int  # target tokens (or characters)
+    total: int  # all tokens (or characters)
+    unlearned: int  # texts without a target
+    left_out: list[str]  # parts of the data that the model's template does not write, in words
     examples: list[Shown]
 
 
@@ -83,26 +86,26 @@ def inspect_data(
     method: str = "sft",
     examples: int = EXAMPLES,
 ) -> DataReport:
-    """Return what training data hold, and what of them is learned.
+    """Return a report on training data: counts, lengths, target tokens, examples.
 
     Parameters
     ----------
     data : path, str, list of these, iterable of mappings, or what read_data returns
         See ``read_data``.
     model : path, optional
-        The folder of a model, an adapter or a run: lengths are in its tokens, and chats as its
-        template writes them.  None: characters, and chats as ChatML.
+        The folder of a model, an adapter or a run, whose tokenizer and chat template are used.
+        None: lengths are in characters, and chats are formatted as ChatML.
     ignore : collection of str, optional
-        Columns that are not read.
+        Columns to ignore.
     method : str
         As in ``read_data``; each answer of a pair is a text.
     examples : int, optional
-        How many texts to show.
+        Number of examples in the report.
 
     Raises
     ------
     ConfigError
-        As ``read_data``, or the folder holds no model.
+        As in ``read_data``; or the folder holds no model.
     """
     if not isinstance(data, Text | Records):
         data = find_data(data, ignore, "inspect_data", method).read()
@@ -113,10 +116,10 @@ def inspect_data(
         without = list[Counter[LeftOut]]()
         for side in record.sides:
             chat.left_out.clear()
-            size, of_it = words.counts(side, where)
+            size, targets = words.counts(side, where)
             without.append(chat.left_out.copy())
             lengths.append(size)
-            total, learned, unlearned = total + size, learned + of_it, unlearned + (not of_it)
+            total, learned, unlearned = total + size, learned + targets, unlearned + (not targets)
             if len(shown) < examples:
                 shown.append(Shown(where, words.pieces(side, where)))
         left_out += left_out_by(without)
@@ -126,7 +129,7 @@ def inspect_data(
     named = {"least": least, "median": middle, "99 %": high, "most": most}
     records = isinstance(data, Records)
     return DataReport(
-        data.note if records else f"{data.path or data.name}: running text, all of it is learned",
+        data.note if records else f"{data.path or data.name}: running text, all tokens are targets",
         data.forms if records else {"text": 1},
         len(data.train) if records else len(lengths), len(data.held_out) if records else 0,
         "characters" if model is None else "tokens", len(lengths), named, _histogram(lengths),
@@ -136,7 +139,7 @@ def inspect_data(
 
 
 def _records(data: Text | Records, most: int | None) -> Iterator[tuple[str, Record]]:
-    """Yield at most so many records with their places; of running text, its paragraphs."""
+    """Yield at most ``most`` records with their places; for running text, its paragraphs."""
     if isinstance(data, Records):
         step = 1 if most is None else max(1, -(-len(data.train) // most))
         size = len(range(0, len(data.train), step))
@@ -162,7 +165,7 @@ def _paragraphs(data: Text) -> Iterator[str]:
 class Words:
     """Counts and shows texts as a model reads them; without a model, by characters.
 
-    ``runs_on`` says that texts are paragraphs of one, which have no end of their own.
+    ``runs_on``: texts are paragraphs of a running text, which have no end token.
     """
 
     def __init__(self, model: Any, *, runs_on: bool) -> None:
@@ -178,7 +181,7 @@ class Words:
             self.ends = [] if runs_on else end_tokens(self.chat, self.tokenizer, config)
 
     def counts(self, record: Record, where: str) -> tuple[int, int]:
-        """Return the length of a text, and how much of it is learned."""
+        """Return the length of a text, and the number of its targets."""
         if self.tokenizer is None:
             lengths = [(_characters(m), m) for m in record.messages]
             answers = [n for n, m in lengths if m["role"] == "assistant" and m.get("weight", 1)]
@@ -188,14 +191,14 @@ class Words:
         return len(lessons[0][0]), sum(int(learned.sum()) for _, learned in lessons)
 
     def _lessons(self, record: Record, where: str) -> list[Lesson]:
-        """Return the texts that a record is learned from, the whole one first."""
+        """Return the training texts of a record; the first one is the whole record."""
         try:
             return record.texts(self.chat)
         except ConfigError as error:
             raise ConfigError(f"{where}: {error}") from None
 
     def _encoded(self, record: Record, lesson: Lesson) -> tuple[Any, Any]:
-        """Return the tokens of a text, and which of them are learned."""
+        """Return the tokens of a text, and a mask of its target tokens."""
         is_chat, ends = bool(record.messages), [] if record.asks else self.ends
         tokens, owners = encoded(
             self.tokenizer, lesson.text, lesson.spans, is_chat, ends, self.chat
@@ -203,7 +206,7 @@ class Words:
         return tokens, owners != NOBODY
 
     def pieces(self, record: Record, where: str) -> list[Piece]:
-        """Return the beginning of a text in pieces that are learned or not."""
+        """Return the beginning of a text in pieces: targets, and other text."""
         pieces = list[Piece]()
         for lesson in self._lessons(record, where):
             pieces += [Piece(AGAIN, False)] * bool(pieces)
@@ -221,19 +224,19 @@ class Words:
         return _begin(pieces)
 
     def _decoded(self, tokens: list[int]) -> str:
-        """Return the text of tokens, special ones among them."""
+        """Return the text of tokens, including special tokens."""
         return str(self.tokenizer.decode(tokens, skip_special_tokens=False))
 
 
 def _characters(message: dict[str, Any]) -> int:
-    """Return the characters of a message: of its content, its reasoning and its calls."""
+    """Return the number of characters of a message: content, reasoning and tool calls."""
     calls = message.get("tool_calls")
     texts = (message["content"], *(message.get(key) for key in REASONING))
     return sum(len(text or "") for text in texts) + len(json.dumps(calls)) * bool(calls)
 
 
 def _begin(pieces: list[Piece]) -> list[Piece]:
-    """Return the first characters of an example."""
+    """Truncate an example to its first ``LONGEST_EXAMPLE`` characters."""
     result, left = list[Piece](), LONGEST_EXAMPLE
     for piece in pieces:
         if len(piece.text) > left:
@@ -244,7 +247,7 @@ def _begin(pieces: list[Piece]) -> list[Piece]:
 
 
 def _histogram(lengths: "array[int]") -> list[tuple[int, int, int]]:
-    """Return how many lengths lie between powers of two, from the least to the most."""
+    """Return a histogram of lengths, with bins between powers of two."""
     bins = np.frexp(np.maximum(lengths, 1))[1]
     counts = np.bincount(bins)
     first = int(bins.min())

@@ -1,4 +1,4 @@
-"""When a run ends before its last step, and how it says so; the log determines both."""
+"""Early stopping: when a run ends before its last step, and the reason in its log."""
 
 import math
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def is_past_best(run: RunFolder, plan: "Plan") -> bool:
-    """Return whether the held-out loss has not improved for as long as the run has patience."""
+    """Return whether the last ``patience`` evaluations had no lower loss."""
     if plan.patience is None:
         return False
     best, waited = math.inf, 0
@@ -24,14 +24,17 @@ def is_past_best(run: RunFolder, plan: "Plan") -> bool:
 
 
 def log_reason(run: RunFolder, plan: "Plan", step: int) -> None:
-    """Log and announce why the run ends after a step, and of which step its model is."""
-    reason = "a callback requested it"
+    """Log and announce why the run ends after a step, and which step its model has."""
+    reason = "requested by a callback"
     if is_past_best(run, plan):
-        what = f"no loss lower by {plan.min_delta:g}" if plan.min_delta else "no lower loss"
-        reason = f"{what} for {plan.patience} evaluation{'s' * (plan.patience != 1)}"
+        what = "no lower evaluation loss"
+        what += f" (by {plan.min_delta:g})" * bool(plan.min_delta)
+        reason = f"{what} in {plan.patience} evaluation{'s' * (plan.patience != 1)}"
     text = f"stopped at step {step}: {reason}"
     if plan.keeps_best and (best := run.best()) is not None:
-        text += f"; the model is that of step {best['step']} ({best['held_out_loss']:.3f})"
+        text += (
+            f"; the best step is {best['step']} ({best['held_out_loss']:.3f}), whose model is saved"
+        )
     if run.stopped != text:  # else the run was killed before it saved its model
         run.append({"step": step, STOPPED: text})
     announce(text)

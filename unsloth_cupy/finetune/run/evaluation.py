@@ -1,8 +1,8 @@
-"""What a model says of tokens it has not learned: loss, perplexity, accuracy and entropy.
+"""Evaluation of a model on texts: loss, perplexity, accuracy and entropy.
 
 loss          mean of -log p(token), in nats
 perplexity    exp(loss)
-accuracy      share of the tokens that the model finds likeliest; of equal ones the lowest
+accuracy      fraction of labels that are the most likely token (of ties, the lowest id)
 entropy       mean of -sum p log p over the vocabulary, in nats
 """
 
@@ -46,14 +46,14 @@ if TYPE_CHECKING:
 
 
 def read(data: Any, method: str = "sft") -> Text | Records:
-    """Return the text of a file, or what was read from one before."""
+    """Read data from files; return data that are already read."""
     if isinstance(data, Text | Records):
         return data
     return find_data(data, (), "evaluate", method).read(whole=True)
 
 
 def whole(data: Text | Records) -> Text | Records:
-    """Return data all of which is held out."""
+    """Return the same data with all of it as evaluation data."""
     if isinstance(data, Text):
         with data.opened() as file:
             return data._replace(held_out=file.read().decode("utf-8-sig"), note="")
@@ -62,14 +62,14 @@ def whole(data: Text | Records) -> Text | Records:
 
 
 def held_out_of(data: Text | Records, evaluate: Any) -> tuple[Text | Records, dict[str, Any]]:
-    """Return data with another held-out part, and what the settings of a run keep of it.
+    """Return data with another evaluation part, and entries of settings.json about it.
 
-    ``evaluate`` is a share of the data, or a file, which leaves all of the data to be learned.
+    ``evaluate`` is a fraction of the data, or a file; with a file, all data are training data.
 
     Raises
     ------
     ConfigError
-        The file holds running text and the data does not, or the other way round.
+        One of file and data is running text, and the other has rows.
     """
     if evaluate is None:
         return data, {}
@@ -82,45 +82,46 @@ def held_out_of(data: Text | Records, evaluate: Any) -> tuple[Text | Records, di
     if isinstance(data, Text) and isinstance(other, Text):
         return data._replace(held_out=_text(whole(other)), cut=data.size, note=""), facts
     if isinstance(data, Records) and isinstance(other, Records):
-        announce(f"held out: {other.note}")
+        announce(f"evaluation data: {other.note}")
         held_out = [record._replace(line=-record.line) for record in _all(other)]
         return data._replace(train=_all(data), held_out=held_out, evaluated=other), facts
     lines, text = (data.path, other.path) if isinstance(data, Records) else (other.path, data.path)
     raise ConfigError(
-        f"{named(eval=other.path)} does not fit {named(text=data.path)}: {lines} has lines, and"
+        f"{named(eval=other.path)} does not fit {named(text=data.path)}: {lines} has rows, and"
         f" {text} is running text; give two of a kind"
     )
 
 
 def _text(data: Text | Records) -> str:
-    """Return the held-out part of a text."""
+    """Return the evaluation part of a text."""
     return data.held_out if isinstance(data, Text) else ""
 
 
 def _all(records: Records) -> list[Any]:
-    """Return all records of a file, in its order."""
+    """Return all records of a file, in file order."""
     return sorted([*records.train, *records.held_out], key=lambda record: record.line)
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """What a model says of one source, or of all.
+    """The evaluation of a model on one source, or on all sources.
 
     Attributes
     ----------
     source : str
         A file, or "all".
     tokens : int
-        Labels: tokens that are learned in training.
+        Number of labels (target tokens).
     loss, entropy : float
         In nats per token.
     perplexity : float
         exp(loss).
     token_accuracy : float
-        Share of the labels that the model finds likeliest.
+        Fraction of labels that are the most likely token.
     measures : dict of str to float
-        Of another method than sft, what it measures, and of how many texts or pairs.  The loss is
-        then the method's own, ``tokens`` are those of the texts, and all else is None.
+        For methods other than sft: the number of texts or pairs, and the measures of the method.
+        The loss is then the loss of the method, ``tokens`` counts all tokens of the texts, and
+        other attributes are None.
     """
 
     source: str
@@ -143,26 +144,26 @@ def evaluate(
     base: Any = None,
     method: str | None = None,
 ) -> list[Evaluation]:
-    """Return what a model says of each source, and, of several, of all of them together.
+    """Evaluate a model on each source, and, if there are several, on all sources together.
 
     Parameters
     ----------
     model : path or Transformer
-        The folder of a model, an adapter or a run; or a model that was loaded from one.
+        The folder of a model, an adapter or a run; or a model that was loaded from a folder.
     data : path, sequence of paths, iterable of mappings, or what read_data returns
-        Each is a source: all that ``read_data`` takes; of rows, the prompts do not count.
+        Sources, as ``read_data`` accepts them.  In rows, prompts are not targets.
     tokens : int, optional
-        Tokens in a row; None: 2048, or all positions of the model if fewer.
+        Maximum length of a row in tokens; None: 2048, or all positions of the model if fewer.
     batch : int
-        Rows computed at a time.
+        Batch size in rows.
     device : str, optional
-        As in ``models.load``, if model is a folder.
+        As in ``models.load``, if ``model`` is a folder.
     quantize, base
-        Of a folder, as in ``models.load``; ``base`` replaces the base of an adapter.
+        As in ``models.load``, if ``model`` is a folder; ``base`` replaces the base of an adapter.
     method : str, optional
-        As in ``read_data``, with its defaults; not one that compares with another model.  None: by
-        the model: classify or reward of a sequence classifier, embed of one without a head (with
-        the pooling that files beside it name), else sft.
+        As in ``read_data``, with default options; not a method that compares with another model.
+        None: chosen by the head of the model: classify or reward for a sequence classifier, embed
+        for a model without a head (with the pooling in the files beside it), else sft.
 
     Raises
     ------
@@ -192,14 +193,14 @@ def evaluate(
         pad = config.pad_token
         pad = pad if pad is not None and pad < config.vocab else 0
         name = method_of(model) if method is None else method
-        learning = of_itself(name, model, source)
+        chosen = of_itself(name, model, source)
         result, every = list[Evaluation](), list[Any]()
         with blas_threads(config.hidden):
             for each in sources:
                 held = whole(read(each, name))
                 path = each if isinstance(each, Path) else held.name
                 if isinstance(held, Records):
-                    own = learning.fitted(held, model.texts["config.json"])
+                    own = chosen.fitted(held, model.texts["config.json"])
                     if own.names and len(own.names) != config.labels:
                         problem = f"has {own.summary or 'pairs'}, the model {config.labels} outputs"
                         raise ConfigError(f"evaluate: {path} {problem}; give the model's own rows")
@@ -209,10 +210,12 @@ def evaluate(
                     announce(held.note)
                     note = training_data.note.replace("training on", "evaluating on", 1)
                     announce(f"{path}: {note}")
-                elif learning.sums:
-                    raise ConfigError(f"evaluate: {path} is running text, for sft alone; give rows")
+                elif chosen.sums:
+                    raise ConfigError(
+                        f"evaluate: {path} is running text, which only sft reads; give rows"
+                    )
                 else:
-                    own, shape = learning, Shape(batch, length, False, pad)
+                    own, shape = chosen, Shape(batch, length, False, pad)
                     of_source = rows_of(held.held_out, tokenizer, config, shape)
                 parts = [_sums(model, each, own) for each in of_source]
                 result.append(_evaluation(str(path), parts, own))
@@ -221,7 +224,7 @@ def evaluate(
 
 
 def _sources(data: Any) -> list[Any]:
-    """Return what is evaluated by itself: paths, rows, or what read_data returned."""
+    """Return the sources of ``data``: paths, rows, or what read_data returned."""
     if is_rows(data) or isinstance(data, Text | Records):
         return [data]
     several = isinstance(data, Sequence) and not isinstance(data, str | bytes)
@@ -231,7 +234,7 @@ def _sources(data: Any) -> list[Any]:
 
 
 def method_of(model: "Transformer") -> str:
-    """Return the method that a model was trained by, as far as its head tells."""
+    """Return the method for the head of a model."""
     if model.head != SEQUENCE:
         return "embed" if model.head == NONE else "sft"
     names = model.texts["config.json"].get("id2label") or {}
@@ -239,20 +242,20 @@ def method_of(model: "Transformer") -> str:
 
 
 def of_itself(name: str, model: "Transformer", folder: Path) -> Any:
-    """Return a method whose loss is of a model alone; raise a ConfigError for another."""
+    """Return a method that needs no other model; raise a ConfigError for other methods."""
     check_choice("evaluate", "method", name, tuple(METHODS))
-    learning: Any = METHODS[name]
-    if learning.compares or learning.other_models or "teacher" in learning.uses:
-        problem = "compares with another model, which training has"
+    chosen: Any = METHODS[name]
+    if chosen.compares or chosen.other_models or "teacher" in chosen.uses:
+        problem = "compares with another model, which only training has"
         raise ConfigError(f"evaluate(method={name!r}): it {problem}; choose another method")
-    if learning.is_on_policy:
-        cure = "finetune measures it on held-out prompts"
+    if chosen.is_on_policy:
+        cure = "finetune measures it on evaluation prompts"
         raise ConfigError(f"evaluate(method={name!r}): it needs rewards; {cure}")
-    if (head := learning.head or CAUSAL) != model.head:
-        problem = f"is of the head {head}, and the model's is {model.head}"
+    if (head := chosen.head or CAUSAL) != model.head:
+        problem = f"needs the head {head}, and the model has {model.head}"
         raise ConfigError(f"evaluate(method={name!r}): it {problem}; choose another method")
     pooling = pooling_of(folder) if name == "embed" else None
-    return learning.bound(Settings(method=name, pooling=pooling))
+    return chosen.bound(Settings(method=name, pooling=pooling))
 
 
 def rows_of(text: str, tokenizer: Any, config: Any, shape: Shape) -> list[Batch]:
@@ -263,7 +266,7 @@ def rows_of(text: str, tokenizer: Any, config: Any, shape: Shape) -> list[Batch]
 
 
 def _sums(model: "Transformer", batch: Batch, method: Any) -> Any:
-    """Return labels, loss, right tokens and entropy of a batch; or what another method measures."""
+    """Return the sums of a batch: labels, loss, right tokens, entropy; or sums of a method."""
     if method.sums:
         sink: list[Any] = []
         arrays = placed(method.inputs(batch), model.table) | method.counts([batch])
@@ -278,7 +281,7 @@ def _sums(model: "Transformer", batch: Batch, method: Any) -> Any:
 
 
 def _evaluation(source: str, parts: Any, method: Any) -> Evaluation:
-    """Return means of sums."""
+    """Return the evaluation of a source from the sums of its batches."""
     if method.sums:
         count, loss, tokens, units = sum(part[:4] for part in parts)
         own = {method.unit: int(units)} | method.measures(method.joined([p[4:] for p in parts]))

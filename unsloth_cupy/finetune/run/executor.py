@@ -1,4 +1,4 @@
-"""Losses and gradients of a model that is divided among ranks, and the gathering of its arrays."""
+"""Losses and gradients of a model that ranks may split, and gathering of its arrays."""
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 
 
 class Executor:
-    """The operations on a model in which all ranks of a run take part.
+    """Collective operations of all ranks on a model.
 
     Attributes
     ----------
     graph : bool
-        Whether a GPU may repeat passes as CUDA graphs: see ``models.graphs``.
+        Whether a GPU may replay passes as CUDA graphs: see ``models.graphs``.
     parts : Zero3 or None
-        With ZeRO-3: divides the parameters, of which the model then holds parts, among the ranks
-        that would otherwise hold the same weights (``Ranks.replicas``).
+        With ZeRO-3: splits the parameters over the ranks that would otherwise hold the same
+        weights (``Ranks.replicas``); the model then holds parts.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Executor:
         self.data_parallel = None if alone else DataParallel(trained, self.replicas)
         self.states: Zero1 | None = None
         self.stages = None if model.division is None else model.division.stages
-        # whether ranks need each other to compute the loss of other rows
+        # whether a loss needs collective operations, so that all ranks must compute one
         self.together = self.parts is not None or model.expert_ranks is not None
         self.graph = graph and self.stages is None and self.parts is None
 
@@ -85,7 +85,7 @@ class Executor:
         return self.model.adapter is not None and self.model.adapter.dropout > 0
 
     def copies(self, dtype: str) -> dict[str, Any]:
-        """Return copies in the dtype of the computation, used in place of float32 parameters."""
+        """Return copies of parameters in the compute dtype, with which the model computes."""
         if self.stages is not None:
             self.stages.dtype = DTYPES[dtype]
         if self.parts is not None:
@@ -93,16 +93,16 @@ class Executor:
         return compute_copies(self.model.narrowed(DTYPES[dtype]), dtype)
 
     def optimizer(self, optimizer: Optimizer | Joined) -> Optimizer | Joined | Zero1:
-        """Return the optimizer; a Zero1 of it if ZeRO divides its states but no trained arrays."""
-        whole = self.parts is None or self.model.adapter is not None  # whole arrays are trained
+        """Return the optimizer, as a Zero1 if ZeRO splits its states but not the trained arrays."""
+        whole = self.parts is None or self.model.adapter is not None  # trained arrays are whole
         if not (self.ranks.zero and whole):
             return optimizer
         division, apart = self.model.division, None
         if division is not None and division.experts is not None:
             apart = division.of_experts, self.ranks.same
-        divided = Zero1(optimizer, self.replicas, apart)
-        self.states = divided if self.parts is None else None  # else gradients are summed already
-        return divided
+        zero1 = Zero1(optimizer, self.replicas, apart)
+        self.states = zero1 if self.parts is None else None  # else gradients are summed already
+        return zero1
 
     def gradients(
         self,
@@ -112,12 +112,12 @@ class Executor:
         noise: float = 0.0,
         starts: Sequence[int] = (),
     ) -> Iterator[tuple[Any, dict[str, Any]]]:
-        """Yield losses and gradients whose sums over passes and data ranks are those of a step.
+        """Yield the losses and gradients of passes; a step sums them over passes and data ranks.
 
-        ``numbers`` are those of the passes among all of a run: with ``step.seed`` they determine
-        what dropout leaves out, and what noise is added to embeddings.  Both are drawn for a token
-        by its number in the batch, whichever rank holds it: ``starts`` are those of this rank's
-        first tokens.
+        ``numbers`` are the numbers of the passes in the run: with ``step.seed`` they determine
+        dropout masks and the noise of embeddings.  Both depend on the number of a token in the
+        batch, not on the rank that holds the token; ``starts`` are the numbers of this rank's first
+        tokens.
         """
         if self.stages is None:
             trained = self.model if self.parts is None else self.parts
@@ -152,7 +152,7 @@ class Executor:
     def summed(
         self, passes: Iterator[tuple[Any, dict[str, Any]]], count: int
     ) -> tuple[float, dict[str, Any]]:
-        """Return loss and gradients summed over passes, and over ranks with different rows."""
+        """Return loss and gradients, summed over passes and over ranks with different rows."""
         count = 1 if self.stages is not None else count
         loss, sums = sum_gradients(passes, count, added=self.graph)
         if self.data_parallel is None:  # one rank, or both are summed over ranks already
@@ -161,13 +161,13 @@ class Executor:
         return float(self.replicas.all_reduce(np.array(float(loss)))[()]), sum_ranks(sums)
 
     def over_all(self, counts: Any) -> Any:
-        """Return the sum of an array over ranks with other rows, and over stages."""
+        """Return the sum of an array over ranks with different rows, and over stages."""
         pipeline = self.ranks.groups.pipeline
         counts = self.replicas.all_reduce(counts)
         return pipeline.all_reduce(counts) if pipeline.size > 1 else counts
 
     def held_out(self, batches: Sequence[Mapping[str, Any]], sums: int = 0) -> Any:
-        """Return the loss of each batch, and what its labels count to, or ``sums`` of a method.
+        """Return for each batch the loss, and counts of its labels or ``sums`` of a method.
 
         Data ranks compute different batches.
         """
@@ -177,9 +177,9 @@ class Executor:
                 number = first + data.rank
                 if number < len(batches):
                     results[number] = self._held_out(batches[number], sums)
-                elif self.together:  # others gather weights from this rank, or send rows to it
+                elif self.together:  # other ranks gather weights from here, or send rows
                     self._held_out(batches[first], sums)
-        if self.largest:  # maxima, which all ranks of a context have alike
+        if self.largest:  # maxima, which are equal on all ranks of a context
             results[:, -self.largest :] /= self.ranks.groups.context.size
         return self.replicas.all_reduce(results)
 
@@ -197,13 +197,13 @@ class Executor:
             return loss, *to_numpy(sink[0]).tolist()
         watch = Watch(self.model)
         loss = float(self.objective(watch.view, **batch))
-        # with a context, this rank has some of the tokens
+        # with context ranks, this rank has only some of the tokens
         return loss, *(watch.counts(batch) if self.model.context is None else Counts())
 
     def measured(
         self, gradients: Mapping[str, Any], max_norm: float, scaler: "LossScaler"
     ) -> GradientMeasure:
-        """Return ``measure_gradients`` over all ranks, each gradient counted once."""
+        """Return ``measure_gradients`` over all ranks; each gradient counts once."""
         division, holder = self.model.division, self.parts or self.states
         if division is None:
             measure = measure_gradients if holder is None else holder.measure_gradients
@@ -227,8 +227,8 @@ class Executor:
         clipped = max_norm / norm if norm > max_norm else 1.0
         return GradientMeasure(norm, math.isfinite(norm), clipped / scaler.value)
 
-    def learns(self, adapter: Adapter, gradients: Mapping[str, Any]) -> str | None:
-        """Return what ``check_learns`` says of the gradients of all ranks."""
+    def adapter_report(self, adapter: Adapter, gradients: Mapping[str, Any]) -> str | None:
+        """Return ``check_learns`` for the gradients of all ranks."""
         division, ranks = self.model.division, self.ranks
         if division is None and self.states is None:
             return check_learns(adapter, gradients)
@@ -246,7 +246,7 @@ class Executor:
         return None if kind == "later" else text
 
     def _place(self, name: str) -> tuple[int, tuple[int, ...]] | None:
-        """Return where this rank's part of a parameter begins, and the parameter's shape.
+        """Return the start of this rank's part of a parameter, and the shape of the parameter.
 
         None: this rank has the whole parameter.
         """
@@ -256,13 +256,13 @@ class Executor:
         return None if cut is None else (self.replicas.rank * cut.length, cut.shape)
 
     def gathered(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return whole arrays by parameter name on rank 0, and None on the others."""
+        """Return whole arrays by parameter name on rank 0, None on other ranks."""
         division, first = self.model.division, self.ranks.same.rank == 0
         if self.parts is not None:
             whole = {}
             for name, array in named.items():
                 array_whole = self.parts.gathered({name: array})[name]
-                if first:  # in host memory: a GPU may have no room for all of them
+                if first:  # in host memory: a GPU may have no room for all whole arrays
                     whole[name] = to_numpy(array_whole) if division is None else array_whole
             named = whole
         if not first:
@@ -275,7 +275,7 @@ class Executor:
         return next(iter([*whole_parameters(named, division)]), None)
 
     def own(self, named: Mapping[str, Any], narrow: Collection[str]) -> dict[str, Any]:
-        """Return this rank's parts of whole averages: 8-bit codes for parameters in ``narrow``."""
+        """Return this rank's parts of whole moments, as 8-bit codes for names in ``narrow``."""
         division = self.model.division
         if division is not None:  # names contain a parameter's name, as mean.model.norm.weight
             held = (
@@ -287,7 +287,10 @@ class Executor:
 
 
 def beginning_at(first: int, objective: Objective, *arguments: Any, **batch: Any) -> Any:
-    """Return an objective of a model, the last argument, whose first token has the number."""
+    """Call an objective; ``first`` is the number of the model's first token in the batch.
+
+    The model is the last of ``arguments``.
+    """
     arguments[-1].first_token = first
     return objective(*arguments, **batch)
 
@@ -300,11 +303,11 @@ def noisy(
     noise_key: Any,
     **batch: Any,
 ) -> Any:
-    """Return an objective of a model whose embeddings have noise added (NEFTune).
+    """Call an objective with noise added to the embeddings of the model (NEFTune).
 
-    The noise of a text of L tokens is uniform in -1 .. 1, times size / sqrt(L hidden); that of a
-    token is drawn by its number in the batch of all ranks.  Source: Jain et al., NEFTune: Noisy
-    Embeddings Improve Instruction Finetuning, 2023.
+    The noise of a text of L tokens is uniform in -1 .. 1, times size / sqrt(L hidden).  The noise
+    of a token depends on the number of the token in the batch of all ranks.  Source: Jain et al.,
+    NEFTune: Noisy Embeddings Improve Instruction Finetuning, 2023.
     """
     offsets = batch.get("offsets")
 
@@ -326,17 +329,17 @@ def noisy(
 
 
 def planned_with_noise(objective: Objective, model: "Transformer", **batch: Any) -> Any:
-    """Return an objective of a planned model, in a step of which noise is added to embeddings."""
+    """Call an objective for a memory plan, with noise added to embeddings."""
     return noisy(objective, 1.0, model, noise_key=None, **batch)
 
 
 def squares(
     flat: Any, start: int, shape: Sequence[int], shares: Sequence[tuple[slice, float]]
 ) -> float:
-    """Return the sum of squares of a part of an array, each row weighted by its share.
+    """Return the sum of squares of a part of an array, with a weight per row.
 
-    ``flat`` is the part, which begins at element ``start`` of the array of this shape; ``shares``
-    are slices of rows, and the weight of each.
+    ``flat`` is the part; it begins at element ``start`` of an array of this shape.  ``shares`` are
+    slices of rows with their weights.
     """
     total, row = 0.0, math.prod(shape[1:])
     for rows, share in shares:
@@ -349,7 +352,7 @@ def squares(
 def share_of(
     method: Method, size: int, model: Any, sink: list[Any] | None = None, **batch: Any
 ) -> Any:
-    """Return a rank's share of a loss of all tokens, which ``size`` ranks compute, and add sums."""
+    """Return loss / size for a loss that ``size`` ranks compute; scale the sums in ``sink`` too."""
     own: list[Any] = []
     options: dict[str, Any] = {} if sink is None else {"sink": own}
     loss = method(model, **batch, **options)

@@ -1,6 +1,6 @@
-"""Stops a run on Ctrl-C or SIGTERM, and says at once what the run is waiting for.
+"""Stops a run on Ctrl-C or SIGTERM, and announces at once when the run will stop.
 
-A separate thread says it: Python calls a signal handler only when the running call has
+A separate thread announces it: Python calls a signal handler only when the running call has
 returned, and a product of large matrices takes long.  Work that changes no weights or files is
 abandoned at once; an update of weights or the writing of a file is finished first.
 """
@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-# The handler waits no longer for the message: the thread that says it may need a lock that the
-# interrupted code holds.
-SECONDS_TO_SAY = 1.0
+# The handler waits no longer for the message: the thread that announces it may need a lock that
+# the interrupted code holds.
+SECONDS_TO_ANNOUNCE = 1.0
 
 
 class Interrupted(KeyboardInterrupt):
@@ -22,7 +22,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Stop:
-    """Whether a run was requested to stop, and what it is doing.
+    """The state of a stop request, and what a request does to the current work.
 
     Attributes
     ----------
@@ -30,8 +30,8 @@ class Stop:
         The signal of the request; None: there was none.
     announcement : threading.Event
         Set when the message about the request is announced.
-    doing : str
-        The current work, which a request abandons or waits for.
+    ending : str
+        When a request stops the run, in words: "after step 3".
     interruptible : bool
         Whether a request abandons the current work.
     together : bool
@@ -41,7 +41,7 @@ class Stop:
     def __init__(self) -> None:
         self.signal: int | None = None
         self.announcement = threading.Event()
-        self.doing, self.interruptible, self.together = "the preparation", True, False
+        self.ending, self.interruptible, self.together = "before training", True, False
 
     def check(self) -> None:
         """Raise if the run was requested to stop."""
@@ -49,18 +49,23 @@ class Stop:
             raise Interrupted
 
     @contextmanager
-    def interruptible_block(self, doing: str) -> Iterator[None]:
-        """Let a request abandon a ``with`` block, which must not change weights or files."""
-        self.doing, self.interruptible = doing, not self.together
+    def interruptible_block(self, abandoned: str, finished: str) -> Iterator[None]:
+        """Let a request abandon a ``with`` block, which must not change weights or files.
+
+        ``abandoned`` is the ``ending`` inside the block; ``finished`` is the one of several ranks,
+        which finish the block.
+        """
+        self.ending = finished if self.together else abandoned
+        self.interruptible = not self.together
         try:
             self.check()
             yield
         finally:
             self.interruptible = False
 
-    def uninterruptible(self, doing: str) -> None:
-        """Set the work that a request waits for from now on."""
-        self.doing, self.interruptible = doing, False
+    def uninterruptible(self, ending: str) -> None:
+        """Set the ``ending`` of work that a request does not abandon."""
+        self.ending, self.interruptible = ending, False
 
     def request(self, number: int) -> None:
         """Record a request; raise if the current work is interruptible."""
@@ -69,18 +74,19 @@ class Stop:
             raise Interrupted
 
     def message(self, number: int) -> str:
-        """Return the message that says what the run does on a request."""
-        how = "leaves" if self.interruptible else "waits for"
-        name = signal.Signals(number).name
-        return f"\n{name} {how} {self.doing}; once more ends the program as it is"
+        """Return the message about a request: when the run stops, and how to quit at once."""
+        again, name = "Press Ctrl-C again to quit", signal.Signals(number).name
+        if number != signal.SIGINT:
+            again = f"A second {name} quits"
+        return f"\nStopping {self.ending}. {again} without saving."
 
 
 @contextmanager
 def stop_request(announce: Callable[[str], None]) -> Iterator[Stop]:
-    """Yield a Stop, on which the first Ctrl-C or SIGTERM is a request; a second ends the program.
+    """Yield a Stop.  The first Ctrl-C or SIGTERM is a request; a second one ends the program.
 
-    ``announce`` is called in another thread with what the run does on a request.  In a thread other
-    than the main thread, signals are not handled.
+    On a request, another thread calls ``announce`` with the message.  Outside the main thread,
+    signals are not handled.
     """
     stop = Stop()
     if threading.current_thread() is not threading.main_thread():
@@ -91,10 +97,10 @@ def stop_request(announce: Callable[[str], None]) -> Iterator[Stop]:
     def handle(number: int, _: object) -> None:
         for each, handler in before.items():
             signal.signal(each, handler)
-        stop.announcement.wait(SECONDS_TO_SAY)
+        stop.announcement.wait(SECONDS_TO_ANNOUNCE)
         stop.request(number)
 
-    def tell() -> None:
+    def watch() -> None:
         while data := receiver.recv(1):
             if data[0] in SIGNALS:
                 announce(stop.message(data[0]))
@@ -103,7 +109,7 @@ def stop_request(announce: Callable[[str], None]) -> Iterator[Stop]:
 
     receiver, sender = socket.socketpair()
     sender.setblocking(False)
-    watcher = threading.Thread(target=tell, daemon=True)
+    watcher = threading.Thread(target=watch, daemon=True)
     watcher.start()
     previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
     for number in SIGNALS:

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     from ...models.configs.config import Config
     from .settings import Plan
 
-# Steps measured if there is no limit: all steps take the same, and counting slows small ops down.
+# Steps measured without a limit: all steps need the same memory, and counting slows small ops.
 COUNTED = 2
-ADAPTER_RANK = 8  # rank of the adapters that an error message proposes
-TOKENS = 2048  # default tokens in a row, if the model has as many positions
-ADAPTERS: Mapping[str, Any] = {"lora": ADAPTER_RANK}  # changes of settings that save memory
+ADAPTER_RANK = 8  # LoRA rank that an error message proposes
+TOKENS = 2048  # default length of a row, if the model has as many positions
+# changes of settings that save memory
+ADAPTERS: Mapping[str, Any] = {"lora": ADAPTER_RANK}
 CHUNKED: Mapping[str, Any] = {"chunked_mlp": True}
 
 
@@ -41,11 +42,11 @@ class Sizes(NamedTuple):
     batch: int
     tokens: int
     device: str | None
-    exists: bool  # whether adapters may be proposed: not for a new model, nor for BitNet's layers
-    adapter: "Adapter | None" = None  # the adapter that the model has
-    quantized: str | None = None  # the quantization of its weights
+    exists: bool  # adapters may be proposed: False for new models and BitNet layers
+    adapter: "Adapter | None" = None  # the adapter in the model
+    quantized: str | None = None  # the quantization of the weights
     objective: Objective = next_token
-    inputs: Sequence[Mapping[str, Any]] = ()  # of the passes of a step; else full rows
+    inputs: Sequence[Mapping[str, Any]] = ()  # inputs of the passes of a step; empty: full rows
 
     def planned(self, plan: "Plan", **changes: Any) -> MemoryPlan:
         """Return the memory plan of a step, with some settings changed."""
@@ -78,7 +79,7 @@ class Sizes(NamedTuple):
 def passes_of(
     data: TrainingData, step: int, accumulate: int, method: Method
 ) -> list[dict[str, Any]]:
-    """Return what a plan of a step takes: its first batch, and the largest of the others."""
+    """Return the inputs of a plan of a step: its first batch, and the largest other batch."""
     numbers = range(step * accumulate, (step + 1) * accumulate)
     first, *others = (data.batches.at(number) for number in numbers)
     chosen = [first, max(others, key=lambda batch: batch.tokens.size)] if others else [first]
@@ -86,7 +87,7 @@ def passes_of(
 
 
 def tokens_of(tokens: int | None, positions: int) -> int:
-    """Return the tokens of a row; by default 2048, or all positions of the model if fewer."""
+    """Return the length of a row; by default 2048, or all positions of the model if fewer."""
     if tokens is None:
         return min(TOKENS, positions)
     check_tokens(tokens, positions)
@@ -94,21 +95,21 @@ def tokens_of(tokens: int | None, positions: int) -> int:
 
 
 def check_tokens(tokens: int, positions: int) -> None:
-    """Raise a ConfigError for rows of more tokens than the model has positions."""
+    """Raise a ConfigError if rows are longer than the positions of the model."""
     if tokens > positions:
         most = f"the {positions} positions of the model"
         raise ConfigError(f"{named(tokens=tokens)} is more than {most}")
 
 
 def quantized_kind(
-    source: Any, wanted: str | None, lora: int | None, adapter: Any, stored: str | None
+    source: Any, quantize: str | None, lora: int | None, adapter: Any, stored: str | None
 ) -> str | None:
-    """Return the quantization of the model's weights; raise if no weight could be trained."""
+    """Return the quantization of the model's weights; raise if nothing could be trained."""
     anew = stored is not None and not KINDS[stored].in_folders
-    if wanted is not None and stored is not None and not anew:
+    if quantize is not None and stored is not None and not anew:
         cure = f"leave {named('quantize')} out"
         raise ConfigError(f"{source} is quantized already, as {stored}; {cure}")
-    kind = wanted or stored
+    kind = quantize or stored
     if kind is not None and adapter is None and lora is None:
         why = named("quantize") if stored is None else f"{source} is quantized, which"
         cure = f"add {named('lora')}, as in {named(lora=16)}"
@@ -119,8 +120,8 @@ def quantized_kind(
 def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
     """Return the memory plan of a step; raise if it exceeds the limit.
 
-    The error names the op at which memory runs out, and options that would save memory.  Without a
-    limit, the plan is compared with the memory of the device.
+    The error names the first op that does not fit, and settings that save memory.  Without a limit,
+    the plan is compared with the memory of the device.
 
     Raises
     ------
@@ -133,7 +134,7 @@ def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
     if whole is None or first is None:
         if free is not None and step_plan.total > free:
             message = (
-                f"a step holds {format_bytes(step_plan.total)}; {format_bytes(free)} are free now"
+                f"a step needs {format_bytes(step_plan.total)}; {format_bytes(free)} are free now"
             )
             announce(f"{message}, of {format_bytes(whole or 0)}")
         return step_plan
@@ -147,8 +148,9 @@ def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
     raised += " tries anyway" if limit is None else " would be enough"
     cures = _cures(sizes, plan, step_plan, whole)
     raise DeviceMemoryError(
-        f"{where} {format_bytes(whole)}: a step holds {peak},"
-        f" in {step_plan.moments[step_plan.peak]}; {over} do not fit in {first} already"
+        f"{where} {format_bytes(whole)}: a step needs {peak},"
+        f" in {step_plan.moments[step_plan.peak]}; {first} is the first op that does not fit,"
+        f" by {over}"
         f" ({listed}). {cures}{'; ' * bool(cures)}{raised}",
         step_plan.total,
         whole,
@@ -156,7 +158,7 @@ def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
 
 
 def _noisy(objective: Objective) -> Objective:
-    """Return an objective with noise, also where a planned teacher takes part in it."""
+    """Return an objective with noise, also for a method with a planned teacher."""
     noisy: Any = partial(planned_with_noise, objective)
     if isinstance(objective, Method):
         noisy.full = objective.full
@@ -167,7 +169,10 @@ def _noisy(objective: Objective) -> Objective:
 
 
 def _cures(sizes: Sizes, plan: "Plan", step_plan: MemoryPlan, limit: int) -> str:
-    """Return what each change would save, the largest first; then all of them if none is enough."""
+    """Return in words what each change would save, largest first; and all changes together.
+
+    All changes together are listed only if no single change is enough.
+    """
     from ...models.layers.mlp_branch import check_chunked
 
     changes: list[Mapping[str, Any]] = []
@@ -208,10 +213,11 @@ def _cures(sizes: Sizes, plan: "Plan", step_plan: MemoryPlan, limit: int) -> str
 
 
 class Memory:
-    """Measures the array memory of steps: of all under a limit, else of the first and the largest.
+    """Measures the array memory of steps.
 
-    ``planned`` is the plan of the largest step, whose number is ``largest``; ``bytes_of`` returns
-    the planned bytes of another step.
+    With a limit, all steps are measured; else the first steps and the largest step.  ``planned`` is
+    the plan of the largest step, ``largest`` its number; ``bytes_of`` returns the planned bytes of
+    another step.
     """
 
     def __init__(
@@ -231,11 +237,11 @@ class Memory:
 
     @contextmanager
     def watched(self, arrays: Iterable[Any]) -> Iterator[None]:
-        """Measure inside a ``with`` block, with ``arrays`` as what is held before it."""
+        """Measure inside a ``with`` block; ``arrays`` are the arrays in memory before it."""
         if not self.counts:
             yield
             return
-        if self.device is None:  # import now what the first step would, so that it does not count
+        if self.device is None:  # import modules of the first step now, so that they do not count
             importlib.import_module("scipy.sparse")
             importlib.import_module("scipy.special")
         self.held = [*arrays]
@@ -249,7 +255,7 @@ class Memory:
         self.stack.enter_context(self.pool)
 
     def begin_step(self, step: int = 0) -> bool:
-        """Reset the peak; return whether this step is slower than others, as it is measured."""
+        """Reset the peak; return whether measuring makes this step slower than others."""
         self.step = step
         if self.counts and not self.left and step == self.largest:
             self.left = 1
@@ -261,7 +267,7 @@ class Memory:
     def end_step(self) -> dict[str, int]:
         """Return the planned and the measured peak of a step, for its line of the log.
 
-        A step of other batches than the largest is planned only if it is one of the first.
+        Steps other than the largest are planned only if they are among the first.
         """
         if not self.left:
             return {}

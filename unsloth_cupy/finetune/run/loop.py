@@ -1,7 +1,7 @@
 """The training loop: steps, evaluations, stopping and resuming.
 
-Step ``n`` takes batch ``n`` and the learning rate of ``n``, whatever ran before in this process; so
-a run resumed from a checkpoint ends with the same bits as one that never stopped.
+Step ``n`` uses batch ``n`` and the learning rate of ``n``, whatever ran before in this process.  So
+a resumed run ends with the same bits as a run that never stopped.
 """
 
 import math
@@ -45,11 +45,11 @@ if TYPE_CHECKING:
     from ...models import Transformer
     from ..data.chat import Chat
 
-LARGEST = 1e15  # of a label: the sum of many squares is in the range of float32
+LARGEST = 1e15  # limit of labels, so that the sum of their squares is in the range of float32
 
 
 class Loop:
-    """Trains a model: its optimizer, data, settings, and the number of steps done."""
+    """The state of training: model, optimizer, data, settings, and the number of steps so far."""
 
     def __init__(
         self,
@@ -92,23 +92,23 @@ class Loop:
             files,
         )  # fmt: skip
         self.step, self.seconds = 0, 0.0
-        self.measured: dict[str, float | None] = {}  # by the method, in the newest step
+        self.measured: dict[str, float | None] = {}  # measures of the method in the newest step
         self.step_context: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self.learns: str | None = None  # what the first gradients of adapters say
+        self.adapter_report: str | None = None  # of ``check_learns``, after the first gradients
         self._settle()
 
     @property
     def _into(self) -> Any:
-        """The quantizer through which the adapter is trained, if it is."""
+        """The quantizer through which the adapter is trained, if any."""
         return None if self.model.adapter is None else self.model.adapter.into
 
     def _settle(self) -> None:
-        """Let products use the weights of the merged file from the step on that the plan says."""
+        """Use the weights of the merged file in products from step ``merge_from`` on."""
         if self._into is not None:
             self._into.active = self.step >= self.plan.merge_from
 
     def _check_copies(self, copies: Mapping[str, Any]) -> None:
-        """Raise a ConfigError if copies lose what the weights of the merged file are made of."""
+        """Raise a ConfigError if 16-bit copies would change weights that the merge rounds."""
         adapter = self.model.adapter
         if adapter is None or adapter.into is None:
             return
@@ -116,18 +116,18 @@ class Loop:
             weight: Any = self.model.parameters[name]
             used = adapter.adds_to(name) or adapter.into.rounds(name, weight)
             if used and bool((copy.astype(weight.dtype) != weight).any()):
-                problem = f"the model's {name} is float32, and {self.plan.dtype} does not hold it"
+                problem = f"the model's {name} is float32, which {self.plan.dtype} would round"
                 what = f"{named('merge_into')} rounds the weights of the model"
                 cure = f"give {named(dtype='float32')}"
                 raise ConfigError(f"{what}; {problem}; {cure}")
 
     def train(self, stop: Stop, listener: Listener, callbacks: Callbacks | None = None) -> None:
-        """Run the remaining steps, and write the log and the checkpoints.
+        """Run the remaining steps; write the log and the checkpoints.
 
         Raises
         ------
         Interrupted
-            The run was requested to stop; if the log has a line, the last complete step is saved.
+            The run was stopped; if the log has a line, the last complete step is saved.
         ConfigError
             The disk has no room for the checkpoints.
         """
@@ -145,7 +145,7 @@ class Loop:
         held = [array for each in arrays for _, array in held_arrays(each)]
         listener.began(self.step, steps)
         with (
-            self._heard(),
+            self._training_events(),
             self.memory.watched(held),
             np.errstate(over="ignore", invalid="ignore"),  # losses and gradients are checked
         ):
@@ -178,8 +178,8 @@ class Loop:
                 raise
 
     @contextmanager
-    def _heard(self) -> Iterator[None]:
-        """Tell callbacks that training begins, and, however it does, ends."""
+    def _training_events(self) -> Iterator[None]:
+        """Call the callbacks at the start of training, and at its end, also after an error."""
         self.callbacks.call("on_train_begin")
         self.callbacks.call("on_epoch_begin")
         try:
@@ -188,17 +188,19 @@ class Loop:
             self.callbacks.call("on_train_end")
 
     def _evaluate_if_due(self, *, now: bool = False) -> None:
-        """Evaluate if it is time, unless the log already has the loss of this step."""
+        """Evaluate if an evaluation is due and the log does not have it yet."""
         due = self.step % self.plan.evaluate_every == 0 or self.step == self.plan.steps
         if (due or now) and not self.ranks.broadcast(self.run.evaluated(self.step)):
             with (
                 self.checkpoints.averages(),
-                self.stop.interruptible_block(f"the held-out loss after step {self.step}"),
+                self.stop.interruptible_block(
+                    f"after step {self.step}, without its evaluation", f"after step {self.step}"
+                ),
             ):
                 self._evaluate()
 
     def _is_past_best(self) -> bool:
-        """Return whether the run's patience is at its end, on all ranks."""
+        """Return on all ranks whether early stopping ends the run."""
         if self.plan.patience is None:
             return False
         return bool(self.ranks.broadcast(self.ranks.first and is_past_best(self.run, self.plan)))
@@ -208,18 +210,19 @@ class Loop:
         started, scaler = time.perf_counter(), self.scaler
         slowed = self.memory.begin_step(self.step)
         self.callbacks.call("on_step_begin")
-        with self.stop.interruptible_block(f"step {self.step + 1}"):
+        before, after = f"after step {self.step}", f"after step {self.step + 1}"
+        with self.stop.interruptible_block(before, after):
             loss, count, gradients = self._gradients()
-            check_errors()  # reading the loss has waited for the GPU: errors are known now
-        self.stop.uninterruptible(f"the update of step {self.step + 1}")
+            check_errors()  # reading the loss waited for the GPU, so errors are known now
+        self.stop.uninterruptible(after)
         measure = self.executor.measured(gradients, self.plan.max_norm, scaler)
         norm, finite = float(measure.norm), bool(measure.finite)
         if not (math.isfinite(loss) and (finite or self._scale_may_shrink)):
             self._stop(f"the loss is {loss:g} and the norm of its gradient {norm:g}")
-        if self.learns is None and self.model.adapter is not None:
-            self.learns = self.executor.learns(self.model.adapter, gradients)
-            if self.learns and self.model.adapter.stacks:
-                announce(self.learns)
+        if self.adapter_report is None and self.model.adapter is not None:
+            self.adapter_report = self.executor.adapter_report(self.model.adapter, gradients)
+            if self.adapter_report and self.model.adapter.stacks:
+                announce(self.adapter_report)
         rate = rate_of(self.step + 1, self.plan)
         self.callbacks.call("on_pre_optimizer_step")
         self.optimizer.step(gradients, lr=rate, finite=measure.finite, factor=measure.factor)
@@ -256,7 +259,7 @@ class Loop:
             self.run.append(line)
 
     def _gradients(self) -> tuple[float, int, dict[str, Array]]:
-        """Return the mean loss of a step's batches, their number of tokens, and the gradients."""
+        """Return the mean loss of a step, its number of tokens, and its gradients."""
         first = self.method.first(self.step, self.plan.accumulate)
         numbers = range(first, first + self.plan.accumulate)
         if self.method.is_on_policy:
@@ -281,7 +284,7 @@ class Loop:
                 self.stop.check()
                 with self._finite(), self._watched(number):
                     each = next(pairs, None)
-                if each is None:  # a pipeline runs all batches in its first pass
+                if each is None:  # a pipeline yields all batches as one pass
                     return
                 yield each
                 if number != numbers[-1]:
@@ -296,7 +299,7 @@ class Loop:
         return loss, sum(batch.real for batch in batches), sums
 
     def _drawn(self, numbers: range) -> list[Batch]:
-        """Return the answers to batches of prompts, drawn now or in an earlier step."""
+        """Return the answers to batches of prompts, sampled now or in an earlier step."""
         every, answers = self.method.drawn_with(numbers[0]), self.checkpoints.answers
         if self.step % self.method.updates(self.plan.accumulate) == 0:
             answers.clear()
@@ -308,7 +311,7 @@ class Loop:
 
     @contextmanager
     def _finite(self, *, after: bool = False) -> Iterator[None]:
-        """Stop in a ``with`` block at numbers that are not finite: of answers, or in a loss."""
+        """Stop the run if the ``with`` block raises an error for values that are not finite."""
         try:
             yield
         except (NonFiniteError, NotFiniteError) as error:
@@ -328,7 +331,7 @@ class Loop:
         return self._held_out()
 
     def _evaluate(self) -> None:
-        """Log the loss on the held-out text, and what the method measures there."""
+        """Evaluate, and log the evaluation loss and other measures of the method."""
         with self._finite(after=True):
             own = self._evaluated()
         line = {"step": self.step, **own}
@@ -342,11 +345,11 @@ class Loop:
         write_samples(self)
 
     def _held_out(self) -> dict[str, Any]:
-        """Return the loss on the held-out text, in nats per token, or as the method has it."""
+        """Return the measures of an evaluation; for next tokens, the loss is in nats per token."""
         batches, method, data = self.training_data.held_out, self.method, self.executor.data
         own = batches[data.rank :: data.size]
         if self.executor.together and data.rank >= len(batches) % data.size > 0:
-            own = [*own, without_texts(batches[0])]  # as many as the others have
+            own = [*own, without_texts(batches[0])]  # equal numbers of batches on all ranks
         constants = method.before(self.model, own, data.all_reduce)
         shared, count = method.counts(batches) | constants, sum(b.label_count for b in batches)
         each = [
@@ -358,7 +361,7 @@ class Loop:
             if not math.isfinite(loss):
                 with self._watched(number, held_out=True):
                     next(self.executor.gradients([each[number]], TrainingStep()))
-                self._stop(f"the held-out loss is {loss:g}", after=True)
+                self._stop(f"the evaluation loss is {loss:g}", after=True)
             total += loss * (1 if method.sums else batches[number].label_count)
             parts.append(np.array(more))
         line: dict[str, Any] = {"held_out_loss": total if method.sums else total / count}
@@ -376,42 +379,42 @@ class Loop:
         return line
 
     def _keep_if_best(self, loss: float) -> None:
-        """Save the model if no earlier held-out loss was as low; before the log has the loss.
+        """Save the model if no earlier evaluation loss was as low.
 
-        A run that is killed in between evaluates again, in equal bits.
+        The loss is logged later: a run that is killed in between evaluates again, with equal bits.
         """
         best = self.run.best() if self.ranks.first else None
         if self.ranks.broadcast(best is None or loss < best["held_out_loss"]):
-            self.stop.uninterruptible(f"the model of step {self.step}")
+            self.stop.uninterruptible(f"after saving the best model (step {self.step})")
             self.checkpoints.write_model(self.run.best_model, self.plan.save_dtype)
 
     def check(self) -> None:
         """Raise a ConfigError for settings that do not fit the model or the ranks."""
         if self.plan.merge_from >= self.plan.steps:
-            problem = f"the run has {self.plan.steps} steps, none of which it would change"
+            problem = f"the run has only {self.plan.steps} steps, so it would have no effect"
             cure = "give fewer, or leave it out"
             raise ConfigError(f"{named(merge_from=self.plan.merge_from)}: {problem}; {cure}")
         if self.plan.neftune and self.executor.stages:
-            problem = "is for ranks that hold all blocks"
+            problem = "is not supported when ranks split the layers"
             raise ConfigError(f"{named('neftune')} {problem}; leave it out")
         check_prompts(self)
         if self.plan.embedding_lr is not None and not of_tables(self.model.trainable):
-            problem = "the run trains neither the table of tokens nor the head"
-            cure = f"leave it out, or train rows of the table by {named('new_tokens')}"
+            problem = "the run trains neither the embedding nor the head"
+            cure = f"leave it out, or train embedding rows with {named('new_tokens')}"
             raise ConfigError(f"{named(embedding_lr=self.plan.embedding_lr)}: {problem}; {cure}")
 
     def _placed(self, batch: Batch, shared: Mapping[str, Any]) -> dict[str, Any]:
-        """Return what the objective takes: arrays on the model's device, and what batches share."""
+        """Return the arguments of the objective: arrays on the device, and shared values."""
         return {**placed(self.method.inputs(batch), self.model.table), **shared}
 
     @property
     def _scale_may_shrink(self) -> bool:
-        """Whether the loss scaler handles a gradient that is not finite, by a smaller scale."""
+        """Whether the loss scaler handles gradients that are not finite, with a smaller scale."""
         return self.scaler.dynamic and self.scaler.value > self.scaler.minimum
 
     @contextmanager
     def _watched(self, batch: int, *, held_out: bool = False) -> Iterator[None]:
-        """With ``find_nan``, stop at the first value that is not finite in a ``with`` block."""
+        """With ``find_nan``, stop the run at the first value that is not finite."""
         if not self.plan.find_nan:
             yield
             return
@@ -421,38 +424,41 @@ class Loop:
                 yield
         except NonFiniteError as error:
             name = f"batch {batch} ({self.training_data.batches.where(batch)})"
-            name = f"held-out batch {batch}" if held_out else name
+            name = f"evaluation batch {batch}" if held_out else name
             self._stop(f"{name}: {error}", after=held_out)
 
     def _stop(self, problem: str, *, after: bool = False) -> NoReturn:
-        """Raise for a value that is not finite, in the next step or (``after``) after this one."""
+        """Raise a ConfigError for a value that is not finite.
+
+        ``after``: in work after this step, such as an evaluation; else in the next step.
+        """
         when = f"after step {self.step}" if after else f"step {self.step + 1}"
         good = self.checkpoints.last_good()
-        kept = "" if good is None else f"; the last good state is {good}"
+        checkpoint = "" if good is None else f"; the last good checkpoint is {good}"
         cure = f"try a smaller {named('lr')} than {self.plan.lr:g}"
         if self.step == 0:  # no step has changed a weight: the model or the data are at fault
             other = f", or try {named(dtype='bfloat16')}"
             cure = self._smaller() + "copy the model again" + other * self.scaler.dynamic
         more = (
-            "" if self.plan.find_nan else f"; {named('find_nan')} names the layer where it begins"
+            "" if self.plan.find_nan else f"; {named('find_nan')} reports the layer where it begins"
         )
-        raise ConfigError(f"{when}: {problem}; {cure}{more}{kept}")
+        raise ConfigError(f"{when}: {problem}; {cure}{more}{checkpoint}")
 
     def _smaller(self) -> str:
-        """Return what to change, before the model, if numbers of the data are very large."""
+        """Return advice for very large numbers in the data, to be put before other advice."""
         held = held_arrays(self.model.parameters | self.model.trainable)
         if not all(fine(name, array) for name, array in held):
             return ""
         if self.method.is_on_policy:
-            return "let rewards be smaller, or "
+            return "use smaller rewards, or "
         batches = map(self.training_data.batches.at, range(self.plan.accumulate))
         values = (np.abs(each.beside.get("value", np.zeros(1))) for each in batches)
         large = any((each > LARGEST).any() for each in values)
-        return "write smaller numbers in the data, or " if large else ""
+        return "use smaller numbers in the data, or " if large else ""
 
     def save(self) -> Path:
-        """Write a checkpoint of this step; the previous one is kept until the next step."""
-        self.stop.uninterruptible(f"the checkpoint of step {self.step}")
+        """Write a checkpoint of this step; the previous one is deleted after the next step."""
+        self.stop.uninterruptible(f"after saving the checkpoint of step {self.step}")
         path = self.checkpoints.path(self.step)
         if broken := self.checkpoints.broken():
             self._stop(f"the weight {broken} is not finite", after=True)
@@ -462,6 +468,6 @@ class Loop:
         return path
 
     def resume(self, checkpoint: Path) -> None:
-        """Go on after the step of a checkpoint, from which the model was loaded."""
+        """Resume from a checkpoint; the model is already loaded from it."""
         self.step, self.seconds = self.checkpoints.read(checkpoint)
         self._settle()

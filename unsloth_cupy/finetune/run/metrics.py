@@ -1,7 +1,7 @@
 """Measures of the tokens that a model predicts.
 
-perplexity        exp(loss), of the mean loss in nats
-token accuracy    share of the labels that the model finds likeliest; of equal ones the lowest
+perplexity        exp(mean loss in nats)
+token accuracy    fraction of labels that are the most likely token (of ties, the lowest id)
 entropy           mean of -sum p log p over the vocabulary, in nats
 """
 
@@ -20,23 +20,23 @@ if TYPE_CHECKING:
     from ...models import Transformer
 
 CHUNK = 2**23  # logits computed at a time: 32 MiB in float32
-MOST = 700.0  # nats whose perplexity is a float
+MOST = 700.0  # nats; exp of more overflows a float
 
 
 class Counts(NamedTuple):
-    """Sums over the labels of a batch; NaN where the objective computed no hidden states."""
+    """Sums over the labels of a batch; NaN if the objective computed no hidden states."""
 
     right: float = math.nan
     entropy: float = math.nan
 
 
 def perplexity(loss: float) -> float:
-    """Return exp(loss), or that of 700 nats for more: a float has no larger one."""
+    """Return exp(loss); a loss above 700 nats counts as 700, because exp would overflow."""
     return math.exp(min(loss, MOST))
 
 
 class Watch:
-    """Keeps the hidden states that an objective computes with a model, to count from them."""
+    """Stores the hidden states that an objective computes, for the counts of a batch."""
 
     def __init__(self, model: "Transformer") -> None:
         self.model: Any = model
@@ -44,7 +44,10 @@ class Watch:
 
     @property
     def view(self) -> Any:
-        """The model to compute with; this keeps no view, so that no cycle keeps hidden states."""
+        """A view of the model that stores its hidden states here.
+
+        This object stores no view: a reference cycle would keep the hidden states in memory.
+        """
         view = object.__new__(type(self.model))
         view.__dict__ |= self.model.__dict__ | {"hidden": self._hidden}
         return view
@@ -54,13 +57,13 @@ class Watch:
         return self.hidden
 
     def counts(self, batch: Mapping[str, Any]) -> Counts:
-        """Return the sums over the labels of the batch; logits exist for a part of it at a time."""
+        """Return the sums over the labels of a batch; logits are computed in chunks."""
         if self.hidden is None:
             return Counts()
         model, offsets = self.model, batch.get("offsets")
         labels = next_labels(batch["tokens"], batch["labels"], offsets).reshape(-1)
-        kept = labels != IGNORE
-        rows, labels = self.hidden.reshape(-1, model.config.hidden)[kept], labels[kept]
+        targets = labels != IGNORE
+        rows, labels = self.hidden.reshape(-1, model.config.hidden)[targets], labels[targets]
         parameters = model.entered(model.parameters)
         right, entropy, step = 0, 0.0, max(1, CHUNK // model.config.vocab)
         for start in range(0, len(rows), step):
@@ -77,7 +80,7 @@ class Watch:
 
 
 def measures(loss: float, counts: Counts, count: int, *, of_next_token: bool) -> dict[str, float]:
-    """Return what a line of the log says beside the mean loss of ``count`` labels."""
+    """Return the measures of a log line besides the mean loss of ``count`` labels."""
     result = {"perplexity": perplexity(loss)} if of_next_token else {}
     if not math.isnan(counts.right):
         result |= {"token_accuracy": counts.right / count, "entropy": counts.entropy / count}

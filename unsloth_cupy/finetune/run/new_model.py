@@ -6,7 +6,7 @@ from ...errors import ConfigError
 from ..data.tokenizer import END
 from ..naming import named
 
-# quantization_config of a model whose weights are rounded to -1, 0 and 1 at every call
+# quantization_config of a model that rounds its weights to -1, 0 and 1 in every call
 ONLINE = {
     "quant_method": "bitnet",
     "linear_class": "autobitlinear",
@@ -19,7 +19,7 @@ SIZES = {"layers": 4, "hidden": 128, "vocabulary": 1024}
 def small_llama(tokenizer: Any, tokens: int, layers: int, hidden: int) -> dict[str, Any]:
     """Return the config.json of a new model.
 
-    The head dim is 32, or ``hidden`` if that is not a multiple of 32.
+    The head dimension is 32, or ``hidden`` if ``hidden`` is not a multiple of 32.
 
     Raises
     ------
@@ -27,7 +27,7 @@ def small_llama(tokenizer: Any, tokens: int, layers: int, hidden: int) -> dict[s
         ``hidden`` is odd.
     """
     if hidden % 2:
-        cure = "rotary positions turn pairs: make it even"
+        cure = "rotary positions rotate pairs of elements: make it even"
         raise ConfigError(f"{named(hidden=hidden)} is odd; {cure}")
     head = 32 if hidden % 32 == 0 else hidden
     end = tokenizer.token_to_id(END)
@@ -46,7 +46,7 @@ def small_llama(tokenizer: Any, tokens: int, layers: int, hidden: int) -> dict[s
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "tie_word_embeddings": True,
-        "initializer_range": hidden**-0.5,  # so a product with rows of x keeps their variance
+        "initializer_range": hidden**-0.5,  # products have the variance of their input
         "bos_token_id": end,
         "eos_token_id": end,
         "pad_token_id": end,

@@ -57,9 +57,9 @@ from .settings import FLOAT, HALVES, Plan, Settings
 if TYPE_CHECKING:
     from ...models.configs.config import Config
 
-MOST_STEPS = 1000  # of 3 and of 2 epochs, if neither epochs nor steps are given
-SHARE_OF_ROWS = 0.99  # that are whole in the default number of tokens, if not all are
-COUNTED_ROWS, LONGEST_ROWS = 2000, 100  # of a large file: a sample, and those of most characters
+MOST_STEPS = 1000  # limit for the defaults of 3 and 2 epochs
+SHARE_OF_ROWS = 0.99  # share of rows that fit the default length, if there are outliers
+COUNTED_ROWS, LONGEST_ROWS = 2000, 100  # rows to tokenise in a large file: sample, longest
 
 
 def prepare(
@@ -71,15 +71,14 @@ def prepare(
     objective: Objective = next_token,
     transformer: models.Transformer | None = None,
 ) -> Loop:
-    """Return a loop with model and tokenizer, loaded from the newest checkpoint if any.
+    """Return a loop with model, tokenizer and data; load the newest checkpoint if there is one.
 
-    ``transformer`` is the model itself, if it is in memory; ``source`` is then the folder that it
-    came from.
+    ``transformer`` is the model if it is in memory; ``source`` is then its original folder.
     """
     plan, checkpoint = settings.decided(new=source is None), run.newest_checkpoint()
     folder, method = checkpoint or source, fitted(plan, text, source, transformer)
     words = (
-        transformer.words  # its adapter may have tokens of its own
+        transformer.words  # an adapter may have its own tokens
         if transformer and transformer.words and not checkpoint
         else folder and words_folder(folder, plan.base)
     )
@@ -106,7 +105,7 @@ def prepare(
     others = other_models(plan, tokenizer, config.vocab)
     objective = objective if plan.method == "sft" else with_teacher(method, others, tokenizer)
     shape = shape_of(plan, text, config, method)
-    if isinstance(text, Records):  # before the plan: lines may be shorter than rows
+    if isinstance(text, Records):  # before the memory plan: examples may be shorter than rows
         data = from_records(text, tokenizer, config, shape, plan.data_seed, chat)
         training_data = add_taught(objective, data, shape, text.place)
         plan = with_steps(settings, plan, training_data, new=source is None)
@@ -146,16 +145,17 @@ def prepare(
     if checkpoint is not None:
         loop.resume(checkpoint)
         announce(f"resuming from {checkpoint}")
-    # shuffle now, before memory is measured
+    # shuffle before memory is measured
     loop.training_data.batches.where(loop.method.first(loop.step, plan.accumulate))
     announce(summary(loop))
     return loop
 
 
 def planned_memory(sizes: Sizes, plan: Plan, ranks: Ranks, lines: TrainingData | None) -> Memory:
-    """Return what measures the memory of steps, beside the plan of the largest of them.
+    """Return the memory measurement of steps, with the plan of the largest step.
 
-    Steps of ``lines`` differ: of a rank alone their own batches are planned, not full rows.
+    Steps on ``lines`` differ in size: on a single rank, their actual batches are planned instead of
+    full rows.
     """
     limit, device, largest, bytes_of = plan.limit_memory, sizes.device, 0, None
     if ranks.alone and lines is not None and not METHODS[plan.method].is_on_policy:
@@ -178,7 +178,7 @@ def planned_memory(sizes: Sizes, plan: Plan, ranks: Ranks, lines: TrainingData |
 def new_or_loaded(
     folder: Path | None, values: dict[str, Any], plan: Plan, ranks: Ranks, **head: Any
 ) -> models.Transformer:
-    """Return the model in a folder, with a head, or a new one of the config ``values``."""
+    """Load the model in a folder, with a head; without a folder, create one from ``values``."""
     where: dict[str, Any] = {"dtype": "float32", "device": ranks.device, **ranks.placing}
     if folder is None:
         return models.create(values, seed=plan.seed, **where)
@@ -187,7 +187,7 @@ def new_or_loaded(
     if base is None:
         return models.load(folder, quantize=plan.quantize, **where)
     model = models.load(base, lora=folder, quantize=plan.quantize, **where)
-    if plan.base is not None and model.adapter is not None:  # the adapter names the place of old
+    if plan.base is not None and model.adapter is not None:  # the adapter names the old path
         model.adapter.settings[BASE] = base_name(model.texts["config.json"], base)
     return model
 
@@ -202,11 +202,11 @@ def facts_of(
     *,
     new_adapter: bool,
 ) -> Facts:
-    """Return the properties of a model as the plan trains it; raise if it holds adapters already.
+    """Return the properties of a model as the plan trains it; raise if they do not fit the plan.
 
-    It is that in a folder, which is ``source`` in a new run, or one in memory.
+    The model is in ``folder`` (in a new run: ``source``) or in memory.
     """
-    source = source_of(source) if isinstance(source, Path) else source  # as it was named
+    source = source_of(source) if isinstance(source, Path) else source  # as the user named it
     facts = _facts_of(folder, plan, transformer, method)
     _check_head(facts, source, transformer, method, named(method=plan.method))
     into = None if facts.adapter is None else facts.adapter.into
@@ -216,16 +216,16 @@ def facts_of(
         shown = named(merge_into=plan.merge_into)
         if plan.lora is None and facts.adapter is None:
             cure = f"add {named('lora')}, as in {named(lora=16)}"
-            raise ConfigError(f"{shown} is of adapters; {cure}")
-        into_file = Into(shown, facts.config, plan.merge_into)  # or the file has no such model
+            raise ConfigError(f"{shown} requires adapters; {cure}")
+        into_file = Into(shown, facts.config, plan.merge_into)  # raises for models it cannot store
         if not into_file.in_folder and (words / FILE).is_file():
             check_tokenizer(shown, words, facts.config)
     if new_adapter and facts.adapter is not None:
         cure = f"leave {named('lora')} out"
         holder = source if transformer is None else "the model"
-        raise ConfigError(f"{holder} holds adapters, which are trained further; {cure}")
+        raise ConfigError(f"{holder} already has adapters, which are trained further; {cure}")
     if method.head is None and (reason := why_no_file(facts.config)):
-        announce(f"the model cannot be exported to a file of llama.cpp: {reason}")
+        announce(f"the model cannot be exported to GGUF for llama.cpp: {reason}")
     return facts._replace(quantized=kind)
 
 
@@ -241,7 +241,7 @@ def fitted(
 def values_of(
     source: Path, plan: Plan, transformer: models.Transformer | None = None
 ) -> Mapping[str, Any]:
-    """Return the config.json of a model as it is given, with the labels of an adapter."""
+    """Return the config.json of a model, with the labels of its adapter if any."""
     if transformer is not None:
         return transformer.texts["config.json"]
     base = base_of(source, plan.base)
@@ -257,14 +257,14 @@ def _facts_of(
     """Return the properties of the model in a folder, or of one in memory."""
     if transformer is None:
         facts = model_without_weights(folder, plan.base, **method.loading)
-        # sizes that no weights have take no memory
+        # raise before the memory plan if weights are missing or have other sizes
         base = base_of(folder, plan.base) or folder
         config, _, choice = read_config(base, **method.loading)
         find_tensors(base, config, choice)
         return facts
     if transformer.adapter is not None and transformer.adapter.initial:
-        problem = "the model's adapter began with a part of its weights, which a run does not keep"
-        cure = "save_adapter makes it a plain one of twice the rank: load and train that"
+        problem = "the adapter was initialised from the model's weights, which a run does not store"
+        cure = "save it with save_adapter as a plain adapter of twice the rank, and train that one"
         raise ConfigError(f"Trainer: {problem}; {cure}")
     values: Iterable[Any] = transformer.parameters.values()
     weight = next((value for value in values if isinstance(value, Quantized)), None)
@@ -278,70 +278,71 @@ def _check_head(
     method: Method,
     shown: str,
 ) -> None:
-    """Raise a ConfigError for a model without the head that a method trains."""
+    """Raise a ConfigError for a model whose head does not fit the method."""
     loading, config = method.loading, facts.config
     if transformer is not None and loading and (config.head, config.labels) != (
         loading["head"], loading["labels"] or 0
     ):  # fmt: skip
         call = ", ".join(f"{name}={value!r}" for name, value in loading.items() if value)
-        problem = f"{shown} needs another head than the model's, {config.head}"
+        problem = f"{shown} needs another head than the model's ({config.head})"
         raise ConfigError(f"{problem}; load it with models.load(folder, {call})")
     adapted = {ADAPTED + SCORE} if facts.adapter is None else facts.adapter.parameters
     if loading.get("head") in CLASSIFIERS and ADAPTED + SCORE not in adapted:
         cure = "merge it first: unsloth-cupy merge, or models.merge"
-        raise ConfigError(f"{source} holds adapters without the head of {shown}; {cure}")
+        raise ConfigError(f"{source} has adapters without the head of {shown}; {cure}")
 
 
 def add_adapters(model: models.Transformer, plan: Plan, rows: int, *, new: bool) -> None:
-    """Add the adapters that a plan names, if they are ``new``, with its seed; tables first grow."""
+    """Resize the embedding to ``rows``; then add the adapters of a plan, if they are ``new``."""
     if rows > model.config.vocab:
         model.resize(rows)
     if model.division is not None:
         read = model.adapter is not None and model.adapter.dropout > 0
         if plan.lora_dropout or read:
             cure = f"leave {named('lora_dropout')} out"
-            cure = "let its adapter_config.json say 0" if read else cure
-            raise ConfigError(f"{named('lora_dropout')} is for a model that is whole; {cure}")
+            cure = "set it to 0 in adapter_config.json" if read else cure
+            problem = "is not supported when ranks split the model"
+            raise ConfigError(f"{named('lora_dropout')} {problem}; {cure}")
     if plan.adapters is None or not new:
         _train_through(model, plan)
         return
     options = plan.adapters.options(model.config, plan.trained_tokens)
     model.add_adapter(**options, seed=plan.seed)
-    if model.adapter is not None:  # sums over gradients are in the order of a file that is read
+    if model.adapter is not None:  # the order of an adapter file, so that sums have equal bits
         model.adapter.parameters = dict(sorted(model.adapter.parameters.items()))
     _train_through(model, plan)
 
 
 def _train_through(model: models.Transformer, plan: Plan) -> None:
-    """Train the model's adapter through the quantizer that a plan names, or that it knows."""
+    """Train the adapter through the quantizer of the plan, or of the adapter itself."""
     adapter = model.adapter
     if adapter is None or (adapter.into is None and plan.merge_into is None):
         return
     if adapter.into is None and plan.merge_into is not None:
         model.train_through(plan.merge_into)
     elif plan.merge_into not in (None, *adapter.into.names):
-        problem = f"the adapter is trained through {adapter.into.kind}"
+        problem = f"the adapter was trained through {adapter.into.kind}"
         cure = f"leave {named('merge_into')} out, or start from the base"
         raise ConfigError(f"{named(merge_into=plan.merge_into)}: {problem}; {cure}")
     announce(
-        f"trained through {adapter.into.kind}: the merged file is the model, the adapter alone is"
-        " not"
+        f"training through the {adapter.into.kind} quantizer: use the merged file, not the adapter"
+        " alone"
     )
 
 
 def in_place(
     model: models.Transformer, folder: Path | None, quantize: str | None = None
 ) -> models.Transformer:
-    """Change a model to what a run trains: in float32, with what a folder of it has learned.
+    """Change a model in memory: cast it to float32, and load trained weights from a folder.
 
-    ``quantize`` is the kind of the frozen weights that are to be quantized, if any.
+    ``quantize`` is the kind to which frozen weights are quantized, if any.
     """
     adapted = folder is not None and (folder / ADAPTER).exists()
     if folder is not None and not adapted:
-        read = models.load(folder, device=device_name(model))
-        if read.config.vocab != model.config.vocab:
-            model.resize(read.config.vocab)
-        model.parameters = read.parameters
+        loaded = models.load(folder, device=device_name(model))
+        if loaded.config.vocab != model.config.vocab:
+            model.resize(loaded.config.vocab)
+        model.parameters = loaded.parameters
     values: dict[str, Any] = model.parameters
     for name, value in values.items():
         if not isinstance(value, Quantized) and value.dtype != FLOAT32:
@@ -360,7 +361,7 @@ def in_place(
 
 
 def device_name(model: models.Transformer) -> str:
-    """Return the device of a model as ``models.load`` names it."""
+    """Return the device of a model by its name in ``models.load``."""
     table: Any = model.table
     return "cpu" if isinstance(table, np.ndarray) else f"cuda:{table.device.id}"
 
@@ -371,11 +372,11 @@ def dtype_of(
     transformer: models.Transformer | None,
     ranks: Ranks,
 ) -> str:
-    """Return the dtype of the computation: of the settings, else of device and model.
+    """Return the compute dtype: from the settings, else by device and model.
 
-    It is float32 on a CPU.  On a GPU it is the dtype of the model, if that has 16 bits, else
-    bfloat16; but float32 if an adapter is trained through the quantizer of a file, as that takes
-    the weights of the model in all their bits.
+    On a CPU the default is float32.  On a GPU it is the dtype of the model, if that has 16 bits,
+    else bfloat16.  If an adapter is trained through the quantizer of a file, a float32 model stays
+    float32, because the quantizer needs its exact weights.
     """
     if settings.dtype is not None:
         return settings.dtype
@@ -396,10 +397,10 @@ def dtype_of(
 
 
 def with_steps(settings: Settings, plan: Plan, training_data: TrainingData, *, new: bool) -> Plan:
-    """Say what is learned; return the plan with the steps of its epochs.
+    """Announce targets and steps; return the plan with the steps of its epochs.
 
-    Without epochs and steps, a model that exists is trained for 3, 2 or 1: as many as have at most
-    1,000 steps.
+    Without epochs and steps, an existing model is trained for 3, 2 or 1 epochs: the largest number
+    with at most 1,000 steps.
     """
     notes = [training_data.note] if training_data.note else []
     epochs, count = settings.epochs, training_data.batches.count
@@ -411,8 +412,8 @@ def with_steps(settings: Settings, plan: Plan, training_data: TrainingData, *, n
     if chosen:
         epochs = next((n for n in (3, 2) if steps_of(n) <= MOST_STEPS), 1)
     if epochs is not None:
-        steps, others = steps_of(epochs), f"; {named('epochs')} or {named('steps')} give others"
-        notes.append(f"{float(epochs)} epochs are {steps:,} steps{others * chosen}")
+        steps, change = steps_of(epochs), f" (set {named('epochs')} or {named('steps')} to change)"
+        notes.append(f"training for {float(epochs)} epochs = {steps:,} steps{change * chosen}")
         plan = settings.decided(new=new, steps=steps)
     if notes:
         announce("; ".join(notes))
@@ -420,10 +421,10 @@ def with_steps(settings: Settings, plan: Plan, training_data: TrainingData, *, n
 
 
 def ends_file(model: models.Transformer, chat: Chat, tokenizer: Any) -> dict[str, str]:
-    """Return generation_config.json with the token that ends an answer of a chat, if it is one."""
+    """Return generation_config.json with the end token of answers, if they end with one token."""
     try:
         end = ending(chat, tokenizer, model.config.end_tokens).token
-    except ConfigError:  # the template takes other chats than a question and an answer
+    except ConfigError:  # the template rejects a chat of one question and one answer
         end = None
     if end is None:
         return {}
@@ -436,27 +437,27 @@ def shape_of(plan: Plan, text: Text | Records, config: "Config", method: Method)
     """Return the shape of a batch."""
     pad, pack = config.pad_token, isinstance(text, Records) and plan.pack is not False
     pad = pad if pad is not None and pad < config.vocab else 0
-    pack = pack and not method.is_on_policy  # a batch has so many prompts, whatever their lengths
+    pack = pack and not method.is_on_policy  # a batch has a fixed number of prompts
     return Shape(plan.batch, plan.tokens, pack, pad, method)
 
 
 def with_new_tokens(
     settings: Settings, tokenizer: Any, config: "Config", adapter: Any, ranks: Ranks
 ) -> "tuple[Settings, Config]":
-    """Add the tokens of a file, if there is one, to a tokenizer; return what then follows."""
+    """Add the tokens of ``new_tokens`` to a tokenizer; return the changed settings and config."""
     if settings.new_tokens is None:
         return settings, config
     shown = named(new_tokens=str(settings.new_tokens))
     tokens = add_tokens(tokenizer, settings.new_tokens)
     rows = rows_with(config, tokens)
     if not ranks.whole and rows > config.vocab:
-        problem = "ranks keep parts of the tables, which grow"
+        problem = "each rank stores a part of the embedding, which must grow"
         cure = f"use {named('data_parallel')} alone, or resize(vocab) and save the model first"
         raise ConfigError(f"{shown}: {problem}; {cure}")
     known = () if adapter is None else adapter.tokens.get(TABLE, ())
     if adapter is not None and not {*tokens} <= {*known}:
         cure = "merge it first: unsloth-cupy merge, or models.merge"
-        raise ConfigError(f"{shown}: the model holds adapters that do not train them; {cure}")
+        raise ConfigError(f"{shown}: the model has adapters that do not train these tokens; {cure}")
     changed = dataclasses.replace(settings, trained_tokens=tokens)
     return changed, dataclasses.replace(config, vocab=rows)
 
@@ -470,10 +471,11 @@ def with_tokens(
     method: Method = METHODS["sft"],
     outlier: float = OUTLIER,
 ) -> Settings:
-    """Return settings with the tokens of the longest row, if none are given.
+    """Return settings with a row length; the default is the length of the longest row.
 
-    If that is more than ``outlier`` times what 99 % of the rows need, they need that.  Of a large
-    file a sample is counted, and the rows of most characters.  The model's positions are the most.
+    If the longest row has more than ``outlier`` times the 99th percentile, the default is the 99th
+    percentile.  In a large file, only a sample and the rows with the most characters are tokenised.
+    The positions of the model are the upper limit.
     """
     if settings.tokens is not None or isinstance(records, Text):
         return settings
@@ -498,49 +500,62 @@ def with_tokens(
             counted += lengths_of(nlargest(LONGEST_ROWS, part, key=lambda row: len(row.content())))
         longest = max([longest, *counted])
     share = math.ceil(float(np.quantile(lengths, SHARE_OF_ROWS)))
-    needed, why = longest, "no row has more"
+    needed, why = longest, "the longest row"
     if longest > outlier * share:
-        needed, why = share, f"that many do for {SHARE_OF_ROWS:.0%} of the rows"
+        needed, why = share, f"covers {100 * SHARE_OF_ROWS:.0f} % of the rows"
     if needed > config.positions:
-        needed, why = config.positions, f"the positions of the model; rows have up to {longest:,}"
+        needed = config.positions
+        why = f"all positions of the model; the longest row has {longest:,}"
     tokens = max(2, needed)
-    announce(f"{named(tokens=tokens)}: {why}")
+    announce(f"maximum length {tokens:,} tokens: {why} (set {named('tokens')} to change)")
     return dataclasses.replace(settings, tokens=tokens)
 
 
 def summary(loop: Loop) -> str:
-    """Return the model, the number of tokens and the folder of a run in words."""
+    """Return in words the model, target tokens and folder of a run."""
     model, training_data = loop.model, loop.training_data
     whole = model.config if model.division is None else model.division.whole
     count = sum(map(math.prod, whole.shapes().values()))
-    adapted = f", adapters of {trainable_count(model):,}" if model.adapter else ""
+    trained = "all trainable"
+    if model.adapter:
+        kind = "DoRA" if model.adapter.settings.get("use_dora") else "LoRA"
+        trained = f"{compact(trainable_count(model))} trainable ({kind})"
     decay, free = "", trainable_count(model, loop.undecayed)
     if loop.plan.weight_decay and free:
-        decay = f", of which {free:,} in norms, biases and embeddings do not decay"
-        decay += f" ({named(decay_all=True)}: all do)"
-    learned = f"{training_data.learned:,} tokens to learn"
+        decay = f", no weight decay for {compact(free)} in norms, biases and embeddings"
+        decay += f" (set {named(decay_all=True)} to change)"
+    targets = f"{training_data.learned:,} target tokens"
     if loop.method.is_on_policy:
-        learned = f"{loop.method.account(loop)}; {training_data.learned:,} {loop.method.unit}"
+        targets = f"{loop.method.account(loop)}; {training_data.learned:,} {loop.method.unit}"
     if loop.plan.trained_tokens:
         seen = account_of(loop.tokenizer, loop.plan.trained_tokens, training_data)
-        learned = f"{seen}; {learned}"
+        targets = f"{seen}; {targets}"
     return (
-        f"{model.config.model_type} of {count:,} parameters{adapted}{decay};"
-        f" {learned}, {training_data.held_out_tokens:,} held out;"
-        f" {loop.run.folder}" + f"; {model.origin}" * bool(model.origin)
+        f"{model.config.model_type}, {compact(count)} parameters, {trained}{decay};"
+        f" {targets}, {training_data.held_out_tokens:,} for evaluation;"
+        f" output: {loop.run.folder}" + f"; {model.origin}" * bool(model.origin)
     )
 
 
+def compact(number: int) -> str:
+    """Return a number with three digits and a unit: 1.44M for 1,437,184."""
+    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
+        if number >= 0.9995 * size:  # rounds to 1.00 of this unit
+            digits = 2 - sum(number >= limit * size for limit in (9.995, 99.95))
+            return f"{number / size:.{digits}f}{unit}"
+    return str(number)
+
+
 def trainable_count(model: models.Transformer, names: Collection[str] | None = None) -> int:
-    """Return the number of trained parameters, or of those named, over all ranks."""
+    """Return the number of trainable parameters (of ``names`` only), over all ranks."""
     trained, division = model.trainable, model.division
     trained = {n: a for n, a in trained.items() if names is None or n in names}
     if division is None:
         return sum(array.size for array in trained.values())
-    learned = sum(math.prod(division.whole_shape(n, a.shape)) for n, a in trained.items())
+    count = sum(math.prod(division.whole_shape(n, a.shape)) for n, a in trained.items())
     if division.stages is None:
-        return learned
-    return int(division.stages.comm.all_reduce(np.array([learned]))[0])
+        return count
+    return int(division.stages.comm.all_reduce(np.array([count]))[0])
 
 
 def new_tokenizer(
@@ -556,5 +571,5 @@ def new_tokenizer(
 
 
 def blocks_of(text: Text | Records) -> Iterator[str]:
-    """Yield the text that a new tokenizer is trained on, and show the progress."""
+    """Yield the text for training a tokenizer, and report the progress."""
     yield from (part for _, part in reading(text.blocks(), text.size, "training a tokenizer"))

@@ -1,6 +1,6 @@
-"""Prints a run: its words and progress to standard error, its results to standard output.
+"""Prints a run: messages and progress to standard error, results to standard output.
 
-Progress is a bar on a terminal, or a line from time to time elsewhere.
+Progress is a bar on a terminal, otherwise a line every 10 seconds.
 """
 
 import sys
@@ -16,32 +16,34 @@ from ...machine import echo, format_bytes, in_notebook
 from ..listener import Listener
 from ..naming import named
 from .curve import draw_curve
-from .results import report, sample, what_follows
+from .results import print_next_commands, report, sample
 from .routing import draw_routing
 
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BEFORE_A_BAR = 1.0
-SHOWN = (  # of what a method measures, in progress
+SHOWN = (  # measures of a method that progress lines show
     *("reward", "accuracy", "margin", "f1", "mrr", "error", "kl"),
     *("entropy", "ratio", "clipped", "length", "expert_load", "idle_experts"),
 )
 MINUTE = 60
+SAMPLE_ENDINGS = "without the sample; the model is saved", "after the sample; the model is saved"
 NEWEST = 0.1  # weight of the newest step in the running means of loss and speed
 
 
 class Printer(Listener):
-    """Prints what a run reports, errors alone if it is quiet.
+    """Prints the messages, progress and results of a run; if it is quiet, only errors.
 
-    In a notebook all goes to standard output, whose text is not marked as an error.
+    In a notebook everything goes to standard output, because notebooks show standard error as an
+    error.
     """
 
     def __init__(self, *, quiet: bool = False) -> None:
         self.quiet, self.err = quiet, not in_notebook()
         terminal = not self.err or getattr(sys.stderr, "isatty", bool)()
         self.terminal = terminal and not quiet and find_spec("tqdm") is not None
-        self.bar: Any = None  # of training
+        self.bar: Any = None  # progress bar of training
         self.steps = 0
-        self.first: float | None = None  # held-out loss of a model that existed
+        self.first: float | None = None  # evaluation loss before training
         self.began_at, self.first_step, self.of_new_model = 0.0, 0, True
         self.loss: float | None = None
         self.speed: float | None = None
@@ -53,11 +55,11 @@ class Printer(Listener):
             echo(text, err=self.err)
 
     def reading(self, what: str, size: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Show how much of a file is read, if it takes longer than 1 s."""
+        """Show how much of a file is read, if reading takes longer than 1 s."""
         return self._counting(what, size, "B", format_bytes)
 
     def computing(self, what: str, size: int) -> AbstractContextManager[Callable[[int], None]]:
-        """Show how many tokens a model has read, if it takes longer than 1 s."""
+        """Show how many tokens are computed, if the computation takes longer than 1 s."""
         return self._counting(what, size, " tokens", lambda count: f"{count:,.0f} tokens")
 
     @contextmanager
@@ -84,7 +86,7 @@ class Printer(Listener):
             yield read
 
     def prepared(self, run: Any) -> None:
-        """Read what the held-out loss was at first."""
+        """Read the first evaluation loss from the log of a resumed run."""
         if run.loop is not None and run.loop.ranks.first:
             self.of_new_model = run.files.of_new_model
             evaluations = (line.get("held_out_loss") for line in run.files.lines())
@@ -101,9 +103,9 @@ class Printer(Listener):
         self.loss = _mean(self.loss, line["loss"])
         speed = line["tokens_per_second"]
         self.speed = self.speed if speed is None else _mean(self.speed, speed)
-        pace = "" if self.speed is None else f", {self.speed:.0f} tokens/s of text"
+        pace = "" if self.speed is None else f", {self.speed:.0f} tokens/s"
         now = f"loss {self.loss:.3f}{measured(line)}{pace}"
-        now += f", process {format_bytes(line['memory_bytes'])}"
+        now += f", process memory {format_bytes(line['memory_bytes'])}"
         if self.terminal:
             self.bar.set_postfix_str(now, refresh=False)
             self.bar.update()
@@ -114,22 +116,22 @@ class Printer(Listener):
 
     def evaluated(self, line: dict[str, Any]) -> None:
         """Show one evaluation."""
-        text = f"step {line['step']}/{self.steps}: held-out loss {line['held_out_loss']:.3f}"
+        text = f"step {line['step']}/{self.steps}: evaluation loss {line['held_out_loss']:.3f}"
         if self.of_new_model and "unigram_baseline" in line:
             text += f" (unigram baseline {line['unigram_baseline']:.3f})"
         text += measured(line, "held_out_")
         if self.first is None:
             self.first = line["held_out_loss"]
         elif not self.of_new_model or "unigram_baseline" not in line:
-            text += f" ({self.first:.3f} at first)"
+            text += f" (initially {self.first:.3f})"
         self._print(text)
 
     def sampled(self, step: int, prompt: str, text: str) -> None:
-        """Show the text that continues a prompt."""
-        self._print(f"step {step}/{self.steps}: {prompt!r} goes on: {text!r}")
+        """Show a sample."""
+        self._print(f"step {step}/{self.steps}: sample {prompt!r} -> {text!r}")
 
     def ended(self, run: Any) -> None:
-        """Leave the bar where it is, and draw the loss curve."""
+        """Close the bar, and draw the loss curve."""
         if self.bar is not None:
             self.bar.close()
         lines = run.files.lines()
@@ -139,31 +141,33 @@ class Printer(Listener):
                 path = run.files.routing
                 if path.exists() and (routes := [*run.files.beside(path)]):
                     draw_routing(run.files.routing_picture, routes, run.name)
-            except Exception as error:  # of matplotlib: the model is still to be saved
-                self.announce(f"the pictures of {run.folder} are not drawn: {error}")
+            except Exception as error:  # matplotlib may fail: the model must still be saved
+                self.announce(f"could not draw the plots in {run.folder}: {error}")
 
     def finished(self, run: Any) -> None:
-        """Print the results, and a sample of a model that was trained now."""
+        """Print the results, and a sample if this call trained the model."""
         if self.quiet:
             return
         if run.loop is None:
-            more = f"more {named('steps')} or {named('epochs')} continue it"
-            echo(f"{run.folder} is finished; {more},")
-            echo(f"and another {named('out')} starts a new run\n")
+            more = f"increase {named('steps')} or {named('epochs')} to continue it,"
+            echo(f"the run in {run.folder} is finished; {more}")
+            echo(f"or set another {named('out')} to start a new run\n")
         if find_spec("rich") is None:
             echo(run)
         else:
             report(run.files)
         if run.loop is not None and run.loop.method.head is None:
-            with run.loop.stop.interruptible_block("the sample"):
+            with run.loop.stop.interruptible_block(*SAMPLE_ENDINGS):
                 sample(run.loop)
-        what_follows(run.files, err=self.err)
+        print_next_commands(run.files, err=self.err)
 
     def _bar(self, **options: Any) -> Any:
-        """Return a bar of tqdm, as a terminal or a notebook shows it; elsewhere None as context."""
+        """Return a tqdm bar on a terminal or in a notebook; elsewhere a context of None."""
         if not self.terminal:
             return nullcontext()
-        with warnings.catch_warnings(action="ignore"):  # it warns of a notebook without ipywidgets
+        with warnings.catch_warnings(
+            action="ignore"
+        ):  # tqdm warns in a notebook without ipywidgets
             from tqdm.auto import tqdm
         return tqdm(file=sys.stderr if self.err else sys.stdout, dynamic_ncols=True, **options)
 
@@ -187,12 +191,12 @@ def duration(seconds: float) -> str:
 
 
 def measured(line: dict[str, Any], kind: str = "") -> str:
-    """Return in words what a line says of answers."""
+    """Return in words the measures of a method in a line."""
     values = ((name, line.get(kind + name)) for name in SHOWN)
     known = ((n, f"{v:.3f}" if isinstance(v, float) else v) for n, v in values if v is not None)
     return "".join(f", {name.replace('_', ' ')} {value}" for name, value in known)
 
 
 def _mean(mean: float | None, new: float) -> float:
-    """Return a running mean with a new value; None: there was no value before."""
+    """Return the running mean after a new value; ``mean`` is None before the first value."""
     return new if mean is None else (1 - NEWEST) * mean + NEWEST * new

@@ -1,9 +1,9 @@
-"""The ranks of a run, and the groups that divide its weights, blocks, tokens and rows.
+"""The ranks of a run, and the groups that split its weights, layers, tokens and rows.
 
     ranks = start(tensor=2, pipeline=1, data=2, device=None)       mpiexec, torchrun or srun
     ranks = alone()                                                one process
 
-A step takes the same rows in any grid, so 1 or 2 ranks can resume a run that 4 ranks saved.
+A step uses the same rows in any grid, so 1 or 2 ranks can resume a run that 4 ranks saved.
 Rank 0 writes the files of the run and prints its progress.
 """
 
@@ -31,34 +31,34 @@ from ..data.text import Batch
 from ..naming import named
 from .interrupt import Interrupted, Stop
 
-MOMENT = 1.0  # seconds within which all ranks raise an error that all of them meet
+MOMENT = 1.0  # seconds within which all ranks raise an error that occurs on all ranks
 MPI_RANKS = ("PMI_RANK", "PMIX_RANK", "OMPI_COMM_WORLD_RANK")
 UNDER_MPI = ("PMI_SIZE", "PMIX_RANK", "OMPI_COMM_WORLD_SIZE", "MPI_LOCALNRANKS")
 
 
 class Ranks:
-    """All ranks of a run, and the groups in which they share its work.
+    """All ranks of a run, and the groups in which they share the work.
 
     Attributes
     ----------
     device : str or None
         The device of this rank; None: the CPU.
     problem : str
-        Why "auto" is not a GPU that is there.
+        Why "auto" does not use a GPU of this machine; empty: it does, or there is none.
     alone, first : bool
-        Whether there is one rank; whether this is rank 0.
+        Whether there is only one rank; whether this is rank 0.
     data : Communicator
-        The ranks that process other rows.
+        The ranks that process different rows.
     replicas : Communicator
-        The ranks that hold the same part of the weights, or other experts, and process other
+        The ranks with the same part of the weights, except for experts, that process different
         tokens.
     same : Communicator
-        Those of them that hold the same experts, too.
+        The ranks of ``replicas`` that also have the same experts.
     whole : bool
-        Whether each rank holds all weights.
+        Whether each rank has all weights.
     losses, judges : bool
-        Of the ranks that divide a model, whether this one computes the loss; whether it gets the
-        rewards of answers, of which there is one.
+        Among the ranks that split a model: whether this rank computes the loss; whether this rank
+        computes the rewards of answers (exactly one rank does).
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class Ranks:
 
     @property
     def placing(self) -> dict[str, Any]:
-        """Options of ``models.load`` and ``models.create`` that divide a model."""
+        """Options of ``models.load`` and ``models.create`` that split a model."""
         tensor, pipeline, expert = self.groups.tensor, self.groups.pipeline, self.groups.expert
         return {
             "experts": expert if expert.size > 1 else None,
@@ -112,9 +112,9 @@ class Ranks:
         packed: bool = False,
     ) -> None:
         """Raise a ConfigError for options that these ranks do not support."""
-        if batch < self.data.size and not packed:  # of packed rows, texts are divided
+        if batch < self.data.size and not packed:  # packed rows are split by texts
             cure = f"give {named(batch=self.data.size)} or more"
-            problem = f"{named(batch=batch)} is not enough for {self.data.size} ranks"
+            problem = f"{named(batch=batch)} is too small for {self.data.size} ranks"
             by = "data_parallel" if self.groups.expert.size == 1 else "expert_parallel"
             raise ConfigError(f"{problem} of {named(by)}; {cure}")
         groups = self.groups
@@ -125,13 +125,14 @@ class Ranks:
         if self.zero == 3 and find_nan:
             cure = f"use {named(zero=1)}, which computes the same numbers"
             problem = "the whole weights of a block exist only briefly, and have no names"
-            raise ConfigError(f"{named(zero=3)} is not for {named('find_nan')}: {problem}; {cure}")
+            both = f"{named(zero=3)} does not support {named('find_nan')}"
+            raise ConfigError(f"{both}: {problem}; {cure}")
         if not self.alone and (limited or offload):
             name = named("limit_memory") if limited else "offload"
-            raise ConfigError(f"{name} is not for a run of several ranks; leave it out")
+            raise ConfigError(f"{name} is not supported on several ranks; leave it out")
 
     def judged(self, array: Any) -> Any:
-        """Return the array of the one that judges, in all ranks that divide a model."""
+        """Broadcast an array from the rank that computes rewards to all ranks of the model."""
         for group in (self.groups.tensor, self.groups.pipeline):
             array = group.broadcast(array) if group.size > 1 else array
         return array
@@ -148,7 +149,7 @@ class Ranks:
         return bytes(self.comm.broadcast(own)).decode()
 
     def agree(self, stop: Stop) -> None:
-        """Raise on all ranks if one of them was requested to stop."""
+        """Raise on all ranks if one rank was requested to stop."""
         if self.alone:
             return
         number = self.comm.all_reduce(np.array(stop.signal or 0), "max")
@@ -158,10 +159,11 @@ class Ranks:
 
     @contextmanager
     def ending(self, *others: type[Exception]) -> Iterator[None]:
-        """End all ranks if an error is raised on one; only rank 0 prints anything else.
+        """End all ranks if one rank raises an error; apart from errors, only rank 0 prints.
 
-        An error that the user can correct is one line, and only rank 0 prints it if all ranks
-        raise it.  ``others`` are such errors, beside this package's and those of the system.
+        An error that the user can correct is one line; if all ranks raise it, only rank 0 prints
+        it.  ``others`` are additional classes of such errors, besides OSError, MemoryError and the
+        errors of this package.
         """
         if self.alone:
             yield
@@ -174,9 +176,9 @@ class Ranks:
                 yield
             except Exception as error:
                 correctable = isinstance(error, (UnslothCupyError, OSError, MemoryError, *others))
-                of_another = error if isinstance(error, CommunicationError) else None
-                on_all = correctable and of_another is None and self._all_fail()
-                if of_another is None or not of_another.told:
+                remote = error if isinstance(error, CommunicationError) else None
+                on_all = correctable and remote is None and self._all_fail()
+                if remote is None or not remote.told:
                     stack.close()
                 if on_all and self.first:
                     raise
@@ -185,7 +187,7 @@ class Ranks:
                 raise SystemExit(1) from None
 
     def _all_fail(self) -> bool:
-        """Return whether all ranks fail within a moment: all of them reach this barrier."""
+        """Return whether all ranks fail within ``MOMENT``: all of them reach this barrier."""
         if self.failing is None:
             return False
         self.failing.timeout = MOMENT
@@ -196,9 +198,9 @@ class Ranks:
         return True
 
     def rows(self, batch: Batch, *, before: bool = False) -> Batch:
-        """Return this rank's rows of a batch; of a packed one, the texts that begin in its part.
+        """Return this rank's rows of a batch; for a packed batch, the texts that begin in its part.
 
-        ``before``: those of all ranks before this one.
+        ``before``: return the rows of all lower ranks instead.
         """
         data, tokens, labels, starts = self.data, batch.tokens, batch.labels, batch.offsets
         if data.size == 1 and not before:
@@ -209,7 +211,7 @@ class Ranks:
         if starts is None:
             rows = slice(share.start * group, share.stop * group)
             own = {name: array[rows] for name, array in arrays.items()}
-        else:  # texts that belong together begin in one part
+        else:  # texts of one group begin in the same part
             first, last = group * np.searchsorted(starts[::group], (share.start, share.stop))
             place = slice(starts[first], starts[last])
             own = {name: array.reshape(1, -1)[:, place] for name, array in arrays.items()}
@@ -218,7 +220,7 @@ class Ranks:
 
 
 def alone() -> Ranks:
-    """Return the ranks of a run in one process: only this one."""
+    """Return the ranks of a run with this process alone."""
     one = SingleCommunicator()
     return Ranks(one, Grid(one, one, one, one, one))
 
@@ -234,15 +236,15 @@ def start(
     zero: int = 0,
     **options: Any,
 ) -> Ranks:
-    """Return the ranks that mpiexec, torchrun or srun started; without them, only this process.
+    """Return the ranks that mpiexec, torchrun or srun started; without a launcher, one rank.
 
-    ``device`` is as in ``resolve_device``; "auto" is a GPU for each rank, or the CPU for all.
-    ``options`` are those of Ranks that ``check_options`` checks.
+    ``device`` is as in ``resolve_device``; "auto" uses one GPU per rank, or the CPU for all ranks.
+    ``options`` are arguments of Ranks that ``check_options`` checks.
 
     Raises
     ------
     ConfigError
-        The product of the sizes is not the number of ranks, or ZeRO has no data ranks.
+        The product of the sizes is not the number of ranks, or ZeRO has only one data rank.
     """
     parallel = any(size is not None for size in (tensor, pipeline, data, context, expert))
     sizes = {"tensor": tensor or 1, "pipeline": pipeline or 1, "context": context or 1}
@@ -275,17 +277,17 @@ def _ranks(
     if comm.size % count or (data is not None and comm.size != count):
         every = {**sizes, "data": data or 1}
         listed = named(**{f"{name}_parallel": size for name, size in every.items()})
-        cure = f"start it with mpiexec -n {count} unsloth-cupy, torchrun or srun"
+        cure = f"start the run with mpiexec -n {count} unsloth-cupy, torchrun or srun"
         raise ConfigError(f"{listed} is not a grid of {comm.size} ranks; {cure}")
     groups = grid(comm, data=data, **sizes)
     if zero and groups.data.size * groups.context.size * groups.expert.size == 1:
         cure = f"start more ranks, with {named('data_parallel')}"
-        raise ConfigError(f"{named(zero=zero)} is not for one data rank; {cure}")
+        raise ConfigError(f"{named(zero=zero)} needs several data ranks; {cure}")
     return Ranks(comm, groups, device, zero, **options)
 
 
 def chunks_of(schedule: str | None, chunks: int | None) -> int:
-    """Return the number of chunks of blocks in each stage of a pipeline."""
+    """Return the number of model parts per pipeline stage."""
     return (chunks or 2) if schedule == "interleaved" else 1
 
 
@@ -299,48 +301,47 @@ def check_options(
     accumulate: int,
     experts: int = 1,
 ) -> None:
-    """Raise a ConfigError for options of a command that its ranks do not support."""
+    """Raise a ConfigError for options that a grid of ranks does not support."""
     if zero == 3 and experts > 1:
-        cure = f"use {named(zero=1)}, which divides the averages"
-        problem = "they hold different experts, and each its own whole"
-        raise ConfigError(
-            f"{named(zero=3)} is not for ranks of {named('expert_parallel')}: {problem}; {cure}"
-        )
+        cure = f"use {named(zero=1)}, which splits the optimizer states"
+        problem = "each rank holds all weights of its own experts"
+        both = f"{named(zero=3)} does not support {named('expert_parallel')}"
+        raise ConfigError(f"{both}: {problem}; {cure}")
     if schedule is not None and stages == 1:
         cure = f"give {named(pipeline_parallel=2)} or more"
-        raise ConfigError(f"{named(pipeline_schedule=schedule)} is not for one stage; {cure}")
+        raise ConfigError(f"{named(pipeline_schedule=schedule)} needs several stages; {cure}")
     if chunks is not None and schedule != "interleaved":
         cure = f"give {named(pipeline_schedule='interleaved')} too"
-        raise ConfigError(f"{named(chunks=chunks)} is not for a stage that is whole; {cure}")
+        raise ConfigError(f"{named(chunks=chunks)} needs the interleaved schedule; {cure}")
     if schedule == "interleaved" and accumulate % stages:
         cure = f"give {named(accumulate=-(-accumulate // stages) * stages)}"
         problem = f"{named(accumulate=accumulate)} is not a multiple of {stages} ranks"
-        raise ConfigError(f"{problem} of {named('pipeline_parallel')}, as interleaved asks; {cure}")
+        raise ConfigError(
+            f"{problem} of {named('pipeline_parallel')}, as interleaved requires; {cure}"
+        )
     if context_attention is not None and contexts == 1:
         cure = f"give {named(context_parallel=2)} or more"
         option = named(context_attention=context_attention)
-        problem = f"{option} is not for tokens that are whole"
+        problem = f"{option} needs several context ranks"
         raise ConfigError(f"{problem}; {cure}")
     if zero == 3 and stages > 1:
-        cure = f"use {named(zero=1)}, which divides the averages"
-        problem = "the weights of a stage would be gathered for each microbatch"
-        raise ConfigError(
-            f"{named(zero=3)} is not for {named('pipeline_parallel')}: {problem}; {cure}"
-        )
+        cure = f"use {named(zero=1)}, which splits the optimizer states"
+        problem = "each microbatch would gather the weights of the stage"
+        both = f"{named(zero=3)} does not support {named('pipeline_parallel')}"
+        raise ConfigError(f"{both}: {problem}; {cure}")
 
 
 def prints_errors(*, parallel: bool) -> bool:
-    """Return whether this is rank 0, which prints errors of all ranks, by the environment.
+    """Return whether this is rank 0 by the environment; rank 0 prints the errors of all ranks.
 
-    ``parallel`` says whether the command has options for several ranks: without them, variables
-    of Slurm do not count.
+    ``parallel``: the command has options for several ranks.  Otherwise Slurm variables are ignored.
     """
     names = ("RANK",) * ("WORLD_SIZE" in os.environ) + MPI_RANKS + ("SLURM_PROCID",) * parallel
     return int(first_of(os.environ, names) or 0) == 0
 
 
 def _device(device: str | None, comm: Communicator) -> tuple[str | None, str]:
-    """Return the device of the ranks, and why "auto" is not a GPU that is there."""
+    """Return the device of the ranks, and why "auto" does not use an existing GPU."""
     result, problem = resolve_device(device)
     if device != "auto" or not isinstance(comm, MpiCommunicator | SocketCommunicator):
         return result, problem
@@ -352,13 +353,15 @@ def _device(device: str | None, comm: Communicator) -> tuple[str | None, str]:
     places = comm.all_gather(np.frombuffer(place.ljust(8, b"\0"), np.int64))
     count = len({*places.tolist()} - {0})
     if 0 < count < comm.size:
-        cure = "start one rank for each GPU, or choose the CPU for all"
-        problem = f"the GPU is not used: {comm.size} ranks have {count} of them; {cure}"
+        cure = f"start one rank per GPU, or set {named(device='cpu')} for all"
+        problem = (
+            f"the GPU is not used: {comm.size} ranks have {count} GPU{'s' * (count > 1)}; {cure}"
+        )
     return "cuda" if count == comm.size else None, problem
 
 
 def _started(parallel: bool) -> Communicator:
-    """Return the communicator of all ranks, as the environment describes them."""
+    """Return the communicator of all ranks in the environment."""
     by_name = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not by_name and any(name in os.environ for name in UNDER_MPI):
         return MpiCommunicator()

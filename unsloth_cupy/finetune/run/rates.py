@@ -1,4 +1,4 @@
-"""The learning rate of each step of a run: a warm-up, then one of several ways to fall."""
+"""The learning rate of each step of a run: a warm-up, then one of several decays."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -14,8 +14,8 @@ from ...training.schedules import (
     warmup_stable_decay_schedule,
 )
 
-LAST_RATE = 0.1  # learning rate at the end, as a share of the highest
-DECAY_SHARE = 0.2  # of the steps: the fall of wsd
+LAST_RATE = 0.1  # final learning rate, as a fraction of the peak
+DECAY_SHARE = 0.2  # fraction of the steps in which wsd decays
 DECAYS: Mapping[str, Callable[..., float]] = {
     "cosine": cosine_schedule,
     "linear": linear_schedule,
@@ -27,7 +27,7 @@ DECAYS: Mapping[str, Callable[..., float]] = {
 
 
 def rate_of(step: int, plan: Any) -> float:
-    """Return the learning rate of a step, the first of which is 1: step 0 has the rate 0."""
+    """Return the learning rate of a step; steps count from 1, because step 0 has the rate 0."""
     steps, warmup = plan.steps, plan.warmup
     first = math.ceil(steps * warmup) if warmup < 1 else int(warmup)
     more = {}

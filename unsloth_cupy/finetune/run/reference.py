@@ -1,7 +1,7 @@
-"""The log-probabilities of training data by a reference model, computed once, before the run.
+"""Log-probabilities of the training data under a reference model, computed before training.
 
-They stay beside the tokens of the examples, and in the folder of the run: one that goes on takes
-them from there, in equal bits, whatever has become of the model.
+They are stored beside the tokens of the examples, and in the run folder.  A resumed run reads them
+from the folder, with equal bits, even if the reference model has changed since.
 """
 
 import dataclasses
@@ -40,7 +40,7 @@ PARTS = ("train", "held_out")
 
 
 def folder_of(path: Any) -> Path:
-    """Return the folder of a model, or of its stored predictions."""
+    """Return the folder of a model, or of stored predictions."""
     return Path(path) if is_taught(Path(path)) else model_folder(Path(path))
 
 
@@ -50,7 +50,7 @@ def other_models(plan: "Plan", tokenizer: Any, vocab: int) -> dict[str, Path]:
     Raises
     ------
     ConfigError
-        A folder holds no model, or one that reads texts in another way, or has too few positions.
+        A folder holds no model, or a model with another vocabulary or too few positions.
     """
     folders = {n: folder_of(v) for n in FOLDERS if (v := getattr(plan, n)) is not None}
     for name, folder in folders.items():
@@ -76,7 +76,7 @@ def other_models(plan: "Plan", tokenizer: Any, vocab: int) -> dict[str, Path]:
 
 
 def frozen(folder: Path, dtype: str | None, device: str | None, **placing: Any) -> "Transformer":
-    """Return the model in a folder, with its adapter if it is one, in a dtype."""
+    """Load the model in a folder, in a dtype; for an adapter, with its base model."""
     home = base_of(folder)
     lora = None if home is None else folder
     return models.load(home or folder, lora=lora, dtype=dtype, device=device, **placing)
@@ -89,9 +89,9 @@ def with_teacher(
     dtype: str | None = None,
     device: str | None = None,
 ) -> Any:
-    """Return a method with the models that it computes with; without a dtype, with configs alone.
+    """Return a method with its other models loaded; without a dtype, only with their configs.
 
-    Predictions that are stored, for texts of a tokenizer, need no teacher.
+    With stored predictions, no teacher is loaded.
     """
 
     def read(path: Path) -> Any:
@@ -109,7 +109,7 @@ def with_teacher(
 
 
 def add_taught(method: Any, data: TrainingData, shape: Shape, where: Any) -> TrainingData:
-    """Return data with the rows of a teacher's stored predictions, if a method has them."""
+    """Return data with rows of stored predictions, if a method uses stored predictions."""
     taught = getattr(method, "taught", None)
     if taught is None:
         return data
@@ -119,7 +119,7 @@ def add_taught(method: Any, data: TrainingData, shape: Shape, where: Any) -> Tra
 
 
 def digest_of(parts: Sequence[Examples], origin: Any) -> Array:
-    """Return what tells one run's log-probabilities from another's: of texts and model."""
+    """Return a digest of texts and model, which identifies stored log-probabilities."""
     digest = hashlib.sha256(str(origin).encode())
     for part in parts:
         for data in (part.tokens, part.learned):
@@ -128,7 +128,7 @@ def digest_of(parts: Sequence[Examples], origin: Any) -> Array:
 
 
 def take_stored(run: RunFolder, parts: Sequence[Examples], origin: Any) -> bool:
-    """Take log-probabilities from the folder of a run; return whether it has them."""
+    """Read log-probabilities from the run folder; return whether they are there."""
     from safetensors import SafetensorError
 
     if not run.reference.is_file():
@@ -137,16 +137,16 @@ def take_stored(run: RunFolder, parts: Sequence[Examples], origin: Any) -> bool:
         with opened(run.reference) as file:
             if file.get_tensor("digest").tobytes() != digest_of(parts, origin).tobytes():
                 return False
-            known = [file.get_tensor(name) for name in PARTS]
+            stored = [file.get_tensor(name) for name in PARTS]
     except (OSError, SafetensorError):
         return False
-    for part, each in zip(parts, known, strict=True):
+    for part, each in zip(parts, stored, strict=True):
         part.reference = each
     return True
 
 
 def store(run: RunFolder, parts: Sequence[Examples], origin: Any) -> None:
-    """Write log-probabilities into the folder of a run."""
+    """Write log-probabilities into the run folder."""
     arrays: dict[str, Any] = {n: p.reference for n, p in zip(PARTS, parts, strict=True)}
     with atomic_path(run.reference) as partial:
         write_tensors(partial, {**arrays, "digest": digest_of(parts, origin)})
@@ -162,10 +162,10 @@ def reference_known(
     *,
     goes_on: bool,
 ) -> bool:
-    """Set log-probabilities from the folder of a run that goes on, or by another model.
+    """Set log-probabilities from the folder of a resumed run, or by a reference model.
 
-    Ranks divide that model as they do the one that is trained, before which it is freed.  False: a
-    new run compares with the model itself, as it is before the first step.
+    Ranks split the reference model as they split the trained model; it is freed before the trained
+    model is loaded.  False: the reference is the model itself before the first step.
     """
     if goes_on and take_stored(run, parts, origin):
         return True
@@ -177,7 +177,7 @@ def reference_known(
 
 
 def add_reference(loop: "Loop", origin: Path | None, shape: Shape, *, known: bool) -> None:
-    """Complete the data of a loop with log-probabilities, and store them."""
+    """Add log-probabilities to the data of a loop, and store them."""
     parts = loop.training_data.examples
     if not known:
         compute(loop.model, parts, shape, loop.ranks)
@@ -188,7 +188,7 @@ def add_reference(loop: "Loop", origin: Path | None, shape: Shape, *, known: boo
 
 
 def compute(model: "Transformer", parts: Sequence[Examples], shape: Shape, ranks: "Ranks") -> None:
-    """Set the log-probabilities of all examples by a model; data ranks share the work."""
+    """Set the log-probabilities of all examples under a model; data ranks share the work."""
     texts = shape._replace(method=METHODS["sft"])
     with blas_threads(model.config.hidden):
         for part in parts:
@@ -196,7 +196,7 @@ def compute(model: "Transformer", parts: Sequence[Examples], shape: Shape, ranks
 
 
 def _compute(model: "Transformer", part: Examples, texts: Shape, ranks: "Ranks") -> None:
-    """Set the log-probabilities of examples by a model."""
+    """Set the log-probabilities of examples under a model."""
     plain, data = METHODS["sft"], ranks.data
     result = np.zeros(part.ends[-1], np.float32)
     places = [*consecutive(part, texts)]
@@ -211,16 +211,16 @@ def _compute(model: "Transformer", part: Examples, texts: Shape, ranks: "Ranks")
         log_probs = to_numpy(model.log_probs(**arrays).log_probs).reshape(-1)
         for text, start in zip(range(first, last), starts_of(batch), strict=False):
             begin, stop = part.ends[text], part.ends[text + 1]
-            # a token is predicted at the place before it
+            # the logits of a position predict the next token
             result[begin + 1 : stop] = log_probs[start : start + stop - begin - 1]
     together = model.gather is not None or model.expert_ranks is not None
     if together and data.rank >= len(places) % data.size > 0:
         one = placed(plain.inputs(texts.batch_of([part[0]])), model.table)
-        model.log_probs(**one)  # others gather weights from this rank, or send rows to it
+        model.log_probs(**one)  # other ranks gather weights from here, or send rows
     part.reference = data.all_reduce(result) if data.size > 1 else result
     if (broken := np.flatnonzero(~np.isfinite(part.reference))).size:
         text = int(np.searchsorted(part.ends, broken[0], "right")) - 1
-        problem = f"is {part.reference[broken[0]]} by the reference model"
+        problem = f"of the reference model is {part.reference[broken[0]]}"
         cure = "give another reference, or copy it again"
         line = f"line {part.lines[text]} of the data"
         raise ConfigError(f"{line}: the log-probability of a token {problem}; {cure}")

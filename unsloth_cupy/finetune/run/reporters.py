@@ -1,6 +1,6 @@
-"""Callbacks that report a run to TensorBoard, W&B, trackio or MLflow, through their packages.
+"""Callbacks that log a run to TensorBoard, W&B, trackio or MLflow.
 
-Each takes its place and its account from where the package does: WANDB_PROJECT, WANDB_MODE,
+Each uses the package of the tracker, with its environment variables: WANDB_PROJECT, WANDB_MODE,
 MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME, TRACKIO_DIR, ...
 """
 
@@ -12,11 +12,11 @@ from typing import Any
 from ...errors import ConfigError
 from .callbacks import Callback
 
-PROJECT = "unsloth-cupy"  # unless an environment variable names another
+PROJECT = "unsloth-cupy"  # default project; environment variables override it
 
 
 def numbers(logs: Mapping[str, Any]) -> dict[str, float]:
-    """Return logs as the names of two parts that loggers draw in groups: train/loss, eval/loss."""
+    """Return logs with names in the two groups of trackers: train/loss, eval/loss."""
     parts = {
         n: n.replace("eval_", "eval/") if n.startswith("eval_") else f"train/{n}" for n in logs
     }
@@ -59,7 +59,7 @@ class TensorBoardCallback(Callback):
 
 
 class WandbCallback(Callback):
-    """Logs to Weights & Biases; WANDB_MODE=offline keeps a run on this machine."""
+    """Logs to Weights & Biases; with WANDB_MODE=offline the run stays on this machine."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Begin a run."""
@@ -80,7 +80,7 @@ class WandbCallback(Callback):
 
 
 class TrackioCallback(Callback):
-    """Logs to trackio, on this machine unless TRACKIO_SPACE_ID names a space."""
+    """Logs to trackio, on this machine or in the space TRACKIO_SPACE_ID."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **more: Any) -> None:
         """Begin a run."""
@@ -130,7 +130,7 @@ REPORTERS: Mapping[str, type[Callback]] = {
 
 
 def reporters(names: Any) -> list[Callback]:
-    """Return the callbacks of ``report_to``; raise if one or its package is missing."""
+    """Return the callbacks for ``report_to``; raise for an unknown name or a missing package."""
     from importlib.util import find_spec
 
     for name in names:

@@ -1,4 +1,4 @@
-"""Prints the result of a run, and a sample of its model."""
+"""Prints the results of a run, a sample of its model, and the next commands."""
 
 import json
 import math
@@ -18,14 +18,14 @@ from ..methods.registry import MEASURES, METHODS
 from .loop import Loop
 from .run_folder import RunFolder, model_without_weights
 
-CALLS = (  # what may follow a run; the second is for models that write texts, the last for adapters
+CALLS = (  # next calls after a run; the second is for language models, the last for adapters
     'finetune.evaluate("{folder}", "held_out.jsonl")',
     'models.export_gguf("{folder}", "{folder}.gguf", kind="q4_k_m")',
     'models.merge("{folder}", "{folder}-merged")',
 )
-SAMPLE_TOKENS = NEW  # as those of the command that generates
-RULE = 80  # columns of a line that sets texts apart
-MOST = 700.0  # nats whose perplexity is a float
+SAMPLE_TOKENS = NEW  # as in unsloth-cupy generate
+RULE = 80  # columns of a separator line
+MOST = 700.0  # nats; exp of more overflows a float
 
 
 def report(run: RunFolder) -> None:
@@ -41,18 +41,20 @@ def report(run: RunFolder) -> None:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     place = f"{best['step']} of {max((line['step'] for line in steps), default=0)}"
-    table.add_row("best step", f"{place}, with the held-out loss {best['held_out_loss']:.3f}")
+    table.add_row("best step", f"{place} (evaluation loss {best['held_out_loss']:.3f})")
     if run.stopped is not None:
         table.add_row("end", run.stopped)
-    after = best if read_json(run.settings).get("keeps_best") else evaluations[-1]  # of the model
+    after = (
+        best if read_json(run.settings).get("keeps_best") else evaluations[-1]
+    )  # measures of the saved model
     for row in losses(evaluations[0], after, of_new_model=run.of_new_model):
         table.add_row(*row)
     seconds, timed = sum(line["seconds"] for line in steps), [*filter(is_timed, steps)]
-    text = f"{seconds:.0f} s in {len(steps)} step{'s' * (len(steps) > 1)}"
+    text = f"{seconds:.0f} s for {len(steps)} step{'s' * (len(steps) > 1)}"
     if timed:
         tokens = sum(line["tokens_per_second"] * line["seconds"] for line in timed)
         speed = tokens / sum(line["seconds"] for line in timed)
-        text += f", {speed:.0f} tokens/s of text, padding left out"
+        text += f", {speed:.0f} tokens/s (without padding)"
     table.add_row("time", text)
     counted = [line for line in steps if "peak_bytes" in line]
     if counted:
@@ -60,37 +62,40 @@ def report(run: RunFolder) -> None:
         peak = max(line["peak_bytes"] for line in counted)
         off = f"{100 * (planned - peak) / max(peak, 1):+.1f} %"
         text = f"planned {format_bytes(planned)}, measured {format_bytes(peak)} ({off})"
-        table.add_row("arrays of a step", text)
-    table.add_row("peak of the process", format_bytes(max(line["memory_bytes"] for line in steps)))
+        table.add_row("peak array memory", text)
+    table.add_row("peak process memory", format_bytes(max(line["memory_bytes"] for line in steps)))
     table.add_row("model", str(run.model))
     table.add_row("loss curve", str(run.curve))
-    table.add_row("numbers", str(run.log))
+    table.add_row("log", str(run.log))
     console(markup=False).print(table)
 
 
 def losses(
     before: Mapping[str, Any], after: Mapping[str, Any], *, of_new_model: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield rows of names and values: before and after, or of a new model beside its baseline."""
+    """Yield rows (name, value): before and after training; for a new model, with the baseline."""
     loss, baseline = after["held_out_loss"], after.get("unigram_baseline")
     unit = " nats per token" * (baseline is not None)
     if baseline is not None and of_new_model:
         yield "unigram baseline", f"{baseline:.3f}{unit}"
         side = "below" if loss < baseline else "above"
-        yield "held-out loss", f"{loss:.3f}{unit}, {abs(baseline - loss):.3f} {side}"
+        yield (
+            "evaluation loss",
+            f"{loss:.3f}{unit} ({abs(baseline - loss):.3f} {side} the baseline)",
+        )
         shown = f"{_perplexity(loss):.1f} (baseline {_perplexity(baseline):.1f})"
         yield "perplexity", shown
         return
     first = before["held_out_loss"]
-    form = ".3f" if unit else ".4g"  # nats per token are of one size
-    yield "held-out loss", f"{first:{form}} -> {loss:{form}}{unit}"
+    form = ".3f" if unit else ".4g"  # nats per token have similar magnitudes, other losses do not
+    yield "evaluation loss", f"{first:{form}} -> {loss:{form}}{unit}"
     if unit:
         yield "perplexity", f"{_perplexity(first):.1f} -> {_perplexity(loss):.1f}"
     for name in MEASURES:
         values = [line.get(f"held_out_{name}") for line in (before, after)]
         shown = " -> ".join(f"{value:.4g}" for value in values if value is not None)
         if shown:
-            yield f"held-out {name.replace('_', ' ')}", shown
+            yield f"evaluation {name.replace('_', ' ')}", shown
 
 
 def _perplexity(loss: float) -> float:
@@ -98,9 +103,9 @@ def _perplexity(loss: float) -> float:
 
 
 def summary(run: RunFolder, name: str) -> str:
-    """Return what a run is, in at most 24 lines: folder, losses before and after, what may follow.
+    """Return a summary of a run in at most 24 lines: folder, losses, next calls.
 
-    It is read from the files of the run, which may still be going on, or be broken.
+    The summary is read from the files of the run, which may be unfinished or broken.
     """
     try:
         rows = [*_facts(run), *_calls(run)]
@@ -114,7 +119,7 @@ def summary(run: RunFolder, name: str) -> str:
 
 
 def _facts(run: RunFolder) -> list[tuple[str, str]]:
-    """Return the folder of a run, its steps, and measures of its first and last lines, by name."""
+    """Return rows (name, value): folder, steps, and measures of the first and last lines."""
     lines = run.lines()
     steps = [line for line in lines if "loss" in line]
     held_out, best = [line for line in lines if "held_out_loss" in line], run.best()
@@ -122,24 +127,24 @@ def _facts(run: RunFolder) -> list[tuple[str, str]]:
     rows = [("folder", str(run.folder)), ("steps", f"{lines[-1]['step']:,}" if lines else "none")]
     rows[-1] = ("steps", f"{rows[-1][1]}, {state}")
     if best is not None:
-        rows.append(("best step", f"{best['step']:,}, held-out loss {best['held_out_loss']:.4g}"))
+        rows.append(
+            ("best step", f"{best['step']:,} (evaluation loss {best['held_out_loss']:.4g})")
+        )
     if run.stopped is not None:
         rows.append(("end", run.stopped))
     for kind, each in (("", steps), ("held_out_", held_out)):
         for measure in ("loss", *(MEASURES if kind else ())):
             known = [line[kind + measure] for line in each if line.get(kind + measure) is not None]
             if known and len(rows) < SCREEN[0] - len(CALLS) - 2:
-                label = f"{kind or 'training_'}{measure}".replace("_", " ").replace(
-                    "held ", "held-"
-                )
+                label = f"{'evaluation' if kind else 'training'} {measure}".replace("_", " ")
                 rows.append((label, f"{known[0]:.4g} -> {known[-1]:.4g}"))
     return rows
 
 
 def _calls(run: RunFolder) -> list[tuple[str, str]]:
-    """Return the calls of Python that use a run."""
+    """Return rows with the Python calls that use a run."""
     if not run.finished:
-        return [("next", "Trainer(...).train() with the same arguments goes on")]
+        return [("next", "Trainer(...).train() with the same arguments resumes it")]
     values = read_json(run.settings)
     method = METHODS[values.get("method", "sft")]
     use = 'model.generate_text("Once upon a time")'
@@ -149,7 +154,7 @@ def _calls(run: RunFolder) -> list[tuple[str, str]]:
         use = method.example.format(pooling=values.get("pooling") or "mean")
     evaluation, export, merge = CALLS
     into, calls = values.get("merge_into"), [evaluation]
-    if not method.example and into not in IN_FOLDERS and exports(run.model, run.folder):
+    if not method.example and into not in IN_FOLDERS and export_commands(run.model, run.folder):
         calls.append(export if into is None else export.replace(', kind="q4_k_m"', ""))
     if (run.model / ADAPTER).exists() and (into is None or into in IN_FOLDERS):
         calls.append(merge)
@@ -157,50 +162,50 @@ def _calls(run: RunFolder) -> list[tuple[str, str]]:
     return [("model", str(run.model)), ("next", f"run.{use}"), *(("", call) for call in each)]
 
 
-def what_follows(run: RunFolder, *, err: bool = True) -> None:
-    """Print the commands that use a finished run; to standard error, or else to output."""
+def print_next_commands(run: RunFolder, *, err: bool = True) -> None:
+    """Print the next commands after a run, to standard error (``err``) or standard output."""
     values = read_json(run.settings)
     method = METHODS[values.get("method", "sft")]
     measure = []
     if isinstance(held_out := values.get("eval"), str) and not method.compares:
         measure = [["evaluate", run.folder, "--data", held_out]]
-    if method.example:  # it writes no text
+    if method.example:  # the model does not generate text
         load = f"models.load({json.dumps(str(run.model))})"
         used = method.example.format(pooling=values.get("pooling") or "mean")
         code = f"from unsloth_cupy import models; model = {load}; print({used})"
         echo_next(["python", "-c", code], *(["unsloth-cupy", *words] for words in measure), err=err)
         return
-    asks = asking(run.folder, run.model)
+    generate = generate_command(run.folder, run.model)
     merges = [["merge", run.folder, f"{run.folder}-merged"]]
     merges = merges if (run.model / ADAPTER).exists() else []
-    files = exports(run.model, run.folder)
+    files = export_commands(run.model, run.folder)
     if (kind := values.get("merge_into")) is not None:
         merges, files = (merges, []) if kind in IN_FOLDERS else ([], files)
-        files = [[*words[:3], *words[5:]] for words in files]  # in the type of the run
-    follow = [asks, *measure, *merges, *files]
-    echo_next(*(["unsloth-cupy", *words] for words in follow), err=err)
+        files = [[*words[:3], *words[5:]] for words in files]  # without --type: that of the run
+    commands = [generate, *measure, *merges, *files]
+    echo_next(*(["unsloth-cupy", *words] for words in commands), err=err)
 
 
-def asking(folder: Path, words: Path) -> list[object]:
-    """Return the command that writes a text by the model in a folder, or answers a question."""
+def generate_command(folder: Path, words: Path) -> list[object]:
+    """Return the command that generates text with the model in a folder, or starts a chat."""
     question = ["--chat"] if Chat(words).stored else ["Once upon a time"]
     return ["generate", folder, *question]
 
 
-def exports(model: Path, folder: Path) -> list[list[object]]:
-    """Return the command that writes the model in a folder to a file, where llama.cpp has it."""
+def export_commands(model: Path, folder: Path) -> list[list[object]]:
+    """Return the export command for a model, if llama.cpp supports the model."""
     from ...models.gguf.export import why_no_file
 
     try:
-        known = not why_no_file(model_without_weights(model).config)
-    except ConfigError:  # its base is in a folder that was named for the run
-        known = True
+        supported = not why_no_file(model_without_weights(model).config)
+    except ConfigError:  # the base model is in the folder that --base named
+        supported = True
     command = ["export", folder, f"{folder}.gguf", "--type", "q4_k_m", "--modelfile"]
-    return [command] if known else []
+    return [command] if supported else []
 
 
 def results_of(run: RunFolder) -> dict[str, Any]:
-    """Return the results of a run as JSON has them: its last and best lines, and its files."""
+    """Return the results of a run for JSON: its last and best lines, and its files."""
     lines = run.lines()
     step: dict[str, Any] = next((line for line in reversed(lines) if "loss" in line), {})
     last: dict[str, Any] = next((n for n in reversed(lines) if "held_out_loss" in n), {})
@@ -215,20 +220,20 @@ def results_of(run: RunFolder) -> dict[str, Any]:
 
 
 def is_timed(line: dict[str, Any]) -> bool:
-    """Return whether a step has a speed: the first ones, slowed by counting arrays, have none."""
+    """Return whether a step has a speed; steps that measure memory have none."""
     return line["tokens_per_second"] is not None
 
 
 def sample(loop: Loop) -> None:
-    """Print what the model writes, set apart: an answer to the first held-out prompt, or a text."""
+    """Print a sample: a reply to the first evaluation prompt, or a continued evaluation text."""
     prompt, parts = loop.training_data.prompt, loop.training_data.examples
-    asked = bool(parts) and len(prompt) < len(parts[1][0].tokens)
+    is_reply = bool(parts) and len(prompt) < len(parts[1][0].tokens)
     tokens = prompt[: loop.model.config.positions - 1]  # room for one more
-    title = "an answer to the first held-out prompt" if asked else "the held-out text goes on"
-    _rule(f"sampled text: {title}")
-    echo(loop.tokenizer.decode(tokens, skip_special_tokens=not asked), nl=asked)
-    if asked:
-        _rule("answer")
+    title = "reply to the first evaluation prompt" if is_reply else "continued evaluation text"
+    _rule(f"sample: {title}")
+    echo(loop.tokenizer.decode(tokens, skip_special_tokens=not is_reply), nl=is_reply)
+    if is_reply:
+        _rule("reply")
     stream_text(
         loop.model, loop.model.tokenizer, tokens,
         max_new_tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, seed=loop.plan.seed,
@@ -237,5 +242,5 @@ def sample(loop: Loop) -> None:
 
 
 def _rule(title: str = "") -> None:
-    """Print a line that sets texts apart."""
+    """Print a separator line."""
     echo(f"--- {title} ".ljust(RULE, "-") if title else "-" * RULE)

@@ -1,4 +1,4 @@
-"""What the runs of a folder must have in common: settings.json, and its comparison."""
+"""settings.json, and the comparison that decides whether a run may be resumed."""
 
 import dataclasses
 import json
@@ -19,19 +19,19 @@ from ..naming import named
 from .new_model import SIZES
 from .settings import Settings
 
-OTHERS = {"python-docs": "Python's documentation", NAME: "an iterable of rows"}  # than files
-# A row is cut if it has more tokens than so many times the 99th percentile: rows of half as much
-# again need that much memory in a step, while one outlier may need a hundred times.
+OTHERS = {"python-docs": "Python's documentation", NAME: "an iterable of rows"}  # not files
+# If the longest row has more than 1.5 times the 99th percentile, the default length is the 99th
+# percentile: 1.5 times the length needs 1.5 times the memory, an outlier perhaps 100 times.
 OUTLIER = 1.5
 MORE = ("steps", "epochs", "evaluate_every")  # settings that may change when a run is finished
-# what is not compared: it describes a text that has changed, is the run's own, or changes no bit
+# not compared: they describe a text that has changed, belong to the earlier run, or change no bit
 ABOUT = ("text_file", "text_bytes", "outlier", "recompute_every", "keep", "offload", "save_every")
 
 
-def kept(
+def stored_settings(
     settings: Settings, text: Text | Records, source: Path | None, base: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the content of settings.json: all that a resumed run must have in common."""
+    """Return the content of settings.json: all settings that a resumed run must share."""
     path, plan = text.path, settings.decided(new=source is None)
     fields = dataclasses.fields(Settings)
     result = {
@@ -55,7 +55,7 @@ def kept(
     if source is None:
         result |= {name: getattr(settings, name) or size for name, size in SIZES.items()}
     if isinstance(text, Records):
-        result["tokens"] = settings.tokens  # None: the text determines them
+        result["tokens"] = settings.tokens  # None: the data determine the length
         result["outlier"] = OUTLIER
     if settings.steps is None and (settings.epochs is not None or source is not None):
         every = settings.evaluate_every
@@ -64,9 +64,9 @@ def kept(
 
 
 def differences(before: Mapping[str, Any], now: Mapping[str, Any], *, ended: bool) -> list[str]:
-    """Return the differences of two runs' settings in words; ``ended`` allows more steps or epochs.
+    """Return in words how the settings of two runs differ; ``ended`` allows more steps or epochs.
 
-    A setting that an earlier version did not write counts as the same.
+    Settings that an earlier version did not write count as equal.
     """
     now = json.loads(json.dumps(now))
     changed = [key for key in now if key in before and before[key] != now[key]]
@@ -94,10 +94,11 @@ def differences(before: Mapping[str, Any], now: Mapping[str, Any], *, ended: boo
 def own_settings(
     settings: Settings, now: Mapping[str, Any], before: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what a run was started with, of settings that have their defaults now and differ.
+    """Return the settings of an earlier run that replace defaults of the present settings.
 
-    The dtype is one even if it is the same: its default depends on the device.  The data have been
-    read for the method, so it is none.
+    These are settings that have their defaults now and differ from the earlier run.  The dtype is
+    always included, because its default depends on the device; the method never, because the data
+    are already read for it.
     """
     defaults = {each.name: each.default for each in dataclasses.fields(Settings)}
     for name in ("method", "base", "eval"):  # base and eval have other values in settings.json
@@ -114,8 +115,8 @@ def own_settings(
     }
 
 
-def asks_for_more(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Return whether more steps or epochs are requested than a run had."""
+def requests_more(before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether more steps or epochs are requested than an earlier run had."""
     return any(_more(before.get(key), now.get(key)) for key in ("steps", "epochs"))
 
 
@@ -125,7 +126,7 @@ def _more(before: Any, now: Any) -> bool:
 
 
 def _other_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Return in words which files of a base model have changed, are new or are gone."""
+    """Return in words which files of a base model are changed, new or missing."""
     if (memory := "the model" in before) != ("the model" in now) and before and now:
         then, other = ("a model in memory", "a folder")[:: 1 if memory else -1]
         return [f"another base model: {then} (now {other})"]
@@ -145,7 +146,7 @@ def _other_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
 
 
 def read_settings(path: Any) -> dict[str, Any]:
-    """Return the settings that a run was started with, or raise a ConfigError."""
+    """Return the settings of a run from settings.json; raise a ConfigError if it is broken."""
     problem = f"{path} is broken; name a new folder with {named('out')}"
     try:
         settings = read_json(path)

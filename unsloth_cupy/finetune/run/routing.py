@@ -1,8 +1,8 @@
-"""Which experts the tokens of a run go to: counts, numbers of a line of the log, a picture.
+"""Counts the tokens per expert in a run, for the log and for a picture.
 
-    load = largest / mean          of the tokens that the experts of a layer take in a step
+    load = largest / mean          of the tokens per expert of a layer in a step
 
-Every token goes to its k experts: none has a capacity, so no token is dropped.
+Every token goes to its k experts: experts have no capacity limit, so no token is dropped.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,12 +20,12 @@ from ...placement import to_numpy
 if TYPE_CHECKING:
     from ...models import Transformer
 
-REACH = 3.0  # doublings and halvings of an even share that the colours of the picture tell apart
-WIDTH = 60  # characters of a title that fit in a line
+REACH = 3.0  # range of the colours: 2**-3 to 2**3 times an equal share of tokens
+WIDTH = 60  # characters of a title line
 
 
 class Routing:
-    """Counts the tokens of every expert in the passes of a step, where they are computed."""
+    """Counts the tokens of every expert in the passes of a step, on the device."""
 
     def __init__(self, model: "Transformer") -> None:
         experts = model.config.experts
@@ -33,7 +33,7 @@ class Routing:
         sparse = () if experts is None else experts.sparse
         self.layers = [layer for layer, has_experts in enumerate(sparse) if has_experts]
         self.newest: Any = None  # (layers, experts), on the device; graphs add to it
-        self.since: Any = 0  # the line before, on the host
+        self.since: Any = 0  # tokens since the last ``line``, on the host
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -56,7 +56,7 @@ class Routing:
             self.newest[place] += offsets[1:-1] - offsets[:-2]
 
     def measures(self, summed: Callable[[Array], Array]) -> dict[str, float]:
-        """Return what a line of the log says of a step; ``summed`` sums over ranks."""
+        """Return the measures of a step for the log; ``summed`` sums over ranks."""
         if not self.layers:
             return {}
         own: Any = np.zeros((len(self.layers), self.count)) if self.newest is None else self.newest
@@ -73,7 +73,7 @@ class Routing:
         }
 
     def line(self, step: int) -> dict[str, Any] | None:
-        """Return the tokens of each expert since the last call, by layer; None without any."""
+        """Return a line with the tokens per layer and expert since the last call, or None."""
         counts, self.since = self.since, 0
         if np.ndim(counts) == 0:
             return None
@@ -81,9 +81,9 @@ class Routing:
 
 
 def draw_routing(path: Path, lines: Sequence[Mapping[str, Any]], title: str) -> None:
-    """Draw what share of the tokens each expert took into a PNG file, layer by layer.
+    """Draw the share of tokens per layer and expert in the last line into a PNG file.
 
-    Of several lines the last counts: a colour is a share beside an even one.
+    Colours show the ratio of a share to an equal share.
     """
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator
@@ -108,6 +108,6 @@ def draw_routing(path: Path, lines: Sequence[Mapping[str, Any]], title: str) -> 
         side.set_color(SOFT)
     ticks = [-REACH, -1.0, 0.0, 1.0, REACH]
     bar = figure.colorbar(image, ax=axes, ticks=ticks)
-    bar.set_label("tokens, beside an even share", color=INK, fontsize=9)
+    bar.set_label("tokens relative to an equal share", color=INK, fontsize=9)
     bar.set_ticklabels(["1/8 or less", "1/2", "1", "2", "8 or more"], fontsize=9, color=INK)
     save_picture(figure, path)

@@ -1,23 +1,22 @@
 """The folder of a run: settings, numbers as JSON lines, checkpoints, the trained model.
 
-    settings.json        the settings of the run; a resumed run must have the same ones
+    settings.json        the settings of the run; a resumed run must have the same settings
     log.jsonl            one line per step, one per evaluation
     checkpoint-000200/   the newest state: model, tokenizer, optimizer.safetensors, trainer.json;
-                         the previous one is kept until a step from the newest has succeeded
-    model/               the result; its presence says that the run is finished.  The last
-                         checkpoint is kept too: a run of more steps continues from it
-    best/                the model of the lowest held-out loss, if the run keeps it
-    rows.jsonl           the training data, if Python gave rows instead of files
-    samples.jsonl        the texts with which the model continued the prompts of the settings
-    reference.safetensors  log-probabilities of the data by the reference model, if the method
-                         compares with it
-    routing.jsonl        of a mixture of experts: at an evaluation, the tokens that each expert of
-                         each layer took since the one before
+                         the previous one is deleted after a successful step from the newest
+    model/               the result; it exists only if the run is finished.  The last checkpoint
+                         remains, so that a run with more steps can continue from it
+    best/                the model of the best step, if the run saves it
+    rows.jsonl           the training data, if they were Python rows instead of files
+    samples.jsonl        samples: continuations of the prompts of the settings
+    reference.safetensors  log-probabilities of the data under the reference model, if the method
+                         has one
+    routing.jsonl        for a mixture of experts, per evaluation: tokens per layer and expert since
+                         the previous evaluation
     curve.png, routing.png
     profile.txt, trace.json, if steps were profiled
 
-Everything is written to a temporary name and renamed, so that a file or folder of these names is
-always complete.
+Files and folders are written under a temporary name and then renamed, so they are always complete.
 """
 
 import hashlib
@@ -38,20 +37,21 @@ from ...models.text.tokenizer import has_tokenizer
 from ..listener import reading
 from ..methods.registry import METHODS
 from ..naming import named
-from .resume import asks_for_more, differences, read_settings
+from .resume import differences, read_settings, requests_more
 
 if TYPE_CHECKING:
     from ...models.adapters.adapter import Adapter
     from ...models.configs.config import Config
 
-# whose fingerprints a run keeps
+# model files whose fingerprints settings.json stores
 HASHED = ("config.json", "gguf.json", "*.safetensors", "teach.json", "*.npy")
-STOPPED = "stopped"  # of the last line of a run that ended before its last step: the reason
-LINES = {  # kinds of lines of a log, and what else such a line holds
+STOPPED = "stopped"  # key in the last line of a run that ended early: the reason
+LINES = {  # key that marks a kind of log line, and other keys that this kind requires
     "loss": ("seconds", "tokens_per_second", "memory_bytes"),
     "held_out_loss": (),
 }
-COUNTED = {f"held_out_{method.unit}" for method in METHODS.values()}  # one is in an evaluation
+# an evaluation line has one of these counts
+COUNTED = {f"held_out_{method.unit}" for method in METHODS.values()}
 BLOCK = 2**22  # bytes read at a time
 
 
@@ -68,7 +68,7 @@ class RunFolder:
 
     @contextmanager
     def claimed(self, settings: dict[str, Any]) -> Iterator[None]:
-        """Reserve the folder for this run inside a ``with`` block; raise if it holds another."""
+        """Lock the folder for this run inside a ``with`` block; raise if it holds another run."""
         if self.folder.is_file():
             raise ConfigError(f"{named(out=self.folder)} is a file; name a folder")
         if self.folder.is_dir() and any(self.folder.iterdir()) and not self.settings.is_file():
@@ -82,7 +82,7 @@ class RunFolder:
             raise ConfigError(
                 f"{named(out=self.folder)}: {error.strerror}; name another folder"
             ) from None
-        busy = f"{named(out=self.folder)} is in use by a run that is going on; name a new folder"
+        busy = f"{named(out=self.folder)} is in use by another run; name a new folder"
         with folder_lock(self.folder, busy):
             if self.finished or self.newest_checkpoint():
                 self._compare(settings)
@@ -108,7 +108,7 @@ class RunFolder:
             folder.rmdir()
 
     def _compare(self, settings: dict[str, Any]) -> None:
-        """Raise if the folder holds a run with other settings; allow a finished one more steps."""
+        """Raise if the run in the folder has other settings; a finished run may get more steps."""
         before, newest = read_settings(self.settings), self.newest_checkpoint()
         last = int(newest.name.rpartition("-")[2]) if newest else 0
         ended = self.finished or last == before.get("steps")
@@ -118,11 +118,11 @@ class RunFolder:
                 f"{named(out=self.folder)} holds a run with {'; '.join(changed)}; use the same"
                 f" options to resume it{more}, or name a new folder with {named('out')}"
             )
-        if ended and asks_for_more(before, settings):
+        if ended and requests_more(before, settings):
             if newest is None:
                 raise ConfigError(
-                    f"{named(out=self.folder)} holds no checkpoint, from which more steps would"
-                    f" go on; name a new folder with {named('out')}"
+                    f"{named(out=self.folder)} holds no checkpoint to resume from; name a new"
+                    f" folder with {named('out')}"
                 )
             if self.finished:
                 remove(self.model)
@@ -137,13 +137,13 @@ class RunFolder:
 
     @property
     def outlier(self) -> float:
-        """The limit of the longest row, as in resume; runs of before cut all above 99 %."""
+        """``resume.OUTLIER`` of the run; 1.0 for earlier versions (the 99th percentile)."""
         return float(read_settings(self.settings).get("outlier", 1.0))
 
     def known(self) -> dict[str, Any]:
-        """Return the settings of the run that goes on, or is finished, here; {} without one."""
-        goes_on = self.settings.is_file() and (self.finished or self.newest_checkpoint())
-        return read_settings(self.settings) if goes_on else {}
+        """Return the settings of the resumable or finished run in this folder; {} without one."""
+        has_run = self.settings.is_file() and (self.finished or self.newest_checkpoint())
+        return read_settings(self.settings) if has_run else {}
 
     @property
     def finished(self) -> bool:
@@ -160,7 +160,7 @@ class RunFolder:
         return max(self.checkpoints(), default=None)
 
     def drop_checkpoints(self, before: str = "checkpoint-~") -> None:
-        """Remove the checkpoints whose name sorts before this one."""
+        """Remove the checkpoints whose names sort before ``before``."""
         for path in self.folder.glob("checkpoint-*"):
             if path.name < before:
                 remove(path)
@@ -170,15 +170,15 @@ class RunFolder:
         _append(self.log, line)
 
     def append_sample(self, line: dict[str, Any]) -> None:
-        """Add a text that the model wrote: its step, its prompt, and the text."""
+        """Add a line with the step, prompt and text of a sample."""
         _append(self.samples, line)
 
     def append_routes(self, line: dict[str, Any]) -> None:
-        """Add the tokens of each expert by layer, and the step."""
+        """Add a line with the step, and the tokens per layer and expert."""
         _append(self.routing, line)
 
     def lines(self) -> list[dict[str, Any]]:
-        """Return the lines of the log, without one that a crash left incomplete."""
+        """Return the lines of the log; skip a last line that a crash left incomplete."""
         if not self.log.exists():
             return []
         lines = []
@@ -196,7 +196,7 @@ class RunFolder:
         return lines
 
     def best(self) -> dict[str, Any] | None:
-        """Return the line with the lowest held-out loss, the first of equal ones; None: no line."""
+        """Return the first line with the lowest evaluation loss; None without an evaluation."""
         held_out = (line for line in self.lines() if "held_out_loss" in line)
         return min(held_out, key=lambda line: line["held_out_loss"], default=None)
 
@@ -207,12 +207,12 @@ class RunFolder:
 
     @property
     def stopped(self) -> str | None:
-        """Return why the run ended before its last step, as its log says; None: it did not."""
+        """Return from the log why the run ended early; None: it did not end early."""
         lines = [line for line in self.lines() if "loss" in line or STOPPED in line]
         return lines[-1].get(STOPPED) if lines else None
 
     def evaluated(self, step: int) -> bool:
-        """Return whether the log holds the held-out loss after a step."""
+        """Return whether the log has the evaluation after a step."""
         return any(line["step"] == step and "held_out_loss" in line for line in self.lines())
 
     def trim(self, step: int) -> None:
@@ -226,7 +226,7 @@ class RunFolder:
                     partial.write_text(text, encoding="utf-8")
 
     def beside(self, path: Path) -> Iterator[dict[str, Any]]:
-        """Yield the lines of another file of steps, without one that a crash left incomplete."""
+        """Yield the lines of another file with steps; skip lines that are not complete."""
         for text in regular(path).read_bytes().split(b"\n")[:-1]:
             with suppress(ValueError, RecursionError):
                 line = json.loads(text)
@@ -241,7 +241,7 @@ def _append(path: Path, line: dict[str, Any]) -> None:
 
 
 def _is_line(line: Any) -> bool:
-    """Return whether a value is a line of a log: numbers by name, those of a step or evaluation."""
+    """Return whether a value is a valid line of a log, with the numbers of its kind."""
     if not isinstance(line, dict) or not is_integer(line.get("step")):
         return False
     if "held_out_loss" in line and not line.keys() & COUNTED:
@@ -268,8 +268,8 @@ def model_without_weights(
 ) -> Facts:
     """Return config, adapter if any, and kind of quantization of the model in a folder.
 
-    ``base`` is the base model of an adapter, in place of the one that it names; ``head`` and
-    ``labels`` are those of ``models.load``.
+    ``base`` replaces the base model that an adapter names; ``head`` and ``labels`` are as in
+    ``models.load``.
     """
     from ...models.adapters.adapter_folder import read_adapter
     from ...models.adapters.outer_folder import base_for, implied_head
@@ -286,12 +286,12 @@ def model_without_weights(
 
 
 def words_folder(folder: Path, base: Any = None) -> Path:
-    """Return the folder of a model's tokenizer: an adapter's own, or that of its base."""
+    """Return the folder of a model's tokenizer; for an adapter without one, of its base model."""
     return folder if has_tokenizer(folder) else base_of(folder, base) or folder
 
 
 def config_file(path: Path) -> Path:
-    """Return the config.json of a path: the file itself, or that of a model, run or base model."""
+    """Return the path of config.json: of a file itself, a model, a run, or an adapter's base."""
     if path.is_file() and folder_of(path) == path:
         return path
     folder = model_folder(path)
@@ -299,9 +299,9 @@ def config_file(path: Path) -> Path:
 
 
 def model_folder(path: Path) -> Path:
-    """Return the folder of a model's files: the path, or the result of the run in it.
+    """Return the folder of a model's files: the path itself, or the result of the run in it.
 
-    OWNER/MODEL is a model of huggingface.co in the local cache, where no folder has this name.
+    If no folder has this name, OWNER/MODEL is a model of huggingface.co in the local cache.
     """
     if not path.exists() and (known := cached(path.as_posix())):
         return known[0]
@@ -320,8 +320,8 @@ def model_folder(path: Path) -> Path:
 def fingerprints(folder: Path, known: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return the fingerprint of each config.json and safetensors file of a model, by file name.
 
-    They show whether the base model of an adapter has changed.  If size, change time and inode of
-    a file are those of its known fingerprint, the digest is taken from there: the file is not read.
+    Fingerprints show whether the base model of an adapter has changed.  If a file has the size,
+    change time and inode of its known fingerprint, the known digest is used and the file not read.
     """
     paths = sorted(path for pattern in HASHED for path in folder.glob(pattern))
     result: dict[str, dict[str, Any]] = {}

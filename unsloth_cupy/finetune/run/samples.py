@@ -1,4 +1,4 @@
-"""Texts that a model writes at each evaluation: it continues the prompts of the settings."""
+"""Samples at each evaluation: the model continues the prompts of the settings."""
 
 from typing import Any
 
@@ -8,29 +8,29 @@ from ...errors import ConfigError
 from ...placement import to_device_of
 from ..naming import named
 
-TOKENS = 60  # that continue a prompt
+TOKENS = 60  # maximum number of new tokens per prompt
 
 
 def check_prompts(loop: Any) -> None:
     """Raise a ConfigError if the model cannot continue the prompts of the settings."""
     prompts = loop.plan.sample_prompt
     if prompts and not loop.ranks.whole:
-        problem = "is for a model that no ranks divide"
+        problem = "is not supported when ranks split the model"
         raise ConfigError(f"{named('sample_prompt')} {problem}; leave it out")
     if prompts and loop.method.head is not None:
-        problem = f"is for a language model, which {named(method=loop.plan.method)} trains none"
+        problem = f"needs a language model, which {named(method=loop.plan.method)} does not train"
         raise ConfigError(f"{named('sample_prompt')} {problem}; leave it out")
     for prompt in prompts:
         prompt_tokens(loop, prompt)
 
 
 def prompt_tokens(loop: Any, prompt: str) -> list[int]:
-    """Return the tokens of a prompt: of a run of chats, of a question and the answer's start.
+    """Return the tokens of a prompt; in a run on chats, with the chat template.
 
     Raises
     ------
     ConfigError
-        It leaves no position to go on.
+        The prompt is empty, or leaves no position for a new token.
     """
     if loop.chat is None:
         tokens = loop.tokenizer.encode(prompt).ids
@@ -44,7 +44,7 @@ def prompt_tokens(loop: Any, prompt: str) -> list[int]:
 
 
 def write_samples(loop: Any) -> None:
-    """Continue the prompts, greedily, and log the texts."""
+    """Continue the prompts greedily, and log the texts."""
     model, ends = loop.model, loop.model.config.end_tokens
     for prompt in loop.plan.sample_prompt if loop.ranks.first else ():
         tokens = prompt_tokens(loop, prompt)

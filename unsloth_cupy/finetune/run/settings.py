@@ -30,171 +30,213 @@ from .new_tokens import read_lines
 from .rates import DECAYS
 from .reporters import REPORTERS
 
-STEPS = 1200  # of a new model, if neither steps nor epochs are given
-TOKENS = 128  # in a row of running text
-NEW_RATE, RATE, ADAPTER_RATE = 4e-3, 1e-4, 1e-3  # default learning rates
-EVALUATIONS = 10  # by default, of a run
+STEPS = 1200  # default for a new model
+TOKENS = 128  # default length of a row of running text
+NEW_RATE, RATE, ADAPTER_RATE = 4e-3, 1e-4, 1e-3  # defaults: new model, existing, adapters
+EVALUATIONS = 10  # default number of evaluations in a run
 SMALL = "adamw8bit"  # adamw with state_bits=8
 NAMES = ("adamw", SMALL, *[name for name in KINDS if name != "adamw"])
-DEVICES = "auto, cpu, cuda or cuda:1; auto: a GPU if one can be used."
+DEVICES = "auto, cpu, cuda or cuda:1; auto uses a GPU if one is available."
 DTYPES = FLOAT, *HALVES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Settings(Options):
-    """The settings of a run; each is explained beside its field.
+    """The settings of a run; most fields have their help text beside them.
 
     Attributes
     ----------
     trained_tokens : sequence of int
-        Tokens whose rows of the tables are trained beside adapters.
+        Tokens whose rows of embedding and head are trained besides adapters.
     loss_scale : float
-        Of float16: the factor of the loss at first.
+        With float16: the initial loss scale.
     dynamic_scaling : bool
-        Whether this factor changes when gradients overflow, and when none did for long.
+        Whether the loss scale shrinks when gradients overflow, and grows after many good steps.
     keep : sequence of str
-        With ``recompute_every``: ops whose results are stored, not recomputed.
+        With ``recompute_every``: ops whose results are stored instead of recomputed.
     offload : bool
         With ``recompute_every``: store the inputs of blocks in the memory of the host.
 
     Raises
     ------
     ConfigError
-        A value has another type, is out of range or no choice; the message names the field.
+        A value has a wrong type, is out of range or not a choice; the message names the field.
     """
 
     CALL: ClassVar[str] = "Settings"
-    pack: bool | None = setting("data", "Lines share rows.  [default: {pack}]", kept=False)
-    batch: int = setting("data", "Rows of text in a step.", 4, least=1)
+    pack: bool | None = setting(
+        "data", "Pack several examples into a row.  [default: {pack}]", kept=False
+    )
+    batch: int = setting("data", "Batch size in rows.", 4, least=1)
     tokens: int | None = setting(
         "data",
-        f"Tokens in a row.  [default: of lines the longest, if it is no outlier, else {TOKENS}]",
+        "Maximum length of a row in tokens.  [default: the longest example, outliers excluded;"
+        f" {TOKENS} for running text]",
         least=2,
     )
 
     layers: int | None = setting(
-        "model", f"Of a new model.  [default: {SIZES['layers']}]", least=1, kept=False
+        "model",
+        f"Number of layers of a new model.  [default: {SIZES['layers']}]",
+        least=1,
+        kept=False,
     )
     hidden: int | None = setting(
-        "model", f"Of a new model.  [default: {SIZES['hidden']}]", least=1, kept=False
+        "model", f"Hidden size of a new model.  [default: {SIZES['hidden']}]", least=1, kept=False
     )
     vocabulary: int | None = setting(
-        "model", f"Of a new tokenizer.  [default: {SIZES['vocabulary']}]", least=1, kept=False
+        "model",
+        f"Vocabulary size of a new tokenizer.  [default: {SIZES['vocabulary']}]",
+        least=1,
+        kept=False,
     )
     train_weights: bool = setting(
-        "model", "With {quantize} ternary: train a new model.", False, kept=False, rare=True
+        "model",
+        "With {quantize} ternary: train all weights of a new model.",
+        False,
+        kept=False,
+        rare=True,
     )
     new_tokens: str | Path | None = setting(  # noqa: RUF009 -- a field
-        "model", "File of tokens to add to an existing model, one a line.", kept=False
+        "model", "File of tokens to add to an existing model, one per line.", kept=False
     )
-    # whose rows are trained beside adapters
     trained_tokens: Sequence[int] = dataclasses.field(default=(), metadata={"kept": False})
     device: str | None = setting("model", DEVICES, "auto", kept=False)
 
     lora: int | None = setting(
-        "adapters", "Train adapters of this rank; the model is frozen.", least=1
+        "adapters", "LoRA rank: train adapters of this rank and freeze the model.", least=1
     )
     lora_alpha: float | None = setting(
-        "adapters", "Their scale is alpha / rank.  [default: 2 rank]", above=0
+        "adapters", "LoRA alpha: adapters are scaled by alpha / rank.  [default: 2 * rank]", above=0
     )
     lora_dropout: float = setting(
-        "adapters", "Share of their inputs that is 0 in a step.", 0.0, least=0, below=1
+        "adapters", "Dropout probability of the adapters' inputs.", 0.0, least=0, below=1
     )
     lora_targets: str | Sequence[str] = setting(
-        "adapters", "all, attention, or names of layers, as q_proj,v_proj.", ALL
+        "adapters", "Layers to adapt: all, attention, or names such as q_proj,v_proj.", ALL
     )
-    rslora: bool = setting("adapters", "Their scale is alpha / sqrt(rank).", False, rare=True)
-    dora: bool = setting("adapters", "Train the norms of the weights' rows too.", False)
+    rslora: bool = setting(
+        "adapters", "Scale adapters by alpha / sqrt(rank) (rsLoRA).", False, rare=True
+    )
+    dora: bool = setting("adapters", "Also train the norm of each weight row (DoRA).", False)
     base: str | Path | None = setting(  # noqa: RUF009 -- a field
-        "adapters", "Base model of the adapter that goes on to learn, if it has moved.", kept=False
+        "adapters", "Folder of the adapter's base model, if it has moved.", kept=False
     )
     quantize: str | None = setting(
-        "adapters", "Store the model in fewer bits, as nf4; with {lora}.", choices=QUANTIZED
+        "adapters",
+        "Quantize the frozen weights, for example to nf4; requires {lora}.",
+        choices=QUANTIZED,
     )
     merge_into: str | None = setting(
-        "adapters", "Train through the quantizer of the file to merge into, as nf4 or q4_0.",
+        "adapters", "Train LoRA through the quantizer of the merged file, for example nf4 or q4_0.",
         choices=CHOICES,
     )  # fmt: skip
     merge_from: int = setting(
-        "adapters", "With {merge_into}: after so many steps without it.", 0, least=0, rare=True
+        "adapters",
+        "Number of steps before training uses the quantizer of {merge_into}.",
+        0,
+        least=0,
+        rare=True,
     )
 
     steps: int | None = setting(
         "training",
-        f"Updates of the weights.  [default: 1 to 3 epochs; {STEPS} of a new model]",
+        f"Number of optimizer steps.  [default: 1 to 3 epochs; {STEPS} for a new model]",
         least=1,
     )
     epochs: float | None = setting(
-        "training", "Passes through the text, in place of {steps}.", above=0, kept=False
+        "training", "Number of passes through the data, in place of {steps}.", above=0, kept=False
     )
-    lr: float | None = setting("training", "Highest learning rate.  [default: by model]", above=0)
+    lr: float | None = setting(
+        "training",
+        "Peak learning rate.  [default: depends on model, method and optimizer]",
+        above=0,
+    )
     embedding_lr: float | None = setting(
         "training",
-        "Of the table of tokens and the head, if they learn.  [default: {lr}]",
+        "Peak learning rate of the embedding and the head, if trained.  [default: {lr}]",
         above=0,
         rare=True,
     )
     warmup: float = setting(
-        "training", "Steps in which {lr} is reached, or a share of all, below 1.", 0.05, least=0
+        "training",
+        "Warmup steps; a value below 1 is a fraction of all steps.",
+        0.05,
+        least=0,
     )
     decay: str | None = setting(
-        "training", "How the rate then falls.  [default: cosine; not of schedulefree]",
+        "training",
+        "Learning rate schedule after warmup.  [default: cosine; constant for schedulefree]",
         choices=(*DECAYS,),
     )  # fmt: skip
     optimizer: str = setting(
-        "training", "adamw8bit has averages of 8 bits; muon is for matrices, beside adamw.",
+        "training",
+        "adamw8bit stores its states in 8 bits; muon trains matrices, and adamw the rest.",
         "adamw", choices=NAMES,
     )  # fmt: skip
     weight_decay: float = setting(
-        "training", "Share of the weights removed per step, times lr.", 0.1, least=0
+        "training", "Weight decay per step, multiplied by the learning rate.", 0.1, least=0
     )
     decay_all: bool = setting(
-        "training", "Decay norms, biases and embeddings too.", False, rare=True
+        "training", "Also apply weight decay to norms, biases and embeddings.", False, rare=True
     )
-    max_norm: float = setting("training", "Norm to clip gradients to.", 1.0, above=0)
+    max_norm: float = setting(
+        "training", "Maximum gradient norm (gradient clipping).", 1.0, above=0
+    )
     accumulate: int = setting(
-        "training", "Batches whose gradients are summed per step.", 1, least=1
+        "training", "Gradient accumulation: number of batches per step.", 1, least=1
     )
     dtype: str | None = setting(
-        "training", "Of the computation; trained weights stay float32.  [default: that of the run"
-        " that goes on; on a GPU that of the model if it has 16 bits, else bfloat16; on a CPU"
+        "training", "Compute dtype; trained weights stay float32.  [default: as in the"
+        " resumed run; otherwise on a GPU the model's 16-bit dtype, or bfloat16; on a CPU"
         " float32]", choices=DTYPES,
     )  # fmt: skip
     seed: int = setting(
-        "training", "Of new weights, the order of the text and the sample.", 0, least=0
+        "training", "Random seed of new weights, data order and samples.", 0, least=0
     )
     data_seed: int | None = setting(
-        "training", "Of the order of the text.  [default: that of {seed}]", least=0, rare=True
+        "training", "Random seed of the data order.  [default: {seed}]", least=0, rare=True
     )
     neftune: float = setting(
-        "training", "Add noise of this size to embeddings (NEFTune), as 5.", 0.0, least=0, rare=True
+        "training",
+        "Size of the noise added to embeddings (NEFTune), for example 5.",
+        0.0,
+        least=0,
+        rare=True,
     )
     graph: bool | None = setting(
         "training",
-        "On a GPU, repeat steps as CUDA graphs.  [default: for sft]",
+        "On a GPU, replay steps as CUDA graphs.  [default: only for sft]",
         kept=False,
         rare=True,
     )
     find_nan: bool = setting(
-        "training", "Name the first layer with a NaN; slower.", False, kept=False, rare=True
+        "training",
+        "Report the first layer that produces a NaN; slower.",
+        False,
+        kept=False,
+        rare=True,
     )
     loss_scale: float = 65536.0
     dynamic_scaling: bool = True
 
     eval: str | Path | float | Records | Text | None = setting(  # noqa: RUF009 -- a field
         "evaluation",
-        "File to evaluate on, or a share of the text as 0.05.  [default: a tenth]",
+        "Evaluation file, or a fraction of the data such as 0.05.  [default: a tenth]",
         kept=False,
     )
     evaluate_every: int | None = setting(
         "evaluation", "Steps between evaluations.  [default: a tenth of all steps]", least=1
     )
     patience: int | None = setting(
-        "evaluation", "Stop after so many evaluations without a lower loss.", least=1, kept=False
+        "evaluation",
+        "Stop after this many evaluations without a lower evaluation loss.",
+        least=1,
+        kept=False,
     )
     min_delta: float = setting(
         "evaluation",
-        "With {patience}: by how many nats it must be lower.",
+        "With {patience}: smallest decrease of the loss that counts, in nats.",
         0.0,
         least=0,
         kept=False,
@@ -202,65 +244,75 @@ class Settings(Options):
     )
     keep_best: bool = setting(
         "evaluation",
-        "End with the model of the lowest loss; {patience} does too.",
+        "Save the model of the best step at the end; {patience} implies it.",
         False,
         kept=False,
     )
     sample_prompt: Sequence[str] = setting(
         "evaluation",
-        "Text to continue at each evaluation; may be repeated.",
+        "Prompt to continue at each evaluation; may be repeated.",
         (),
         kept=False,
         rare=True,
     )
 
     recompute_every: int | None = setting(
-        "memory", "Keep the input of one block in N: less memory.", least=1
+        "memory",
+        "Gradient checkpointing: store the input of one block in N; saves memory.",
+        least=1,
     )
     keep: Sequence[str] = ()
     offload: bool = False
     chunked_mlp: bool = setting(
-        "memory", "Compute MLPs in chunks, twice: less memory.", False, rare=True
+        "memory", "Compute MLPs in chunks, and again in backward; saves memory.", False, rare=True
     )
-    state_bits: int = setting("memory", "Bits of the optimizer's averages.", 32, choices=(32, 8))
+    state_bits: int = setting(
+        "memory", "Bits per value of the optimizer states.", 32, choices=(32, 8)
+    )
     limit_memory: int | None = setting(
-        "memory", "Limit of array memory, as 2GiB; checked before training.", least=1, kept=False
+        "memory",
+        "Limit of array memory, for example 2GiB; checked before training.",
+        least=1,
+        kept=False,
     )
 
     tensor_parallel: int | None = setting(
-        "ranks", "Ranks that divide each weight.", least=1, kept=False
+        "ranks", "Number of ranks that split each weight.", least=1, kept=False
     )
     pipeline_parallel: int | None = setting(
-        "ranks", "Ranks that divide the blocks.", least=1, kept=False
+        "ranks", "Number of ranks that split the layers.", least=1, kept=False
     )
     pipeline_schedule: str | None = setting(
         "ranks", "Pipeline schedule.  [default: 1f1b]", choices=(*SCHEDULES,), kept=False, rare=True
     )
     chunks: int | None = setting(
         "ranks",
-        "Parts of each stage, if interleaved.  [default: 2]",
+        "Number of model parts per stage in the interleaved schedule.  [default: 2]",
         least=1,
         kept=False,
         rare=True,
     )
     data_parallel: int | None = setting(
-        "ranks", "Ranks that divide the rows of a batch.", least=1, kept=False
+        "ranks", "Number of ranks that split the rows of a batch.", least=1, kept=False
     )
     context_parallel: int | None = setting(
-        "ranks", "Ranks that divide the tokens of each row.", least=1, kept=False
+        "ranks", "Number of ranks that split the tokens of each row.", least=1, kept=False
     )
     expert_parallel: int | None = setting(
-        "ranks", "Ranks that divide the experts, and the rows of a batch.", least=1, kept=False
+        "ranks",
+        "Number of ranks that split the experts and the rows of a batch.",
+        least=1,
+        kept=False,
     )
     context_attention: str | None = setting(
         "ranks",
-        "ulysses: ranks divide heads.  [default: ring]",
+        "Attention of context ranks; ulysses splits heads.  [default: ring]",
         choices=(*CONTEXTS,),
         kept=False,
         rare=True,
     )
     zero: int = setting(
-        "ranks", "1: data ranks divide the optimizer's averages; 3: the weights too.", 0,
+        "ranks", "ZeRO stage: 1 splits optimizer states over data ranks; 3 also splits weights.", 0,
         choices=(0, 1, 3), kept=False,
     )  # fmt: skip
 
@@ -268,7 +320,7 @@ class Settings(Options):
         "output", "Folder of the run.  [default: runs/MODEL-TEXT]", kept=False
     )
     save_dtype: str = setting(
-        "output", "Of the weights saved at the end.", "float32", choices=DTYPES, kept=False
+        "output", "Dtype of the weights saved at the end.", "float32", choices=DTYPES, kept=False
     )
     report_to: Sequence[str] = setting(
         "output", f"Log to {', '.join(REPORTERS)}; may be repeated.", (), kept=False
@@ -292,11 +344,13 @@ class Settings(Options):
         )  # fmt: skip
         kind = KINDS[self.kind]
         if kind.constant and self.decay not in (None, kind.decay):
-            problem = f"{named(optimizer=self.optimizer)} averages steps of one rate"
+            problem = (
+                f"{named(optimizer=self.optimizer)} averages steps of a constant learning rate"
+            )
             raise ConfigError(f"{problem}; leave {named(decay=self.decay)} out")
 
     def __repr__(self) -> str:
-        """Return the call that makes it, without fields that have their defaults."""
+        """Return the constructor call, without fields that have their defaults."""
         parts = [
             f"{field.name}={_shown(value)}"
             for field in dataclasses.fields(self)
@@ -306,7 +360,7 @@ class Settings(Options):
 
     @property
     def checkpoint(self) -> CheckpointConfig | None:
-        """Which blocks are recomputed in the backward pass; None: none."""
+        """The settings of gradient checkpointing; None: nothing is recomputed."""
         if self.recompute_every is None:
             return None
         every, keep = self.recompute_every, tuple(self.keep)
@@ -314,7 +368,7 @@ class Settings(Options):
 
     @property
     def kind(self) -> str:
-        """The kind of the optimizer, whose averages may have 8 bits."""
+        """The kind of the optimizer: its name without "8bit"."""
         return self.optimizer.removesuffix("8bit")
 
     @property
@@ -327,33 +381,33 @@ class Settings(Options):
 
     @property
     def keeps_best(self) -> bool:
-        """Whether the run ends with the model of its lowest held-out loss."""
+        """Whether the saved model is the model of the best step."""
         return self.keep_best or self.patience is not None
 
     @property
     def learning(self) -> Method:
-        """The method, with its options."""
+        """The method with its options."""
         return METHODS[self.method].bound(self)
 
     @property
     def precision(self) -> MixedPrecisionConfig:
-        """The dtype of the computation, and the loss scale."""
+        """The compute dtype and the loss scale."""
         scale, dynamic = self.loss_scale, self.dynamic_scaling
         return MixedPrecisionConfig(self.dtype or FLOAT, loss_scale=scale, dynamic_scaling=dynamic)
 
     def check(self, source: Path | None, *, lines: bool) -> None:
-        """Raise a ConfigError for settings that exclude each other, the model or the text.
+        """Raise a ConfigError for settings that conflict with each other, the model or the data.
 
-        ``source`` is the folder of the model, None for a new one; ``lines`` says whether each line
-        of the text is one of its own.
+        ``source`` is the folder of the model, None for a new model; ``lines``: the data are rows,
+        not running text.
         """
         if self.pack is not None and not lines:
             both = f"{named(pack=True)} and {named(pack=False)}"
             what = "are for the lines of a .jsonl file and other rows"
             raise ConfigError(f"{both} {what}; leave them out")
         if self.steps is not None and self.epochs is not None:
-            both = f"{named('steps')} and {named('epochs')} both say"
-            raise ConfigError(f"{both} when to end; leave one out")
+            both = f"{named('steps')} and {named('epochs')} both set"
+            raise ConfigError(f"{both} the length of the run; leave one out")
         if source is not None and (self.layers or self.hidden or self.vocabulary):
             sizes = f"{named('layers')}, {named('hidden')} and {named('vocabulary')}"
             cure = f"leave them out or leave {named('model')} out"
@@ -377,9 +431,9 @@ class Settings(Options):
             raise ConfigError(f"{named('quantize')} {existing}")
 
     def check_method(self, *, whole: bool = True) -> None:
-        """Raise a ConfigError for options that the method does not use, or does not take.
+        """Raise a ConfigError for options that the method does not use or support.
 
-        Without ``whole``, those that it needs may be absent.
+        ``whole``: also raise for missing options that the method requires.
         """
         method = METHODS[self.method]
         for name in OPTIONS:
@@ -395,7 +449,7 @@ class Settings(Options):
             self.learning.check(self)
 
     def _check_values(self) -> None:
-        """Raise a ConfigError for values that need others, or another form."""
+        """Raise a ConfigError for values that are invalid, or require another setting."""
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise ConfigError(
                 f"{named(warmup=self.warmup)}: give a whole number, or a share below 1"
@@ -403,19 +457,21 @@ class Settings(Options):
         if isinstance(self.eval, int | float) and not 0 < self.eval < 1:
             raise ConfigError(f"{named(eval=self.eval)}: give a file, or a share above 0, below 1")
         if self.min_delta and self.patience is None:
-            raise ConfigError(f"{named('min_delta')} is of {named('patience')}; give both")
+            raise ConfigError(f"{named('min_delta')} requires {named('patience')}; give both")
         usual = {n: v for n, v in Lora(0).settings().items() if n != "lora"}
         changed = {n: getattr(self, n) for n, v in usual.items() if getattr(self, n) != v}
         if self.lora is None and changed:
             cure = f"add {named('lora')}, as in {named(lora=16)}"
-            raise ConfigError(f"{named(**changed)} is of new adapters; {cure}")
+            raise ConfigError(f"{named(**changed)} applies to new adapters only; {cure}")
         self._check_merge()
 
     def _check_merge(self) -> None:
-        """Raise a ConfigError for settings that do not fit a merge that is trained through."""
+        """Raise a ConfigError for settings that conflict with ``merge_into``."""
         if self.merge_into is None:
             if self.merge_from:
-                raise ConfigError(f"{named('merge_from')} is of {named('merge_into')}; give both")
+                raise ConfigError(
+                    f"{named('merge_from')} requires {named('merge_into')}; give both"
+                )
             return
         problem: dict[str, Any] = {}
         if self.dora:
@@ -430,16 +486,16 @@ class Settings(Options):
             if (getattr(self, name) or 1) > 1:
                 problem = {name: getattr(self, name)}
         if problem:
-            why = "the weights of the merged file would not be those of the last step"
+            why = "the merged file would not hold the weights of the last step"
             if problem.keys() & {"tensor_parallel", "pipeline_parallel", "expert_parallel", "zero"}:
-                why = "ranks would cut the blocks that it rounds"
+                why = "ranks would split the quantization blocks of the merged file"
             cure = f"leave {named(**problem)} out"
             raise ConfigError(f"{named(merge_into=self.merge_into)}: {why}; {cure}")
 
     def decided(self, *, new: bool, steps: int | None = None) -> "Plan":
-        """Return the settings with the defaults of a new model or of an existing one.
+        """Return the settings with the defaults of a new or an existing model.
 
-        ``steps`` are those of the epochs, when the text is known.
+        ``steps`` is the number of steps of the epochs, once the data are read.
         """
         ends = steps or self.steps or STEPS
         whole, adapted = METHODS[self.method].rates or (RATE, ADAPTER_RATE)
@@ -461,7 +517,7 @@ class Settings(Options):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Plan(Settings, Arguments):
-    """Settings with the defaults that depend on model and text: see ``Settings.decided``."""
+    """Settings with all defaults that depend on model and data: see ``Settings.decided``."""
 
     steps: int = dataclasses.field()
     lr: float = dataclasses.field()
@@ -470,13 +526,13 @@ class Plan(Settings, Arguments):
     tokens: int = dataclasses.field()
     dtype: str = dataclasses.field()
     evaluate_every: int = dataclasses.field()
-    __getattr__ = Arguments.__getattr__  # before that of Settings
+    __getattr__ = Arguments.__getattr__  # not the one of Settings
 
 
 def check_optimizer(
     optimizer: str, state_bits: int, tensor_parallel: int, zero: int, expert_parallel: int = 1
 ) -> None:
-    """Raise a ConfigError for settings that an optimizer cannot be combined with."""
+    """Raise a ConfigError for settings that an optimizer does not support."""
     problem = conflict(
         optimizer, state_bits=state_bits, tensor_parallel=tensor_parallel, zero=zero,
         expert_parallel=expert_parallel,
@@ -488,19 +544,19 @@ def check_optimizer(
 
 
 def _shown(value: Any) -> str:
-    """Return a value as it is written in a call; of data their name, and not all rows."""
+    """Return a value in the syntax of Python; data only by name, without rows."""
     if isinstance(value, Records | Text):
         return f"<{type(value).__name__} {value.name}>"
     return repr(str(value) if isinstance(value, Path) else value)
 
 
 def kind_of(field: "dataclasses.Field[Any]") -> Any:
-    """Return the type of a setting's values, other than None."""
+    """Return the type of a setting, without None."""
     return next(iter(get_args(field.type)), field.type)
 
 
 def _check(field: "dataclasses.Field[Any]", value: Any) -> None:
-    """Raise a ConfigError for a value that is out of range or no choice."""
+    """Raise a ConfigError for a value that is out of range or not a choice."""
     kind, limits, shown = kind_of(field), field.metadata, named(**{field.name: value})
     if "choices" in limits and not (isinstance(value, int | str) and value in limits["choices"]):
         raise ConfigError(

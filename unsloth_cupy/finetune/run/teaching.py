@@ -1,4 +1,4 @@
-"""Stores what a teacher predicts: a student learns from that without the teacher in memory.
+"""Stores the predictions of a teacher, to train a student without the teacher in memory.
 
 report = teach("large", "chat.jsonl", "taught", top_k=64)
 run = Trainer("small", "chat.jsonl", Settings(method="distill", teacher="taught")).train()
@@ -41,7 +41,7 @@ from .settings import Settings
 
 
 class Teaching(NamedTuple):
-    """What was stored: texts, rows of k tokens, and the share of the probability that they have."""
+    """Stored predictions: folder, texts, rows of k tokens, and the probability they cover."""
 
     folder: Path
     texts: int
@@ -62,28 +62,28 @@ def teach(
     device: str | None = "auto",
     ignore: Collection[str] = (),
 ) -> Teaching:
-    """Store the likeliest tokens that a model predicts at each token that is learned of texts.
+    """Store the most likely tokens that a model predicts for each target token of texts.
 
     Parameters
     ----------
     model : path
         The folder of a model, an adapter or a run.
     data : path, str, or list of these
-        Lines to learn, as ``read_data`` takes them; those of evaluations too.
+        Training data, as ``read_data`` accepts them, with their evaluation part.
     out : path
         A new folder.
     top_k : int
-        Tokens to store at each place.
+        Number of tokens to store per prediction.
     tokens : int, optional
-        Tokens in a row; None: as of a run.
+        Maximum length of a row in tokens; None: as in a run.
     temperature : float
-        Divides the logits.
+        Temperature, which divides the logits.
     batch : int
-        Rows computed at a time.
+        Batch size in rows.
     device
         As in ``models.load``.
     ignore : collection of str
-        Columns that are not read.
+        Columns to ignore.
 
     Raises
     ------
@@ -99,11 +99,11 @@ def teach(
     records = find_data(data, ignore, "teach").read()
     if not isinstance(records, Records):
         shown = named(text=records.path)
-        raise ConfigError(f"{shown} is one running text; give lines, as of a .jsonl file")
+        raise ConfigError(f"{shown} is one running text; give rows, such as a .jsonl file")
     words = words_folder(source)
     tokenizer, chat = load_tokenizer(words), Chat(words)
     device, problem = resolve_device(device)
-    for each in filter(None, (problem, f"teaching on {device_title(device)}")):
+    for each in filter(None, (problem, f"computing predictions on {device_title(device)}")):
         announce(each)
     with on_device("teach", device):
         teacher = frozen(source, None, device)
@@ -126,7 +126,7 @@ def teach(
             ]
             pieces = ((range(examples.ends[last] - examples.ends[first]), first, last)
                       for first, last in consecutive(examples, shape))  # fmt: skip
-            for _, first, last in computing(pieces, examples.ends[-1], "teaching"):
+            for _, first, last in computing(pieces, examples.ends[-1], "computing predictions"):
                 texts = [examples[number] for number in range(first, last)]
                 for text in texts:
                     starts.setdefault(digest_of(text), row)
@@ -153,12 +153,12 @@ def teach(
 def predictions(
     model: Any, batch: Batch, count: int, temperature: float
 ) -> Iterator[tuple[Array, Array]]:
-    """Yield the likeliest tokens at the labels of a batch, and their log p, a part at a time."""
+    """Yield the most likely tokens for the labels of a batch, and their log p, in chunks."""
     arrays = placed(METHODS["sft"].inputs(batch), model.table)
     parameters = model.entered(model.parameters)
     x = model.hidden(parameters, arrays["tokens"], offsets=arrays["offsets"])
-    kept = next_labels(arrays["tokens"], arrays["labels"], arrays["offsets"]).reshape(-1) != IGNORE
-    rows = x.reshape(-1, model.config.hidden)[kept]
+    labels = next_labels(arrays["tokens"], arrays["labels"], arrays["offsets"]).reshape(-1)
+    rows = x.reshape(-1, model.config.hidden)[labels != IGNORE]
     step = max(1, CHUNK // model.config.vocab)
     for start in range(0, len(rows), step):
         logits = logits_of(model.config, parameters, rows[start : start + step], model.division)

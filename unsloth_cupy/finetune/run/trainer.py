@@ -1,10 +1,10 @@
-"""Trains a model on a text, from Python: what ``unsloth-cupy finetune`` does.
+"""``Trainer``, which trains a model from Python as ``unsloth-cupy finetune`` does.
 
     run = Trainer("model", "chat.jsonl", Settings(epochs=2, out="runs/chat"), lora=Lora(16)).train()
     run.losses, run.best, run.model.generate(tokens, max_new_tokens=20)
 
-A run shows what the command shows, in a terminal, a notebook or a file, unless it is ``quiet`` or
-a ``Listener`` gets its messages, steps and evaluations.
+A run prints what the command prints, unless it is ``quiet`` or has a ``Listener``, which then
+receives messages, steps and evaluations.
 """
 
 import dataclasses
@@ -56,7 +56,7 @@ from .ranks import start
 from .reference import folder_of
 from .reporters import reporters
 from .results import summary
-from .resume import kept, own_settings, read_settings
+from .resume import own_settings, read_settings, stored_settings
 from .run_folder import RunFolder, fingerprints, model_folder
 from .settings import Settings
 
@@ -64,16 +64,16 @@ READS = dict.fromkeys((PAIRS, SCORED), "pairs of answers") | {RATED: "rated answ
 
 
 class Run:
-    """A run: its folder, and the model that it trains or has trained.
+    """A run: its folder and its model.
 
     Attributes
     ----------
     name : str
-        The names of model and text.
+        The names of model and data.
     files : RunFolder
-        The files in its folder: settings, log, checkpoints, model.
+        The files in the folder: settings, log, checkpoints, model.
     loop : Loop or None
-        The training loop; None if an earlier run in this folder was finished.
+        The training loop; None if an earlier run in the folder is finished.
     """
 
     def __init__(
@@ -88,13 +88,13 @@ class Run:
         self.transformer, self.place = transformer, place
 
     def __repr__(self) -> str:
-        """Return folder, steps, losses before and after, and what may follow."""
+        """Return a summary: folder, steps, losses before and after, and next calls."""
         return summary(self.files, self.name)
 
     def _repr_html_(self) -> str:
-        """Return that and the curve of the losses, as a notebook shows them."""
+        """Return the summary and the loss curve as HTML for a notebook."""
         page, image = f"<pre>{escape(repr(self))}</pre>", BytesIO()
-        with suppress(Exception):  # of matplotlib, and of a broken log: the text is shown
+        with suppress(Exception):  # matplotlib fails, or the log is broken: show only the text
             if lines := self.files.lines():
                 curve_of(lines, self.name).savefig(image, format="png")
                 code = b64encode(image.getvalue()).decode("ascii")
@@ -108,7 +108,7 @@ class Run:
 
     @cached_property
     def model(self) -> Transformer:
-        """The trained model; loaded from the folder if an earlier run was finished."""
+        """The trained model; if an earlier run is finished, it is loaded from the folder."""
         if self.loop is not None:
             return self.loop.model
         if self.transformer is not None:
@@ -122,58 +122,57 @@ class Run:
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The line of the log with the lowest held-out loss; the first of equal ones."""
+        """The first line of the log with the lowest evaluation loss."""
         return self.files.best()
 
     @property
     def stopped(self) -> str | None:
-        """Why the run ended before its last step, in a sentence; None: it did not."""
+        """Why the run ended early, in a sentence; None: it did not end early."""
         return self.files.stopped
 
 
 class Trainer:
-    """Trains a model on a text, and saves it in the folder of a run.
+    """Trains a model, and saves it in a run folder.
 
-    The same arguments resume a run that was stopped, with the bits of one that was not.
+    The same arguments resume a stopped run; the result has the same bits as without the stop.
 
     Parameters
     ----------
     model : path or Transformer, optional
-        The folder of a model, an adapter or a run; or a model that ``models.load`` has read, which
-        is trained in place, in float32; None: a new small Llama.
+        The folder of a model, an adapter or a run; or a model from ``models.load``, which is
+        trained in place, in float32; None: a new small Llama.
     data : path, list of paths, iterable of mappings, or what read_data returns, optional
         Texts, instructions or chats: see ``read_data``; None: Python's documentation.  Rows of an
-        iterable are stored as rows.jsonl in the folder of the run, and compared by their hash when
-        it is resumed.
+        iterable are stored as rows.jsonl in the run folder; a resumed run compares their hash.
     settings : Settings, optional
-        All other settings, with their defaults.
+        All other settings; None: the defaults.
     reward : callable, str, path, (one of these, weight), or list of these, optional
-        What rewards the answers of grpo and rloo, in place of ``settings.reward``:
-        FILE.py:FUNCTION, the folder of a reward model, or ``reward(completions, **columns)``, which
-        takes by name ``prompts``, ``completions``, ``completion_ids`` and columns of the data, and
-        returns a number for each answer, or None for one that it does not judge.  It is called in
-        this process; a resumed run compares its name and source.
+        The reward of grpo and rloo, in place of ``settings.reward``: FILE.py:FUNCTION, the folder
+        of a reward model, or ``reward(completions, **columns)``.  The callable gets ``prompts``,
+        ``completions``, ``completion_ids`` and columns of the data as keyword arguments, and
+        returns a number per answer, or None for an answer without a reward.  It runs in this
+        process; a resumed run compares its name and source.
     ignore : collection of str, optional
-        Columns of the data that are not read.
+        Columns of the data to ignore.
     lora : Lora, optional
-        Train new adapters, in place of the fields of the settings that say so.
+        New adapters to train, in place of the LoRA fields of the settings.
     evaluate : path, float, iterable of mappings, Records or Text, optional
-        What to evaluate on, or the share of the text that is held out, in place of
+        Evaluation data, or the fraction of the data that is held out, in place of
         ``settings.eval``; None: a tenth.
     callbacks : sequence of Callback
-        Handle the events of the run, and may stop it: see ``Callback``.
+        Callbacks, which handle the events of the run and may stop it: see ``Callback``.
     objective : callable, optional
         The mean loss to minimise, ``objective(model, tokens=, labels=, offsets=, count=)``: the sum
-        over labels divided by ``count``.  By default that of the next token.
+        over labels divided by ``count``.  Default: the cross-entropy of the next token.
     listener : Listener, optional
-        Hears words, steps and evaluations; then nothing is printed.
+        A listener for messages, steps and evaluations; then nothing is printed.
     quiet : bool
-        Print nothing, not even without a listener.
+        Print nothing.
 
     Raises
     ------
     ConfigError
-        The settings exclude each other, the model or the text; the message names the fields.
+        Settings conflict with each other, the model or the data; the message names the fields.
     """
 
     def __init__(
@@ -209,7 +208,7 @@ class Trainer:
         self.objective = objective
         self.listener = listener or (Listener() if quiet else Printer())
         folder = None if model is None else path_of("Trainer: model", model)
-        self.files: RunFolder | None = None  # known when the text is read
+        self.files: RunFolder | None = None  # set after the data are read
         self.ranks = start(
             tensor=each.tensor_parallel, pipeline=each.pipeline_parallel, data=each.data_parallel,
             context=each.context_parallel, expert=each.expert_parallel,
@@ -242,7 +241,7 @@ class Trainer:
         self.base_name = new if folder is None else folder.resolve().name.removesuffix(".gguf")
 
     def _check(self) -> None:
-        """Raise a ConfigError for settings that do not fit each other, the data or the ranks."""
+        """Raise a ConfigError for settings that conflict with each other, the data or the ranks."""
         each = self.settings
         each.check(self.source, lines=self.lines)
         self._check_method()
@@ -255,10 +254,10 @@ class Trainer:
         )  # fmt: skip
 
     def _resume(self, text: Text | Records) -> None:
-        """Take settings that are not given from the run that goes on, or is finished, here."""
+        """Replace defaults by the settings of the run in this folder, if there is one."""
         own = dict[str, Any]()
         if self.files is not None and self.ranks.first and (before := self.files.known()):
-            now = json.loads(json.dumps(kept(self.settings, text, self.source, {})))
+            now = json.loads(json.dumps(stored_settings(self.settings, text, self.source, {})))
             own = own_settings(self.settings, now, before)
         own = json.loads(self.ranks.broadcast(json.dumps(own)))
         if own:
@@ -266,10 +265,10 @@ class Trainer:
             self._check()
             listed = [f"{name} {value}" for name, value in own.items() if name != "dtype"]
             if listed:
-                announce(f"settings of the run that are not given now: {', '.join(listed)}")
+                announce(f"settings taken from the earlier run: {', '.join(listed)}")
 
     def _check_method(self) -> None:
-        """Raise a ConfigError if data or objective are not those of the method."""
+        """Raise a ConfigError if data or objective do not fit the method."""
         method, reads = self.settings.method, KINDS[self.settings.method]
         if method == "sft":
             data_method = getattr(self.text, "method", "sft")
@@ -278,18 +277,18 @@ class Trainer:
                 return
             what = READS.get(reads[0], reads[0])
             cure = f"give {named('text')}, a file of {what}"
-            raise ConfigError(f"{named(method=method)} learns from lines; {cure}")
+            raise ConfigError(f"{named(method=method)} needs rows; {cure}")
         else:
             data_method = self.text.method
         if KINDS[data_method] != reads:
             cure = f"read it by read_data(..., method={method!r})"
             raise ConfigError(
-                f"Trainer(data=...): it was read for the method {data_method}; {cure}"
+                f"Trainer(data=...): the data were read for the method {data_method}; {cure}"
             )
-        data = self.ranks.data.size  # of which the command may not speak
+        data = self.ranks.data.size  # also without --data-parallel
         self.settings.learning.check(dataclasses.replace(self.settings, data_parallel=data))
         if self.objective is not next_token and method != "sft":
-            problem = f"{named(method=method)} has a loss of its own"
+            problem = f"{named(method=method)} has its own loss"
             raise ConfigError(f"Trainer(objective=...): {problem}; leave one of them out")
 
     def train(self, stop: Stop | None = None) -> Run:
@@ -298,17 +297,17 @@ class Trainer:
         Parameters
         ----------
         stop : Stop, optional
-            Requests the run to stop, as ``interrupt.stop_request`` does on Ctrl-C.
+            Lets the caller stop the run, as ``interrupt.stop_request`` does on Ctrl-C.
 
         Raises
         ------
         ConfigError
-            Model, text or settings do not fit together, a loss is not finite, or the folder holds
+            Model, data or settings do not fit together, a loss is not finite, or the folder holds
             another run.
         DeviceMemoryError
             A step does not fit in memory.
         Interrupted
-            The run was requested to stop; its last complete step is saved.
+            The run was stopped; the last complete step is saved.
         """
         stop, ranks = Stop() if stop is None else stop, self.ranks
         stop.together, stop.interruptible = not ranks.alone, ranks.alone
@@ -326,7 +325,7 @@ class Trainer:
             self.settings = dataclasses.replace(self.settings, dtype=dtype)
             with on_device("finetune", ranks.device), ExitStack() as stack:
                 if ranks.first:
-                    stack.enter_context(files.claimed(self._kept(text)))
+                    stack.enter_context(files.claimed(self._stored_settings(text)))
                     if isinstance(self.text, DataFiles):
                         keep(self.text.files, files.rows)
                 ranks.comm.barrier()  # all ranks see the folder as rank 0 leaves it
@@ -352,7 +351,7 @@ class Trainer:
             loop.train(stop, self.listener, Callbacks(self.callbacks, loop, run.name))
         finally:
             self.listener.ended(run)
-        stop.uninterruptible("the saving of the model")
+        stop.uninterruptible("after saving the model")
         if loop.plan.keeps_best:
             if self.ranks.first:
                 with atomic_path(run.files.model) as partial:
@@ -374,8 +373,8 @@ class Trainer:
             loop.model.config = dataclasses.replace(loop.model.config, end_tokens=tuple(ends))
         self.listener.finished(run)
 
-    def _kept(self, text: Text | Records) -> dict[str, Any]:
-        """Return the settings to keep, with digests of the base model's files if it is adapted."""
+    def _stored_settings(self, text: Text | Records) -> dict[str, Any]:
+        """Return the content of settings.json, with fingerprints of files that must not change."""
         adapted, base = self.settings.lora is not None, dict[str, Any]()
         folder = self.source if adapted else self.base
         if self.transformer is not None:
@@ -399,11 +398,11 @@ class Trainer:
             base |= {f"reward {path.name}/{name}": each for name, each in files.items()}
         if self.settings.new_tokens is not None:
             base["new tokens"] = {"sha256": fingerprint(Path(self.settings.new_tokens))}
-        return kept(self.settings, text, self.source, base) | self.evaluated
+        return stored_settings(self.settings, text, self.source, base) | self.evaluated
 
 
 def digest_of(parameters: Mapping[str, Any]) -> dict[str, str]:
-    """Return the fingerprint of a model's weights in memory."""
+    """Return the fingerprint of a model in memory."""
     digest = hashlib.sha256()
     for name, array in held_arrays(parameters):
         digest.update(name.encode())
@@ -412,7 +411,7 @@ def digest_of(parameters: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _with(settings: Settings, lora: Any, reward: Any, evaluate: Any) -> Settings:
-    """Return settings with the arguments of a Trainer; raise if they have others already."""
+    """Return settings with the arguments of a Trainer; raise if they conflict."""
     if not isinstance(lora, Lora | None):
         raise ConfigError(f"Trainer(lora={lora!r}): pass Lora(16), or None")
     words = None if reward is None else words_of(reward)
@@ -435,17 +434,18 @@ def _with(settings: Settings, lora: Any, reward: Any, evaluate: Any) -> Settings
     return dataclasses.replace(settings, **values)
 
 
-def _place(model: Transformer, wanted: str | None) -> str:
-    """Return the device of a model in memory; raise if the settings name another."""
+def _place(model: Transformer, requested: str | None) -> str:
+    """Return the device of a model in memory; raise if the settings request another device."""
     device = device_name(model)
-    if wanted not in (None, "auto", device) and f"{wanted}:0" != device:
-        cure = f"load it with models.load(folder, device={wanted!r}), or leave device out"
-        raise ConfigError(f"Trainer: {named(device=wanted)}, and the model is on {device}; {cure}")
+    if requested not in (None, "auto", device) and f"{requested}:0" != device:
+        cure = f"load it with models.load(folder, device={requested!r}), or leave device out"
+        shown = named(device=requested)
+        raise ConfigError(f"Trainer: {shown}, but the model is on {device}; {cure}")
     return device
 
 
 def _home(model: Transformer) -> Path:
-    """Return the folder of a model in memory, whose tokenizer a run needs."""
+    """Return the folder of a model in memory; raise without one, because it has the tokenizer."""
     if model.folder is None:
         cure = "save it beside its tokenizer.json, and pass that folder, or load it from there"
         raise ConfigError(f"Trainer: the model has no folder, and no tokenizer; {cure}")

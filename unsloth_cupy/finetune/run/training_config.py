@@ -22,12 +22,12 @@ PARTS: Mapping[str, Any] = {"mixed_precision": MixedPrecisionConfig, "checkpoint
 
 
 def read_training_config(path: Path) -> dict[str, Any]:
-    """Return the settings in a file; names that it omits have the defaults of ``TrainingConfig``.
+    """Return the settings in a file; missing names have the defaults of ``TrainingConfig``.
 
     Raises
     ------
     ConfigError
-        The file cannot be read, or holds a name or a value that a TrainingConfig does not have.
+        The file cannot be read, or has an unknown name or an invalid value.
     """
     try:
         text = read_text(path)
@@ -60,7 +60,7 @@ def read_training_config(path: Path) -> dict[str, Any]:
 
 
 def _known(part: str, values: Any, config: Any) -> dict[str, Any]:
-    """Return an object of the file as a dict, or raise if it has a name that the config has not."""
+    """Return an object of the file as a dict; raise if the config has no field of a name."""
     names = [field.name for field in dataclasses.fields(config)]
     if not isinstance(values, Mapping):
         name = part.removesuffix(".") or "the file"

@@ -45,11 +45,12 @@ class Kept:
         return sum(each for each, _ in self.sums.values()) / whole if whole else 1.0
 
     def __str__(self) -> str:
-        line = f"rounding preserves {self.share:.1%} of the adapter's update"
+        line = f"rounding preserves {100 * self.share:.1f} % of the LoRA update"
         if not self.layers:
             return line
-        least = min(self.layers, key=self.layers.__getitem__)
-        return f"{line} (worst: {least.removesuffix('.weight')}, {self.layers[least]:.1%})"
+        worst = min(self.layers, key=self.layers.__getitem__)
+        share = f"{100 * self.layers[worst]:.1f} %"
+        return f"{line} (worst: {worst.removesuffix('.weight')}, {share})"
 
     def measure(
         self, name: str, weight: Any, exact: Array, merged: Callable[[slice], Array]

@@ -50,7 +50,7 @@ html_title = "unsloth_cupy"
 html_static_path = ["static"]
 html_css_files = ["page.css"]
 ALONE = ("index", "install", "performance", "measurements", "history/index", "gallery", "ladders")
-ALONE += ("architecture", "contributing", "how-we-know", "changelog")
+ALONE += ("architecture", "contributing", "how-we-know", "tried", "changelog")
 html_sidebars = {page: [] for page in ALONE}  # pages without siblings to list
 html_theme_options = {
     "header_links_before_dropdown": 6,  # the first pages of the index; the others are under More

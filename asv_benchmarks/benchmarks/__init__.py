@@ -10,9 +10,9 @@ import os
 import sys
 from pathlib import Path
 
-# Other work of the machine slows threads that wait for each other most.
+# One thread: threads that wait for each other suffer most from other work on the machine.
 for library in ("OMP", "OPENBLAS", "MKL"):
     os.environ.setdefault(f"{library}_NUM_THREADS", "1")
-# asv loads this folder alone; some benchmarks also import the tests, two folders above it.  The
-# package itself is the one that asv installed, if it did.
+# asv loads only this folder; some benchmarks also import the tests, two folders above it.  The
+# package itself is the one that asv installed, if it installed one.
 sys.path.append(str(Path(__file__).parent.parent.parent))

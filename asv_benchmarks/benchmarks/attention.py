@@ -1,4 +1,4 @@
-"""Time of attention at known shapes and beside torch's, and memory of long sequences."""
+"""Time of attention at known shapes and relative to torch, and memory of long sequences."""
 
 import functools
 import statistics
@@ -30,7 +30,7 @@ def seconds(call: Callable[[], Any]) -> float:
 
 
 class Shapes:
-    """Seconds of the processor for causal attention at the five shapes of ``bench attention``."""
+    """Processor seconds of causal attention at the five shapes of ``bench attention``."""
 
     version, timer = "1", time.process_time
     repeat, warmup_time = (5, 20, 0.5), 0.05
@@ -52,7 +52,7 @@ class Shapes:
 
 
 class AgainstTorch:
-    """Our time divided by torch's, in alternating calls; below 1 we are faster."""
+    """Time divided by torch's, in alternating calls; below 1 this library is faster."""
 
     unit, version = "times torch", "1"
     params = (2048,)
@@ -81,7 +81,7 @@ class AgainstTorch:
 
 
 class Long:
-    """Bytes beyond q, k and v: linear in the sequence, as no array of (queries, keys) is stored."""
+    """Bytes besides q, k and v: linear in the tokens, as no (queries, keys) array is stored."""
 
     unit, version = "bytes", "1"
     params = (2048, 8192)

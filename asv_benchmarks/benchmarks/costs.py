@@ -17,7 +17,7 @@ HERE = Path(__file__).parents[2]
 
 @functools.cache
 def table() -> dict[str, Any]:
-    """Return the costs by op: of the commit that asv has checked out beside its environment."""
+    """Return the costs by op at the commit that asv has checked out beside its environment."""
     project = Path(sys.prefix, "project")
     places = (project / TABLE, project / BEFORE, HERE / TABLE)
     path = next(place for place in places if place.exists())
@@ -26,14 +26,14 @@ def table() -> dict[str, Any]:
 
 
 class Costs:
-    """One value an op, as a sum over ops changes with their number."""
+    """One value per op, because a sum over ops would change with their number."""
 
     version, unit = "2", "of a call"
     params = (sorted(tomllib.loads((HERE / TABLE).read_text(encoding="utf-8"))["calls"]["ops"]),)
     param_names = ("op",)
 
     def setup(self, op: str) -> None:
-        """Find the line of the op; not every commit has it."""
+        """Read the line of the op, which older commits may lack."""
         if op not in table():
             raise NotImplementedError(f"{op} is not an op of this commit")
         self.line = table()[op]
@@ -64,5 +64,5 @@ class Costs:
         return sum(self.line["moved"][2:])
 
     def track_instructions(self, op: str) -> int:
-        """Of the loops that kernels spend their time in."""
+        """Return the instructions of the loops in which kernels spend their time."""
         return sum(self.on_sm90(loops=True))

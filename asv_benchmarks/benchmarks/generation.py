@@ -1,4 +1,4 @@
-"""Time of a token after few and after many others; a sliding window keeps it constant."""
+"""Time of a token after few and after many others, which is constant with a sliding window."""
 
 import itertools
 import statistics
@@ -31,7 +31,7 @@ class Token:
     timeout = 300
 
     def setup(self, generated: int) -> None:
-        """Generate the tokens before it."""
+        """Generate the tokens before the timed ones."""
         model = create(CONFIG, seed=0)
         prompt = np.arange(3, 19)[None]
         self.tokens = model.stream(prompt, max_new_tokens=generated + 8 * ROUNDS, stop=())

@@ -1,4 +1,4 @@
-"""A training step of a model of transformers, plain and patched.
+"""A training step of a transformers model, unpatched and patched.
 
     cd asv_benchmarks && python -m benchmarks.huggingface [HIDDEN | mixture]
 
@@ -83,7 +83,7 @@ def resident(key: str) -> int:
 
 
 def peak(parts: str, hidden: int) -> int:
-    """Return the peak memory of a step beyond what this process held before it, in bytes."""
+    """Return the peak memory of a step minus the memory before it, in bytes."""
     model = model_of(parts, hidden)
     step(model, 8)  # allocates gradients, loads kernels and starts threads
     held = resident("VmRSS")

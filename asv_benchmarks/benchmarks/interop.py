@@ -1,4 +1,4 @@
-"""Overhead of a call in torch, on tensors so small that the arithmetic takes no time."""
+"""Overhead of a call in torch, on tensors so small that arithmetic takes almost no time."""
 
 import timeit
 from collections.abc import Callable
@@ -10,7 +10,7 @@ CALLS, ROUNDS = 200, 100
 
 
 class TinyCall:
-    """Ops on 4 x 64 float32 tensors, and the same in torch's own functions."""
+    """Ops on 4 x 64 float32 tensors, and the same computation with torch's functions."""
 
     unit, version = "us", "1"
     param_names = ("op", "library", "what")
@@ -21,7 +21,7 @@ class TinyCall:
     )
 
     def setup(self, op: str, library: str, what: str) -> None:
-        """Call once, as the first tensor loads the interop module."""
+        """Call once, because the first tensor loads the interop module."""
         try:
             import torch
         except ImportError as error:

@@ -1,4 +1,4 @@
-"""Overhead of a call in JAX, on arrays so small that the arithmetic takes no time."""
+"""Overhead of a call in JAX, on arrays so small that arithmetic takes almost no time."""
 
 import timeit
 from typing import Any
@@ -10,7 +10,7 @@ CHAIN = 50  # consecutive calls in one compiled function
 
 
 class TinyCall:
-    """Ops on 4 x 64 float32 arrays, and the same in JAX's own functions."""
+    """Ops on 4 x 64 float32 arrays, and the same computation with JAX's functions."""
 
     unit, version = "us", "1"
     param_names = ("op", "library", "what")
@@ -21,7 +21,7 @@ class TinyCall:
     )
 
     def setup(self, op: str, library: str, what: str) -> None:
-        """Compile; outside of a jit, each of JAX's own functions is jitted alone."""
+        """Compile; outside a jit, each of JAX's functions is jitted separately."""
         try:
             import jax
         except ImportError as error:

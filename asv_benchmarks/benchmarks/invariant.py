@@ -1,4 +1,4 @@
-"""What it costs that sampling and training have the same bits.
+"""The cost of equal bits in sampling and training.
 
     cd asv_benchmarks && python -m benchmarks.invariant [HIDDEN]
 
@@ -24,7 +24,7 @@ CALLS = ("rollouts", "log_probs", "step")
 
 
 class Invariant:
-    """Time of sampling, of log-probabilities and of a step, with the bits fixed or not."""
+    """Time of sampling, log-probabilities and a step, with and without ``invariant``."""
 
     params = ([*CALLS], [False, True])
     param_names = ("call", "invariant")

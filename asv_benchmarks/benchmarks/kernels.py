@@ -1,6 +1,6 @@
 """Every kernel on a GPU: time by device events, and its ratio to a copy of as many bytes.
 
-Calls have random arrays of the larger size of ``unsloth-cupy bench``.  Without a GPU all skip.
+Calls use random arrays of the larger size of ``unsloth-cupy bench``, and are skipped without a GPU.
 """
 
 import functools

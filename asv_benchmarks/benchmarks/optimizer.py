@@ -1,4 +1,4 @@
-"""A step of the optimizer over the tensors of a model: on the host, and on a GPU beside a copy.
+"""A step of the optimizer over a model's tensors: on the host, and on a GPU beside a copy.
 
 The tensors are the matrices and norms of four layers of a model with 1.2 billion parameters, in
 bfloat16 with float32 masters.

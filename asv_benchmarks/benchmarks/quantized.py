@@ -1,4 +1,4 @@
-"""Products with quantized weights, compared with those with the dense weight.
+"""Products with quantized weights, compared with products with the dense weight.
 
     cd asv_benchmarks && python -m benchmarks.quantized
 
@@ -123,7 +123,7 @@ def sparse(percent: int) -> Ternary:
 
 
 class Zeros:
-    """Seconds of ``ternary_linear`` of few rows by a weight with this percentage of zeros."""
+    """Seconds of ``ternary_linear`` for few rows and a weight with this percentage of zeros."""
 
     version = "1"
     params = ([50, 80, 90, 95, 99], [1, 4])
@@ -140,7 +140,7 @@ class Zeros:
 
 
 def zeros_row(percent: int) -> list[str]:
-    """Return the cells of the row of a percentage of zeros."""
+    """Return the cells of the table row for a percentage of zeros."""
     weight, cells = sparse(percent), []
     whole = weight.dequantize()
     for rows in Zeros.params[1]:

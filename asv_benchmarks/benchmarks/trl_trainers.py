@@ -1,4 +1,4 @@
-"""Memory of trainers of TRL: as they are, with a patched model, and with this library's head.
+"""Memory of TRL's trainers: unchanged, with a patched model, and with this library's head.
 
     cd asv_benchmarks && python -m benchmarks.trl_trainers [HIDDEN]
 
@@ -23,7 +23,7 @@ WAYS = ("alone", "patched", "head")
 
 
 def texts(name: str) -> list[dict[str, Any]]:
-    """Return rows of tokens, written as words."""
+    """Return rows of text, each token written as a word."""
 
     def text(first: int, count: int) -> str:
         return "".join(f" w{(first * 7919 + n * 31) % (VOCAB - 4)}" for n in range(count))
@@ -55,22 +55,22 @@ def tokenizer() -> Any:
 
 
 def length(completions: Any, **_: Any) -> list[float]:
-    """Return a reward of each completion."""
+    """Return a reward for each completion."""
     return [float(len(set(each.split()))) for each in completions]
 
 
 def use_head() -> None:
-    """Put ``linear_log_probs`` in the place of TRL's head."""
+    """Replace TRL's head by ``linear_log_probs``."""
     import trl.trainer.utils
 
     from unsloth_cupy import linear_log_probs
 
     class Head:
-        """Called as TRL calls its own."""
+        """A head with the call interface of TRL's."""
 
         @staticmethod
         def apply(x, weight, bias, labels, temperature, chunk, softcap, scale, outputs):
-            """Return log-probability, entropy and relatives of each row."""
+            """Return log-probability, entropy and related values of each row."""
             options = {"temperature": temperature, "softcap": softcap, "scale": scale}
             return tuple(linear_log_probs(x, weight, labels, bias, **options))
 
@@ -78,7 +78,7 @@ def use_head() -> None:
 
 
 def measured(name: str, way: str, hidden: int) -> int:
-    """Return the peak of the memory of a step beyond what was held before, in bytes."""
+    """Return the peak memory of a step minus the memory before it, in bytes."""
     import transformers
     import trl
     from datasets import Dataset

@@ -1,4 +1,4 @@
-"""Fine-tune on a text, stop in the middle, go on from the checkpoint: the bits are the same."""
+"""Fine-tune on a text, stop, and resume from the checkpoint: the weights have the same bits."""
 
 import signal
 import tempfile
@@ -13,24 +13,24 @@ TEXT = "\n\n".join(f"{i} and {i + 1} make {2 * i + 1}." for i in range(200))
 SIZES = {"batch": 2, "tokens": 16, "layers": 1, "hidden": 32, "vocabulary": 300}
 
 
-class Ctrlc(Listener):
+class StopAfter(Listener):
     """Stops a run after a step, as Ctrl-C does."""
 
     def __init__(self, stop, last):
         self.stop, self.last = stop, last
 
     def step(self, line):
-        """Ask the run to stop."""
+        """Request a stop."""
         if line["step"] == self.last:
             self.stop.request(signal.SIGINT)
 
 
-class Began(Listener):
-    """Says which steps remain."""
+class Resumed(Listener):
+    """Prints the step at which a run resumes."""
 
     def began(self, step, steps):
-        """Print where it begins."""
-        print(f"the same settings go on after step {step} of {steps}")
+        """Print the step."""
+        print(f"the same settings resume after step {step} of {steps}")
 
 
 with tempfile.TemporaryDirectory() as folder:
@@ -43,12 +43,12 @@ with tempfile.TemporaryDirectory() as folder:
 
     stop = Stop()
     try:
-        Trainer(None, text, settings("stopped"), listener=Ctrlc(stop, 12)).train(stop)
+        Trainer(None, text, settings("stopped"), listener=StopAfter(stop, 12)).train(stop)
     except Interrupted:
         checkpoint = max(Path(folder, "stopped").glob("checkpoint-*"))
-        print("stopped; the folder has", checkpoint.name, "with")
+        print("stopped; the run folder has", checkpoint.name, "with")
         print(*sorted(path.name for path in checkpoint.iterdir()))
-    stopped = Trainer(None, text, settings("stopped"), listener=Began()).train()
+    stopped = Trainer(None, text, settings("stopped"), listener=Resumed()).train()
     whole = Trainer(None, text, settings("whole"), quiet=True).train()
 
     parameters = stopped.model.parameters, whole.model.parameters

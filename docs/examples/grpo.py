@@ -1,6 +1,6 @@
-"""Teach a small model to sort digits by GRPO: it samples answers and learns from the right ones.
+"""Train a small model to sort digits with GRPO: it samples answers; right ones get a reward.
 
-python docs/examples/grpo.py            two digits, some seconds
+python docs/examples/grpo.py            two digits, a few seconds
 python docs/examples/grpo.py 3 400      three digits, 400 steps
 """
 
@@ -37,18 +37,18 @@ def questions(count):
 
 
 def right(answers, completions, samples):
-    """Return for each completion whether it is the answer: the reward, which a program verifies."""
+    """Return the rewards: 1 for each completion that equals the answer, 0 for all others."""
     pairs = zip(np.repeat(np.array(answers), samples, axis=0).tolist(), completions, strict=True)
     return np.array([answer == completion for answer, completion in pairs], np.float32)
 
 
 def loss(drawn, advantages, model):
-    """Return GRPO's loss: more of what was better than the other samples of its prompt."""
+    """Return the GRPO loss, which favours samples that are better than others of their prompt."""
     now = model.log_probs(drawn.tokens, drawn.tokens, mask=drawn.real).log_probs
     return losses.policy(now, drawn.mask, advantages, old=drawn.log_probs)
 
 
-# A few examples teach the form of an answer, and seldom its digits.
+# A short supervised training: the model learns the form of an answer, but rarely its digits.
 optimizer = AdamW(model.trainable, lr=RATE)
 for _ in range(20):
     prompts, answers = questions(PROMPTS)
@@ -71,4 +71,4 @@ prompts, answers = questions(200)
 chosen = model.generate(np.array(prompts), max_new_tokens=DIGITS + 1)[:, DIGITS + 1 :]
 share = right(answers, chosen.tolist(), 1).mean()
 assert share > 0.5
-print(f"{share:.0%} of the likeliest answers to 200 new questions are right")
+print(f"{share:.0%} of the greedy answers to 200 new questions are right")

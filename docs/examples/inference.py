@@ -30,4 +30,4 @@ tokens = model.generate(prompts, mask=mask, max_new_tokens=8, stop=())
 print(tokens[:, 4:])
 
 alone = model.generate(prompts[1:, 2:], max_new_tokens=8, stop=())
-print("padding changes nothing:", (alone[0, 2:] == tokens[1, 4:]).all())
+print("the padding has no effect:", (alone[0, 2:] == tokens[1, 4:]).all())

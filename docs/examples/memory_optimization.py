@@ -39,7 +39,7 @@ def step(every):
         config, batch=4, tokens=128, dtype="float32", optimizer="none", recompute_every=every,
         device="cpu",
     )  # fmt: skip
-    label = "all kept" if every is None else f"input of every {every}"
+    label = "all stored" if every is None else f"input of every {every}"
     print(f"8 blocks, {label:18}", end="")
     print(f"planned {format_bytes(plan.total)}, measured {format_bytes(pool.peak)}")
     assert abs(plan.total - pool.peak) < 0.02 * plan.total, "the promised accuracy of plans"

@@ -1,4 +1,4 @@
-"""Pack short questions and answers into one row: no padding, and only the answers are learned."""
+"""Pack short questions and answers into one row, without padding; the loss covers answers only."""
 
 import numpy as np
 

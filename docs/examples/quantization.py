@@ -18,7 +18,7 @@ rng = np.random.default_rng(0)
 
 
 def train(model, direction, steps):
-    """Teach all that is trainable to count in a direction; return the last loss."""
+    """Train all trainable parameters to count in a direction; return the last loss."""
     optimizer = AdamW(model.trainable, lr=0.01, weight_decay=0.0)
     for _ in range(steps):
         tokens = (rng.integers(0, 16, (8, 1)) + direction * np.arange(12)) % 16
@@ -46,5 +46,5 @@ model = models.create(config, seed=0)
 model.parameters = dict(trained.parameters)
 models.quantize(model, "nf4")
 model.add_adapter(rank=8)
-print(f"an adapter on nf4 learned to count down: loss {train(model, -1, 60):.3f}")
+print(f"an adapter on nf4 trained to count down: loss {train(model, -1, 60):.3f}")
 print(model.generate(np.array([[9, 8, 7]]), max_new_tokens=6, stop=())[0])

@@ -1,4 +1,4 @@
-"""Causal attention with grouped heads, its gradients, and the output of a row that sees no key."""
+"""Causal attention with grouped heads, its gradients, and a row that attends to no key."""
 
 import numpy as np
 
@@ -16,4 +16,4 @@ print("out", out.shape, "dq", dq.shape, "dk", dk.shape, "dv", dv.shape)
 
 mask = np.zeros((6, 6), bool)  # True: may attend
 masked = attention(q.value, k.value, v.value, mask=mask)
-print("a row that sees no key gives", masked.min(), masked.max())
+print("a row that attends to no key gives", masked.min(), masked.max())

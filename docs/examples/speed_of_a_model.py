@@ -38,7 +38,7 @@ tokens = xp.asarray(np.random.default_rng(0).integers(0, VOCABULARY, (ROWS, TOKE
 
 
 def train(steps):
-    """Make steps of training, until the GPU has finished."""
+    """Run training steps, and wait for the GPU."""
     for _ in range(steps):
         loss, gradients = model.loss_and_gradients(tokens, tokens)
         optimizer.step(gradients)
@@ -51,7 +51,7 @@ def generate(new):
 
 
 def seconds(function, count):
-    """Return the seconds that a call takes."""
+    """Return the time of a call in seconds."""
     start = time.perf_counter()
     function(count)
     return time.perf_counter() - start
@@ -62,5 +62,5 @@ generate(8)
 count = sum(array.size for array in model.parameters.values())
 print(f"{count:,} parameters, {ROWS} x {TOKENS} tokens")
 print(f"a step of training: {seconds(train, STEPS) / STEPS * 1e3:.1f} ms")
-taken = seconds(generate, 8 + NEW) - seconds(generate, 8)
-print(f"a generated token: {taken / NEW * 1e3:.2f} ms")
+duration = seconds(generate, 8 + NEW) - seconds(generate, 8)
+print(f"a generated token: {duration / NEW * 1e3:.2f} ms")

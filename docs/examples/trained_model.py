@@ -1,4 +1,4 @@
-"""Train a model on a text, load it from its folder, and let it continue prompts."""
+"""Train a model on a text, load it from its folder, and continue prompts."""
 
 import tempfile
 from pathlib import Path
@@ -27,6 +27,6 @@ for prompt in ("After 12 ", "After 77 comes"):
     print(repr(tokenizer.decode(model.generate(tokens, max_new_tokens=12, stop=())[0])))
 
 tokens = np.array([tokenizer.encode("After").ids])
-for seed in range(3):  # the same seed draws the same tokens
-    drawn = model.generate(tokens, max_new_tokens=12, temperature=0.8, top_p=0.9, seed=seed)
-    print(repr(tokenizer.decode(drawn[0])))
+for seed in range(3):  # the same seed gives the same tokens
+    sampled = model.generate(tokens, max_new_tokens=12, temperature=0.8, top_p=0.9, seed=seed)
+    print(repr(tokenizer.decode(sampled[0])))

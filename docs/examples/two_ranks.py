@@ -1,7 +1,7 @@
-"""Train in two processes, each with half of every batch: the loss is that of one process.
+"""Train in two processes, each with half of every batch: the loss equals that of one process.
 
 python docs/examples/two_ranks.py                              starts both ranks
-torchrun --nproc-per-node 2 docs/examples/two_ranks.py         so does torchrun
+torchrun --nproc-per-node 2 docs/examples/two_ranks.py         the same, with torchrun
 """
 
 import os
@@ -37,7 +37,7 @@ config = {
     "max_position_embeddings": 64,
 }
 comm = SocketCommunicator.from_environment()
-rng = np.random.default_rng(0)  # the same numbers in both
+rng = np.random.default_rng(0)  # the same numbers in both processes
 model = models.create(config, seed=0)
 parallel = DataParallel(model, comm)
 optimizer = Zero1(AdamW(model.parameters, lr=0.01, weight_decay=0.0), comm)
@@ -45,7 +45,7 @@ rows = (np.arange(8)[:, None] + np.arange(12)) % 16
 expected = model.loss(rows, rows)
 loss, _ = parallel.loss_and_gradients(rows[part(8, comm)], rows[part(8, comm)])
 if comm.rank == 0:
-    print(f"the loss of one process is {expected:.4f}, that of {comm.size} ranks {loss:.4f}")
+    print(f"loss of one process: {expected:.4f}, of {comm.size} ranks: {loss:.4f}")
 
 for step in range(40):
     tokens = (rng.integers(0, 16, (8, 1)) + np.arange(12)) % 16
@@ -56,4 +56,4 @@ for step in range(40):
         print(f"step {step:2}  loss {loss:.3f}")
 held = sum(array.nbytes for array in optimizer.state().values())
 if comm.rank == 0:
-    print(f"step 40  loss {loss:.3f}; all averages are {held:,} bytes, of which a rank has half")
+    print(f"step 40  loss {loss:.3f}; each rank has half of the moments, {held:,} bytes in total")

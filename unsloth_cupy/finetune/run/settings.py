@@ -92,7 +92,7 @@ class Settings(Options):
     )
     train_weights: bool = setting(
         "model",
-        "With {quantize} ternary: train all weights of a new model.",
+        "Train all weights of a new model, with {quantize} ternary.",
         False,
         kept=False,
         rare=True,
@@ -236,7 +236,7 @@ class Settings(Options):
     )
     min_delta: float = setting(
         "evaluation",
-        "With {patience}: smallest decrease of the loss that counts, in nats.",
+        "Smallest decrease of the loss that {patience} counts, in nats.",
         0.0,
         least=0,
         kept=False,

@@ -759,7 +759,7 @@ class TestReport:
         assert "rows of messages" in shown.stdout
         assert "\x1b" not in shown.stdout
         assert "«the cat" in shown.stdout
-        assert f"{report.learned:,} of {report.total:,} tokens" in shown.stdout
+        assert f"target tokens: {report.learned:,} of {report.total:,}" in shown.stdout
 
     @pytest.mark.parametrize("name", REASONING)
     def test_without_a_model_nothing_of_a_chat_is_left_out(self, name: str, tmp_path: Path) -> None:

@@ -253,7 +253,7 @@ def test_commands_and_models_are_on_the_gpu(base: Path, tmp_path: Path) -> None:
     commands = {
         "tokens in .* s": ("generate", base, "x", "--max-new-tokens", 2),
         "evaluating": ("evaluate", base, "--data", data),
-        "teaching": ("teach", base, "--data", data, "--out", tmp_path / "taught"),
+        "computing predictions": ("teach", base, "--data", data, "--out", tmp_path / "taught"),
     }
     for what, command in commands.items():
         with one_gpu():

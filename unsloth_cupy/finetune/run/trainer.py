@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import ConfigError
+from ...errors import ConfigError, shortened
 from ...files import atomic_path, path_of
 from ...machine import blas_threads, device_title, on_device
 from ...models.adapters.adapter_base import base_of
@@ -206,6 +206,9 @@ class Trainer:
         self.settings = each
         self.callbacks = checked(callbacks)
         self.objective = objective
+        if not isinstance(listener, Listener | None):
+            problem = f"listener={shortened(repr(listener))} is no Listener"
+            raise ConfigError(f"Trainer: {problem}; derive a class from it")
         self.listener = listener or (Listener() if quiet else Printer())
         folder = None if model is None else path_of("Trainer: model", model)
         self.files: RunFolder | None = None  # set after the data are read

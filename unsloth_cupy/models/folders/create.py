@@ -11,7 +11,7 @@ from ...core.call import check_options
 from ...core.dtypes import FLOAT32, Array, float_dtype
 from ...errors import ConfigError
 from ...machine import check_bytes, on_device
-from ...parallel.communicator import Communicator
+from ...parallel.communicator import Communicator, check_communicator
 from ..configs.config import Config
 from ..configs.text_configs import text_config
 from ..parse import parse
@@ -68,6 +68,8 @@ def create(
         raise ConfigError(f"create: seed={seed!r} must be an integer of 0 or more")
     size = sum(map(math.prod, parsed.shapes().values())) * kind.itemsize
     division = division_of("create", parsed, kind, communicator, pipeline, chunks, experts)
+    if parts is not None:
+        check_communicator("create(parts=)", parts)
     for ranks in (communicator, parts):
         size //= 1 if ranks is None else ranks.size
     with on_device("create", device) as place:

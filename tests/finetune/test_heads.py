@@ -241,7 +241,7 @@ def test_a_classifier_keeps_its_labels(home: Path, tmp_path: Path) -> None:
     number = labelled(tmp_path, "regression")
     assert_one_clear_error(run("evaluate", tmp_path / "again", "--data", number), "outputs; give")
     assert_one_clear_error(
-        run("evaluate", tmp_path / "again", "--data", some, "--method", "sft"), "of the head causal"
+        run("evaluate", tmp_path / "again", "--data", some, "--method", "sft"), "needs the head causal"
     )
 
 

@@ -494,7 +494,7 @@ class TestFinetune:
 
     def test_adapters_need_a_model(self, tmp_path: Path) -> None:
         done = run("finetune", "--lora", 4, "--out", tmp_path / "out")
-        assert_one_clear_error(done, "--lora is for an existing model")
+        assert_one_clear_error(done, "--lora requires an existing model")
 
     @pytest.mark.slow
     def test_accumulated_batches_and_checkpoints_learn_the_same(
@@ -561,7 +561,7 @@ class TestGenerate:
         result = run("generate", folder, "The dog", "--temperature", 0)
         assert result.stderr.startswith("1 tokens")
         result = run("generate", folder, "The dog", "--temperature", 0, "--seed", 3, "--top-k", 5)
-        assert_one_clear_error(result, "leave out --top-k, --seed, or raise it")
+        assert_one_clear_error(result, "leave --top-k, --seed out, or raise")
 
     @pytest.mark.parametrize("prompt", [(), ("-",)])
     def test_a_prompt_from_standard_input(
@@ -938,7 +938,7 @@ def wrong(tmp_path: Path) -> Path:
         ("generate missing", "missing does not exist"),
         ("generate meta-llama/Llama-3.2-1B", "hf download meta-llama/Llama-3.2-1B --local-dir Ll"),
         ("finetune a/b", "a/b does not exist; to download a model of huggingface.co: hf"),
-        ("finetune full/b", "full/b does not exist; name a folder with config.json"),
+        ("finetune full/b", "full/b does not exist; pass a folder that contains config.json"),
         ("plan orphan", "is not a folder here; to download a model of huggingface.co: hf"),
         ("plan a/b", "hf download a/b --local-dir b, then pass b here"),
         ("generate empty.txt", "is a file"),

@@ -209,12 +209,14 @@ def test_files_that_do_not_fit_each_other(text: Path, lines: Path, tmp_path: Pat
             trained(data, tmp_path / "run", held)
         assert f"{lines} has rows, and {text} is running text" in str(error.value)
     for wrong in (0.0, 1.0, 2, -0.5):
-        with pytest.raises(ConfigError, match=r"eval=.*: give a file, or a share above 0, below 1"):
+        with pytest.raises(
+            ConfigError, match=r"eval=.*: pass a file, or a fraction between 0 and 1"
+        ):
             trained(text, tmp_path / "run", wrong)
     with pytest.raises(ConfigError, match=r"nothing\.txt: No such file"):
         trained(text, tmp_path / "run", "nothing.txt")
     result = run("finetune", "--text", text, "--out", tmp_path / "run", "--eval", "1.5")
-    assert_one_clear_error(result, "--eval 1.5: give a file, or a share above 0, below 1")
+    assert_one_clear_error(result, "--eval 1.5: pass a file, or a fraction between 0 and 1")
 
 
 def test_the_best_model_is_kept_and_loaded_at_the_end(

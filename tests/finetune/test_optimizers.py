@@ -163,7 +163,8 @@ def test_optimizers_that_step_as_one() -> None:
         ({"optimizer": "adafactor", "tensor_parallel": 2}, "adafactor: its steps need whole matri"),
         (
             {"optimizer": "schedulefree", "decay": "cosine"},
-            "schedulefree averages steps of a constant learning rate; leave --decay cosine out",
+            "schedulefree averages steps, which requires a constant learning rate; leave --decay"
+            " cosine out",
         ),
     ],
     ids=lambda value: value.get("optimizer") if isinstance(value, dict) else "",

@@ -575,7 +575,7 @@ def test_rows_that_ask_nothing_are_refused(row: Any, said: str, tmp_path: Path) 
 
 def test_prompts_are_for_these_methods(home: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
-    with pytest.raises(ConfigError, match="prompts alone are for the method grpo or rloo"):
+    with pytest.raises(ConfigError, match="to train on prompts alone, use the method grpo or rloo"):
         read_data(path)
     with pytest.raises(ConfigError, match=r"choose the method grpo or rloo, or write the"):
         read_data(write(tmp_path / "b.jsonl", [{"prompt": "a", "ground_truth": "2"}] * 2))

@@ -86,7 +86,7 @@ def test_nothing_would_learn(base: tuple[Path, Path], tmp_path: Path) -> None:
     folder, text = base
     learn = ("finetune", folder, "--text", text, "--out", tmp_path / "run")
     assert_one_clear_error(run(*learn, "--quantize", "nf4"), "add --lora")
-    assert_one_clear_error(run("finetune", "--quantize", "nf4"), "name its MODEL_FOLDER")
+    assert_one_clear_error(run("finetune", "--quantize", "nf4"), "pass MODEL_FOLDER")
     assert_one_clear_error(run("plan", folder, "--quantize", "nf4"), "add --lora")
     assert run(*learn, "--quantize", "int5").exit_code == 2
     stored = tmp_path / "stored"
@@ -165,7 +165,7 @@ def test_a_ternary_model_from_nothing(base: tuple[Path, Path], tmp_path: Path) -
     text, out = base[1], tmp_path / "run"
     sizes = ("--layers", 1, "--hidden", 32, "--vocabulary", 300, "--batch", 4, "--tokens", 32)
     command = ("finetune", "--text", text, *sizes, "--out", out, "--quantize", "ternary")
-    assert_one_clear_error(run(*command, "--steps", 4), "name its MODEL_FOLDER")
+    assert_one_clear_error(run(*command, "--steps", 4), "pass MODEL_FOLDER")
     for steps in (20, 24):
         done = run(*command, "--train-weights", "--steps", steps)
         assert done.exit_code == 0, done.output
@@ -179,7 +179,7 @@ def test_a_ternary_model_from_nothing(base: tuple[Path, Path], tmp_path: Path) -
     made = models.load(out / "model")
     assert made.config.bit_layers
     assert not any(hasattr(array, "dequantize") for array in made.parameters.values())
-    assert_one_clear_error(run(*command, "--steps", 24), "name its MODEL_FOLDER")
+    assert_one_clear_error(run(*command, "--steps", 24), "pass MODEL_FOLDER")
     wrong = ("finetune", base[0], "--train-weights", "--quantize", "ternary", "--out", out)
     assert_one_clear_error(
         run(*wrong), "--train-weights is for a new model with --quantize ternary"

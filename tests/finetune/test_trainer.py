@@ -264,7 +264,9 @@ def test_the_log_has_the_rates_of_the_settings(text: Path, tmp_path: Path) -> No
     assert [(line["step"], line["lr"]) for line in lines] == [
         (3, pytest.approx(0.01 * 0.55)), (4, pytest.approx(0.001)),
     ]  # fmt: skip
-    with pytest.raises(ConfigError, match=r"warmup=1.5: give a whole number, or a share below 1"):
+    with pytest.raises(
+        ConfigError, match=r"warmup=1.5: pass a whole number, or a fraction below 1"
+    ):
         train(text, tmp_path / "wrong", warmup=1.5)
 
 
@@ -363,8 +365,8 @@ def test_a_value_out_of_range_names_its_field(settings: dict[str, Any], said: st
         ({"steps": 2, "epochs": 1.0}, "steps and epochs both set", "--steps and --epochs both set"),
         (
             {"lora": 4},
-            "lora is for an existing model; name its model",
-            "--lora is for an existing model; name its MODEL_FOLDER",
+            "lora requires an existing model; pass model",
+            "--lora requires an existing model; pass MODEL_FOLDER",
         ),
         (
             {"chunks": 2},
@@ -372,7 +374,7 @@ def test_a_value_out_of_range_names_its_field(settings: dict[str, Any], said: st
             "--chunks 2 needs the interleaved schedule; give --pipeline-schedule interleaved too",
         ),
         ({"hidden": 33}, "hidden=33 is odd", "--hidden 33 is odd"),
-        ({"tokens": 90_000}, "or a smaller tokens", "or a smaller --tokens"),
+        ({"tokens": 90_000}, "or reduce tokens", "or reduce --tokens"),
         ({"pack": False}, "pack=True and pack=False are for", "--pack and --no-pack are for"),
         (
             {"limit_memory": 1000},

@@ -169,7 +169,9 @@ def test_transformers_loads_a_merge_of_four_bits(tmp_path: Path) -> None:
 def test_a_model_without_an_adapter_is_copied(dtype: str | None, tmp_path: Path) -> None:
     make(tmp_path / "base", "qwen3")
     report = models.merge(tmp_path / "base", tmp_path / "out", dtype=dtype)
-    assert report.notes == (f"{tmp_path / 'base'} holds no adapter: this is a copy of the model",)
+    assert report.notes == (
+        f"{tmp_path / 'base'} holds no adapter: the output is a copy of the model",
+    )
     assert (report.layers, report.dtype) == (0, dtype or "float32")
     for path in (tmp_path / "base").iterdir():
         same = (tmp_path / "out" / path.name).read_bytes() == path.read_bytes()

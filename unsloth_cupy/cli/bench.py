@@ -52,7 +52,7 @@ def bench(
     numbers: Path | None,
     write: Path | None,
 ) -> None:
-    """Time ops on this machine, forward and backward, in every dtype.
+    """Benchmark ops on this machine, forward and backward, in every dtype.
 
     Without OP, all ops are timed. On a GPU, device events time the ops that have a kernel; without
     a GPU, the NumPy definitions are timed as wall time on the CPU. attention is also timed at

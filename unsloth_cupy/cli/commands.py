@@ -125,7 +125,7 @@ class Commands(click.Group):
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="unsloth-cupy")
 def group() -> None:
-    """Train transformers with NumPy and CUDA, generate text, plan memory in advance."""
+    """Train transformers with NumPy and CUDA, generate text, and plan memory."""
 
 
 COMMANDS = (

@@ -19,12 +19,12 @@ BAR = 40  # characters of the longest bar
 
 @click.command(cls=Grouped)
 @click.argument("data", metavar="PATH...", nargs=-1, required=True)
-@option("--model", FILE, "Folder of a model, to count tokens and apply its chat template.")
+@option("--model", FILE, "Folder of the model whose tokenizer and chat template to use.")
 @ignore_option
 @option(
     "--method",
     click.Choice([*METHODS]),
-    "Method that the data are for; dpo, for example, reads pairs.",
+    "Training method that the data are for; for example, dpo reads pairs.",
     "sft",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print the report as JSON.")

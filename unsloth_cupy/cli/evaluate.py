@@ -21,18 +21,18 @@ from .options import BASE, FILE, QUANTIZE, Device, WithData, json_option, option
 @click.argument("folder", metavar="MODEL_FOLDER", type=FILE)
 @click.option(
     "--data", multiple=True, required=True, metavar="PATH...",
-    help="Data, as finetune --data accepts it; each source is evaluated on its own.",
+    help="Data, as finetune --data accepts it; each source is evaluated separately.",
 )  # fmt: skip
 @option(
     "--tokens",
     click.IntRange(2),
-    "Maximum length of a row in tokens.  [default: 2048, or all positions]",
+    "Maximum length of a row in tokens.  [default: 2048, or all positions if fewer]",
 )
 @option("--batch", click.IntRange(1), "Batch size in rows.", 4)
 @option(
     "--method",
     click.Choice([*METHODS]),
-    "Method that the data are for.  [default: by the model's head]",
+    "Training method that the data are for.  [default: depends on the model's head]",
 )
 @option("--base", FILE, BASE)
 @option("--quantize", QUANTIZE, "Quantize the weights, for example to nf4.")

@@ -34,7 +34,9 @@ from .options import QUANTIZE, option
 @option("--dtype", click.Choice(["float16", "bfloat16", "float32"]), "Compute dtype.", "bfloat16")
 @option("--batch", click.IntRange(1), "Batch size in rows.", 1)
 @option(
-    "--tokens", click.IntRange(1), "Length of a row in tokens.  [default: 2048, or all positions]"
+    "--tokens",
+    click.IntRange(1),
+    "Length of a row in tokens.  [default: 2048, or all positions if fewer]",
 )
 @option(
     "--optimizer",
@@ -54,12 +56,12 @@ def explain(
     lora: int | None,
     quantize: str | None,
 ) -> None:
-    """Show what a call does on a GPU: launches and why, bytes, operations, roofline.
+    """Show what a call does on a GPU: kernels, launches, bytes, operations, roofline.
 
     OP is an op of the README's table; its arrays have the sizes that bench uses on a GPU. CONFIG
-    is a config.json or the folder of a model, a run or an adapter (which means its base model):
-    the command shows a training step as finetune runs it, grouped by op. With --optimizer none,
-    the weights are stored in --dtype. Nothing is computed, and no GPU is needed.
+    is a config.json or the folder of a model, a run or an adapter, which stands for its base
+    model: the command shows a training step as finetune runs it, grouped by op. With --optimizer
+    none, the weights are stored in --dtype. Nothing is computed, and no GPU is needed.
     """
     card: Any = read_json(Path(device)) if device.endswith(".json") else device
     kind = float_dtype("explain", dtype, KERNEL_DTYPES)

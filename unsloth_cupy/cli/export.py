@@ -40,16 +40,16 @@ def export(
     modelfile: bool,
     adapter: bool,
 ) -> None:
-    """Write the model in MODEL_FOLDER, its tokenizer and chat template to FILE.gguf.
+    """Write the model in MODEL_FOLDER, with its tokenizer and chat template, to FILE.gguf.
 
     MODEL_FOLDER is a Hugging Face folder (config.json, *.safetensors, tokenizer.json), the folder
-    of a finetune run, or the folder of an adapter, which is merged into the weights. In the file,
-    generation stops at the token that ends an answer in the chat template. The command prints
-    what llama.cpp will compute differently from this model.
+    of a finetune run, or the folder of an adapter, which is merged into the weights. Generation
+    stops at the token that ends an answer in the chat template. The command lists the differences
+    between this model and what llama.cpp computes.
 
     \b
     Types and bits per weight:
-      whole     f32 32; f16 16; bf16 16
+      floats    f32 32; f16 16; bf16 16
       8 bits    q8_0 8.5
       6 bits    q6_k 6.56
       5 bits    q5_k_m 5.5+; q5_k_s 5.5+; q5_1 6; q5_0 5.5
@@ -57,7 +57,7 @@ def export(
       3 bits    q3_k_l 3.44+; q3_k_m 3.44+; q3_k_s 3.44+
       2 bits    q2_k 2.63+
       ternary   tq2_0 2.06; tq1_0 1.69
-    A +: the most sensitive matrices have more bits. Ternary types are for BitNet.
+    With +, the most sensitive matrices have more bits. Ternary types are for BitNet.
     """  # noqa: D301 -- click reads the \b
     from ..models import export_adapter_gguf, export_gguf
 

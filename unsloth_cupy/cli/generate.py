@@ -43,17 +43,17 @@ Write = Callable[..., tuple[str, int]]  # stream_text with its first arguments b
 @option(
     "--top-p",
     Number(0, 1, min_open=True),
-    "Sample from the most likely tokens with this total probability.",
+    "Sample from the most likely tokens, as few as reach the total probability X.",
 )
 @option(
     "--min-p",
     Number(0, 1),
-    "Sample from tokens with at least this fraction of the top probability.",
+    "Sample from tokens with at least X times the probability of the most likely one.",
 )
 @option(
     "--repetition-penalty",
     Number(0, min_open=True),
-    "Above 1: tokens that are already in the text become less likely.",
+    "A value above 1 makes tokens that are already in the text less likely.",
 )
 @option("--seed", click.IntRange(0), "Random seed.  [default: different for each call]")
 @click.option(
@@ -115,7 +115,8 @@ def generate(
         elif random:
             flags = ", ".join("--" + name.replace("_", "-") for name in random)
             raise click.UsageError(
-                f"--temperature 0 chooses the most likely token: leave out {flags}, or raise it."
+                f"--temperature 0 always chooses the most likely token: leave {flags} out, or raise"
+                " --temperature."
             )
         interactive = chat and prompt is None and sys.stdin is not None and sys.stdin.isatty()
         source = model_folder(folder)

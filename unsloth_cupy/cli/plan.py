@@ -44,17 +44,17 @@ RANK = 16  # LoRA rank in the comparison table, unless --lora sets one
 @click.argument("config", type=FILE)
 @option("--batch", click.IntRange(1), "Batch size in rows.", 1)
 @option(
-    "--tokens", click.IntRange(1), "Length of a row in tokens.  [default: 2048, or all positions]"
+    "--tokens",
+    click.IntRange(1),
+    "Length of a row in tokens.  [default: 2048, or all positions if fewer]",
 )
 @option("--dtype", click.Choice(["float16", "bfloat16", "float32"]), "Compute dtype.", "bfloat16")
-@option(
-    "--optimizer", click.Choice([*OPTIMIZERS, "none"]), "Optimizer; none: no optimizer.", "adamw"
-)
+@option("--optimizer", click.Choice([*OPTIMIZERS, "none"]), "Optimizer, or none.", "adamw")
 @option("--state-bits", click.Choice(["32", "8"]), "Bits per value of the optimizer states.", "32")
 @option(
     "--method",
     click.Choice([*METHODS]),
-    "Training method; for methods with pairs, a row is two texts.",
+    "Training method; for methods that train on pairs, a row is a pair of texts.",
     "sft",
 )
 @option("--teacher", FILE, "Folder of distill's teacher model.")
@@ -64,12 +64,12 @@ RANK = 16  # LoRA rank in the comparison table, unless --lora sets one
 @option(
     "--max-new-tokens",
     click.IntRange(1),
-    "Maximum number of new tokens per answer; part of --tokens.",
+    "Maximum number of new tokens per answer; --tokens includes them.",
 )
 @click.option(
     "--reward",
     multiple=True,
-    help="Reward of the answers; the folder of a reward model needs memory.",
+    help="Reward of the answers; only a reward model adds memory.",
 )
 @option("--lora", click.IntRange(1), "LoRA rank: train adapters of this rank and freeze the model.")
 @option("--quantize", QUANTIZE, "Quantize the frozen weights; requires --lora.")
@@ -85,7 +85,9 @@ RANK = 16  # LoRA rank in the comparison table, unless --lora sets one
 )
 @click.option("--chunked-mlp", is_flag=True, help="Compute MLPs in chunks, and again in backward.")
 @option("--accumulate", click.IntRange(1), "Gradient accumulation: number of batches per step.", 1)
-@option("--device", click.Choice([*DEVICES]), "Device; cpu: the memory that NumPy needs.", "cuda")
+@option(
+    "--device", click.Choice([*DEVICES]), "Device; cpu plans the memory that NumPy needs.", "cuda"
+)
 @option("--tensor-parallel", click.IntRange(1), "Number of ranks that split each weight.")
 @option("--pipeline-parallel", click.IntRange(1), "Number of ranks that split the layers.")
 @option("--data-parallel", click.IntRange(1), "Number of ranks that process different rows.")
@@ -98,7 +100,7 @@ RANK = 16  # LoRA rank in the comparison table, unless --lora sets one
 @option(
     "--context-attention",
     ATTENTION,
-    "Attention of context ranks; ulysses splits heads.  [default: ring]",
+    "Attention across context ranks; ulysses splits heads.  [default: ring]",
 )
 @option("--pipeline-schedule", SCHEDULE, "Pipeline schedule.  [default: 1f1b]")
 @option(
@@ -142,11 +144,11 @@ def plan(
     zero: str,
     plot: Path | None,
 ) -> None:
-    """Show how much memory a training step needs, and which GPUs have enough.
+    """Show how much memory a training step needs, and which GPUs have enough memory.
 
     CONFIG is a config.json or the folder of a model or an adapter; model weights are not read.
-    With a number of ranks, the plan shows the memory per rank of each pipeline stage, and --plot
-    draws the stage with the highest peak; --batch is then the batch of one data rank.
+    With several ranks, the plan shows the memory per rank of each pipeline stage, --plot draws the
+    stage with the highest peak, and --batch is the batch size per data rank.
     """
     from ..models.parse import parse
 

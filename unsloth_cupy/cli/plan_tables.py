@@ -11,11 +11,11 @@ GB = 2**30
 LARGEST = 4  # number of ops whose workspaces are shown
 HOLDS = {
     "weights": "weights of the forward pass, including adapters",
-    "gradients": "gradients of weights or adapters, and their accumulated sums",
+    "gradients": "gradients of weights or adapters, including accumulated gradients",
     "optimizer": "optimizer states of trained weights",
     "master": "float32 copies of 16-bit weights",
     "activations": "arrays that forward stores for backward",
-    "logits": "logits that the loss holds at a time, and the accumulated gradient of the head",
+    "logits": "logits that the loss stores at once, and the accumulated gradient of the head",
     "workspace": "temporary arrays of ops, and gradients in flight",
 }
 
@@ -99,7 +99,7 @@ def training_methods(
     """Return the table of a step's memory for training all weights, LoRA and QLoRA."""
     from rich.table import Table
 
-    table = Table(title="the same step by trained parameters", title_justify="left")
+    table = Table(title="the same step with other trainable parameters", title_justify="left")
     table.add_column("")
     table.add_column("a step", justify="right")
     table.add_column("smallest card", justify="right")

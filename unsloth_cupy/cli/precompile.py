@@ -31,7 +31,7 @@ from .progress import progress
 @option(
     "--tokens",
     str,
-    "Row lengths in tokens, for example 512,2048.  [default: 2048, or all positions]",
+    "Row lengths in tokens, for example 512,2048.  [default: 2048, or all positions if fewer]",
 )
 @option("--batch", str, "Batch sizes in rows, for example 1,8.", "1")
 @option("--dtype", click.Choice(["float16", "bfloat16", "float32"]), "Compute dtype.", "bfloat16")
@@ -62,7 +62,7 @@ def precompile(
     accumulate: int,
     processes: int | None,
 ) -> None:
-    """Compile every kernel that training and generation of a model will launch.
+    """Compile all kernels that a model launches in training and generation.
 
     CONFIG is a config.json or the folder of a model, a run or an adapter; for an adapter, the
     kernels are those of its base model. No weights are read, and no GPU is needed.

@@ -34,9 +34,9 @@ from .options import FILE, Device, Number, WithData, data_of, ignore_option, opt
 def teach(
     model: Path, data: tuple[str, ...], out: Path | None, quiet: bool, **options: Any
 ) -> None:
-    """Store the most likely next tokens of the model in MODEL_FOLDER for texts.
+    """Store the next tokens that the model in MODEL_FOLDER finds most likely in texts.
 
-    finetune --method distill --teacher FOLDER then needs no teacher in memory.
+    finetune --method distill --teacher FOLDER then runs without the teacher model in memory.
     """
     folder = model.parent / f"{model.name}-taught" if out is None else out
     with hearing(Listener() if quiet else Printer()):

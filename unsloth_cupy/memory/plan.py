@@ -56,7 +56,7 @@ def plan_memory(
     inputs: Sequence[Mapping[str, Any]] = (),
     merge_into: str | None = None,
 ) -> MemoryPlan:
-    """Plan the memory of a training step, op by op, from a step on planned arrays.
+    """Plan the memory of a training step, op by op, without allocating its arrays.
 
     Weights are trained as in ``unsloth-cupy finetune``: the optimizer stores them in float32, and
     the model computes with 16-bit copies of the matrices if ``dtype`` has 16 bits.
@@ -73,37 +73,38 @@ def plan_memory(
         A name in ``models.optimizers.OPTIMIZERS`` (muon trains matrices, and adamw the rest), or
         "none": only a forward and a backward pass, with weights in ``dtype``.
     state_bits : int
-        Bits of the averages: 32, or 8 for adamw.
+        Bits per value of the optimizer states: 32, or 8 for adamw.
     rank : int, optional
         Train adapters of this LoRA rank on all linear layers, with frozen weights.
     recompute_every : int or CheckpointConfig, optional
-        Gradient checkpointing: the number of blocks per segment, of which only the input is saved,
-        or a CheckpointConfig.  None saves all activations.
+        Gradient checkpointing: a CheckpointConfig, or the number of blocks per segment; only the
+        input of each segment is saved.  None saves all activations.
     accumulate : int
-        Forward passes per step.  ``moments`` contains at most two of them, since later passes need
-        the same memory as the second.
+        Forward passes per step.  ``moments`` of the plan contains at most two passes, since later
+        passes need the same memory as the second.
     chunked_mlp : bool
         Whether ``swiglu_mlp`` computes the MLPs in chunks of rows.
     adapter : Adapter, optional
-        ``model.adapter``, instead of a rank: it is trained on its own layers.
+        ``model.adapter``, in place of ``rank``: train this adapter, on the layers that it adapts.
     quantization : str, optional
         Quantization of the linear layers, or of the experts only, as in ``models.quantize``; it
-        needs a rank or an adapter.
+        requires ``rank`` or ``adapter``.
     tensor_parallel, pipeline_parallel : int
-        Number of ranks that divide each weight, and of ranks that divide the blocks (the schedule
+        Number of ranks that split each weight, and number of ranks that split the blocks (schedule
         1f1b with ``accumulate`` microbatches).  The result is for the rank with the highest peak.
     objective : callable, optional
         The loss of a step, ``objective(model, tokens=tokens, labels=tokens, count=count)``; the
         default is next-token prediction.  Optional methods of the objective: ``planned(create)``
-        returns the same loss with ``create(config)`` in place of other models, whose weights are
-        counted; ``rehearse(model, rows, tokens)`` runs the work of a step before its passes;
-        ``full(batch, tokens)`` returns the arguments to use instead of tokens and labels.
+        returns the same loss with ``create(config)`` in place of other models, so that their
+        weights are counted; ``rehearse(model, rows, tokens)`` runs what a step does before its
+        forward passes; ``full(batch, tokens)`` returns the arguments to use instead of tokens and
+        labels.
     device : str
         "cuda" counts the arrays of kernels, rounded as in CuPy's pool; "cpu" counts NumPy arrays.
     inputs : sequence of {"tokens": array, "labels": array, "offsets": array or None}, optional
         The inputs of the forward passes, as NumPy arrays, instead of ``batch``, ``tokens`` and
         ``accumulate``.  Packed texts and tokens without a label need less memory than full rows.
-        Only the device "cpu" reads their values.
+        The values are read only if ``device`` is "cpu".
     merge_into : str, optional
         Train the adapter through the quantizer of this kind of file, as in ``add_adapter``.  None
         uses the setting of the adapter.

@@ -87,7 +87,7 @@ class QuantizationReport:
 def quantize(
     model: "Transformer", kind: str, *, skip: Sequence[str] = SKIP, least: int = LEAST
 ) -> QuantizationReport:
-    """Quantize the linear layers of a model and the stacks of its experts, in place.
+    """Quantize the linear layers and the stacked experts of a model, in place.
 
     Each dense weight is released as soon as its codes are computed.
 
@@ -95,24 +95,24 @@ def quantize(
     ----------
     model : Transformer
     kind : str
-        nf4, nf4-double (absmax in 8 bits too), fp4, int8, or ternary (one scale, by absmean).
-        ternary does not support mixtures of experts.
+        nf4, nf4-double (absmax values are also quantized, to 8 bits), fp4, int8, or ternary (one
+        scale, the mean absolute value). ternary does not support mixtures of experts.
     skip : sequence of str
         Weights whose names contain one of these words stay dense.
     least : int
-        Weights with fewer values than this stay dense.
+        Weights with fewer than ``least`` values stay dense.
 
     Returns
     -------
     report : QuantizationReport
-        For each weight: bytes before and after, error, share of zeros.  It prints as a table.
+        For each weight: bytes before and after, error, fraction of zeros.  ``print`` shows a table.
 
     Raises
     ------
     ConfigError
         The kind is unknown, an option is invalid, or the model is quantized already.
     RangeError
-        A weight is not finite; the weights before it are already quantized then.
+        A weight is not finite.  The weights before it have then already been quantized.
     """
     if not hasattr(model, "division"):
         raise ConfigError(f"quantize: {model!r} is not a model; pass what load or create returned")

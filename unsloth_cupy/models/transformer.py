@@ -462,7 +462,8 @@ class Transformer(Adapted):
     ) -> tuple[Any, dict[str, Array]]:
         """Return ``loss`` and its gradient with respect to every ``trainable`` array, by name.
 
-        ``loss`` documents the arrays and ``count``, ``value_and_gradients`` the other options.
+        See ``loss`` for the arrays and ``count``, and ``value_and_gradients`` for the other
+        options.
         """
         batch = {"tokens": tokens, "labels": labels, "mask": mask, "offsets": offsets}
         function = partial(next_token, **batch, count=count, routes=routes)
@@ -518,26 +519,28 @@ class Transformer(Adapted):
             2019).  1 has no effect.
         seed : int, optional
             Row i samples from (seed, i), independent of other rows: the same seed gives the same
-            tokens.  None: other tokens in each call.  Ranks that divide a model need a seed.
+            tokens.  None: different tokens in each call.  A seed is required if ranks share the
+            model.
         stop : int or sequence of int, optional
-            Tokens that end a row.  None: the end tokens of the config.  (): no end, all rows have
-            max_new_tokens tokens.
+            Tokens that end a row.  None: the end tokens of the config.  (): no token ends a row, so
+            each row gets max_new_tokens tokens.
         cache : PagedKVCache, optional
-            Stores keys and values, instead of a new KVCache.
+            Cache for keys and values, in place of a new KVCache.
         sequences : sequence of int, optional
-            The sequences of that cache that the rows continue.  Afterwards a sequence holds its row
-            without the last new token.  None: new sequences, which are freed at the end.
+            The sequences in ``cache`` that the rows continue, one per row.  After the call each
+            sequence contains its row without the last new token.  None: new sequences, which are
+            freed at the end.
         cache_dtype : str, optional
-            int8: a new KVCache stores int8 codes, half of the bytes of 16 bits.
+            int8: a new KVCache stores int8 codes, which take half the memory of 16-bit values.
         invariant : bool, optional
-            True: the tokens of a row do not depend on other rows, not even in a tie that rounding
-            decides.  None: the model's own setting.
+            True: the tokens of a row do not depend on other rows, not even where rounding breaks a
+            tie.  None: the model's own setting.
 
         Returns
         -------
         tokens : (batch, prompt + new)
-            new is max_new_tokens, or less if all rows end earlier.  A row that ended is filled
-            with the pad token.
+            ``new`` is max_new_tokens, or fewer if all rows end earlier.  Rows that end earlier are
+            padded with the pad token.
 
         Raises
         ------

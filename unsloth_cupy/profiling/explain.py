@@ -30,13 +30,13 @@ from .watch import dtype_of, watching
 def explain(
     function: Callable[..., Any], *args: Any, device: Any = None, **options: Any
 ) -> Explanation:
-    """Explain a call: kernel or definition and why, launches, bytes, operations, roofline.
+    """Explain a call: its kernel or definition and why, launches, bytes, operations, roofline.
 
     Nothing is computed: the call runs on arrays without elements, and its launches are recorded.
-    If an op repeats equal steps in a loop, such as chunks of rows, one step is recorded.  The floor
-    is a lower bound of the time by the roofline model: the maximum of ``bytes / bandwidth``, where
-    each array is moved once, and ``operations / rate`` of the matrix products.  Values of masks and
-    lengths are unknown: no position counts as masked.
+    If an op repeats equal steps in a loop, such as chunks of rows, only one step is recorded.  The
+    floor is the roofline model's lower bound on the time: the larger of ``bytes / bandwidth``,
+    where each array is moved once, and ``operations / rate`` of the matrix products.  The values of
+    masks and lengths are unknown, so no position counts as masked.
 
     Parameters
     ----------
@@ -60,7 +60,7 @@ def explain(
     ConfigError
         The device is unknown, shapes are passed without a device, or function is not callable.
     ShapeError, DTypeError
-        The call itself raises it.
+        The call itself raises the error.
     """
     if not callable(function):
         raise ConfigError(f"explain({function!r}): function is not callable; pass an op")

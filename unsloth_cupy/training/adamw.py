@@ -26,44 +26,46 @@ class AdamW(Optimizer):
     Parameters
     ----------
     parameters : {name: array}
-        NumPy or CuPy arrays of a float dtype, writable.  The optimizer owns them: each step
-        changes them in place.
+        Writable NumPy or CuPy arrays of a float dtype.  The optimizer owns them: each step changes
+        them in place.
     lr : float
-        Learning rate of steps that are called without a rate.
+        Learning rate for calls of ``step`` without ``lr``.
     betas : (float, float)
         Decay rates of the first and the second moment.
     eps : float
-        Added to the root of the second moment, in units of the gradient.
+        Added to the square root of the second moment, in units of the gradient.
     weight_decay : float
         Decoupled weight decay: a step multiplies a parameter by 1 - lr * weight_decay.
     state_bits : int
         Bits per element of the moments: 32 (64 for a float64 parameter), or 8: codes with a
         float32 scale per 256 elements, for parameters of 4096 elements or more.
     whole : collection of str
-        Names or patterns, as in groups, of parameters whose moments have 32 bits although
-        ``state_bits`` is 8: embeddings and heads, whose rows have gradients of very different
-        sizes.
+        Names or patterns, as in groups, of parameters whose moments stay in 32 bits if
+        ``state_bits`` is 8.  Intended for embeddings and heads, whose rows have gradients of very
+        different sizes.
     groups : sequence of {"names": ..., "lr": ..., "weight_decay": ...}, optional
         Groups of parameters with their own ``lr`` or ``weight_decay``: ``names`` is a name, a
         pattern such as ``"*norm*"``, or a list of names and patterns.  Parameters outside the
-        groups use the options above.  A step with another rate scales the rates of groups by
-        the same factor.
+        groups use the options above.  If ``step`` is called with another ``lr``, the rates of
+        groups are scaled by the same factor.
 
     Raises
     ------
     ConfigError
-        An option is out of range, or a parameter is read-only; a group has an unknown key, no
-        parameter, or a parameter of another group; ``whole`` has a name without a parameter.
+        An option is out of range, or a parameter is read-only; a group has an unknown key, contains
+        no parameter, or contains a parameter that is also in another group; a name in ``whole``
+        matches no parameter.
     DTypeError, FrameworkError
         A parameter is not a float array of NumPy or CuPy, or is float64 with 8-bit moments; or
         parameters are on several GPUs.
 
     Notes
     -----
-    On a GPU a step is one launch per group, if all parameters are contiguous and have 32 or 16
-    bits.  The host does not wait for a step; reading ``steps`` waits.  Codes and scales have the
-    format of bitsandbytes' state1, absmax1, state2 and absmax2.  Second moments below 1e-4 of their
-    scale are rounded up, so that a value above 0 never becomes 0; bitsandbytes rounds to nearest.
+    On a GPU a step launches one kernel per group if all parameters are contiguous and have 32 or 16
+    bits.  The host does not wait for a step to finish, but reading ``steps`` does.  Codes and
+    scales have the format of bitsandbytes' state1, absmax1, state2 and absmax2.  Second moments
+    below 1e-4 of their scale are rounded up, so that a value above 0 never becomes 0; bitsandbytes
+    rounds to nearest.
     """
 
     kind = Tensor
@@ -101,10 +103,9 @@ class AdamW(Optimizer):
         return Tensor(parameter, None, mean, square, *scales)
 
     def load_state(self, state: Mapping[str, Array]) -> None:
-        """Restore a ``state()``, also one with 8-bit codes where this optimizer has 32 bits.
+        """Restore a ``state()``; 8-bit codes are also read into moments of 32 bits.
 
-        In codes of earlier versions, second moments that were rounded to 0 become the smallest
-        code above 0.
+        Second moments that earlier versions rounded to 0 become the smallest code above 0.
         """
         check_mapping("AdamW.load_state", state)
         narrow = {name for name, t in self.tensors.items() if t.mean_scale is not None}

@@ -164,15 +164,16 @@ class Optimizer:
         finite : bool, or bool array of shape ()
             False: skip the step, and change nothing.
         factor : float, or float32 array of shape ()
-            Multiplies the gradients: 1 / loss scale, or less to clip.  ``measure_gradients``
-            returns ``finite`` and ``factor``, on a GPU as arrays that the host never reads.
+            Factor that multiplies the gradients: 1 / loss scale, or less to clip the gradients.
+            ``measure_gradients`` returns ``finite`` and ``factor``, on a GPU as arrays that the
+            host never reads.
 
         Raises
         ------
         ConfigError
             A name is missing or unknown, or lr is negative or not finite.
         ShapeError, DTypeError, FrameworkError
-            A gradient does not fit its parameter.  Nothing has been changed then.
+            A gradient does not fit its parameter.  The parameters are then unchanged.
         """
         rate = self.check(gradients, lr, finite=finite, factor=factor)
         rates = [self._rates(group, rate) for group in self.groups if group["names"]]
@@ -228,7 +229,7 @@ class Optimizer:
         )
 
     def state(self) -> dict[str, Array]:
-        """Return the arrays that a checkpoint saves besides the parameters, for ``load_state``.
+        """Return the arrays to save in a checkpoint with the parameters, for ``load_state``.
 
         ``steps`` is a NumPy integer array of shape ().  The arrays of a parameter, such as
         ``mean.<name>``, are not copies: save or copy them before the next step changes them.  With

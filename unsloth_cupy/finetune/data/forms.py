@@ -280,7 +280,7 @@ def _form(names: tuple[str, ...], answers: tuple[str, ...]) -> Form | Refusal | 
         if reference := first(REFERENCES):
             return Refusal(_prompts(known[question], known[reference]))
         partner = USUAL.get(question, "answer")
-        why = f"; {TRAINS}, and prompts alone are for the method {methods_of(PROMPTS)}"
+        why = f"; {TRAINS}; to train on prompts alone, use the method {methods_of(PROMPTS)}"
         why *= question == "prompt"
         return Refusal(f"has {shown(known[question])} but no {partner}; add {partner}{why}")
     elif answer:

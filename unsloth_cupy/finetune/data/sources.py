@@ -64,7 +64,7 @@ def find_data(
 
 
 def read_data(data: Any, *, ignore: Collection[str] = (), method: str = "sft") -> Text | Records:
-    """Read texts, instructions or chats from files, and hold out a tenth.
+    """Read texts, instructions or chats from files, and hold out a tenth for evaluation.
 
     Parameters
     ----------
@@ -73,27 +73,26 @@ def read_data(data: Any, *, ignore: Collection[str] = (), method: str = "sft") -
         ``.gz .zst .bz2``; a folder of such files, or a folder saved by the package ``datasets``;
         ``"-"`` for standard input.  ``"FILE:2"`` or ``(path, 2)`` sets the weight of a file to 2:
         each epoch contains its rows twice; a weight of 0.5 selects a random half.  None reads
-        Python's documentation.
-        Or rows that map columns to values: a list, a ``datasets.Dataset``, a generator (read once),
-        or a DataFrame (NaN is a missing value).  Values may be arrays of NumPy and torch.  Messages
-        name such a row by its number, for example row 3.
+        Python's documentation.  Or rows that map columns to values: a list, a ``datasets.Dataset``,
+        a generator (read once), or a DataFrame (NaN is a missing value).  Values may be arrays of
+        NumPy and torch.  Messages refer to such a row by its number, for example row 3.
     ignore : collection of str, optional
         Columns to skip.
     method : str
-        The training method, which determines the kind of rows: pairs for dpo and its relatives,
+        The training method, which determines the format of rows: for example pairs for dpo, and
         rated answers for kto.
 
     Returns
     -------
     Text or Records
-        Running text if ``data`` is one text file; else records, one per row.  ``note`` is a summary
-        of the forms and of unused columns.
+        Running text if ``data`` is one text file; else records, one per row.  ``note`` summarizes
+        the formats of the rows and the unused columns.
 
     Raises
     ------
     ConfigError
-        A file cannot be read, its content does not match its name, or a row is invalid or for
-        another method; the message has file, line, column and cure.  The limit of a row is 1 MiB;
-        a compressed file may unpack to 1 GiB or 100 times its size.
+        A file cannot be read, its content does not match its extension, or a row is invalid or for
+        another method; the message contains the file, line and column, and what to do.  A row is
+        limited to 1 MiB; a compressed file may unpack to 1 GiB or 100 times its size.
     """
     return find_data(data, ignore, method=method).read()

@@ -409,7 +409,7 @@ def account_of_answers(
     text += f"; {cut:,} truncated at {named(tokens=length)}" * bool(cut)
     text += "; none dropped or truncated" * (not dropped and not cut)
     if same := counts["same"]:
-        text += f"; {same:,} pairs have equal answers"
+        text += f"; equal answers in {same:,} pair{'s' * (same > 1)}"
     return text + f"; {method.summary}" * bool(method.summary) + _left_out(examples)
 
 

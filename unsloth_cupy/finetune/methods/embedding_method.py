@@ -35,7 +35,7 @@ class EmbedOptions:
 
     pooling: str | None = setting(
         "method",
-        "embed: pool hidden states by the mean over tokens, or take the last.  [default: mean]",
+        "embed: pool hidden states over tokens: the mean, or the last token.  [default: mean]",
         choices=POOLINGS,
         rare=True,
     )

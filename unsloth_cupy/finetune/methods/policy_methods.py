@@ -57,27 +57,33 @@ class PolicyOptions:
         " optionally followed by :WEIGHT (default 1); may be repeated.", (),
     )  # fmt: skip
     reward_seconds: float | None = setting(
-        "method", "Time limit of a call of a reward function, in seconds; an answer that exceeds it"
-        f" alone gets no reward.  [default: {SECONDS:g}]", above=0, kept=False, rare=True,
+        "method", "Time limit of a call of a reward function, in seconds.  After a timeout each"
+        " answer is tried alone; if it times out again, it gets no reward.  [default:"
+        f" {SECONDS:g}]",
+        above=0, kept=False, rare=True,
     )  # fmt: skip
     samples: int | None = setting(
-        "method", f"Answers sampled for each prompt.  [default: {SAMPLES}]", least=2
+        "method", f"Number of answers per prompt.  [default: {SAMPLES}]", least=2
     )
     max_new_tokens: int | None = setting(
         "method",
-        f"Maximum number of new tokens per answer.  [default: {NEW}, or half the positions]",
+        f"Maximum number of new tokens per answer.  [default: {NEW}, or half of the"
+        " model's positions if fewer]",
         least=1,
     )
     num_iterations: int | None = setting(
-        "method", "Optimizer updates per sampled answer.  [default: 1]", least=1, rare=True
+        "method",
+        "Number of optimizer updates per sampled answer.  [default: 1]",
+        least=1,
+        rare=True,
     )
     steps_per_generation: int | None = setting(
-        "method", "Batches of prompts for which answers are sampled before the next update."
+        "method", "Number of prompt batches to sample answers for before the next update."
         "  [default: {accumulate}]", least=1, rare=True,
     )  # fmt: skip
     invariant: bool = setting(
-        "method", "grpo and rloo: sampling and training compute bitwise equal log-probabilities,"
-        " so all ratios of a first update are 1; slower.", False, rare=True,
+        "method", "grpo and rloo: compute bitwise equal log-probabilities in sampling and training,"
+        " so all probability ratios are 1 in the first update; slower.", False, rare=True,
     )  # fmt: skip
 
 

@@ -30,7 +30,7 @@ from .method import (
 )
 
 RATES = (1e-6, 1e-5)  # learning rates of full fine-tuning and of adapters: small updates suffice
-BETA = 0.1  # default strength of the preference
+BETA = 0.1  # default of the beta in the loss
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,7 @@ class PreferenceOptions:
 
     smoothing: float | None = setting(
         "method",
-        "Label smoothing: assumed share of mislabelled pairs (cDPO).  [default: 0]",
+        "Label smoothing: assumed fraction of mislabelled pairs (cDPO).  [default: 0]",
         least=0,
         below=1,
         rare=True,

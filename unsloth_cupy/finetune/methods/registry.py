@@ -71,12 +71,13 @@ class ChosenMethod:
     method: str = setting(
         "method", "Training method.  sft trains on texts, kto on answers rated good or bad, distill"
         " on the predictions of a teacher, classify on labels, embed on related texts, grpo and"
-        " rloo on rewards of sampled answers, reward and all others on preference pairs.",
+        " rloo on rewards of sampled answers, and all other methods on preference pairs.",
         "sft", choices=(*METHODS,),
     )  # fmt: skip
     loss: str | None = setting(
         "method",
-        f"Loss function of {using('loss')}.  [default: sigmoid, kto, dapo, jsd]",
+        f"Loss function of {using('loss')}.  [default: dpo sigmoid, kto kto, grpo dapo,"
+        " distill jsd]",
         choices=LOSSES,
         rare=True,
     )

@@ -113,10 +113,10 @@ class RunFolder:
         last = int(newest.name.rpartition("-")[2]) if newest else 0
         ended = self.finished or last == before.get("steps")
         if changed := differences(before, settings, ended=ended):
-            more = f", for more {named('steps')} or {named('epochs')}" if ended else ""
+            more = f" for more {named('steps')} or {named('epochs')}" if ended else ""
             raise ConfigError(
-                f"{named(out=self.folder)} holds a run with {'; '.join(changed)}; use the same"
-                f" options to resume it{more}, or name a new folder with {named('out')}"
+                f"{named(out=self.folder)} holds a run with {'; '.join(changed)}; pass the same"
+                f" options to resume the run{more}, or pass a new folder with {named('out')}"
             )
         if ended and requests_more(before, settings):
             if newest is None:
@@ -306,7 +306,7 @@ def model_folder(path: Path) -> Path:
     if not path.exists() and (known := cached(path.as_posix())):
         return known[0]
     if not path.exists():
-        cure = missing_folder_advice(path, "name a folder with config.json in it")
+        cure = missing_folder_advice(path, "pass a folder that contains config.json")
         raise ConfigError(f"{path} does not exist; {cure}")
     path = folder_of(path)
     if not path.is_dir():

@@ -42,12 +42,14 @@ DTYPES = FLOAT, *HALVES = ("float32", "bfloat16", "float16")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Settings(Options):
-    """The settings of a run; most fields have their help text beside them.
+    """The settings of a run.
+
+    ``unsloth-cupy finetune --help-all`` describes the fields that are also options.
 
     Attributes
     ----------
     trained_tokens : sequence of int
-        Tokens whose rows of embedding and head are trained besides adapters.
+        Tokens whose rows in the embedding and in the head are trained, in addition to adapters.
     loss_scale : float
         With float16: the initial loss scale.
     dynamic_scaling : bool
@@ -55,12 +57,13 @@ class Settings(Options):
     keep : sequence of str
         With ``recompute_every``: ops whose results are stored instead of recomputed.
     offload : bool
-        With ``recompute_every``: store the inputs of blocks in the memory of the host.
+        With ``recompute_every``: store the inputs of blocks in host memory.
 
     Raises
     ------
     ConfigError
-        A value has a wrong type, is out of range or not a choice; the message names the field.
+        A value has the wrong type, is out of range, or is not one of the choices; the message names
+        the field.
     """
 
     CALL: ClassVar[str] = "Settings"
@@ -70,7 +73,7 @@ class Settings(Options):
     batch: int = setting("data", "Batch size in rows.", 4, least=1)
     tokens: int | None = setting(
         "data",
-        "Maximum length of a row in tokens.  [default: the longest example, outliers excluded;"
+        "Maximum length of a row in tokens.  [default: the longest example, excluding outliers;"
         f" {TOKENS} for running text]",
         least=2,
     )
@@ -92,7 +95,7 @@ class Settings(Options):
     )
     train_weights: bool = setting(
         "model",
-        "Train all weights of a new model, with {quantize} ternary.",
+        "Train all weights of a new model; requires {quantize} ternary.",
         False,
         kept=False,
         rare=True,
@@ -128,12 +131,13 @@ class Settings(Options):
         choices=QUANTIZED,
     )
     merge_into: str | None = setting(
-        "adapters", "Train LoRA through the quantizer of the merged file, for example nf4 or q4_0.",
+        "adapters", "Train LoRA with weights quantized as in the merged file, for example nf4 or"
+        " q4_0.",
         choices=CHOICES,
     )  # fmt: skip
     merge_from: int = setting(
         "adapters",
-        "Number of steps before training uses the quantizer of {merge_into}.",
+        "Number of steps before the quantization of {merge_into} starts.",
         0,
         least=0,
         rare=True,
@@ -171,11 +175,12 @@ class Settings(Options):
     )  # fmt: skip
     optimizer: str = setting(
         "training",
-        "adamw8bit stores its states in 8 bits; muon trains matrices, and adamw the rest.",
+        "Optimizer.  adamw8bit stores its states in 8 bits; muon trains matrices, and adamw all"
+        " other parameters.",
         "adamw", choices=NAMES,
     )  # fmt: skip
     weight_decay: float = setting(
-        "training", "Weight decay per step, multiplied by the learning rate.", 0.1, least=0
+        "training", "Weight decay; each step multiplies it by the learning rate.", 0.1, least=0
     )
     decay_all: bool = setting(
         "training", "Also apply weight decay to norms, biases and embeddings.", False, rare=True
@@ -187,9 +192,9 @@ class Settings(Options):
         "training", "Gradient accumulation: number of batches per step.", 1, least=1
     )
     dtype: str | None = setting(
-        "training", "Compute dtype; trained weights stay float32.  [default: as in the"
-        " resumed run; otherwise on a GPU the model's 16-bit dtype, or bfloat16; on a CPU"
-        " float32]", choices=DTYPES,
+        "training", "Compute dtype; trained weights stay float32.  [default: the dtype of"
+        " the resumed run; for a new run float32 on a CPU, and on a GPU the model's 16-bit dtype"
+        " or else bfloat16]", choices=DTYPES,
     )  # fmt: skip
     seed: int = setting(
         "training", "Random seed of new weights, data order and samples.", 0, least=0
@@ -222,7 +227,7 @@ class Settings(Options):
 
     eval: str | Path | float | Records | Text | None = setting(  # noqa: RUF009 -- a field
         "evaluation",
-        "Evaluation file, or a fraction of the data such as 0.05.  [default: a tenth]",
+        "Evaluation file, or a fraction of the data such as 0.05.  [default: 0.1]",
         kept=False,
     )
     evaluate_every: int | None = setting(
@@ -236,7 +241,7 @@ class Settings(Options):
     )
     min_delta: float = setting(
         "evaluation",
-        "Smallest decrease of the loss that {patience} counts, in nats.",
+        "Smallest decrease of the loss, in nats, that {patience} counts as lower.",
         0.0,
         least=0,
         kept=False,
@@ -258,20 +263,23 @@ class Settings(Options):
 
     recompute_every: int | None = setting(
         "memory",
-        "Gradient checkpointing: store the input of one block in N; saves memory.",
+        "Gradient checkpointing: store only the input of every Nth block; saves memory.",
         least=1,
     )
     keep: Sequence[str] = ()
     offload: bool = False
     chunked_mlp: bool = setting(
-        "memory", "Compute MLPs in chunks, and again in backward; saves memory.", False, rare=True
+        "memory",
+        "Compute MLPs in chunks, and recompute them in backward; saves memory.",
+        False,
+        rare=True,
     )
     state_bits: int = setting(
         "memory", "Bits per value of the optimizer states.", 32, choices=(32, 8)
     )
     limit_memory: int | None = setting(
         "memory",
-        "Limit of array memory, for example 2GiB; checked before training.",
+        "Limit on array memory, for example 2GiB; checked before training.",
         least=1,
         kept=False,
     )
@@ -306,7 +314,7 @@ class Settings(Options):
     )
     context_attention: str | None = setting(
         "ranks",
-        "Attention of context ranks; ulysses splits heads.  [default: ring]",
+        "Attention across context ranks; ulysses splits heads.  [default: ring]",
         choices=(*CONTEXTS,),
         kept=False,
         rare=True,
@@ -317,7 +325,7 @@ class Settings(Options):
     )  # fmt: skip
 
     out: str | Path | None = setting(  # noqa: RUF009 -- a field
-        "output", "Folder of the run.  [default: runs/MODEL-TEXT]", kept=False
+        "output", "Folder of the run.  [default: runs/MODEL-DATA]", kept=False
     )
     save_dtype: str = setting(
         "output", "Dtype of the weights saved at the end.", "float32", choices=DTYPES, kept=False
@@ -344,9 +352,8 @@ class Settings(Options):
         )  # fmt: skip
         kind = KINDS[self.kind]
         if kind.constant and self.decay not in (None, kind.decay):
-            problem = (
-                f"{named(optimizer=self.optimizer)} averages steps of a constant learning rate"
-            )
+            why = "averages steps, which requires a constant learning rate"
+            problem = f"{named(optimizer=self.optimizer)} {why}"
             raise ConfigError(f"{problem}; leave {named(decay=self.decay)} out")
 
     def __repr__(self) -> str:
@@ -398,8 +405,8 @@ class Settings(Options):
     def check(self, source: Path | None, *, lines: bool) -> None:
         """Raise a ConfigError for settings that conflict with each other, the model or the data.
 
-        ``source`` is the folder of the model, None for a new model; ``lines``: the data are rows,
-        not running text.
+        ``source`` is the folder of the model, None for a new model.  ``lines`` is whether the data
+        are rows rather than running text.
         """
         if self.pack is not None and not lines:
             both = f"{named(pack=True)} and {named(pack=False)}"
@@ -412,7 +419,7 @@ class Settings(Options):
             sizes = f"{named('layers')}, {named('hidden')} and {named('vocabulary')}"
             cure = f"leave them out or leave {named('model')} out"
             raise ConfigError(f"{sizes} describe a new model; {cure}")
-        existing = f"is for an existing model; name its {named('model')}"
+        existing = f"requires an existing model; pass {named('model')}"
         if self.lora is not None and source is None:
             raise ConfigError(f"{named('lora')} {existing}")
         self._check_values()
@@ -433,7 +440,7 @@ class Settings(Options):
     def check_method(self, *, whole: bool = True) -> None:
         """Raise a ConfigError for options that the method does not use or support.
 
-        ``whole``: also raise for missing options that the method requires.
+        With ``whole``, also raise for missing options that the method requires.
         """
         method = METHODS[self.method]
         for name in OPTIONS:
@@ -452,10 +459,12 @@ class Settings(Options):
         """Raise a ConfigError for values that are invalid, or require another setting."""
         if self.warmup >= 1 and self.warmup != int(self.warmup):
             raise ConfigError(
-                f"{named(warmup=self.warmup)}: give a whole number, or a share below 1"
+                f"{named(warmup=self.warmup)}: pass a whole number, or a fraction below 1"
             )
         if isinstance(self.eval, int | float) and not 0 < self.eval < 1:
-            raise ConfigError(f"{named(eval=self.eval)}: give a file, or a share above 0, below 1")
+            raise ConfigError(
+                f"{named(eval=self.eval)}: pass a file, or a fraction between 0 and 1"
+            )
         if self.min_delta and self.patience is None:
             raise ConfigError(f"{named('min_delta')} requires {named('patience')}; give both")
         usual = {n: v for n, v in Lora(0).settings().items() if n != "lora"}
@@ -495,7 +504,7 @@ class Settings(Options):
     def decided(self, *, new: bool, steps: int | None = None) -> "Plan":
         """Return the settings with the defaults of a new or an existing model.
 
-        ``steps`` is the number of steps of the epochs, once the data are read.
+        ``steps`` is the number of steps in ``epochs``, known once the data are read.
         """
         ends = steps or self.steps or STEPS
         whole, adapted = METHODS[self.method].rates or (RATE, ADAPTER_RATE)

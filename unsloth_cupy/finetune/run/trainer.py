@@ -134,7 +134,8 @@ class Run:
 class Trainer:
     """Trains a model, and saves it in a run folder.
 
-    The same arguments resume a stopped run; the result has the same bits as without the stop.
+    Calling with the same arguments resumes a stopped run; the result is bitwise equal to that of an
+    uninterrupted run.
 
     Parameters
     ----------
@@ -143,36 +144,38 @@ class Trainer:
         trained in place, in float32; None: a new small Llama.
     data : path, list of paths, iterable of mappings, or what read_data returns, optional
         Texts, instructions or chats: see ``read_data``; None: Python's documentation.  Rows of an
-        iterable are stored as rows.jsonl in the run folder; a resumed run compares their hash.
+        iterable are stored as rows.jsonl in the run folder; a resumed run checks that their hash is
+        unchanged.
     settings : Settings, optional
-        All other settings; None: the defaults.
+        The settings of the run; None: the defaults.
     reward : callable, str, path, (one of these, weight), or list of these, optional
         The reward of grpo and rloo, in place of ``settings.reward``: FILE.py:FUNCTION, the folder
         of a reward model, or ``reward(completions, **columns)``.  The callable gets ``prompts``,
         ``completions``, ``completion_ids`` and columns of the data as keyword arguments, and
-        returns a number per answer, or None for an answer without a reward.  It runs in this
-        process; a resumed run compares its name and source.
+        returns a number per answer, or None for an answer without a reward.  The callable runs in
+        this process; a resumed run checks that its name and source are unchanged.
     ignore : collection of str, optional
         Columns of the data to ignore.
     lora : Lora, optional
         New adapters to train, in place of the LoRA fields of the settings.
     evaluate : path, float, iterable of mappings, Records or Text, optional
-        Evaluation data, or the fraction of the data that is held out, in place of
-        ``settings.eval``; None: a tenth.
+        Evaluation data, or the fraction of the data to hold out, in place of ``settings.eval``;
+        None: a tenth.
     callbacks : sequence of Callback
         Callbacks, which handle the events of the run and may stop it: see ``Callback``.
     objective : callable, optional
         The mean loss to minimise, ``objective(model, tokens=, labels=, offsets=, count=)``: the sum
         over labels divided by ``count``.  Default: the cross-entropy of the next token.
     listener : Listener, optional
-        A listener for messages, steps and evaluations; then nothing is printed.
+        Receives messages, steps and evaluations, which are then not printed.
     quiet : bool
-        Print nothing.
+        Whether to print nothing.
 
     Raises
     ------
     ConfigError
-        Settings conflict with each other, the model or the data; the message names the fields.
+        Settings conflict with each other, with the model or with the data; the message names the
+        fields.
     """
 
     def __init__(
@@ -300,13 +303,14 @@ class Trainer:
         Parameters
         ----------
         stop : Stop, optional
-            Lets the caller stop the run, as ``interrupt.stop_request`` does on Ctrl-C.
+            Object through which the caller can stop the run; ``interrupt.stop_request`` uses it on
+            Ctrl-C.
 
         Raises
         ------
         ConfigError
-            Model, data or settings do not fit together, a loss is not finite, or the folder holds
-            another run.
+            The model, data and settings are incompatible, a loss is not finite, or the folder
+            contains another run.
         DeviceMemoryError
             A step does not fit in memory.
         Interrupted

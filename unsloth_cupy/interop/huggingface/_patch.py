@@ -40,11 +40,11 @@ PARTS = (*ALONE, *MIXTURE, "recurrence", "rotary", "qk_norm", "attention", "resi
 
 
 def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
-    """Make a model of transformers compute with the library's ops.
+    """Patch a transformers model to compute with this library's ops.
 
-    A part is replaced if its structure is known and a trial on random numbers gives the same
-    results as the part itself.  A model that is already patched is unpatched first, and patched
-    again.  If patching fails, the model stays as it was, patched or not.
+    A module is replaced if its structure is known and its replacement gives the same results on
+    random inputs.  A model that is already patched is first unpatched, then patched again.  If
+    patching fails, the model is unchanged.
 
     A deep copy of a patched model is patched.  ``torch.save`` and ``pickle`` store the unpatched
     model: patch the model again after loading.
@@ -52,25 +52,26 @@ def patch(model: Any, *, parts: Iterable[str] | None = None) -> Report:
     Parameters
     ----------
     model : transformers.PreTrainedModel
-        The model, or a module around it, such as a model of peft.
+        The model, or a module that wraps it, such as a peft model.
     parts : iterable of str, optional
-        Some of ``norm``, ``mlp``, ``embedding``, ``lora``, ``quantized`` (layers of bitsandbytes),
-        ``experts`` and ``router`` (of mixtures of experts), ``recurrence`` (delta rules, Mamba2 and
-        their convolutions), ``rotary``, ``qk_norm`` (norms and rotary embedding of queries and
-        keys), ``attention``, ``residual`` (an addition and the norm after it) and ``loss``; by
-        default all of them.
+        The kinds of modules to replace, out of ``norm``, ``mlp``, ``embedding``, ``lora``,
+        ``quantized`` (layers of bitsandbytes), ``experts`` and ``router`` (of mixtures of experts),
+        ``recurrence`` (delta rules, Mamba2 and their convolutions), ``rotary``, ``qk_norm`` (norms
+        and rotary embedding of queries and keys), ``attention``, ``residual`` (an addition and the
+        norm after it) and ``loss``; all by default.
 
     Returns
     -------
     report : Report
-        The replaced modules, and the reason for each other one; ``print(report)`` shows a table.
+        The replaced modules, and why each other module was not replaced; ``print(report)`` shows a
+        table.
 
     Raises
     ------
     FrameworkError
-        This is not a model of transformers, or no op can read its weights where they are.
+        ``model`` is not a transformers model, or no op can read its weights where they are stored.
     ConfigError
-        A part does not exist.
+        A name in ``parts`` is unknown.
     """
     chosen = chosen_parts(parts)
     inner = _inner("patch", model)

@@ -101,15 +101,16 @@ def merge(
     base: str | PathLike[str] | None = None,
     progress: bool = False,
 ) -> Merged:
-    """Write a model with its adapter merged into the weights, as a Hugging Face folder.
+    """Merge an adapter into the weights of its model, and write a Hugging Face folder.
 
     Each adapted weight W becomes W + scale B A, with scaled rows for DoRA; sums are computed in
-    float32 and rounded once.  Quantized weights become dense.  If the adapter was trained through
-    a quantizer (``merge_into``), weights are written as training used them.  The folder contains
-    the weights, config.json, generation_config.json, and the tokenizer with its chat template.
-    Weights are read, merged and written one by one.  Before the folder gets its name, its outputs
-    for a few tokens are compared with the model and its adapter, with one block in memory at a
-    time.  After a crash there is either the whole folder or none.
+    float32 and rounded once.  Quantized weights are dequantized.  If the adapter was trained
+    through a quantizer (``merge_into``), the weights are written exactly as training used them.
+    The folder contains the weights, config.json, generation_config.json, and the tokenizer with its
+    chat template.  Weights are read, merged and written one by one.  The folder is written under a
+    temporary name.  Before it is renamed to ``out``, its outputs for a few tokens are compared with
+    those of the model with its adapter, with one block in memory at a time.  After a crash, ``out``
+    contains either the whole model or nothing.
 
     Parameters
     ----------
@@ -119,11 +120,11 @@ def merge(
     out : path
         A folder that does not exist yet, or is empty.
     dtype : dtype or its name, optional
-        float16, bfloat16, float32 or float64.  None: each weight has the dtype of the base's file;
-        quantized weights get the dtype of the embedding table, or stay quantized if the adapter
-        was trained through their quantizer.
+        float16, bfloat16, float32 or float64.  None: each weight has its dtype in the base model's
+        file; quantized weights get the dtype of the embedding table, or stay quantized if the
+        adapter was trained through their quantizer.
     base : path or name, optional
-        The base model, in place of the one that the adapter names.
+        The base model, in place of the base model in the adapter's config.
     progress : bool
         Show a progress bar on standard error, if that is a terminal.
 
@@ -135,9 +136,9 @@ def merge(
     Raises
     ------
     ConfigError
-        A file is missing or broken; ``out`` has files in it; a weight is not finite or too large
-        for ``dtype``; the disk is full; or the outputs of the folder differ by more than rounding
-        explains.
+        A file is missing or broken; ``out`` is not empty; a weight is not finite or too large for
+        ``dtype``; the disk is full; or the outputs of the new folder differ by more than rounding
+        errors.
     """
     target = _new_folder(out)
     chosen = None if dtype is None else float_dtype("merge", dtype)
@@ -188,7 +189,7 @@ def _notes(model: StoredModel) -> list[str]:
     """Return the notes of the report."""
     notes, formats = [], formats_of(model.homes)
     if model.adapter is None:
-        notes.append(f"{source_of(model.path)} holds no adapter: this is a copy of the model")
+        notes.append(f"{source_of(model.path)} holds no adapter: the output is a copy of the model")
     notes += [f"weights are dense here; the base has {formats}"] if formats else []
     own, whole = model.texts["config.json"], read_json(model.folder / "config.json")
     # these keys differ if the adapter's file holds other tables or another head

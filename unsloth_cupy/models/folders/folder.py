@@ -48,19 +48,19 @@ def load(
 ) -> Transformer:
     """Return the model of a Hugging Face folder: config.json and safetensors files.
 
-    Supported model types are Llama and its dense relatives, the text parts of models that read
-    images, and other types of transformers that compute the same as one of these: the guide lists
-    them.  The name, shape and dtype of every tensor are checked before any is used; pickled weights
-    are never read and no code in a folder is ever run.
+    The guide lists the supported model types: Llama and similar dense models, the text parts of
+    models that read images, and other types in transformers that compute the same as one of these.
+    The name, shape and dtype of every tensor are checked before any tensor is used.  Pickled
+    weights are never read, and code in the folder is never run.
 
     Parameters
     ----------
     folder : path
         A folder with config.json, one or several ``*.safetensors`` files and, if the end tokens
-        differ from config.json's, generation_config.json.  Or an adapter folder of peft, whose
-        base model is on this machine: at the path that the adapter names, or under this name in
-        the local cache of models ($HF_HUB_CACHE or $HF_HOME/hub).  Or a GGUF file, or a folder
-        that holds one.
+        differ from config.json's, generation_config.json.  Or an adapter folder of peft whose base
+        model is on this machine, either at the path in the adapter's config or under the name there
+        in the local cache of models ($HF_HUB_CACHE or $HF_HOME/hub).  Or a GGUF file, or a folder
+        that contains one.
     dtype : dtype or its name, optional
         float16, bfloat16, float32 or float64; None: the dtype of the checkpoint.
     device : str, optional
@@ -68,49 +68,50 @@ def load(
         "auto": the first usable GPU, else NumPy; a GPU that cannot be used causes a warning.
     quantize : str, optional
         nf4, nf4-double, fp4, int8 or ternary: linear layers are quantized when they are read, by
-        the rules of ``models.quantize``.  None: weights are loaded as stored.  They may be
-        quantized already, by transformers with bitsandbytes or as packed BitNet layers.  Weights of
-        GPTQ, AWQ, FP8, compressed-tensors and GGUF become dense when they are read; but GGUF types
-        with blocks of 32 (``models.gguf.packed``) stay packed, unless ``quantize`` is passed.
+        the rules of ``models.quantize``.  None: weights are loaded as stored.  The stored weights
+        may already be quantized: by bitsandbytes through transformers, or as packed BitNet layers.
+        Weights in GPTQ, AWQ, FP8, compressed-tensors and GGUF formats are dequantized when they are
+        read, except that GGUF types with blocks of 32 (``models.gguf.packed``) stay packed unless
+        ``quantize`` is passed.
     lora : path, optional
         An adapter folder of peft: adapter_config.json and adapter_model.safetensors (LoRA, rsLoRA,
-        DoRA, tokens, whole modules); tables of the base in it replace the tables of ``folder``.
-        Or an adapter folder of mlx-lm: adapter_config.json and adapters.safetensors (LoRA, DoRA).
-        Tensors whose dtype cannot be combined with the model's are read as float32.  None: the
-        adapter of ``folder``, if it is an adapter folder.
+        DoRA, tokens, whole modules); if it stores the embedding or the head of the base model,
+        these replace the ones in ``folder``.  Or an adapter folder of mlx-lm: adapter_config.json
+        and adapters.safetensors (LoRA, DoRA).  Tensors whose dtype cannot be combined with the
+        model's are read as float32.  None: the adapter of ``folder``, if it is an adapter folder.
     communicator : Communicator, optional
-        Ranks of tensor parallelism, which divide the model by heads, inner size and vocabulary.
-        Each rank reads only its part of the files.  Exceptions are columns of 4-bit weights, and
-        weights whose scales depend on other ranks' parts: they are read whole, one at a time.  All
-        ranks make the same calls, and get the results of one device; ``save`` writes the whole
-        model.
+        Ranks of tensor parallelism, which split the attention heads, the intermediate size and the
+        vocabulary.  Each rank reads only its part of the files.  Exceptions are columns of 4-bit
+        weights, and weights whose scales depend on other ranks' parts: they are read whole, one at
+        a time.  All ranks must make the same calls; each gets the same results as one device would.
+        ``save`` writes the whole model.
     pipeline : Communicator, optional
-        Ranks of pipeline parallelism, which divide the blocks.  ``generate`` runs through all
-        ranks; ``models.ranks.stages`` runs training steps.
+        Ranks of pipeline parallelism, which split the blocks.  ``generate`` runs through all ranks;
+        ``models.ranks.stages`` runs training steps.
     chunks : int
-        Number of chunks of blocks in each rank of a pipeline; more than 1 for an interleaved
-        schedule.
+        Number of chunks of blocks per pipeline rank; more than 1 for an interleaved schedule.
     parts : Communicator, optional
         Ranks that each store a part of every parameter, and read only this part or its whole
         rows.  Exceptions are ternary weights, and codes whose scales depend on other rows: they
         are read whole, one at a time.  ``parallel.Zero3(model, parts)`` trains the model.
     experts : Communicator, optional
         Ranks of expert parallelism.  Each rank reads and stores some experts of every layer and all
-        other weights, and computes its own rows of a batch.  Tokens are sent to the ranks of their
-        experts, so all ranks make the same number of calls at the same time, and equal calls of
-        ``generate``.  ``parallel.DataParallel`` over these or more ranks sums the gradients.
+        other weights, and computes its own rows of a batch.  Tokens are sent to the ranks that
+        store their experts, so all ranks must make the same number of calls at the same time, and
+        call ``generate`` with equal arguments.  ``parallel.DataParallel`` over these or more ranks
+        sums the gradients.
     head : str, optional
-        causal_lm, sequence_classification, token_classification, or none for embeddings alone.
-        None: the head in ``architectures`` of config.json or, with an adapter for a classifier, in
-        the adapter's ``task_type``.  If the folder has no such head, or a classifier of another
-        size, the head is new.
+        causal_lm, sequence_classification, token_classification, or none to compute only
+        embeddings.  None: the head in ``architectures`` of config.json or, with an adapter for a
+        classifier, in the adapter's ``task_type``.  If the folder has no such head, or a classifier
+        of another size, the head is newly initialized.
     labels : int, optional
         Number of outputs of a classifier; None: as in the folder.
     seed : int
-        Seed of a new head, whose matrices are drawn as in ``create``; biases are 0.
+        Seed of a new head, whose matrices are initialized as in ``create``; biases are 0.
     invariant : bool
-        Whether the results for a text have the same bits whatever else is in the batch, and the
-        same bits in sampling and in training; slower.  ``model.invariant`` can be set later, too.
+        Whether the results for a text are bitwise independent of the rest of the batch, and bitwise
+        equal in sampling and in training; slower.  ``model.invariant`` can be set later, too.
 
     Returns
     -------
@@ -120,7 +121,7 @@ def load(
     ------
     ConfigError
         A file is missing, broken or contradicts config.json; or the ranks cannot divide the model.
-        The message contains the remedy.
+        The message says what to do.
     DeviceError
         The device does not exist; the message names the existing devices.
     """

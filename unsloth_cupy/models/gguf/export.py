@@ -430,7 +430,8 @@ def _stand_ins(tensors: Iterable["Tensor"]) -> Iterator[str]:
     for (type_name, chosen), names in replaced.items():
         count = f"{len(names)} tensor" + "s" * (len(names) > 1)
         shown = ", ".join(names[:SHOWN]) + (" and others" if len(names) > SHOWN else "")
-        yield f"blocks of {type_name} do not divide the rows of {count}: {chosen} ({shown})"
+        why = f"whose rows are not a multiple of the {type_name} block size"
+        yield f"{count} {why}: stored as {chosen} ({shown})"
 
 
 def _write(

@@ -58,9 +58,9 @@ def attention(
     minus alibi; -inf where mask, causal, window, key_lengths or block_mask hide a key; softmax;
     dropout.  All options can be combined.  A query that sees no key gets zeros and zero gradients.
 
-    The axis of tokens comes before the axis of heads.  Arrays for torch's
-    ``scaled_dot_product_attention`` are (batch, heads, tokens, dim): swap their axes 1 and 2 first.
-    If their shapes fit by chance, the result is wrong, and only some cases raise a warning.
+    The token axis comes before the head axis.  Arrays for torch's ``scaled_dot_product_attention``
+    are (batch, heads, tokens, dim): swap axes 1 and 2 first.  Without the swap, shapes may still be
+    valid; the result is then wrong, and a warning is given only in some cases.
 
     Parameters
     ----------
@@ -69,9 +69,10 @@ def attention(
     k : (batch, keys, kv_heads, dim) float
         Keys; kv_heads divides heads.
     v : (batch, keys, kv_heads, value_dim) float
-        Values.  If q, k or v has a batch axis, those without one are shared by the whole batch.
+        Values.  If any of q, k and v has a batch axis, an array without one is shared by the whole
+        batch.
     causal : bool
-        A query sees no key after its own position.
+        Whether each query sees only the keys up to its own position.
     window : (left, right), optional
         The query at position p sees the keys p - left .. p + right; None is unbounded.
     scale : float, optional
@@ -87,11 +88,11 @@ def attention(
     sinks : (heads,) dtype of q or float32, optional
         Score of an additional key that every query sees and that has no value.
     key_lengths : (batch,) int, optional
-        Number of keys of each batch element; later keys are ignored, whatever they hold.
+        Number of keys of each batch element; later keys are ignored, whatever their values.
     query_start : int or (batch,) int, optional
         Position of the first query among the keys.  By default the last query has the position of
-        the last key: ``keys - queries``, or ``key_lengths - queries``.  For alibi, it is clipped to
-        -2**29 .. 2**29.
+        the last key: ``keys - queries``, or ``key_lengths - queries``.  For alibi, the position is
+        clipped to -2**29 .. 2**29.
     block_mask : bool (batch or 1, heads or 1, queries / 128, keys / 128), rounded up, optional
         Tiles of 128 queries by 128 keys that are False are skipped.
     dropout : float

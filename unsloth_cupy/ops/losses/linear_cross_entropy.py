@@ -39,18 +39,18 @@ def linear_cross_entropy(
     weight : (vocab, hidden) float, or a quantized weight
         The output head; its gradient is accumulated in float32.  A quantized weight is frozen.
     labels : (*rows) int32 or int64
-        Each in 0 .. vocab - 1, or equal to ignore.
+        Indices in 0 .. vocab - 1, or ``ignore``.
     ignore, smoothing, z_loss, softcap, class_weights
         As in ``cross_entropy``.
     max_bytes : int, optional
-        Limit of the memory for a chunk of logits and its gradient, 512 MiB by default; a chunk has
-        at least one row.  Logits are float32; their gradient is written over them or, for a 16-bit
-        x, to a second buffer of 16 bits.
+        Limit on the memory for a chunk of logits and its gradient, 512 MiB by default; a chunk has
+        at least one row.  Logits are float32; the gradient overwrites them or, if x has 16 bits, is
+        written to a second buffer of 16 bits.
 
     Returns
     -------
     loss : (*rows) float32, or float64 for float64 arrays
-        The loss of each row in nats; neither summed nor averaged; 0 where the label is ignore.
+        The loss of each row in nats, without reduction; 0 where the label is ``ignore``.
 
     Raises
     ------

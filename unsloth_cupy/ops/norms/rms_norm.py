@@ -26,7 +26,8 @@ def rms_norm(
 ) -> Array:
     """Normalise each row of ``h = x + residual`` to mean square 1, then scale it by weight.
 
-    ``y = h / sqrt(mean(h**2) + eps) * (weight + offset) + bias``, the mean over the last axis.
+    ``y = h / sqrt(mean(h**2) + eps) * (weight + offset) + bias``, where the mean is over the last
+    axis.
 
     Parameters
     ----------
@@ -39,9 +40,9 @@ def rms_norm(
     residual : (*rows, hidden) float, optional
         Added to x first.
     bias : (hidden,) dtype of x or float32, optional
-        Added last.
+        Added to the scaled rows.
     offset : float
-        Added to weight: 1.0 if the checkpoint stores the weight minus 1, as in Gemma.
+        Added to weight.  Pass 1.0 if the checkpoint stores the weight minus 1, as Gemma's does.
 
     Returns
     -------

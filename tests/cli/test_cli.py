@@ -285,7 +285,11 @@ class TestFinetune:
         assert [line["step"] for line in held_out] == [0, 20, 40]
         last = held_out[-1]
         assert last["held_out_loss"] < held_out[0]["held_out_loss"] - 1
-        for said in (f"{last['unigram_baseline']:.3f}", f"{last['held_out_loss']:.3f}", "sampled"):
+        for said in (
+            f"{last['unigram_baseline']:.3f}",
+            f"{last['held_out_loss']:.3f}",
+            "--- sample: ",
+        ):
             assert said in output
 
     @pytest.mark.slow
@@ -876,7 +880,7 @@ def test_an_adapter_whose_base_has_moved(tmp_path: Path) -> None:
     said = run("generate", tmp_path / "run", "the", "--max-new-tokens", 2)
     assert said.exit_code == 0, said.output  # the run names the base where it is now
     assert_one_clear_error(run("generate", moved, "the", "--base", moved), "leave it out")
-    assert_one_clear_error(run("finetune", *tiny, "--base", moved), "--base is for an existing")
+    assert_one_clear_error(run("finetune", *tiny, "--base", moved), "--base requires an existing")
 
 
 @pytest.fixture

@@ -211,7 +211,7 @@ def test_every_command_is_walked() -> None:
 
 
 def test_messages_of_other_ranks_are_printed_escaped(capsys: pytest.CaptureFixture[str]) -> None:
-    rank: Any = SimpleNamespace(rank=1, failing=False, _say=lambda *_: None)
+    rank: Any = SimpleNamespace(rank=1, failing=False, _send_to_all=lambda *_: None)
     Peers._fail(rank, ConfigError, OSError(EVIL), None)
     actual = capsys.readouterr().err
     assert printable(actual) == actual

@@ -240,9 +240,8 @@ def test_a_classifier_keeps_its_labels(home: Path, tmp_path: Path) -> None:
     assert line["texts"] == 2
     number = labelled(tmp_path, "regression")
     assert_one_clear_error(run("evaluate", tmp_path / "again", "--data", number), "outputs; give")
-    assert_one_clear_error(
-        run("evaluate", tmp_path / "again", "--data", some, "--method", "sft"), "needs the head causal"
-    )
+    done = run("evaluate", tmp_path / "again", "--data", some, "--method", "sft")
+    assert_one_clear_error(done, "needs the head causal")
 
 
 @pytest.mark.parametrize(

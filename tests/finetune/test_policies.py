@@ -523,7 +523,7 @@ def test_logits_that_are_not_finite_end_the_run(home: Path, tmp_path: Path) -> N
     model.save(tmp_path / "broken")
     (tmp_path / "broken" / "tokenizer.json").write_text(golden.tokenizer().to_str())
     with pytest.raises(
-        ConfigError, match=r"after step 0: rollouts: the logits of new token 0 hold"
+        ConfigError, match=r"after step 0: rollouts: the logits of new token 0 contain"
     ):
         trainer(home, tmp_path / "run", model=tmp_path / "broken").train()
 

@@ -155,7 +155,7 @@ def test_plan_says_what_quantization_asks() -> None:
     sizes = {"batch": 1, "tokens": 8, "dtype": "float32"}
     with pytest.raises(ConfigError, match="frozen: pass a rank"):
         plan_memory(config, **sizes, quantization="nf4")
-    with pytest.raises(ConfigError, match="kind 'nf3' is not known"):
+    with pytest.raises(ConfigError, match="kind 'nf3' is unknown"):
         plan_memory(config, **sizes, rank=2, quantization="nf3")
 
 

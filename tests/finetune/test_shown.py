@@ -193,7 +193,7 @@ def test_a_run_of_each_method_says_what_it_measures(
     assert fits(text)
     names = {"accuracy", "margin", "reward", "f1", "mrr"} & {n[9:] for n in last if last[n]}
     for name in names:
-        assert f"held-out {name} " in text
+        assert f"evaluation {name} " in text
 
 
 def test_a_run_that_is_broken_still_says_where_it_is(tmp_path: Path) -> None:

@@ -245,7 +245,7 @@ FOLDER = Path(__file__).parents[1] / "golden" / "models" / "gpt_oss_mxfp4"
 
 def test_the_router_loss_of_a_file_is_off(tmp_path: Path) -> None:
     """The export and the load say so; of DeepSeek transformers has none anyway."""
-    label = "router's loss"
+    label = "router loss"
     model = make(tmp_path / "m", MIXTURES["llama"])
     assert label in str(models.export_gguf(model, tmp_path / "m.gguf", kind="f32"))
     loaded = models.load(tmp_path / "m.gguf")

@@ -150,7 +150,7 @@ def test_bad_calls(model: Any) -> None:
             call(TOKENS, cache=cache, sequences=0)
         with pytest.raises(RangeError, match="has a sequence twice"):
             call(TOKENS, cache=cache, sequences=[one, one])
-        with pytest.raises(ConfigError, match="are those of a PagedKVCache; pass"):
+        with pytest.raises(ConfigError, match="are sequences of a PagedKVCache; pass"):
             call(TOKENS, sequences=[one, other])
         with pytest.raises(ConfigError, match=r"cache is a dict; pass a \w*KVCache"):
             call(TOKENS, cache={})

@@ -179,7 +179,8 @@ def test_a_tensor_is_written_but_for_rounding(name: str, steps: int) -> None:
         if passes:
             check_written("call", name, exact, written, error)
             continue
-        with pytest.raises(ConfigError, match=f"written as {name} differs by .* of 12"):
+        expected = rf"the written {name} has an error of .* \(norm 12\)"
+        with pytest.raises(ConfigError, match=expected):
             check_written("call", name, exact, written, error)
     exact[0, 0] = np.nan
     check_written("call", name, exact, exact, 0.0)

@@ -75,7 +75,7 @@ def test_nan_ends_it_on_a_device_too(monkeypatch):
     next(tokens), next(tokens)
     model.parameters["model.norm.weight"][0] = np.nan
     next(tokens)  # it was chosen before
-    with pytest.raises(NonFiniteError, match="logits of new token 3 hold NaN"):
+    with pytest.raises(NonFiniteError, match="logits of new token 3 contain NaN"):
         next(tokens)
 
 

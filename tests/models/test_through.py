@@ -177,7 +177,7 @@ def test_the_adapter_alone_is_not_the_model(tmp_path: Path) -> None:
         models.export_adapter_gguf(tmp_path / "adapter", tmp_path / "a.gguf")
     with pytest.raises(ConfigError, match="through q4_0 of GGUF; unsloth-cupy export writes"):
         models.merge(tmp_path / "adapter", tmp_path / "m")
-    with pytest.raises(ConfigError, match="beside nf4 weights of its base; leave quantize out"):
+    with pytest.raises(ConfigError, match="with nf4 weights of its base; leave quantize out"):
         models.load(tmp_path / "adapter", quantize="int8")
     with pytest.raises(ConfigError, match="trained through q4_0, which ranks would cut"):
         models.load(tmp_path / "adapter", communicator=SingleCommunicator())
@@ -496,5 +496,5 @@ def test_beside_other_adapters(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="'file' is trained through q4_0, whose rounding"):
         model.mix_adapters({"file": 0.5, "plain": 0.5}, "sum")
     other = models.load(tmp_path / "base", dtype="float32")
-    with pytest.raises(ConfigError, match="beside nf4 weights of its base; use load"):
+    with pytest.raises(ConfigError, match="with nf4 weights of its base; use load"):
         other.load_adapter(tmp_path / "adapter", "file")

@@ -508,6 +508,14 @@ def test_grouped_heads_before_tokens_warn_once(library: str) -> None:
         attention(q, k, k, causal=True)
 
 
+def test_a_part_of_a_text_does_not_warn() -> None:
+    """A rank of a ring may have more queries than keys of another rank."""
+    q, k = of_ones(1, 2, 4, 8), of_ones(1, 1, 4, 8)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        attention(q, k, k, causal=True, query_start=1)
+
+
 @pytest.mark.parametrize(
     ("queries", "keys", "heads", "kv_heads"),
     [(1, 64, 8, 8), (1, 8, 8, 2), (8, 8, 4, 4), (9, 2, 4, 4), (8, 2, 4, 2), (1, 1, 4, 4)],

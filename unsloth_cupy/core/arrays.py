@@ -106,7 +106,7 @@ def lanes(row: int, *arrays: Any) -> int:
 
 
 def between_elements(array: Any) -> bool:
-    """Return whether an element's address is no multiple of its size: a GPU cannot read it."""
+    """Return whether an address is not a multiple of its element size: a GPU cannot read it."""
     address = array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
     steps = [step for n, step in zip(array.shape, array.strides, strict=True) if n > 1]
     return array.size > 0 and any(step % array.itemsize for step in (address, *steps))

@@ -37,11 +37,11 @@ from .objective import IGNORE, TrainingStep, next_token
 # Graphs of a model: a packed run has up to 16 sizes of a batch (see ``rounded``) in two roles, the
 # first pass of a step or a later one.  And forms of calls that are remembered.
 KEPT, FORMS = 32, 256
-IDLE = 256  # calls without a graph, after which it makes room for another
-SHARE = 8  # of a GPU's memory, one part in so many is for inputs and results of graphs
+IDLE = 256  # calls after which an unused graph may be deleted for another
+SHARE = 8  # inputs and results of graphs take at most 1 / SHARE of the GPU memory
 COUNT, SINK = "count", "sink"  # keywords: a number of labels; a list to which sums are added
 # not identifiers, so no keyword can have these names
-SEEDS, FILLED = "seeds of dropout", "tokens that are no padding"
+SEEDS, FILLED = "seeds of dropout", "number of real tokens"
 PADDING = {"tokens": 0, "labels": IGNORE, "mask": 0}  # values of keywords in padding
 Passes = Callable[[Any, TrainingStep], tuple[Any, dict[str, Any]]]
 Sums = dict[str, Any] | None  # of the gradients of earlier passes of a step; None: only one pass

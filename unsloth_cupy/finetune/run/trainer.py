@@ -209,7 +209,8 @@ class Trainer:
         self.settings = each
         self.callbacks = checked(callbacks)
         self.objective = objective
-        if not isinstance(listener, Listener | None):
+        checked_listener: Any = listener
+        if not isinstance(checked_listener, Listener | None):
             problem = f"listener={shortened(repr(listener))} is no Listener"
             raise ConfigError(f"Trainer: {problem}; derive a class from it")
         self.listener = listener or (Listener() if quiet else Printer())

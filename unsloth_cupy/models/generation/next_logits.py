@@ -255,7 +255,7 @@ def check_pages(config: Config, cache: Any, sequences: Any, batch: int) -> None:
         raise ConfigError(f"generate: cache is a {type(cache).__name__}; {cure}")
     if cache is None:
         if sequences is not None:
-            cure = f"sequences={sequences!r} are those of a PagedKVCache; pass it as cache"
+            cure = f"sequences={sequences!r} are sequences of a PagedKVCache; pass one as cache"
             raise ConfigError(f"generate: {cure}")
         return
     if (switch := _switch(config)) is not None:

@@ -576,7 +576,7 @@ def warnings_of(config: Config, known: Architecture) -> Iterator[str]:
     if kind == "yarn" and not known.truncates:
         yield "llama.cpp rounds yarn's columns, and this model does not: outputs differ slightly"
     if config.balanced:
-        yield "GGUF has no coefficient of the router's loss: a loaded model trains without it"
+        yield "GGUF has no coefficient of the router loss: a loaded model trains without it"
     if config.latent is not None and config.eps != INNER_EPS:
         yield (
             f"norms inside latent attention use rms_norm_eps={config.eps:g} in llama.cpp, and"

@@ -67,15 +67,16 @@ def check_options(
     philox.check(call, dropout, seed)
 
 
-def warn_of_heads_first(call: str, q: Any, k: Any) -> None:
+def warn_of_heads_first(call: str, q: Any, k: Any, query_start: Any) -> None:
     """Warn once if q and k seem to be (batch, heads, tokens, dim), with axes 1 and 2 swapped.
 
     With grouped heads, such arrays seem to have more queries than keys, a multiple of them, and as
-    many heads of k as of q.  Symbolic shapes of a traced graph are not compared.
+    many heads of k as of q.  Symbolic shapes of a traced graph are not compared, nor are parts of a
+    text, which have a ``query_start``: a rank may have more queries than keys of another one.
     """
     (queries, heads), (keys, kv_heads) = q.shape[1:3], k.shape[1:3]
     sizes = type(queries) is type(keys) is int and heads == kv_heads
-    if sizes and queries > keys > 0 and queries % keys == 0:
+    if sizes and queries > keys > 0 and queries % keys == 0 and query_start is None:
         _warn_of_heads_first(call, queries, keys, heads)
 
 

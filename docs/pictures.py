@@ -120,7 +120,7 @@ def floors(card: str) -> dict[str, float]:
     parameters: Any = {name: Planned.of(size, kind) for name, size in config.shapes().items()}
     rows = shape((1, 2048), "int64")
     model = Transformer(config, parameters, {})
-    explanation = explain(model.loss_and_gradients, rows, rows, device=card)
+    explanation = explain(model.loss_and_gradients, rows, rows, device=CARDS[card])
     parts = dict.fromkeys(PARTS, 0.0)
     for step in explanation.steps:
         part = "all others"

@@ -78,28 +78,57 @@ def test_a_run_has_the_log_of_one_without(
 
 
 @pytest.mark.slow
-def test_a_run_of_preferences_may_be_asked_for(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"method": "dpo"},
+        {"method": "dpo", "pack": False},
+        {"method": "simpo", "nll": 0.5},
+        {"method": "kto"},
+        {"method": "reward"},
+        {"method": "grpo", "max_new_tokens": 4, "batch": 2, "samples": 4},
+    ],
+    ids=str,
+)
+def test_most_steps_of_other_methods_are_graphs(
+    settings: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its sums, such as the accuracy, come from the graph too."""
+    """Batches have the sizes of their texts; the log is that of the same padded batches."""
     # what the stand-in leaves in arrays of kernels may be above 0
     monkeypatch.setattr("unsloth_cupy.losses._rows.ROUNDED", np.inf)
-    pairs = [{"prompt": f"Q {'ab'[i % 2]}:", "chosen": " ?", "rejected": " !"} for i in range(60)]
-    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    reward = "def even(completions, **more):\n    return [len(each) % 2 for each in completions]\n"
+    (tmp_path / "rewards.py").write_text(reward)
+    if settings["method"] == "grpo":
+        rows = [{"prompt": f"Q {i % 7}:"} for i in range(120)]
+        settings = {**settings, "reward": [f"{tmp_path}/rewards.py:even"]}
+    elif settings["method"] == "kto":
+        rows = [
+            {"prompt": f"Q {i % 7}:", "completion": " ?" * (1 + i % 3), "label": i % 2 == 0}
+            for i in range(120)
+        ]
+    else:
+        rows = [
+            {"prompt": f"Q {i % 7}:", "chosen": " ?" * (1 + i % 3), "rejected": " !" * (1 + i % 2)}
+            for i in range(120)
+        ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (tmp_path / "text.txt").write_text(TEXT)
     new = Settings(steps=1, out=tmp_path / "model", **NEW)
     Trainer(data=tmp_path / "text.txt", settings=new).train()
-    logs = []
-    for graph in (False, True):
-        learning: dict[str, Any] = {"method": "dpo", "lora": 2, "pack": False, "batch": 2}
-        folder = tmp_path / str(graph)
-        folder.mkdir()
-        more = {"model": tmp_path / "model" / "model", "text": tmp_path / "pairs.jsonl"}
-        log, times = run(folder, monkeypatch, graph=graph, steps=6, **learning, **more)
-        assert (times > 0) == graph
+    logs, counts = [], []
+    more: dict[str, Any] = {"model": tmp_path / "model" / "model", "text": tmp_path / "rows.jsonl"}
+    more |= {"lora": 2, "batch": 4, "tokens": 24, "steps": 12} | settings
+    for name in ("eager", "graphs"):
+        (tmp_path / name).mkdir()
+        with monkeypatch.context() as patch:
+            if name == "eager":
+                patch.setattr(graphs.Graphs, "_graph", lambda *_: None)
+            log, launched = run(tmp_path / name, patch, **more)
         logs.append(log)
+        counts.append(launched)
+    assert counts[0] == 0
+    assert counts[1] >= 6
     assert logs[1] == logs[0]
-    assert {"accuracy", "margin"} <= logs[0][1].keys()
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from unsloth_cupy.finetune import Lora
 from unsloth_cupy.finetune.methods.policy_methods import Policy
 from unsloth_cupy.finetune.methods.registry import METHODS
 from unsloth_cupy.finetune.run import reference
+from unsloth_cupy.finetune.run.executor import Executor
 from unsloth_cupy.finetune.run.loop import Loop
 
 from ..harness.sampling import Sample
@@ -70,7 +71,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     def gradients(self: Loop) -> Any:
         seen.append(step_of(self))
         real, numbers, sums = seen[-1]
-        if self.plan.pack is False:
+        if self.plan.pack is False and not self.executor.pads:
             measured, models = self.measured, (self.model, *self.method.other_models)
             with in_float64(*models), monkeypatch.context() as patch:
                 own = lambda self, numbers: self.checkpoints.answers[: len(numbers)]  # noqa: E731
@@ -104,7 +105,9 @@ def test_packed_texts_are_those_of_rows(
     home: Path,
     answering: Path,
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    """So are batches with the padding of CUDA graphs, packed or not."""
     given: dict[str, Any] = {"method": method, **settings}
     if METHODS[method].is_on_policy:
         given |= {"lora": Lora(2), "beta": 0.1} if method == "grpo" else {}
@@ -125,15 +128,19 @@ def test_packed_texts_are_those_of_rows(
         trainer(where, tmp_path / name, pack=pack, **given).train()
         for name, pack in (("packed", True), ("rows", False))
     ]
-    (count, numbers, gradients), plain, exact = steps
+    monkeypatch.setattr(Executor, "pads", True)
+    for pack in Sample.one_in(2, [True, False]):
+        trainer(where, tmp_path / f"padded-{pack}", pack=pack, **given).train()
+    packed, plain, exact, *padded = steps
     assert {gradient.dtype for gradient in exact[2].values()} == {np.dtype(float)}
     for name, gradient in exact[2].items():
         assert np.abs(gradient).max() > 0 or name.endswith(".lora_A.weight"), name
-    judge_gradients(gradients, plain[2], exact[2])
-    assert count == plain[0]
     sizes = ([*each[1].values()] for each in (plain, exact))
     allowed = allowed_error(*sizes, terms=math.log(VOCABULARY))
-    assert numbers == pytest.approx(exact[1], rel=0, abs=allowed)
+    for count, numbers, gradients in (packed, *padded):
+        judge_gradients(gradients, plain[2], exact[2])
+        assert count == plain[0]
+        assert numbers == pytest.approx(exact[1], rel=0, abs=allowed)
     first, other = (run.files.lines()[0] for run in runs)
     first.pop("perplexity", 0), other.pop("perplexity", 0)  # the exponential of the loss
     assert first == pytest.approx(other, rel=0, abs=2 * allowed)  # an error of each

@@ -189,6 +189,19 @@ def test_memory_is_what_head_bytes_says(frozen: bool, dtype: Any) -> None:
     assert 0 <= peak - results - said <= beside + 50_000
 
 
+def test_a_trained_head_has_chunks_of_2048_rows() -> None:
+    """Fewer only by ``max_bytes``; a frozen head has no sums of dweight, and less memory."""
+    for vocab, rows in ((128_256, 697), (32_000, 2796)):
+        given: Any = (8192, vocab, ml_dtypes.bfloat16)
+        assert chunk_rows(*given) == rows
+        assert chunk_rows(*given, trained=True) == max(2048, rows)
+        assert chunk_rows(*given, 2**29, trained=True) == rows
+        assert chunk_rows(100, *given[1:], trained=True) == 100
+        sums = 4 * vocab * 4096
+        assert head_bytes(8192, 4096, *given[1:]) == max(2048, rows) * vocab * 6 + sums
+        assert head_bytes(8192, 4096, *given[1:], frozen=True) == rows * vocab * 6
+
+
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
 def test_a_gpu_holds_what_head_bytes_says(frozen: bool, dtype: Any) -> None:

@@ -5,6 +5,8 @@ reward = mean of -log s(r_w - r_l - margin) + center (r_w + r_l)**2
 contrastive = mean cross entropy of scale queries documents^T, document i for query i
 """
 
+from typing import Any
+
 import numpy as np
 
 from ..core.dtypes import Array
@@ -12,6 +14,7 @@ from ..core.op import op
 from ..errors import ConfigError, ShapeError
 from ._rows import (
     as_mask,
+    as_weights,
     check_finite,
     check_pairs,
     check_positive,
@@ -81,7 +84,12 @@ def _check_count(call: str, rows: int, count: float | None) -> None:
 
 
 def reward(
-    rewards: Array, *, margin: Array | None = None, center: float = 0.0, count: float | None = None
+    rewards: Array,
+    *,
+    margin: Array | None = None,
+    weights: Array | None = None,
+    center: float = 0.0,
+    count: float | None = None,
 ) -> Array:
     """Return the loss of a reward model on preference pairs, averaged over the pairs.
 
@@ -95,6 +103,8 @@ def reward(
         completions, in the same order.
     margin : (pairs,) float, optional
         The difference by which the reward of a chosen completion should be larger.
+    weights : (pairs,) float, optional
+        Factors of the losses of pairs.
     center : float
         Weight of the term that centres rewards; 0 or more.
     count : float, optional
@@ -111,15 +121,21 @@ def reward(
     ShapeError, DTypeError
         The arrays do not fit each other; the number of rows is odd, or 0 without a count.
     """
-    return reward_forward(rewards, margin=margin, center=center, count=count)
+    weights = as_weights(weights)
+    return reward_forward(rewards, margin=margin, weights=weights, center=center, count=count)
 
 
-@op("rewards(rows), margin?(pairs): constant -> loss(): stat")
+@op("rewards(rows), margin?(pairs): constant, weights?(pairs): constant -> loss(): stat")
 def reward_forward(
-    rewards: Array, *, margin: Array | None = None, center: float = 0.0, count: float | None = None
+    rewards: Array,
+    *,
+    margin: Array | None = None,
+    weights: Array | None = None,
+    center: float = 0.0,
+    count: float | None = None,
 ) -> Array:
     """Return the loss of ``reward``."""
-    return _reward(rewards, margin, center, count)[0]
+    return _reward(rewards, margin, weights, center, count)[0]
 
 
 @reward_forward.gradient
@@ -127,42 +143,51 @@ def reward_backward(
     dloss: Array,
     rewards: Array,
     margin: Array | None,
+    weights: Array | None,
     *,
     center: float = 0.0,
     count: float | None = None,
 ) -> Array:
     """Return the gradient of the rewards."""
-    return dloss * _reward(rewards, margin, center, count)[1]
+    return dloss * _reward(rewards, margin, weights, center, count)[1]
 
 
 @reward_forward.require
 def _check_reward(
-    call: str, rewards: Array, margin: Array | None, center: float, count: float | None
-) -> None:
+    call: str, rewards: Array, margin: Array | None, weights: Array | None, center: float,
+    count: float | None,
+) -> None:  # fmt: skip
     check_pairs(call, len(rewards))
     _check_count(call, len(rewards), count)
     if center < 0:
         raise ConfigError(f"{call}(center={center}): center must be 0 or more")
-    if margin is not None and len(margin) != len(rewards) // 2:
-        problem = f"{call}: margin has {len(margin)} numbers for {len(rewards) // 2} pairs"
-        raise ShapeError(problem, expected=(len(rewards) // 2,), actual=margin.shape)
+    for name, each in (("margin", margin), ("weights", weights)):
+        if each is not None and len(each) != len(rewards) // 2:
+            problem = f"{call}: {name} has {len(each)} numbers for {len(rewards) // 2} pairs"
+            raise ShapeError(problem, expected=(len(rewards) // 2,), actual=each.shape)
 
 
 reward_backward.require(_check_reward)
 
 
 def _reward(
-    rewards: Array, margin: Array | None, center: float, count: float | None
+    rewards: Array,
+    margin: Array | None,
+    weights: Array | None,
+    center: float,
+    count: float | None,
 ) -> tuple[Array, Array]:
     """Return the loss, and its derivatives with respect to rewards."""
-    check_finite("reward", rewards=rewards, margin=margin)
+    check_finite("reward", rewards=rewards, margin=margin, weights=weights)
     half = len(rewards) // 2
     won, lost = rewards[:half], rewards[half:]
     z = won - lost if margin is None else won - lost - margin.astype(rewards.dtype)
-    divisor = half if count is None else count
+    divisor: Any = half if count is None else count
     losses, total = center * (won + lost) ** 2 - log_sigmoid(z), 2 * center * (won + lost)
-    slopes = np.concatenate([total - sigmoid(-z), total + sigmoid(-z)]) / divisor
-    return np.asarray(losses.sum() / divisor, like=rewards), slopes
+    slopes = np.concatenate([total - sigmoid(-z), total + sigmoid(-z)])
+    if weights is not None:
+        losses, slopes = losses * weights, slopes * np.concatenate([weights, weights])
+    return np.asarray(losses.sum() / divisor, like=rewards), slopes / divisor
 
 
 def contrastive(

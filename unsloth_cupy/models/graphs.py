@@ -190,7 +190,8 @@ class Graphs:
             arrays[SEEDS] = to_device_of(model.adapter.seeds(seed), model.table)
             shapes[SEEDS] = arrays[SEEDS].shape
         fixed = {n: each for n, each in arguments.items() if n not in arrays and n != SINK}
-        constants = (*function.args, *fixed.values(), call.step.checkpoint, choices.get())
+        arguments_by_place = (Itself(each) if callable(each) else each for each in function.args)
+        constants = (*arguments_by_place, *fixed.values(), call.step.checkpoint, choices.get())
         if unknown := [type(each).__name__ for each in constants if not _is_constant(each)]:
             cure = "pass arrays on the GPU by keyword"
             self.why = f"the function is called with {unknown[0]}, which is not hashable; {cure}"
@@ -305,7 +306,7 @@ def rounded(shapes: Mapping[str, Any]) -> dict[str, Any]:
     texts are packed, one more text is the padding, and empty ones follow it up to a power of two.
     """
     rows, count = shapes["tokens"]
-    step = max(16, 1 << (count.bit_length() - 5))
+    step = max(16, 1 << max(0, count.bit_length() - 5))
     own: dict[str, Any] = {
         name: (rows, -(-count // step) * step) for name in PADDING if name in shapes
     }

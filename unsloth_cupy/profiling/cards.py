@@ -21,6 +21,7 @@ class Card(NamedTuple):
     bandwidth: float | None = None
     products: float | None = None  # float16 and bfloat16, with float32 accumulation
     products32: float | None = None  # float32 without tensor cores (no TF32)
+    source: str = "predicted from the datasheet"  # of the rates
 
     @property
     def limits(self) -> Limits:
@@ -118,6 +119,8 @@ CARDS: Mapping[str, Card] = (
     | {key: Card(*row[:4], 4 * row[4], row[4]) for key, row in WORKSTATIONS.items()}
     | {key: Card(*row[:4], 2 * row[4], row[4]) for key, row in GEFORCE.items()}
 )
+# Rates that a run measured, which no kernel exceeds by much: docs/performance.md, run 1.
+MEASURED = {"H200": (4224.0, 793.0, 51.0, "measured on an H200, 2026-11-26")}
 # Names of GPUs that are too old for the kernels, by architecture: the same programming guide.
 OLDER = {
     75: r"t4g?|(gtx)?16[356]0.*|(rtx)?20[5678]0.*|titanrtx",
@@ -162,11 +165,16 @@ def card_named(name: str) -> Card:
         raise ConfigError(f"kernels need sm_{OLDEST} or newer, and {its}; try l4 or rtx 3090")
     short = {re.sub(r"\W|rtx", "", key): key for key in CARDS}
     if card_key := short.get(plain.replace("rtx", "")) or _matching(name):
-        return CARDS[card_key]
+        return measured(CARDS[card_key])
     known = {re.sub(r"\W", "", each): each for each in NAMES}
     close = [known[each] for each in difflib.get_close_matches(plain, known, cutoff=0.5)]
     cure = f"did you mean {', '.join(close)}" if close else f"choose from {', '.join(NAMES)}"
     raise ConfigError(f"no GPU is known as {name!r}; {cure}")
+
+
+def measured(card: Card) -> Card:
+    """Return a card with measured rates instead of those of the datasheet, if there are any."""
+    return Card(*card[:3], *MEASURED.get(card.name, card[3:]))
 
 
 def _matching(name: str) -> str | None:
@@ -182,7 +190,7 @@ def _words(name: str) -> set[str]:
 
 
 def card_here(number: int) -> Card:
-    """Return GPU ``number`` of this machine, with the datasheet rates if its name is known.
+    """Return GPU ``number`` of this machine, with the rates of its card if the name is known.
 
     Rates are left out if the number of SMs differs from the card: a MIG slice or a laptop GPU has
     fewer.
@@ -190,7 +198,7 @@ def card_here(number: int) -> Card:
     gpu_name = gpu.cupy().cuda.runtime.getDeviceProperties(number)["name"].decode()
     limits, card_key = gpu.limits_of(number), _matching(gpu_name)
     same = card_key is not None and CARDS[card_key][1:3] == (limits.architecture, limits.processors)
-    rates = CARDS[str(card_key)][3:] if same else ()
+    rates = measured(CARDS[str(card_key)])[3:] if same else ()
     return Card(gpu_name, limits.architecture, limits.processors, *rates)
 
 
@@ -209,4 +217,5 @@ def _checked(fields: dict[str, Any]) -> Card:
         if value is not None and not (is_number(value) and 0 < value < float("inf")):
             raise ConfigError(f"{call}: {name} is not a number above 0; pass {EXAMPLE}")
     values = {"name": f"sm_{architecture}", "processors": PROCESSORS[architecture], **fields}
+    values.setdefault("source", "predicted from these rates")
     return Card(**values)

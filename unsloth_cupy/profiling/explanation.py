@@ -201,6 +201,7 @@ class Explanation:
             rates = f"{card.bandwidth:g} GB/s"
             rates += f", products {card.products:g} TFLOP/s" if card.products else ""
             rates += f", of float32 {card.products32:g}" if card.products32 else ""
+            rates += f" ({card.source})"
             if self.floor is None:
                 missing = [n for n in ("products", "products32") if getattr(card, n) is None]
                 rates += f"; the floor needs {' and '.join(missing)}: pass the rate in TFLOP/s"

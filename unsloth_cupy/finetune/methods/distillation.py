@@ -19,7 +19,7 @@ from ...parallel.tensor import all_gather
 from ..data.text import Batch
 from ..naming import named
 from ..setting import setting
-from .method import Method, loss_of_none
+from .method import Method, in_few_sizes, loss_of_none
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,6 +88,10 @@ class Distill(Method):
         best, logs = (each[rows] for each in (self.taught.tokens, self.taught.log_probs))
         size = (*shape, best.shape[1])  # (rows, tokens, top k)
         return arrays | {"best": best.reshape(size).astype(np.int64), "logs": logs.reshape(size)}
+
+    def padded(self, batch: Batch) -> Batch:
+        """Return a batch as ``in_few_sizes``."""
+        return in_few_sizes(batch)
 
     def __call__(self, model: Any, **batch: Any) -> Any:
         """Return the mean divergence at the target tokens."""

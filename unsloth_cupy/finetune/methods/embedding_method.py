@@ -21,7 +21,7 @@ from ...ops.linear.embedding import embedding
 from ..data.text import Batch
 from ..naming import named
 from ..setting import setting
-from .method import stacked, starts_of, value_of
+from .method import averaged, stacked, starts_of, value_of
 from .scoring_methods import Scoring, texts_of
 
 TEMPERATURE = 0.05
@@ -98,7 +98,7 @@ class Embed(Scoring):
         vectors = model.embeddings(**texts_of(batch), pooling=self.pooling)
         queries, documents = (embedding(batch[n], vectors) for n in ("queries", "documents"))
         scale = 1 / self.loss_options.get("temperature", TEMPERATURE)
-        loss = contrastive(queries, documents, scale=scale, count=batch["count"])
+        loss = averaged(contrastive, queries, documents, scale=scale, count=batch["count"])
         if (sink := batch.get("sink")) is not None:
             sink.append(self._sums(value_of(queries), value_of(documents)))
         return loss

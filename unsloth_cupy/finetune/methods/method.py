@@ -15,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from ...core.dtypes import FLOAT32, Array
+from ...models.graphs import rounded
 from ...models.objective import IGNORE, next_token
 from ...ops.linear.embedding import embedding
 from ...placement import full_like, to_device_of
@@ -68,6 +69,8 @@ class Method(Format):
         Example call of the trained model, if it does not generate text.
     loss_options : dict
         Options of the loss, read from the settings.
+    constants : tuple of str
+        Names of the results of ``before`` that the loss reads.
 
     ``Format`` documents all other attributes.
     """
@@ -79,6 +82,7 @@ class Method(Format):
     names: tuple[str, ...] = ()
     example: str = ""
     loss_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    constants: tuple[str, ...] = ()
 
     @property
     def compares(self) -> bool:
@@ -152,6 +156,10 @@ class Method(Format):
         """Return the arrays of a batch that the loss reads, as NumPy arrays."""
         return {"tokens": batch.tokens, "labels": batch.labels, "offsets": batch.offsets}
 
+    def padded(self, batch: Batch) -> Batch:
+        """Return a batch as ``in_few_sizes``, if this method supports it, for CUDA graphs."""
+        return batch
+
     def counts(self, batches: Sequence[Batch]) -> dict[str, Any]:
         """Return the divisors of the loss, counted over the batches of a step."""
         return {"count": max(1, sum(batch.label_count for batch in batches))}
@@ -159,7 +167,7 @@ class Method(Format):
     def before(
         self, model: Any, batches: Sequence[Batch], summed: Callable[[Array], Array]
     ) -> dict[str, Any]:
-        """Return the constants of the loss that depend on all batches of a step.
+        """Return numbers that depend on all batches of a step; the loss reads ``constants``.
 
         ``batches`` are the batches of this rank; ``summed`` sums an array over all ranks.
         """
@@ -205,6 +213,63 @@ def loss_of_none(model: Any, batch: Mapping[str, Any]) -> Any:
     """Return a loss of 0 for a rank without texts: it still joins the collectives."""
     loss = next_token(model, **{name: batch[name] for name in batch.keys() & BATCH})
     return loss * 1.0  # the dtype of the loss on the other ranks
+
+
+def in_few_sizes(batch: Batch) -> Batch:
+    """Return a batch with padding, so that batches have few sizes: each is one CUDA graph.
+
+    Tokens of padding have no label.  In a packed batch they are one more text, and empty texts
+    follow it.  The facts "texts" and "filled" are the numbers of texts and of
+    tokens per row before padding.
+    """
+    rows, tokens = batch.tokens.shape
+    shapes = {"tokens": (rows, tokens)}
+    if batch.offsets is not None:  # at least one token of padding, the value of all empty texts
+        shapes = {"tokens": (rows, tokens + 1), "offsets": batch.offsets.shape}
+    sizes = rounded(shapes)
+    more = sizes["tokens"][1] - tokens
+    arrays = {"tokens": batch.tokens, **batch.beside}
+    wide = {
+        name: np.pad(
+            each,
+            ((0, 0), (0, more)) + ((0, 0),) * (each.ndim - 2),
+            constant_values=-1 if name == "routes" else 0,  # -1: to no expert
+        )
+        for name, each in arrays.items()
+    }
+    labels = np.pad(batch.labels, ((0, 0), (0, more)), constant_values=IGNORE)
+    facts = {**batch.facts, "texts": np.array(len(starts_of(batch)) - 1)}
+    facts["filled"] = np.array(tokens)
+    offsets = batch.offsets
+    if offsets is not None:
+        offsets = np.pad(
+            offsets, (0, sizes["offsets"][0] - len(offsets)), constant_values=tokens + more
+        )
+    return batch._replace(
+        tokens=wide.pop("tokens"), labels=labels, offsets=offsets, beside=wide, facts=facts
+    )
+
+
+def firsts(batch: Batch, name: str) -> Array:
+    """Return the value of an array at the first token of each text; 0 for texts of padding."""
+    values = batch.beside[name].reshape(-1)
+    first: Array = values[np.minimum(starts_of(batch)[:-1], values.size - 1)]
+    return first
+
+
+def real_texts(batch: Batch, group: int = 1) -> dict[str, Array]:
+    """Return weights of 1 for groups of texts, of 0 for padding; none for a batch without."""
+    if "texts" not in batch.facts:
+        return {}
+    groups = (len(starts_of(batch)) - 1) // group
+    return {"weights": (np.arange(groups) * group < batch.facts["texts"]).astype(FLOAT32)}
+
+
+def averaged(loss: Callable[..., Any], *arrays: Any, count: Any, **options: Any) -> Any:
+    """Return ``loss(...) / count``; in a CUDA graph, the count is an array of one number."""
+    if hasattr(count, "shape"):
+        return loss(*arrays, count=1, **options) / count
+    return loss(*arrays, count=count, **options)
 
 
 def value_of(array: Any) -> Any:
@@ -278,6 +343,8 @@ def answers(batch: Batch, order: Sequence[int], *, reference: bool) -> dict[str,
         for text in order
     ]
     longest = max(map(len, indices), default=0)
+    if "texts" in batch.facts:  # a power of two, as each size is another graph
+        longest = max(16, 1 << (longest - 1).bit_length())
     places = np.full((len(indices), longest), max(0, labels.size - 1))
     mask = np.zeros(places.shape, bool)
     for row, own, each in zip(places, mask, indices, strict=True):

@@ -30,9 +30,13 @@ from ..setting import setting
 from .method import (
     Method,
     answers,
+    averaged,
+    firsts,
     gathered,
+    in_few_sizes,
     loss_of_none,
     placed,
+    real_texts,
     stacked,
     starts_of,
     value_of,
@@ -409,14 +413,18 @@ class Policy(Method):
         order = range(len(starts) - 1)
         arrays = answers(batch, order, reference=True)
         arrays["old"] = arrays.pop("reference")
-        gains = batch.beside["value"].reshape(-1)[starts[:-1]]
-        arrays["gains"] = gains.astype(FLOAT32)
+        arrays["gains"] = firsts(batch, "value").astype(FLOAT32)
+        arrays |= real_texts(batch)
         if self.loss["beta"]:
             base = batch.beside.get("base", batch.beside["reference"])
             arrays |= answers(batch._replace(beside={"reference": base}), order, reference=True)
         if "routes" in batch.beside:
             arrays["routes"] = batch.beside["routes"]
         return super().inputs(batch) | arrays
+
+    def padded(self, batch: Batch) -> Batch:
+        """Return a batch as ``in_few_sizes``: an answer without tokens adds 0 to the loss."""
+        return in_few_sizes(batch)
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, Any]:
         """Return the divisor of the loss: tokens, texts, or texts times ``max_new_tokens``.
@@ -440,22 +448,22 @@ class Policy(Method):
         """Return the policy loss of answers."""
         if not batch["places"].size:  # a rank without texts
             return loss_of_none(model, batch)
-        texts = {name: batch.get(name) for name in ("tokens", "labels", "offsets", "routes")}
-        options: dict[str, Any] = {"temperature": self.temperature, "invariant": self.invariant}
-        fields = model.log_probs(**texts, **options)
+        own = {name: batch.get(name) for name in ("tokens", "labels", "offsets", "routes")}
+        fields = model.log_probs(**own, temperature=self.temperature, invariant=self.invariant)
         rows, mask = gathered(fields.log_probs, batch["places"]), batch["answer_mask"]
         old, reference, gains = batch["old"], batch.get("reference"), batch["gains"]
-        loss = policy(
-            rows, mask, gains, old=old, reference=reference, count=batch["count"], **self.loss
-        )
+        options = {"old": old, "reference": reference, "count": batch["count"]}
+        loss = averaged(policy, rows, mask, gains, **options, **self.loss)
         if (sink := batch.get("sink")) is not None:
             entropy = value_of(fields.entropy).sum()
-            sink.append(self._sums(value_of(rows), mask, old, reference, gains, entropy))
+            texts = batch["weights"].sum() if "weights" in batch else len(gains)
+            sink.append(self._sums(value_of(rows), mask, old, reference, gains, entropy, texts))
         return loss
 
     def _sums(
-        self, rows: Array, mask: Array, old: Array, reference: Any, gains: Array, entropy: Any
-    ) -> Array:
+        self, rows: Array, mask: Array, old: Array, reference: Any, gains: Array, entropy: Any,
+        texts: Any,
+    ) -> Array:  # fmt: skip
         """Return the sums: texts, tokens, entropy, clipped ratios, ratios, and KL divergence."""
         d, gain = np.where(mask, rows - old, 0), gains[:, None]
         counted: Any = mask
@@ -465,7 +473,7 @@ class Policy(Method):
         out = ((ratio > 1 + CLIP) & (gain > 0)) | ((ratio < 1 - CLIP) & (gain < 0))
         q = 0 * rows if reference is None else np.where(mask, reference - rows, 0)
         ratios = (out & counted).sum(), np.where(counted, ratio, 0).sum()
-        sums = [len(rows), mask.sum(), entropy, *ratios, (np.exp(q) - q - 1).sum()]
+        sums = [texts, mask.sum(), entropy, *ratios, (np.exp(q) - q - 1).sum()]
         return stacked(sums, rows)
 
     def measures(self, sums: Array, **constants: Any) -> dict[str, float | None]:

@@ -19,11 +19,15 @@ from ..setting import setting
 from .method import (
     Method,
     answers,
+    averaged,
     every,
+    firsts,
     gathered,
     halves,
+    in_few_sizes,
     loss_of_none,
     placed,
+    real_texts,
     stacked,
     starts_of,
     value_of,
@@ -101,12 +105,14 @@ class Preference(Method):
             return loss_of_none(model, batch)
         fields = model.log_probs(batch["tokens"], batch["labels"], offsets=batch.get("offsets"))
         rows, mask, likely = gathered(fields.log_probs, batch["places"]), batch["answer_mask"], None
-        loss = preference(
-            rows, mask, batch.get("reference"), count=batch["count"], **self.loss_options
-        )
+        options = {**self.loss_options}
+        if "weights" in batch:
+            options["weights"] = batch["weights"]
+        reference = batch.get("reference")
+        loss = averaged(preference, rows, mask, reference, count=batch["count"], **options)
         if self.nll:
             count = batch.get("likely_count", 1)
-            likely = nll(fields.log_probs, batch["likely"], count=count)
+            likely = averaged(nll, fields.log_probs, batch["likely"], count=count)
             loss = loss + likely * self.nll
         if (sink := batch.get("sink")) is not None:
             sink.append(self._sums(value_of(rows), batch, value_of(likely)))
@@ -123,7 +129,8 @@ class Preference(Method):
             rewards = rewards / np.maximum(mask.sum(axis=1), 1)
         texts, right = np.where(mask, rows, 0).sum(axis=1), rewards[:half] > rewards[half:]
         of_both = [each[part].sum() for each in (rewards, texts) for part in halves(half)]
-        return stacked([half, right.sum(), *of_both, 0.0 if likely is None else likely], rows)
+        pairs = batch["weights"].sum() if "weights" in batch else half
+        return stacked([pairs, right.sum(), *of_both, 0.0 if likely is None else likely], rows)
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the inputs of a batch, and the indices of its answers: chosen ones first."""
@@ -137,7 +144,12 @@ class Preference(Method):
             predicted = next_labels(batch.tokens, np.where(likely, labels, IGNORE), batch.offsets)
             arrays |= {"labels": labels, "likely": predicted != IGNORE}
         order = [*range(0, len(starts) - 1, 2), *range(1, len(starts), 2)]
-        return arrays | answers(batch, order, reference=self.compares)
+        arrays |= answers(batch, order, reference=self.compares)
+        return arrays | real_texts(batch, self.group)
+
+    def padded(self, batch: Batch) -> Batch:
+        """Return a batch as ``in_few_sizes``; kinds that sort all pairs would sort padding, too."""
+        return batch if self.loss_options["kind"] in SORTED else in_few_sizes(batch)
 
     def counts(self, batches: Sequence[Batch]) -> dict[str, Any]:
         """Return the number of pairs, and the number of tokens in the nll term."""
@@ -168,6 +180,7 @@ class Kto(Method):
     unit: str = "answers"
     rates: tuple[float, float] | None = RATES
     sums: int = 4
+    constants: tuple[str, ...] = ("k",)
 
     def bound(self, settings: Any) -> Self:
         """Return this method with the settings; only the loss kto needs the second texts."""
@@ -188,35 +201,44 @@ class Kto(Method):
         rows, good = gathered(fields.log_probs, batch["places"]), batch["desirable"]
         options = {n: v for n, v in self.loss_options.items() if n in ("kind", "beta")}
         options |= {"k": batch.get("k", 0.0)} if self.group == 2 else {}
-        options |= {"weights": self._weights(good, rows), "count": batch["count"]}
+        options |= {"weights": self._weights(good, rows, batch.get("weights"))}
         texts = batch["answer_mask"], batch["reference"]
-        loss = kto(rows, *texts, good, **options)
+        loss = averaged(kto, rows, *texts, good, count=batch["count"], **options)
         if (sink := batch.get("sink")) is not None:
             beta = self.loss_options.get("beta", BETA)
             rewards = implicit_rewards(value_of(rows), *texts, beta=beta)
             sums = [good.sum(), np.where(good, rewards, 0).sum()]
-            sums += [(~good).sum(), np.where(good, 0, rewards).sum()]
+            bad = ~good & batch["weights"].astype(bool) if "weights" in batch else ~good
+            sums += [bad.sum(), np.where(good, 0, rewards).sum()]
             sink.append(stacked(sums, value_of(rows)))
         return loss
 
-    def _weights(self, good: Array, rows: Any) -> Any:
-        """Return the weight of each answer; None if no weight is set."""
+    def _weights(self, good: Array, rows: Any, real: Array | None) -> Any:
+        """Return the weight of each answer, 0 for padding; None if all weights are 1."""
         weights = (
             self.loss_options.get("desirable_weight"),
             self.loss_options.get("undesirable_weight"),
         )
         if weights == (None, None):
-            return None
+            return real
         desirable, undesirable = (1.0 if weight is None else weight for weight in weights)
-        return np.where(good, rows.dtype.type(desirable), rows.dtype.type(undesirable))
+        weights = np.where(good, rows.dtype.type(desirable), rows.dtype.type(undesirable))
+        return weights if real is None else weights * real
 
     def inputs(self, batch: Batch) -> dict[str, Any]:
         """Return the inputs of a batch without the second texts."""
-        own = every(batch, 0) if self.group == 2 else batch
-        starts = starts_of(own)
-        good = own.beside["desirable"].reshape(-1)[starts[:-1]]
-        arrays = answers(own, range(len(starts) - 1), reference=True)
+        own = self._first_texts(batch)
+        good = firsts(own, "desirable")
+        arrays = answers(own, range(len(good)), reference=True) | real_texts(own)
         return super().inputs(own) | arrays | {"desirable": good}
+
+    def padded(self, batch: Batch) -> Batch:
+        """Return a batch without the second texts, as ``in_few_sizes``."""
+        return in_few_sizes(self._first_texts(batch))
+
+    def _first_texts(self, batch: Batch) -> Batch:
+        """Return a batch without the second texts."""
+        return every(batch, 0) if batch.group == 2 else batch
 
     def before(
         self, model: Any, batches: Sequence[Batch], summed: Callable[[Array], Array]

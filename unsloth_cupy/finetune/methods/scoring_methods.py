@@ -16,7 +16,17 @@ from ...ops.elements.cast import cast
 from ..data.labels import MULTI, REGRESSION, SINGLE, Labels, labels_of, some
 from ..data.text import Batch
 from ..setting import setting
-from .method import Method, gathered, stacked, starts_of, value_of
+from .method import (
+    Method,
+    averaged,
+    firsts,
+    gathered,
+    in_few_sizes,
+    real_texts,
+    stacked,
+    starts_of,
+    value_of,
+)
 
 
 def texts_of(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -66,23 +76,34 @@ class Reward(Scoring):
         """Return the inputs of a batch, the order of its texts, chosen first, and the margins."""
         starts = starts_of(batch)[:-1]
         order = np.array([*range(0, len(starts), 2), *range(1, len(starts), 2)], np.int64)
-        margin = batch.beside["value"].reshape(-1)[starts[::2]]
-        return super().inputs(batch) | {"order": order, "margin": margin.astype(FLOAT32)}
+        margin = firsts(batch, "value")[::2]
+        arrays = {"order": order, "margin": margin.astype(FLOAT32), **real_texts(batch, 2)}
+        return super().inputs(batch) | arrays
+
+    def padded(self, batch: Batch) -> Batch:
+        """Return a batch as ``in_few_sizes``."""
+        return in_few_sizes(batch)
 
     def __call__(self, model: Any, **batch: Any) -> Any:
         """Return the reward-model loss of pairs."""
         rewards = gathered(self.outputs(model, batch), batch["order"])
-        loss = reward(rewards, margin=batch["margin"], count=batch["count"], **self.loss_options)
+        options = {"margin": batch["margin"], "weights": batch.get("weights")}
+        loss = averaged(reward, rewards, count=batch["count"], **options, **self.loss_options)
         if (sink := batch.get("sink")) is not None:
-            sink.append(self._sums(value_of(rewards)))
+            sink.append(self._sums(value_of(rewards), batch.get("weights")))
         return loss
 
-    def _sums(self, rewards: Array) -> Array:
+    def _sums(self, rewards: Array, weights: Array | None) -> Array:
         """Return the sums: pairs, correct pairs, margins, rewards; then -min and max reward."""
-        half = len(rewards) // 2
+        half, low, high = len(rewards) // 2, rewards, rewards
+        pairs: Any = half
+        if weights is not None:
+            real = np.concatenate([weights, weights]) > 0
+            low, high = np.where(real, rewards, np.inf), np.where(real, rewards, -np.inf)
+            pairs, rewards = weights.sum(), np.where(real, rewards, 0)
         margins = rewards[:half] - rewards[half:]
-        ends = (-rewards.min(), rewards.max()) if half else (-np.inf, -np.inf)
-        return stacked([half, (margins > 0).sum(), margins.sum(), rewards.sum(), *ends], rewards)
+        ends = (-low.min(), high.max()) if half else (-np.inf, -np.inf)
+        return stacked([pairs, (margins > 0).sum(), margins.sum(), rewards.sum(), *ends], rewards)
 
     def measures(self, sums: Array, **constants: Any) -> dict[str, float | None]:
         """Return accuracy, margin, and the mean, minimum and maximum reward."""

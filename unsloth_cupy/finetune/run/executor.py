@@ -78,6 +78,15 @@ class Executor:
         # whether a loss needs collective operations, so that all ranks must compute one
         self.together = self.parts is not None or model.expert_ranks is not None
         self.graph = graph and self.stages is None and self.parts is None
+        # one object, as a graph serves calls of the same function
+        self.padded_objective = partial(with_padding, self.objective)
+
+    @property
+    def pads(self) -> bool:
+        """Whether ``Method.padded`` adds padding to batches, so that graphs can repeat."""
+        model = self.model
+        divided = (model.division, model.context, model.gather) != (None,) * 3
+        return self.graph and not (divided or isinstance(model.table, np.ndarray))
 
     @property
     def drops(self) -> bool:
@@ -123,14 +132,15 @@ class Executor:
             trained = self.model if self.parts is None else self.parts
             sums: Sums = {} if len(passes) > 1 else None
             for place, batch in enumerate(passes):
-                function, seed, first = partial(self.objective, **batch), None, 0
+                objective = self.padded_objective if "filled" in batch else self.objective
+                function, seed, first = partial(objective, **batch), None, 0
                 if numbers is not None and (self.drops or noise):
                     random = np.random.default_rng([step.seed or 0, numbers[place]])
                     seed = int(random.integers(2**63)) if self.drops else None
                     first = starts[place] if starts else 0
                     if noise:
                         key = to_device_of(np.array(random.integers(2**63)), self.model.table)
-                        function = partial(noisy, self.objective, noise, noise_key=key, **batch)
+                        function = partial(noisy, objective, noise, noise_key=key, **batch)
                     if first:
                         function = partial(
                             beginning_at, first, function.func, *function.args, **function.keywords
@@ -293,6 +303,12 @@ def beginning_at(first: int, objective: Objective, *arguments: Any, **batch: Any
     """
     arguments[-1].first_token = first
     return objective(*arguments, **batch)
+
+
+def with_padding(objective: Objective, model: "Transformer", *, filled: Any, **batch: Any) -> Any:
+    """Call an objective with padding after the first ``filled`` tokens of each row."""
+    model.filled = filled
+    return objective(model, **batch)
 
 
 def noisy(

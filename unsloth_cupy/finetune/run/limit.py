@@ -77,13 +77,16 @@ class Sizes(NamedTuple):
 
 
 def passes_of(
-    data: TrainingData, step: int, accumulate: int, method: Method
+    data: TrainingData, step: int, accumulate: int, method: Method, *, padded: bool
 ) -> list[dict[str, Any]]:
-    """Return the inputs of a plan of a step: its first batch, and the largest other batch."""
+    """Return the inputs of a plan of a step: its first batch, and the largest other batch.
+
+    ``padded``: with the padding of CUDA graphs.
+    """
     numbers = range(step * accumulate, (step + 1) * accumulate)
     first, *others = (data.batches.at(number) for number in numbers)
     chosen = [first, max(others, key=lambda batch: batch.tokens.size)] if others else [first]
-    return [method.inputs(batch) for batch in chosen]
+    return [method.inputs(method.padded(batch) if padded else batch) for batch in chosen]
 
 
 def tokens_of(tokens: int | None, positions: int) -> int:

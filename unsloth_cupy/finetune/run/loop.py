@@ -6,14 +6,14 @@ a resumed run ends with the same bits as a run that never stopped.
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
-from ...core.dtypes import Array
+from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError, NotFiniteError
 from ...machine import peak_memory
 from ...models.objective import Objective, TrainingStep, next_token
@@ -67,8 +67,10 @@ class Loop:
         self.memory, self.ranks, self.chat = memory, ranks, chat
         self.run, self.model, self.tokenizer = run, model, tokenizer
         self.training_data, self.plan, self.listener = training_data, plan, Listener()
-        graph = objective is next_token if plan.graph is None else plan.graph
-        self.executor = Executor(ranks, model, objective, graph)
+        known = objective is next_token or plan.method != "sft"
+        self.executor = Executor(
+            ranks, model, objective, known if plan.graph is None else plan.graph
+        )
         self.method: Any = objective if plan.method != "sft" else METHODS["sft"]
         own: Any = self.method
         model.texts = {**model.texts, "config.json": own.settled(model.texts["config.json"])}
@@ -268,7 +270,9 @@ class Loop:
             batches = [self.training_data.batches.at(number) for number in numbers]
         rows, sink = [self.ranks.rows(batch) for batch in batches], list[Array]()
         constants = self.method.before(self.model, rows, self.ranks.replicas.all_reduce)
-        shared = self.method.counts(batches) | constants
+        padded = self.executor.pads and self.executor.objective is not next_token
+        rows = [self.method.padded(batch) for batch in rows] if padded else rows
+        shared = self._shared(batches, constants, padded=padded)
         shared |= {"sink": sink} if self.method.sums else {}
         own = [self._placed(batch, shared) for batch in rows]
         step = TrainingStep(self.plan.checkpoint, self.scaler, self.plan.seed)
@@ -351,7 +355,7 @@ class Loop:
         if self.executor.together and data.rank >= len(batches) % data.size > 0:
             own = [*own, without_texts(batches[0])]  # equal numbers of batches on all ranks
         constants = method.before(self.model, own, data.all_reduce)
-        shared, count = method.counts(batches) | constants, sum(b.label_count for b in batches)
+        shared, count = self._shared(batches, constants), sum(b.label_count for b in batches)
         each = [
             self._placed(batch, shared if method.sums else method.counts([batch]))
             for batch in batches
@@ -405,7 +409,24 @@ class Loop:
 
     def _placed(self, batch: Batch, shared: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the objective: arrays on the device, and shared values."""
-        return {**placed(self.method.inputs(batch), self.model.table), **shared}
+        arrays = self.method.inputs(batch)
+        if "filled" in batch.facts:
+            arrays["filled"] = batch.facts["filled"]
+        return {**placed(arrays, self.model.table), **shared}
+
+    def _shared(
+        self, batches: Sequence[Batch], numbers: Mapping[str, Any], *, padded: bool = False
+    ) -> dict[str, Any]:
+        """Return what the losses of all batches read; ``numbers`` are those of ``before``.
+
+        ``padded``: numbers are arrays on the device, as a CUDA graph repeats numbers of the host.
+        """
+        shared = self.method.counts(batches)
+        shared |= {name: numbers[name] for name in self.method.constants}
+        if padded:
+            arrays = {name: np.array(each, FLOAT32) for name, each in shared.items()}
+            shared = placed(arrays, self.model.table)
+        return shared
 
     @property
     def _scale_may_shrink(self) -> bool:

@@ -162,7 +162,8 @@ def planned_memory(sizes: Sizes, plan: Plan, ranks: Ranks, lines: TrainingData |
 
         def of_step(step: int) -> Sizes:
             own: Any = METHODS["sft"] if plan.method == "sft" else sizes.objective
-            passes = passes_of(lines, step, plan.accumulate, own)
+            padded = device is not None and plan.graph is not False
+            passes = passes_of(lines, step, plan.accumulate, own, padded=padded)
             return rows._replace(inputs=passes)
 
         def bytes_of(step: int) -> int:

@@ -211,7 +211,7 @@ class Settings(Options):
     )
     graph: bool | None = setting(
         "training",
-        "On a GPU, replay steps as CUDA graphs.  [default: only for sft]",
+        "On a GPU, replay steps as CUDA graphs.  [default: yes, except for a custom objective]",
         kept=False,
         rare=True,
     )

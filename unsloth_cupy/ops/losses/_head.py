@@ -18,14 +18,24 @@ from ..linear.changed_matrix import gradient_shape, weight_gradient
 from ..linear.linear import flat
 
 # To add a chunk to dweight moves 8 bytes per element of dweight, for 2 operations per row.  With 6
-# bytes per logit and a vocabulary of 131,072, a chunk has 682 rows: memory hardly slows products.
-CHUNK_BYTES = 512 * 2**20
+# bytes per logit, 512 MiB are 697 rows of Llama 3's vocabulary of 128,256, so the float32 sums of
+# dweight would move 12 times for 8,192 rows; with 2,048 rows they move 4 times.  A frozen head has
+# no such sums, and its memory matters more: most heads of LoRA runs are frozen.
+CHUNK_BYTES, TRAINED_ROWS = 512 * 2**20, 2048
 
 
-def chunk_rows(rows: int, vocab: int, dtype: Any, max_bytes: int | None = None) -> int:
-    """Return the rows of a chunk: as many as max_bytes allows, at least one."""
+def chunk_rows(
+    rows: int, vocab: int, dtype: Any, max_bytes: int | None = None, *, trained: bool = False
+) -> int:
+    """Return the rows of a chunk, at least one.
+
+    They fit into ``max_bytes``, by default 512 MiB; ``trained``, a pass that computes dweight, has
+    at least 2,048 rows by default.
+    """
     most = CHUNK_BYTES if max_bytes is None else max_bytes
-    return max(1, min(rows, most // max(1, _row_bytes(vocab, np.dtype(dtype), kernels=True))))
+    fitting = most // max(1, _row_bytes(vocab, np.dtype(dtype), kernels=True))
+    least = TRAINED_ROWS if trained and max_bytes is None else 1
+    return max(1, min(rows, max(fitting, least)))
 
 
 def check_max_bytes(call: str, max_bytes: int | None) -> None:
@@ -51,7 +61,8 @@ def head_bytes(
     ``kernels=False`` is for NumPy, which always writes the gradient over the logits.
     """
     kind = np.dtype(dtype)
-    chunk = chunk_rows(rows, vocab, kind, max_bytes) * _row_bytes(vocab, kind, kernels)
+    count = chunk_rows(rows, vocab, kind, max_bytes, trained=not frozen)
+    chunk = count * _row_bytes(vocab, kind, kernels)
     sums = 0 if frozen or kind.itemsize >= FLOAT32.itemsize else FLOAT32.itemsize * vocab * hidden
     return chunk + sums
 
@@ -62,10 +73,12 @@ def _row_bytes(vocab: int, dtype: np.dtype[Any], kernels: bool) -> int:
     return vocab * (np.promote_types(dtype, FLOAT32).itemsize + narrow * dtype.itemsize)
 
 
-def chunks(x: Array, weight: Array, max_bytes: int | None) -> Iterator[tuple[slice, Array]]:
+def chunks(
+    x: Array, weight: Array, max_bytes: int | None, *, trained: bool = False
+) -> Iterator[tuple[slice, Array]]:
     """Yield slices of the rows of x and their logits, at least float32, in one reused buffer."""
     rows, vocab = flat(x), len(weight)
-    step = chunk_rows(len(rows), vocab, x.dtype, max_bytes)
+    step = chunk_rows(len(rows), vocab, x.dtype, max_bytes, trained=trained)
     buffer = empty((step, vocab), np.promote_types(x.dtype, FLOAT32), like=x)
     for start in representative_steps(x, range(0, len(rows), step)):
         part = slice(start, min(start + step, len(rows)))
@@ -111,10 +124,11 @@ def _add_chunks(
     dweight: Array | None,
 ) -> None:
     """Write dx, and add to dweight, chunk by chunk; either may be None."""
-    rows, vocab, buffer = flat(x), len(weight), None
+    rows, vocab, buffer, trained = flat(x), len(weight), None, dweight is not None
     if own_buffer:
-        buffer = empty((chunk_rows(len(rows), vocab, x.dtype, max_bytes), vocab), x.dtype, like=x)
-    for part, logits in chunks(x, weight, max_bytes):
+        count = chunk_rows(len(rows), vocab, x.dtype, max_bytes, trained=trained)
+        buffer = empty((count, vocab), x.dtype, like=x)
+    for part, logits in chunks(x, weight, max_bytes, trained=trained):
         dlogits = logits if buffer is None else buffer[: len(logits)]
         write(part, logits, dlogits)
         if not isinstance(dlogits, np.ndarray):  # a product on a GPU has operands of one dtype

@@ -43,9 +43,9 @@ def linear_cross_entropy(
     ignore, smoothing, z_loss, softcap, class_weights
         As in ``cross_entropy``.
     max_bytes : int, optional
-        Limit on the memory for a chunk of logits and its gradient, 512 MiB by default; a chunk has
-        at least one row.  Logits are float32; the gradient overwrites them or, if x has 16 bits, is
-        written to a second buffer of 16 bits.
+        Limit on the memory for a chunk of logits and its gradient; a chunk has at least one row.
+        By default 512 MiB, but at least 2,048 rows if dweight is computed.  Logits are float32; the
+        gradient overwrites them or, if x has 16 bits, is written to a second buffer of 16 bits.
 
     Returns
     -------

@@ -68,7 +68,8 @@ def linear_divergence(
     scale, softcap, teacher_scale, teacher_softcap : float
         As in ``linear_log_probs``.
     max_bytes : int, optional
-        Limit of the memory for a chunk of the student's logits, 512 MiB by default.
+        Limit of the memory for a chunk of the student's logits; by default as in
+        ``linear_cross_entropy``.
 
     Returns
     -------

@@ -99,7 +99,8 @@ def linear_log_probs(
     softcap : float, optional
         Bound of the logits before the temperature; None for no bound.
     max_bytes : int, optional
-        Limit of the memory for a chunk of logits and its gradient, 512 MiB by default.
+        Limit of the memory for a chunk of logits and its gradient; by default as in
+        ``linear_cross_entropy``.
 
     Returns
     -------

@@ -21,6 +21,7 @@ from unsloth_cupy.ops.linear import dropout as plain
 from unsloth_cupy.ops.linear import lora as lora_layer
 from unsloth_cupy.placement import to_device_of
 
+from ..code.programs.costs import traced
 from ..machines.stand_in import Machine, gpu
 from .peers import CONFIGS, MIXTURES, RELATIVES, SIZES
 
@@ -457,3 +458,22 @@ def test_packed_batches_of_many_sizes_are_few_graphs() -> None:
             model.loss_and_gradients(row, row, offsets=machine.place(ends), graph=True)
         assert model.graphs.why is None
         assert sum(each.launched for each in graphs_of(model)) == 19
+
+
+def test_a_graph_costs_the_host_few_instructions() -> None:
+    """At most 10,000 opcodes for a step of four layers, of lengths that were seen or are new."""
+    with gpu("80", devices=1) as machine:
+        config = LLAMA | {"num_hidden_layers": 4}
+        model = made(machine, config, "bfloat16", LORA, None)
+        machine.runs = False
+
+        def step(width: int) -> int:
+            tokens, labels, _ = batch(machine, 1, width)
+            return traced(lambda: model.loss_and_gradients(tokens, labels, graph=True))
+
+        eager = step(24)
+        for width in (24, 24, 40, 41, 42):
+            step(width)
+        actual = [step(24), step(39), step(38)]
+    assert max(actual) <= 10_000, actual
+    assert eager > 50 * max(actual), "the launches of a step without a graph"

@@ -120,7 +120,14 @@ CARDS: Mapping[str, Card] = (
     | {key: Card(*row[:4], 2 * row[4], row[4]) for key, row in GEFORCE.items()}
 )
 # Rates that a run measured, which no kernel exceeds by much: docs/performance.md, run 1.
-MEASURED = {"H200": (4224.0, 793.0, 51.0, "measured on an H200, 2026-11-26")}
+MEASURED: Mapping[str, dict[str, Any]] = {
+    "H200": {
+        "bandwidth": 4224.0,
+        "products": 793.0,
+        "products32": 51.0,
+        "source": "measured on an H200, 2026-11-26",
+    }
+}
 # Names of GPUs that are too old for the kernels, by architecture: the same programming guide.
 OLDER = {
     75: r"t4g?|(gtx)?16[356]0.*|(rtx)?20[5678]0.*|titanrtx",
@@ -174,7 +181,7 @@ def card_named(name: str) -> Card:
 
 def measured(card: Card) -> Card:
     """Return a card with measured rates instead of those of the datasheet, if there are any."""
-    return Card(*card[:3], *MEASURED.get(card.name, card[3:]))
+    return card._replace(**MEASURED.get(card.name, {}))
 
 
 def _matching(name: str) -> str | None:

@@ -2,11 +2,12 @@
 
 import importlib.util
 import os
+import secrets
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -44,18 +45,29 @@ def free_port(ports: Iterable[int] = (0,)) -> int:
     raise OSError("no port is free")
 
 
-def by_sockets(ranks: int, *arguments: str, told: str = "", limit: float = 60) -> list[Ended]:
+def by_sockets(
+    ranks: int,
+    *arguments: str,
+    told: str = "",
+    limit: float = 60,
+    places: Sequence[Path] | None = None,
+) -> list[Ended]:
     """Run ``python -m tests.parallel.*`` in ranks that find each other as those of torchrun do.
 
     Only rank 0 gets input (``told``); another rank that reads input would wait until rank 0 ends.
+    ``places`` are the working folders of the ranks, which then have a home of their own, too.
     """
     place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    own = [dict[str, str]() for _ in range(ranks)]
+    if places is not None:
+        place |= {"UNSLOTH_CUPY_AUTHKEY": secrets.token_hex(16), "PYTHONPATH": str(ROOT)}
+        own = [{"HOME": str(folder / "home"), "LOCAL_RANK": "0"} for folder in places]
     command = [sys.executable, "-W", "error", "-m", *arguments]
     started = [
         subprocess.Popen(
             command,
-            cwd=ROOT,
-            env=os.environ | THREADS | place | {"RANK": str(rank)},
+            cwd=ROOT if places is None else places[rank],
+            env=os.environ | THREADS | place | own[rank] | {"RANK": str(rank)},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -136,10 +136,11 @@ class Loop:
         self.stop, self.listener, steps, ranks = stop, listener, self.plan.steps, self.ranks
         self.callbacks = callbacks or self.callbacks
         self.callbacks.call("on_init_end")
-        if ranks.first:
+        if self.run.has_log:
             self.run.trim(self.checkpoints.resumed_step)
         started = time.perf_counter() - self.seconds
-        self.checkpoints.check_room(self.step)
+        if ranks.first:
+            self.checkpoints.check_room(self.step)
         arrays: tuple[Any, ...] = (self.model.parameters, *self.checkpoints.part())
         arrays += tuple(getattr(each, "parameters", {}) for each in self.method.other_models)
         if self.model.adapter is not None:
@@ -256,8 +257,8 @@ class Loop:
         self.listener.step(line)
 
     def _log(self, line: dict[str, Any]) -> None:
-        """Append a line to the log, on rank 0."""
-        if self.ranks.first:
+        """Append a line to the log of the run folder, and of its copies."""
+        if self.run.has_log:
             self.run.append(line)
 
     def _gradients(self) -> tuple[float, int, dict[str, Array]]:

@@ -8,11 +8,12 @@ Rank 0 writes the files of the run and prints its progress.
 """
 
 import hashlib
+import json
 import math
 import os
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,20 @@ class Ranks:
         size = int(self.comm.broadcast(np.array(data.size))[()])
         own = data if self.first else np.empty(size, np.uint8)
         return bytes(self.comm.broadcast(own)).decode()
+
+    def check_equal(self, facts: Mapping[str, Any]) -> None:
+        """Raise a ConfigError on a rank whose facts differ from those of rank 0.
+
+        All ranks take part.  ``facts`` has names, such as "data", and numbers or texts.
+        """
+        own = json.loads(json.dumps(facts, default=str))
+        theirs = json.loads(self.broadcast(json.dumps(facts, default=str)))
+        for name in own | theirs:
+            if own.get(name) != theirs.get(name):
+                where = f"rank {self.comm.rank} on {platform.node()}"
+                problem = f"{name} is {own.get(name)} in {where}, but {theirs.get(name)} in rank 0"
+                cure = "all ranks need the same options, files and version"
+                raise ConfigError(f"{problem}; {cure}")
 
     def agree(self, stop: Stop) -> None:
         """Raise on all ranks if one rank was requested to stop."""

@@ -56,10 +56,10 @@ BLOCK = 2**22  # bytes read at a time
 
 
 class RunFolder:
-    """The files of one run."""
+    """The files of one run; ``has_log`` is whether this process writes the log."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, *, has_log: bool = True) -> None:
+        self.folder, self.has_log = folder, has_log
         self.model, self.curve = folder / "model", folder / "curve.png"
         self.settings, self.log = folder / "settings.json", folder / "log.jsonl"
         self.best_model, self.samples = folder / "best", folder / "samples.jsonl"
@@ -336,6 +336,24 @@ def fingerprints(folder: Path, known: Mapping[str, Any]) -> dict[str, dict[str, 
             before = {"sha256": digest.hexdigest()}
         result[path.name] = {"sha256": before["sha256"], **state}
     return result
+
+
+def sampled_digest(folder: Path) -> str:
+    """Return a digest of the files of a model: their names and sizes, and 64 samples of each.
+
+    It tells a copy of other weights at the cost of a few reads; ``fingerprints`` reads all bytes.
+    """
+    digest = hashlib.sha256()
+    for path in sorted(
+        {path for each in (*HASHED, "*.gguf", "tokenizer*") for path in folder.glob(each)}
+    ):
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size}\n".encode())
+        with regular(path).open("rb") as file:
+            for start in sorted({size * part // 64 for part in range(64)}):
+                file.seek(start)
+                digest.update(file.read(4096))
+    return digest.hexdigest()
 
 
 def _blocks(path: Path) -> Iterator[tuple[bytes]]:

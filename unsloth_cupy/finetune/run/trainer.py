@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from ..._version import __version__
 from ...errors import ConfigError, shortened
 from ...files import atomic_path, path_of
 from ...machine import blas_threads, device_title, on_device
@@ -48,6 +49,7 @@ from ..naming import named
 from .callbacks import Callbacks, checked
 from .curve import curve_of
 from .evaluation import held_out_of
+from .folder_copy import FolderCopy
 from .interrupt import Stop
 from .loop import Loop
 from .preparation import device_name, dtype_of, in_place, prepare
@@ -57,7 +59,7 @@ from .reference import folder_of
 from .reporters import reporters
 from .results import summary
 from .resume import own_settings, read_settings, stored_settings
-from .run_folder import RunFolder, fingerprints, model_folder
+from .run_folder import RunFolder, fingerprints, model_folder, sampled_digest
 from .settings import Settings
 
 READS = dict.fromkeys((PAIRS, SCORED), "pairs of answers") | {RATED: "rated answers"}
@@ -327,17 +329,26 @@ class Trainer:
                 announce(text.note)
             text, self.evaluated = held_out_of(text, self.evaluate)
             name = f"{self.base_name}-{text.name}"
-            self.files = files = RunFolder(Path(self.settings.out or Path("runs") / name))
+            folder = Path(self.settings.out or Path("runs") / name)
+            self.files = files = RunFolder(folder, has_log=ranks.first)
             self._resume(text)
             dtype = dtype_of(self.settings, self.source, self.transformer, ranks)
             self.settings = dataclasses.replace(self.settings, dtype=dtype)
+            ranks.check_equal({} if ranks.alone else self._facts(text))
             with on_device("finetune", ranks.device), ExitStack() as stack:
                 if ranks.first:
                     stack.enter_context(files.claimed(self._stored_settings(text)))
                     if isinstance(self.text, DataFiles):
                         keep(self.text.files, files.rows)
                 ranks.comm.barrier()  # all ranks see the folder as rank 0 leaves it
-                if ranks.broadcast(files.finished):
+                copy = FolderCopy(files, ranks)
+                stack.enter_context(copy.locked())
+                is_finished, newest = ranks.broadcast(files.finished), files.newest_checkpoint()
+                checkpoint = ranks.broadcast("" if newest is None else newest.name)
+                read = ["model"] if is_finished else ["reference.safetensors", checkpoint]
+                copy.bring("settings.json", "log.jsonl", *filter(None, read))
+                self.files = files = copy.run
+                if is_finished:
                     kind = None if self.settings.train_weights else self.settings.quantize
                     place = {"dtype": "float32", "device": ranks.device, **ranks.placing}
                     run = Run(name, files, None, self.transformer, quantize=kind, **place)
@@ -347,12 +358,14 @@ class Trainer:
                 loop = prepare(
                     files, self.settings, text, self.source, ranks, self.objective, self.transformer
                 )
+                if checkpoint:
+                    copy.drop(checkpoint)  # model and optimizer are in memory
                 run = Run(name, files, loop)
                 stack.enter_context(blas_threads(loop.model.config.hidden))
-                self._train(run, loop, stop)
+                self._train(run, loop, stop, copy)
                 return run
 
-    def _train(self, run: Run, loop: Loop, stop: Stop) -> None:
+    def _train(self, run: Run, loop: Loop, stop: Stop, copy: FolderCopy) -> None:
         """Run the remaining steps, and save the model."""
         self.listener.prepared(run)
         try:
@@ -371,7 +384,10 @@ class Trainer:
         loop.checkpoints.averages().__enter__()  # for good
         if self.ranks.first:
             run.files.drop_checkpoints(before=newest)
-        if loop.plan.keeps_best and self.ranks.whole:
+        takes_best = loop.plan.keeps_best and self.ranks.whole
+        copy.bring("model", weights=takes_best)
+        copy.bring("settings.json", "log.jsonl")
+        if takes_best:
             in_place(loop.model, run.files.model)
         loop.model.words = run.files.model
         if loop.model.adapter is None:
@@ -380,6 +396,33 @@ class Trainer:
         if ends:  # as in the saved generation_config.json
             loop.model.config = dataclasses.replace(loop.model.config, end_tokens=tuple(ends))
         self.listener.finished(run)
+
+    def _facts(self, text: Text | Records) -> dict[str, Any]:
+        """Return what must be equal on all ranks: version, data, models, rewards and settings."""
+        rows = f"{len(text.train) + len(text.held_out):,} rows" if isinstance(text, Records) else ""
+        settings = stored_settings(self.settings, text, self.source, {})
+        facts: dict[str, Any] = {"version": __version__}
+        facts["data"] = f"{rows or f'{text.size:,} bytes'} (SHA-256 {text.digest[:12]})"
+        each = self.settings
+        for name, folder in (
+            ("model", self.source), ("base model", self.base), ("teacher", each.teacher),
+            ("reference model", each.reference),
+        ):  # fmt: skip
+            if folder is not None:
+                digest = sampled_digest(folder_of(Path(folder)))
+                facts[name] = f"files with the digest {digest[:12]}"
+        for number, reward in enumerate(rewards_of(each.reward or ()), 1):
+            path = None if isinstance(reward, CalledFunction) else reward.path
+            own = (
+                reward.digest
+                if path is None
+                else (fingerprint(path) if path.is_file() else sampled_digest(model_folder(path)))
+            )
+            facts[f"reward {number}"] = f"{reward.name} with the digest {own[:12]}"
+        if each.new_tokens is not None:
+            facts["new tokens"] = f"file with the digest {fingerprint(Path(each.new_tokens))[:12]}"
+        facts["evaluation data"] = self.evaluated.get("eval_sha256", self.evaluated.get("eval"))
+        return facts | {name: value for name, value in settings.items() if name not in OF_NODES}
 
     def _stored_settings(self, text: Text | Records) -> dict[str, Any]:
         """Return the content of settings.json, with fingerprints of files that must not change."""
@@ -407,6 +450,11 @@ class Trainer:
         if self.settings.new_tokens is not None:
             base["new tokens"] = {"sha256": fingerprint(Path(self.settings.new_tokens))}
         return stored_settings(self.settings, text, self.source, base) | self.evaluated
+
+
+# Entries of settings.json that may differ between machines: places of files, whose content counts.
+OF_NODES = {"model", "text", "text_file", "text_bytes", "text_sha256", "base", "eval", "reference"}
+OF_NODES |= {"teacher", "new_tokens", "reward"}
 
 
 def digest_of(parameters: Mapping[str, Any]) -> dict[str, str]:

@@ -1,0 +1,169 @@
+"""Ranks that share no folder: each has a home and a working folder of its own.
+
+They run on 127.0.0.1, as machines with separate disks do, but for their network.
+"""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune.run import folder_copy
+from unsloth_cupy.finetune.run.folder_copy import FolderCopy
+from unsloth_cupy.finetune.run.ranks import Ranks
+from unsloth_cupy.finetune.run.run_folder import RunFolder, sampled_digest
+from unsloth_cupy.parallel import SingleCommunicator
+from unsloth_cupy.parallel.grid import Grid
+
+from .ranks import by_sockets
+from .test_finetune import SIZES, WHOLE
+from .threads import by_threads
+
+TEXT = "\n\n".join(f"{i} and {i * i} are numbers." for i in range(120))
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> list[Path]:
+    """Return the working folders of two nodes; each has the data."""
+    folders = [tmp_path / f"node{number}" for number in range(2)]
+    for folder in folders:
+        folder.mkdir()
+        (folder / "numbers.txt").write_text(TEXT)
+    return folders
+
+
+def files_in(folder: Path) -> dict[str, bytes]:
+    """Return the content of all files in a folder and in the folders in it."""
+    found = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+
+
+def ranks_of(comm: Any) -> Ranks:
+    one = SingleCommunicator()
+    return Ranks(comm, Grid(one, one, comm, one, one))
+
+
+@pytest.mark.parametrize("disks", ["aabb", "abbb", "abab", "aaaa", "abcd"])
+def test_each_disk_has_one_copy(
+    disks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files of any size, in folders, and none that is stale; a common folder has no copy."""
+    monkeypatch.setattr(folder_copy, "BLOCK", 1000)
+    run = tmp_path / "a" / "run"
+    draw = np.random.default_rng(0)
+    for name, size in {"log.jsonl": 0, "b/config.json": 10, "b/c/w.safetensors": 2500}.items():
+        (run / name).parent.mkdir(parents=True, exist_ok=True)
+        (run / name).write_bytes(draw.bytes(size))
+    for disk in {*disks} - {"a"}:
+        stale = tmp_path / disk / ".run-copy"
+        stale.mkdir(parents=True)
+        (stale / "log.jsonl").write_text("of a killed run")
+
+    def rank(comm: Any) -> tuple[bool, list[dict[str, bytes]]]:
+        copy = FolderCopy(RunFolder(tmp_path / disks[comm.rank] / "run"), ranks_of(comm))
+        seen = []
+        with copy.locked():
+            for names, weights in ((["log.jsonl", "b", "absent"], False), (["b"], True)):
+                copy.bring(*names, weights=weights)
+                seen.append(files_in(copy.run.folder))
+                comm.barrier()
+            copy.drop("b") if copy.copies else None
+            comm.barrier()
+            seen.append(files_in(copy.run.folder))
+        return copy.writes, seen
+
+    every = by_threads(4, rank)
+    whole = files_in(run)
+    assert [writes for writes, _ in every].count(True) == len({*disks} - {"a"})
+    for disk, (_, seen) in zip(disks, every, strict=True):
+        without = {name: text for name, text in whole.items() if "safetensors" not in name}
+        assert seen[1] == whole
+        if disk == "a":
+            assert seen[0] == whole
+            assert seen[2] == whole
+        else:
+            assert seen[0] == without
+            assert seen[2].keys() == {"log.jsonl"}
+    assert not [*tmp_path.glob("*/*.partial"), *run.glob("*.partial")]
+
+
+@pytest.mark.parametrize(
+    ("name", "own", "theirs"), [("data", "648 rows", "552 rows"), ("lr", 1e-4, 2e-4)]
+)
+def test_facts_that_differ_are_named(name: str, own: Any, theirs: Any) -> None:
+    def rank(comm: Any) -> str:
+        facts = {"version": "1", name: own if comm.rank == 2 else theirs}
+        try:
+            ranks_of(comm).check_equal(facts)
+        except ConfigError as error:
+            return str(error)
+        return ""
+
+    first, other, last = by_threads(3, rank)
+    assert (first, other) == ("", "")
+    assert last.startswith(f"{name} is {own} in rank 2 on ")
+    assert f", but {theirs} in rank 0; all ranks need the same options" in last
+
+
+def test_a_sampled_digest_sees_other_weights(tmp_path: Path) -> None:
+    """Other bytes anywhere in a trained tensor, other names and other sizes."""
+    draw, digests = np.random.default_rng(0), set()
+    weights = draw.bytes(2**20)
+    for change in (weights, weights[:-1], bytes(2**20), weights[::-1]):
+        (tmp_path / "model.safetensors").write_bytes(change)
+        digests.add(sampled_digest(tmp_path))
+    (tmp_path / "model.safetensors").rename(tmp_path / "model-2.safetensors")
+    digests.add(sampled_digest(tmp_path))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    digests.add(sampled_digest(tmp_path))
+    assert len(digests) == 6
+
+
+def on_nodes(nodes: list[Path], *arguments: str, **options: Any) -> list[Any]:
+    """Run commands in a rank per node; each has its own folder and home."""
+    return by_sockets(len(nodes), WHOLE, *arguments, places=nodes, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    ["--data-parallel 2", "--pipeline-parallel 2", "--zero 3", "--keep-best --data-parallel 2"],
+)
+def test_a_killed_run_goes_on_where_nothing_is_shared(
+    options: str, nodes: list[Path], tmp_path: Path
+) -> None:
+    """Weights and states reach the other node through rank 0; the bits are those of one run."""
+    command = ("finetune", "--text", "numbers.txt", "--out", "run", *SIZES, *options.split())
+    ended = on_nodes(nodes, "killed", "--", *command)
+    assert [each.code for each in ended] == [1, -signal.SIGKILL], ended
+    assert not (nodes[1] / "run").exists()
+    ended = on_nodes(nodes, *command)
+    assert [each.code for each in ended] == [0, 0], ended
+    assert "resuming from" in ended[0].said
+    assert not ended[1].said
+    assert {path.name for path in nodes[1].iterdir()} <= {"numbers.txt", "home"}
+    (tmp_path / "numbers.txt").write_text(TEXT)
+    whole = by_sockets(2, WHOLE, *command, places=[tmp_path] * 2)
+    assert [each.code for each in whole] == [0, 0], whole
+    for name in ("model/model.safetensors", "checkpoint-00000006/optimizer.safetensors"):
+        actual, expected = (load_file(run / name) for run in (nodes[0] / "run", tmp_path / "run"))
+        assert actual.keys() == expected.keys()
+        for key, array in expected.items():
+            np.testing.assert_array_equal(actual[key], array)
+    ended = on_nodes(nodes, *command)  # a finished run
+    assert [each.code for each in ended] == [0, 0], ended
+    assert "is finished" in ended[0].said
+
+
+@pytest.mark.slow
+def test_a_node_with_other_data_is_named_before_a_step(nodes: list[Path]) -> None:
+    (nodes[1] / "numbers.txt").write_text(TEXT[:2000])
+    command = ("finetune", "--text", "numbers.txt", "--out", "run", *SIZES, "--data-parallel", "2")
+    ended = on_nodes(nodes, *command)
+    assert [each.code for each in ended] == [1, 1], ended
+    assert "data is 2,000 bytes" in ended[1].said
+    assert not (nodes[0] / "run").exists()

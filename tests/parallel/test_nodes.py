@@ -3,7 +3,14 @@
 They run on 127.0.0.1, as machines with separate disks do, but for their network.
 """
 
+import json
+import os
+import re
+import secrets
+import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +26,11 @@ from unsloth_cupy.finetune.run.run_folder import RunFolder, sampled_digest
 from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.parallel.grid import Grid
 
-from .ranks import by_sockets
+from .ranks import THREADS, by_sockets, free_port, needs_mpi
 from .test_finetune import SIZES, WHOLE
 from .threads import by_threads
 
+PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
 TEXT = "\n\n".join(f"{i} and {i * i} are numbers." for i in range(120))
 
 
@@ -167,3 +175,48 @@ def test_a_node_with_other_data_is_named_before_a_step(nodes: list[Path]) -> Non
     assert [each.code for each in ended] == [1, 1], ended
     assert "data is 2,000 bytes" in ended[1].said
     assert not (nodes[0] / "run").exists()
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "two-machines.md"
+TORCHRUN, SLURM, MPI = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.S)
+
+
+def commands(block: str, nodes: list[Path]) -> list[subprocess.Popen[str]]:
+    """Start a block of the page in each folder, as a shell on each machine does."""
+    chats = [{"prompt": f"{i} and {i * i}", "completion": f" are {i}."} for i in range(60)]
+    key, port = secrets.token_hex(16), str(free_port())
+    block = block.replace("AUTHKEY=...", f"AUTHKEY={key}").replace("29400", port)
+    small = "--steps 2 --layers 1 --hidden 32 --vocabulary 300"
+    started = []
+    for number, folder in enumerate(nodes):
+        folder.mkdir(exist_ok=True)
+        (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
+        place = {"HOME": str(folder / "home"), "NODE": str(number), "FIRST": "127.0.0.1"}
+        place |= {"SECOND": "127.0.0.1", "PATH": PATH}
+        started.append(
+            subprocess.Popen(
+                ["bash", "-ec", block.replace("--out run", f"--out run {small}")],
+                cwd=folder, env=os.environ | THREADS | place, text=True,
+                stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            )
+        )  # fmt: skip
+    return started
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("torchrun", path=PATH) is None, reason="needs torchrun")
+def test_the_page_starts_two_machines_with_torchrun(nodes: list[Path]) -> None:
+    started = commands(TORCHRUN, nodes)
+    said = [each.communicate(timeout=240)[0] for each in started]
+    assert [each.returncode for each in started] == [0, 0], said
+    assert (nodes[0] / "run" / "model").is_dir()
+    assert not (nodes[1] / "run").exists()
+
+
+@pytest.mark.slow
+@needs_mpi
+def test_the_page_starts_two_ranks_with_mpiexec(nodes: list[Path]) -> None:
+    (process,) = commands(MPI, nodes[:1])
+    said = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, said
+    assert (nodes[0] / "run" / "model").is_dir()

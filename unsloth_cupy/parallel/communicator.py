@@ -16,6 +16,7 @@ from ..core.dtypes import FLOAT32
 from ..errors import ConfigError, ShapeError
 
 Reduction = Literal["sum", "max"]
+TIMEOUT = 600.0  # seconds: a rank may compile kernels, or save a model, while others wait
 
 
 class Communicator(Protocol):

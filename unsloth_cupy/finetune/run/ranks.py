@@ -23,7 +23,7 @@ import numpy as np
 from ...core import gpu
 from ...errors import CommunicationError, ConfigError, DeviceError, UnslothCupyError
 from ...machine import gpus, resolve_device
-from ...parallel.communicator import Communicator, SingleCommunicator, part
+from ...parallel.communicator import TIMEOUT, Communicator, SingleCommunicator, part
 from ...parallel.grid import Grid, grid
 from ...parallel.mpi import MpiCommunicator
 from ...parallel.nccl import NcclCommunicator, local_rank
@@ -249,11 +249,13 @@ def start(
     expert: int | None = None,
     device: str | None,
     zero: int = 0,
+    timeout: float = TIMEOUT,
     **options: Any,
 ) -> Ranks:
     """Return the ranks that mpiexec, torchrun or srun started; without a launcher, one rank.
 
     ``device`` is as in ``resolve_device``; "auto" uses one GPU per rank, or the CPU for all ranks.
+    A rank that waits for another one longer than ``timeout`` seconds ends the run.
     ``options`` are arguments of Ranks that ``check_options`` checks.
 
     Raises
@@ -266,7 +268,7 @@ def start(
     sizes["expert"] = expert or 1
     comm: Communicator | None = None
     try:
-        comm = _started(parallel)
+        comm = _started(parallel, timeout)
         device, problem = _device(device, comm)
         if device is not None and isinstance(comm, MpiCommunicator | SocketCommunicator):
             comm = NcclCommunicator.over(comm)
@@ -375,11 +377,11 @@ def _device(device: str | None, comm: Communicator) -> tuple[str | None, str]:
     return "cuda" if count == comm.size else None, problem
 
 
-def _started(parallel: bool) -> Communicator:
+def _started(parallel: bool, timeout: float) -> Communicator:
     """Return the communicator of all ranks in the environment."""
     by_name = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     if not by_name and any(name in os.environ for name in UNDER_MPI):
-        return MpiCommunicator()
+        return MpiCommunicator(timeout=timeout)
     if by_name or (parallel and "SLURM_PROCID" in os.environ):
-        return SocketCommunicator.from_environment()
+        return SocketCommunicator.from_environment(timeout=timeout)
     return SingleCommunicator()

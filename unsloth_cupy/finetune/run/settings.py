@@ -14,6 +14,7 @@ from ...models.layers.context import KINDS as CONTEXTS
 from ...models.optimizers import OPTIMIZERS as KINDS
 from ...models.optimizers import conflict
 from ...models.quantizer import CHOICES as QUANTIZED
+from ...parallel.communicator import TIMEOUT
 from ...parallel.schedule import KINDS as SCHEDULES
 from ...training.checkpoint import CheckpointConfig
 from ...training.precision import MixedPrecisionConfig
@@ -322,6 +323,10 @@ class Settings(Options):
     zero: int = setting(
         "ranks", "ZeRO stage: 1 splits optimizer states over data ranks; 3 also splits weights.", 0,
         choices=(0, 1, 3), kept=False,
+    )  # fmt: skip
+    timeout: float = setting(
+        "ranks", "Seconds to wait for another rank before all ranks end.", TIMEOUT, above=0,
+        kept=False, rare=True,
     )  # fmt: skip
 
     out: str | Path | None = setting(  # noqa: RUF009 -- a field

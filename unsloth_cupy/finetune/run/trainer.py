@@ -221,7 +221,7 @@ class Trainer:
         self.ranks = start(
             tensor=each.tensor_parallel, pipeline=each.pipeline_parallel, data=each.data_parallel,
             context=each.context_parallel, expert=each.expert_parallel,
-            device=each.device, zero=each.zero,
+            device=each.device, zero=each.zero, timeout=each.timeout,
             schedule=each.pipeline_schedule, chunks=each.chunks,
             context_attention=each.context_attention,
         )  # fmt: skip

@@ -16,6 +16,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
@@ -33,6 +34,8 @@ from unsloth_cupy.core import source
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.finetune import Settings
 from unsloth_cupy.finetune.run.callbacks import EVENTS
+from unsloth_cupy.models.configs.families import FAMILIES
+from unsloth_cupy.models.configs.family import Family
 
 from ..code.programs.compilers import NEWEST, OLDEST
 from ..conftest import FOLDER
@@ -268,6 +271,34 @@ def test_measurements_stand_in_one_page() -> None:
 def test_the_table_of_families_is_that_of_the_registries() -> None:
     families = loaded("families")
     assert families.page() == families.PAGE.read_text(), "run python docs/families.py"
+
+
+PROPERTIES: dict[str, Callable[[Family], Any]] = {  # rows of the table, by their first words
+    "sliding-window": lambda family: family.windows not in ("none", "linear"),
+    "norms after": lambda family: family.norms.after_attention,
+    "norms of queries": lambda family: family.query_key_norm,
+    "layer norm": lambda family: family.norms.kind == "layer",
+    "attention and MLP in parallel": lambda family: family.parallel,
+    "no gate in the MLP": lambda family: not family.gate,
+    "layers without rotary": lambda family: family.rotates != "all",
+    "rotary embedding of adjacent pairs": lambda family: family.interleaved,
+    "rotary embedding of a part": lambda family: family.partial,
+    "scale factors": lambda family: family.scaled_embedding or {*family.factors} - {"clip_qkv"},
+    "queries, keys and values clipped": lambda family: "clip_qkv" in family.factors,
+    "weights rounded": lambda family: family.sub_norms,
+    "[mixtures of experts]": lambda family: family.experts,
+    "a [gated delta rule]": lambda family: family.delta,
+    "the [recurrence of Mamba2]": lambda family: family.space,
+    "latent attention": lambda family: family.latent,
+}
+
+
+@pytest.mark.parametrize("row", PROPERTIES)
+def test_the_table_of_properties_lists_every_family_that_has_them(row: str) -> None:
+    text = (DOCS / "guide" / "models.md").read_text(encoding="utf-8")
+    (cell,) = re.findall(rf"^\| {re.escape(row)}[^|]*\| (.*) \|$", text, re.M)
+    actual = {*re.findall(r"\w+", cell)} & {*FAMILIES}
+    assert actual == {name for name, family in FAMILIES.items() if PROPERTIES[row](family)}
 
 
 def test_every_setting_and_option_is_in_the_reference(collect: Any) -> None:

@@ -45,11 +45,11 @@ def test_from_chats_to_a_file(tmp_path: Path) -> None:
     assert [words[1] for words in follow(full)] == ["generate", "export"]
     done = run("finetune", base, "--text", file, *SMALL, "--lora", 4, "--out", out)
     ask, merge, export = follow(done)
-    shown = done.stdout.partition("reply to the first evaluation prompt")[2]
+    shown = done.stdout.partition("answer to the first evaluation prompt")[2]
     number = re.search(r"What is (\d+)\?", shown)
     assert number is not None
     question = Chat(out / "model").text([{"role": "user", "content": number[0]}], answer=True)
-    assert shown.index(question) < shown.index("--- reply"), "set apart, with its marks"
+    assert shown.index(question) < shown.index("--- answer"), "set apart, with its marks"
     assert ask == ["unsloth-cupy", "generate", str(out), "--chat"]
     assert run(*ask[1:], "What is 3?", "--max-new-tokens", 2).exit_code == 0
     assert merge == ["unsloth-cupy", "merge", str(out), f"{out}-merged"]

@@ -689,10 +689,10 @@ class TestAccount:
             tmp_path, rows, 150, template + "{% if add_generation_prompt %}assistant: {% endif %}"
         )
         targets = len("The dog.\nVery.\n" + "Very.\n" + "A" * 9 + "\n" + "bc$" + "bcd$")
-        expected = "training on 4 of 7 replies in 4 chats, 1 completions, 1 texts"
+        expected = "training on 4 of 7 answers in 4 chats, 1 completions, 1 texts"
         assert actual.startswith(f"{expected} ({targets} of ")
         assert "; 1 dropped, 2 truncated at tokens=150 (answers lost: 2)" in actual
-        assert actual.endswith("; 6 replies end without a stop token")
+        assert actual.endswith("; 6 answers end without a stop token")
 
     def test_it_says_what_a_template_leaves_out(self, tmp_path: Path) -> None:
         messages = TestTools.messages({"a": 1}, content="I add.")
@@ -703,7 +703,7 @@ class TestAccount:
             "{{ m.content }}", "{{ m.content }}{{ m.tool_calls }}"))  # fmt: skip
         actual = self.account(tmp_path, rows, 500, CALLS.replace(
             "{{ m.content }}", "{{ m.content if not m.tool_calls }}"))  # fmt: skip
-        expected = f"{said}content beside tool_calls of 2 replies{said}reasoning of 2 replies"
+        expected = f"{said}content beside tool_calls of 2 answers{said}reasoning of 2 answers"
         assert expected in actual
         quiet = CHATML.replace("in messages", "in messages if m.role != 'system'")
         for row in rows:
@@ -715,7 +715,7 @@ class TestAccount:
 
     def test_thoughts_in_the_content_that_a_template_cuts(self, tmp_path: Path) -> None:
         rows = [{"messages": chat(who, "<think>Hmm.</think>The dog.")} for who in ("Who?", "So?")]
-        said = "; the template omits the text before </think> in 2 replies"
+        said = "; the template omits the text before </think> in 2 answers"
         assert said in self.account(tmp_path, rows, 500, DISTILLED)
         assert "omits" not in self.account(tmp_path, rows, 500, CHATML)
 
@@ -743,7 +743,7 @@ class TestAccount:
             records = read_records(tmp_path / "a.jsonl", method=method)
             count = len(records.train)
             said = [f"the template omits {count} messages with the role system"]
-            said += [f"the template omits the reasoning of {thoughts * count} replies"] * (
+            said += [f"the template omits the reasoning of {thoughts * count} answers"] * (
                 thoughts > 0
             )
             said += [f"the template omits the chat_template_kwargs loud of {count} chats"] * (
@@ -758,7 +758,7 @@ class TestAccount:
     def test_it_says_that_a_chat_needs_several_texts(self, tmp_path: Path) -> None:
         rows = [{"messages": ASKED}, {"messages": ASKED[:2]}]
         actual = self.account(tmp_path, rows, 500, THINKS)
-        assert actual.startswith("training on 3 replies in 2 chats (")
+        assert actual.startswith("training on 3 answers in 2 chats (")
         ended = self.account(tmp_path, rows, 500, CHATML.replace("<|im_end|>", "<|endoftext|>"))
         assert "stop token" not in ended
-        assert "; 1 additional texts, as the template formats the last reply differently" in actual
+        assert "; 1 additional texts, as the template formats the last answer differently" in actual

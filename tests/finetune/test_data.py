@@ -536,7 +536,7 @@ class TestForms:
              "messages[1] has weight and train, which differ; keep one of them"),
             ({"messages": [ASK | {"images": ["x"]}, SAY]}, "messages[0] has images, and only text"),
             ({"messages": [ASK, SAY | {"train_detail": [{"train": False}]}]},
-             "messages[1] has train_detail, but a reply has one weight; use weight, 0 or 1"),
+             "messages[1] has train_detail, but an answer has one weight; use weight, 0 or 1"),
             ({"messages": [ASK, SAY | {"weight": "0"}]}, 'messages[1].weight is "0"; write 1'),
             *(({"messages": [ASK, SAY | {name: value}]},
                f"messages[1] has {name}, which is unknown; write it as weight, 0 or 1")

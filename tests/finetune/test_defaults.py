@@ -61,7 +61,10 @@ def test_rows_are_as_long_as_most_lines_need(base: Path, tmp_path: Path) -> None
     assert made.loop is not None
     lengths = [int(n) for n in made.loop.training_data.batches.lengths]
     tokens = made.loop.plan.tokens
-    assert f"maximum length {tokens} tokens: covers 99 % of the rows (set tokens to change)" in said
+    assert (
+        f"maximum length {tokens} tokens: covers 99 % of the examples (set tokens to change)"
+        in said
+    )
     assert np.mean([length < tokens for length in lengths]) > 0.97
     assert tokens < 2048 == made.model.config.positions
     again, said = heard(base, data, tmp_path / "run", steps=1)
@@ -85,8 +88,8 @@ def test_the_longest_row_is_whole_unless_it_is_far_longer(
     made, said = heard(base, data, tmp_path / "run", steps=1)
     assert made.loop is not None
     tokens = made.loop.plan.tokens
-    assert ("the longest row" in said) == whole
-    assert ("covers 99 % of the rows" in said) != whole
+    assert ("the longest example" in said) == whole
+    assert ("covers 99 % of the examples" in said) != whole
     assert ("none dropped or truncated" in said) == whole
     assert (max(made.loop.training_data.batches.lengths) == tokens) or whole
     assert settings_of(made)["outlier"] == OUTLIER
@@ -104,7 +107,7 @@ def test_a_run_of_before_keeps_its_rows(base: Path, tmp_path: Path) -> None:
     for steps in (2, 3):
         again, said = heard(base, data, tmp_path / "run", steps=steps)
         assert again.loop is not None
-        assert "covers 99 % of the rows" in said
+        assert "covers 99 % of the examples" in said
         assert again.loop.plan.tokens < made.loop.plan.tokens
 
 

@@ -433,7 +433,7 @@ class TestChat:
 
     @pytest.mark.parametrize("template", ["{{ messages[0].content }}", "{{ messages | length }}"])
     def test_a_template_that_leaves_out_the_answer(self, template: str, tmp_path: Path) -> None:
-        with pytest.raises(ConfigError, match="omits the reply to a question"):
+        with pytest.raises(ConfigError, match="omits the answer to a question"):
             Chat(folder_with(tmp_path, template)).spans(CHAT[:2])
 
     def test_a_line_that_the_template_refuses_is_named(self, tmp_path: Path) -> None:

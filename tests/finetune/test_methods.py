@@ -640,7 +640,7 @@ def test_pairs_of_whole_texts_have_two_answers() -> None:
         ({"text": "a"}, "has the columns text; write prompt, chosen and"),
         ({"prompt": "a", "completion": "b", "label": True}, "or choose the method kto"),
         ({"chosen": [ASK], "rejected": [ASK, GOOD]}, "no message has the role assistant"),
-        ({"chosen": [ASK, GOOD], "rejected": [GOOD]}, "has no reply after the shared messages"),
+        ({"chosen": [ASK, GOOD], "rejected": [GOOD]}, "has no answer after the shared messages"),
         ({"chosen": "a", "rejected": "a"}, "chosen and rejected are equal"),
         ({"prompt": "b", "chosen": "a", "rejected": "c", "margin": 1}, "margin.*remove the column"),
         ({"prompt": "b", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]}, "prompt differs from"),

@@ -563,7 +563,7 @@ def test_prompts_of_every_form(row: Any, prompt: Any, columns: Any, tmp_path: Pa
         ({"prompt": 3}, "prompt is 3, not text"),
         ({"prompt": "a", "completions": []}, "has completions, a parameter of reward functions"),
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
-         "messages ends with a reply; end it with the question"),
+         "messages ends with an answer; end it with the question"),
         ({"messages": [{"role": "judge", "content": "a"}]}, "has the role judge"),
     ],
 )  # fmt: skip

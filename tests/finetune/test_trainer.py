@@ -160,7 +160,9 @@ def test_norms_biases_and_embeddings_do_not_decay(text: Path, tmp_path: Path) ->
         free = "norm" in name or "embed" in name
         assert (size > 1.01 * sizes[True][name]) == free, name
     said = [words for kind, words in (e[:2] for e in heard.events) if kind == "announce"]
-    assert re.search(r"no weight decay for [\d.]+[kM]? in norms, biases and embeddings", said[1])
+    assert re.search(
+        r"no weight decay for [\d.]+[kM]? of them \(norms, biases and embeddings;", said[1]
+    )
     assert not any("decay" in words for words in said[2:])
 
 

@@ -30,7 +30,7 @@ from .profiled import CommandPrinter
 @click.argument("model", metavar="[MODEL_FOLDER]", required=False, type=FILE)
 @click.option(
     "--data", "--text", "data", multiple=True, metavar="PATH...", cls=Option, group="data",
-    help="Files, folders, or - for stdin; FILE:2 uses each row twice per epoch.  [default:"
+    help="Files, folders, or - for stdin; FILE:2 uses each example twice per epoch.  [default:"
     " Python's docs]",
 )  # fmt: skip
 @ignore_option

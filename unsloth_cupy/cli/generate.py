@@ -43,7 +43,7 @@ Write = Callable[..., tuple[str, int]]  # stream_text with its first arguments b
 @option(
     "--top-p",
     Number(0, 1, min_open=True),
-    "Sample from the most likely tokens, as few as reach the total probability X.",
+    "Sample from the fewest most likely tokens whose total probability reaches X.",
 )
 @option(
     "--min-p",

@@ -34,7 +34,7 @@ def check_invariant(config: Config, divided: bool, rows: Any, mask: Any) -> None
     """Raise a ConfigError for a call whose bits would depend on more than its texts."""
     kind = config.model_type
     if divided:
-        refuse("ranks that divide a model or its rows add in another order")
+        refuse("ranks that divide a model, or the tokens of a row, add in another order")
     if config.recurrent:
         refuse(f"layers of a {kind} without attention add by chunks, which depend on the call")
     if config.bit_layers:

@@ -651,7 +651,7 @@ class Transformer(Adapted):
         tools: Tools = None,
         **options: Any,
     ) -> str:
-        """Return the model's completion of a text, or its reply to messages.
+        """Return the model's completion of a text, or its answer to messages.
 
         Parameters
         ----------

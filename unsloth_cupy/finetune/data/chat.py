@@ -1,4 +1,4 @@
-"""Finds the target characters of a chat: all replies of the assistant, in the template's format.
+"""Finds the target characters of a chat: all answers of the assistant, in the template's format.
 
     <|im_start|>user
     What is the tallest mountain?<|im_end|>
@@ -6,13 +6,13 @@
     Mount Everest.<|im_end|>
     --------------------------              target
 
-To find a reply, the module renders the messages up to the reply, the messages before it, and the
-messages with a placeholder instead of the reply, and compares the three texts.  The common text
-before the reply is its header; the common text after it, up to the next header, is its end.
+To find an answer, the module renders the messages up to the answer, the messages before it, and the
+messages with a placeholder instead of the answer, and compares the three texts.  The common text
+before the answer is its header; the common text after it, up to the next header, is its end.
 
-Some templates format the last reply differently from earlier replies, for example with reasoning
-that they omit later.  At inference a reply is always the last message, so each reply is a target in
-a text that ends with it.  Replies that are formatted in the same way share one text.
+Some templates format the last answer differently from earlier answers, for example with reasoning
+that they omit later.  At inference an answer is always the last message, so each answer is a target
+in a text that ends with it.  Answers that are formatted in the same way share one text.
 """
 
 import functools
@@ -62,7 +62,7 @@ class LeftOut(NamedTuple):
         return f"the template omits {self.before}{count:,} {self.unit}"
 
 
-ANSWERS = "replies"
+ANSWERS = "answers"
 
 
 def left_out_by(texts: Sequence[Counter[LeftOut]]) -> Counter[LeftOut]:
@@ -81,7 +81,7 @@ class Lesson(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """A reply in the text that ends with it: its target spans, and the end of its content."""
+    """An answer in the text that ends with it: its target spans, and the end of its content."""
 
     turn: int
     text: str
@@ -95,7 +95,7 @@ class Chat(Template):
     Attributes
     ----------
     left_out : Counter of LeftOut
-        Omissions of the template: replies without their reasoning or the content beside a call,
+        Omissions of the template: answers without their reasoning or the content beside a call,
         other messages by role, and keys or options that the template does not read.
     """
 
@@ -107,13 +107,13 @@ class Chat(Template):
 
     @functools.cached_property
     def marked(self) -> bool:
-        """Whether the template marks replies with ``{% generation %}``."""
+        """Whether the template marks answers with ``{% generation %}``."""
         return bool(MARKS.search(self.source))
 
     def asked(
         self, messages: Sequence[Message], tools: Tools = None, options: Options = None
     ) -> str:
-        """Return the prompt for a reply to these messages, as ``question`` does.
+        """Return the prompt for an answer to these messages, as ``question`` does.
 
         It uses the fixed date of training texts, so that a resumed run has equal prompts.
 
@@ -136,13 +136,13 @@ class Chat(Template):
     ) -> list[Lesson]:
         """Return the training texts of a chat with their target spans, the whole chat first.
 
-        ``{% generation %}`` marks of the template take precedence.  A reply of weight 0 is no
+        ``{% generation %}`` marks of the template take precedence.  An answer of weight 0 is no
         target, and messages after the last target are omitted.
 
         Raises
         ------
         ConfigError
-            The template refuses the messages, or omits a reply, its ``tool_calls`` or the
+            The template refuses the messages, or omits an answer, its ``tool_calls`` or the
             ``tools``; or a weight is neither 0 nor 1.
         """
         turns = _target_turns(messages)
@@ -193,7 +193,7 @@ class Chat(Template):
     def _answers(
         self, messages: list[dict[str, Any]], turns: list[int], render: Render
     ) -> tuple[list[Answer], str | None]:
-        """Return the replies in these turns, each in the text that ends with it.
+        """Return the answers in these turns, each in the text that ends with it.
 
         Also return the text of all messages, or None if the template refuses them.
         """
@@ -222,7 +222,7 @@ class Chat(Template):
                 raise self._left_out(f"messages[{turn}].tool_calls")
             if whole.text == without.text:
                 raise ConfigError(
-                    f"the template of {self.where} omits the reply to a question; write prompt and"
+                    f"the template of {self.where} omits the answer to a question; write prompt and"
                     " completion instead of messages"
                 )
             answer = self._placed(messages, turn, whole, asked, plain, without)
@@ -232,7 +232,7 @@ class Chat(Template):
         return answers, None if whole.error else whole.text
 
     def _check_words(self, message: dict[str, Any], turn: int, text: str) -> None:
-        """Count the parts of a reply that its text omits; raise a ConfigError if it omits all."""
+        """Count the parts of an answer that its text omits; raise a ConfigError if it omits all."""
         content, calls = message.get("content"), message.get("tool_calls")
         content = content.strip() if isinstance(content, str) else ""
         thoughts = [message[key].strip() for key in REASONING if message.get(key)]
@@ -277,10 +277,10 @@ class Chat(Template):
         plain: Rendered,
         other: Rendered,
     ) -> Answer:
-        """Locate a reply in the text ``whole``.
+        """Locate an answer in the text ``whole``.
 
-        ``asked`` and ``plain`` are the messages before the reply, with and without a generation
-        prompt; ``other`` has a placeholder instead of the reply.
+        ``asked`` and ``plain`` are the messages before the answer, with and without a generation
+        prompt; ``other`` has a placeholder instead of the answer.
         """
         text = whole.text
         header = common(text, other.text)
@@ -324,7 +324,7 @@ class Chat(Template):
     def _within(
         self, turn: int, messages: list[dict[str, Any]], render: Render, why: str
     ) -> Answer:
-        """Locate a reply in the whole chat: the template refuses a chat that ends with it."""
+        """Locate an answer in the whole chat: the template refuses a chat that ends with it."""
         other = [*messages]
         other[turn] = {"role": messages[turn]["role"], "content": placeholder(messages)}
         whole, without = render([(messages, False), (other, False)])
@@ -340,11 +340,11 @@ class Chat(Template):
         return Answer(turn, text[:stop], [Span(start, stop)], end)
 
     def _followed(self, answer: Answer, messages: list[dict[str, Any]], render: Render) -> Answer:
-        """Extend a reply by the end that the template writes before a following message.
+        """Extend an answer by the end that the template writes before a following message.
 
-        A template may write no end after the last reply: then the tag of the next message is the
+        A template may write no end after the last answer: then the tag of the next message is the
         end, and a model may stop at it.  Words after the end that disappear once a message follows,
-        such as a request to the model, do not belong to the reply.
+        such as a request to the model, do not belong to the answer.
         """
         mark, message = placeholder(messages), messages[answer.turn]
         question: list[dict[str, Any]] = [{"role": "user", "content": mark}]
@@ -381,9 +381,9 @@ class Chat(Template):
         return answer._replace(text=text[:end] + tag[0], spans=spans)
 
     def _closed(self, answer: Answer, messages: list[dict[str, Any]], other: str) -> Answer:
-        """Remove the tags at the end of a reply that begin the next message.
+        """Remove the tags at the end of an answer that begin the next message.
 
-        Such tags also begin the text; in ``other``, which has a placeholder instead of the reply,
+        Such tags also begin the text; in ``other``, which has a placeholder instead of the answer,
         they never follow the content of a message directly.
         """
         words = [message.get("content") for message in messages[: answer.turn]]
@@ -436,7 +436,7 @@ def _outside(text: str, start: int, stop: int, *, after: bool = False) -> int:
 
 
 def _added(lesson: Lesson, answer: Answer) -> bool:
-    """Add a reply to a text that formats it and the end of its turn in the same way."""
+    """Add an answer to a text that formats it and the end of its turn in the same way."""
     if not lesson.text.startswith(answer.text[: answer.end]):
         return False
     shared, stop = common(lesson.text, answer.text), max((s.stop for s in answer.spans), default=0)
@@ -455,7 +455,7 @@ def _target_turns(messages: Sequence[Message]) -> list[int]:
     for number, message in enumerate(messages):
         weight, mine = message.get("weight"), message["role"] == "assistant"
         if weight is not None and (weight not in (0, 1) or (not mine and weight)):
-            cure = "write 1 (train on this reply) or 0" if mine else "only replies have a weight"
+            cure = "write 1 (train on this answer) or 0" if mine else "only answers have a weight"
             raise ConfigError(f"messages[{number}].weight is {json.dumps(weight)}; {cure}")
         if mine and (weight is None or weight):
             turns.append(number)

@@ -4,7 +4,7 @@
     [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}]
 
 Other keys of a message (tool_calls, reasoning_content, name, weight, tool_call_id) are preserved.
-A reply needs content, calls or reasoning; a reply of weight 0 may be empty.
+An answer needs content, calls or reasoning; an answer of weight 0 may be empty.
 """
 
 import json
@@ -25,7 +25,7 @@ LEARNED = (  # names of the weight of a message in published files
     *("weight", "train", "training", "trainable", "loss", "loss_mask", "loss_weight", "learn"),
 )
 FLAG = re.compile("loss|train|learn|mask|weight|supervis|target|ignore|skip|exclu", re.I)
-SPANS = "train_detail"  # a weight for parts of a reply
+SPANS = "train_detail"  # a weight for parts of an answer
 MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 TEXT_PARTS = (None, "text", "input_text", "output_text")
 DEEPEST = 64  # maximum nesting of calls and tools
@@ -71,7 +71,7 @@ def check_plain(value: Any, name: str, left: int = DEEPEST) -> None:
 
 
 def checked_messages(values: Any, name: str, *, answered: bool = True) -> list[dict[str, Any]]:
-    """Return checked messages; with ``answered``, one of them must be a reply.
+    """Return checked messages; with ``answered``, one of them must be an answer.
 
     Raises
     ------
@@ -82,7 +82,7 @@ def checked_messages(values: Any, name: str, *, answered: bool = True) -> list[d
         _wrong(f"{name} is {shown(values)}", 'write [{"role": "user", "content": "..."}, ...]')
     messages = [_message(value, f"{name}[{place}]") for place, value in enumerate(values)]
     if answered and all(message["role"] != "assistant" for message in messages):
-        _wrong("no message has the role assistant", "add the reply to train on")
+        _wrong("no message has the role assistant", "add the answer to train on")
     return messages
 
 
@@ -144,7 +144,7 @@ def _check_kinds(more: dict[str, Any], name: str) -> None:
         if more.get(key):
             _wrong(f"{name} has {key}, and only text is supported", "remove such messages")
     if more.get(SPANS):
-        _wrong(f"{name} has {SPANS}, but a reply has one weight", "use weight, 0 or 1, instead")
+        _wrong(f"{name} has {SPANS}, but an answer has one weight", "use weight, 0 or 1, instead")
     weights = {key: more.pop(key) for key in LEARNED if key in more}
     for key, value in weights.items():
         if value not in (0, 1):

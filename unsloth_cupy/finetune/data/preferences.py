@@ -161,7 +161,9 @@ def _whole_chats(row: Any, prompts: list[str], sides: list[Any], names: list[str
     shared = chosen[:stop]
     for name, side in zip(names, (chosen[stop:], rejected[stop:]), strict=True):
         if not shared or all(message["role"] != "assistant" for message in side):
-            _wrong(f"{name} has no reply after the shared messages", "begin both with one question")
+            _wrong(
+                f"{name} has no answer after the shared messages", "begin both with one question"
+            )
     for name in prompts:
         value, question = parsed(row.pop(name)), shared[-1]["content"]
         if isinstance(value, str) and value.strip() != str(question).strip():
@@ -185,7 +187,7 @@ def _as_prompt(row: Any, prompts: list[str], sides: list[Any]) -> None:
 
 
 def _last_alone(content: Content) -> Content:
-    """Return a chat whose only targets are the replies after the last question."""
+    """Return a chat whose only targets are the answers after the last question."""
     messages = content.messages
     if any("weight" in message for message in messages):
         return content

@@ -38,7 +38,7 @@ def prompt_of(values: Any, ignore: Collection[str] = ()) -> Content:
     Raises
     ------
     ConfigError
-        The row has no question, or the chat ends with a reply, or a value is invalid; the message
+        The row has no question, or the chat ends with an answer, or a value is invalid; the message
         has the column.
     """
     check_object(values, WRITE)
@@ -63,7 +63,7 @@ def prompt_of(values: Any, ignore: Collection[str] = ()) -> Content:
         for message in content.messages[:-1]
     ]
     if content.messages and messages[-1]["role"] == "assistant":
-        _wrong(f"{name} ends with a reply", "end it with the question")
+        _wrong(f"{name} ends with an answer", "end it with the question")
     used = {*content.form.columns.values()} - {ANSWER}
     beside = {name: value for name, value in row.items() if name not in used}
     form = content.form._replace(name=content.form.name.replace(f"/{ANSWER}", ""), unused=())

@@ -82,7 +82,7 @@ class Record(NamedTuple):
 
     @property
     def answers(self) -> int:
-        """The number of replies of a chat; 1 for other records."""
+        """The number of answers of a chat; 1 for other records."""
         mine = sum(message["role"] == "assistant" for message in self.messages)
         return mine if self.messages else 1
 

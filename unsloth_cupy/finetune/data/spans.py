@@ -18,9 +18,9 @@ def encoded(
     """Return the tokens of a text, (tokens,), and the index of the span of each, (tokens,).
 
     A token belongs to the span that it overlaps, or to ``NOBODY``.  Unless the template marks
-    replies itself, a reply ends at the first end token after its words, where generation stops.  An
-    end token is appended, except to a chat in the template of the model, which writes all special
-    tokens.
+    answers itself, an answer ends at the first end token after its words, where generation stops.
+    An end token is appended, except to a chat in the template of the model, which writes all
+    special tokens.
     """
     encoding = tokenizer.encode(text, add_special_tokens=not is_chat)
     tokens = np.asarray(encoding.ids, np.int64)

@@ -91,7 +91,7 @@ def ending(chat: Chat, tokenizer: Any, known: Collection[int] = ()) -> Ending:
 
 
 def end_tokens(chat: Chat, tokenizer: Any, config: "Config") -> list[int]:
-    """Return the tokens that end a reply: the end tokens of the config and of the template."""
+    """Return the tokens that end an answer: the end tokens of the config and of the template."""
     try:
         token = ending(chat, tokenizer, config.end_tokens).token
     except ConfigError:  # the template refuses a chat of a question and an answer

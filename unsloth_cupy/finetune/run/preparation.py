@@ -472,11 +472,11 @@ def with_tokens(
     method: Method = METHODS["sft"],
     outlier: float = OUTLIER,
 ) -> Settings:
-    """Return settings with a row length; the default is the length of the longest row.
+    """Return settings with a row length; the default is the length of the longest example.
 
-    If the longest row has more than ``outlier`` times the 99th percentile, the default is the 99th
-    percentile.  In a large file, only a sample and the rows with the most characters are tokenised.
-    The positions of the model are the upper limit.
+    If the longest example has more than ``outlier`` times the 99th percentile, the default is the
+    99th percentile.  In a large file, only a sample and the examples with the most characters are
+    tokenised.  The positions of the model are the upper limit.
     """
     if settings.tokens is not None or isinstance(records, Text):
         return settings
@@ -501,12 +501,12 @@ def with_tokens(
             counted += lengths_of(nlargest(LONGEST_ROWS, part, key=lambda row: len(row.content())))
         longest = max([longest, *counted])
     share = math.ceil(float(np.quantile(lengths, SHARE_OF_ROWS)))
-    needed, why = longest, "the longest row"
+    needed, why = longest, "the longest example"
     if longest > outlier * share:
-        needed, why = share, f"covers {100 * SHARE_OF_ROWS:.0f} % of the rows"
+        needed, why = share, f"covers {100 * SHARE_OF_ROWS:.0f} % of the examples"
     if needed > config.positions:
         needed = config.positions
-        why = f"all positions of the model; the longest row has {longest:,}"
+        why = f"all positions of the model; the longest example has {longest:,}"
     tokens = max(2, needed)
     announce(f"maximum length {tokens:,} tokens: {why} (set {named('tokens')} to change)")
     return dataclasses.replace(settings, tokens=tokens)
@@ -523,9 +523,9 @@ def summary(loop: Loop) -> str:
         trained = f"{compact(trainable_count(model))} trainable ({kind})"
     decay, free = "", trainable_count(model, loop.undecayed)
     if loop.plan.weight_decay and free:
-        decay = f", no weight decay for {compact(free)} in norms, biases and embeddings"
-        decay += f" (set {named(decay_all=True)} to change)"
-    targets = f"{training_data.learned:,} target tokens"
+        decay = f"; no weight decay for {compact(free)} of them (norms, biases and embeddings; set"
+        decay += f" {named(decay_all=True)} to change)"
+    targets = f"{training_data.learned:,} target tokens for training"
     if loop.method.is_on_policy:
         targets = f"{loop.method.account(loop)}; {training_data.learned:,} {loop.method.unit}"
     if loop.plan.trained_tokens:

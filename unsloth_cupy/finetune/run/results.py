@@ -225,15 +225,15 @@ def is_timed(line: dict[str, Any]) -> bool:
 
 
 def sample(loop: Loop) -> None:
-    """Print a sample: a reply to the first evaluation prompt, or a continued evaluation text."""
+    """Print a sample: an answer to the first evaluation prompt, or a continued evaluation text."""
     prompt, parts = loop.training_data.prompt, loop.training_data.examples
-    is_reply = bool(parts) and len(prompt) < len(parts[1][0].tokens)
+    is_answer = bool(parts) and len(prompt) < len(parts[1][0].tokens)
     tokens = prompt[: loop.model.config.positions - 1]  # room for one more
-    title = "reply to the first evaluation prompt" if is_reply else "continued evaluation text"
+    title = "answer to the first evaluation prompt" if is_answer else "continued evaluation text"
     _rule(f"sample: {title}")
-    echo(loop.tokenizer.decode(tokens, skip_special_tokens=not is_reply), nl=is_reply)
-    if is_reply:
-        _rule("reply")
+    echo(loop.tokenizer.decode(tokens, skip_special_tokens=not is_answer), nl=is_answer)
+    if is_answer:
+        _rule("answer")
     stream_text(
         loop.model, loop.model.tokenizer, tokens,
         max_new_tokens=SAMPLE_TOKENS, temperature=TEMPERATURE, seed=loop.plan.seed,

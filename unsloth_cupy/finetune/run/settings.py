@@ -128,7 +128,8 @@ class Settings(Options):
     )
     quantize: str | None = setting(
         "adapters",
-        "Quantize the frozen weights, for example to nf4; requires {lora}.",
+        "Quantize and freeze the weights, for example to nf4; requires {lora}.  ternary with"
+        " {train_weights}: round weights in every call, and train them.",
         choices=QUANTIZED,
     )
     merge_into: str | None = setting(

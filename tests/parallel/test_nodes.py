@@ -27,7 +27,7 @@ from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.parallel.grid import Grid
 
 from .ranks import THREADS, by_sockets, free_port, needs_mpi
-from .test_finetune import SIZES, WHOLE
+from .test_finetune import SIZES, WHOLE, invoke
 from .threads import by_threads
 
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -165,6 +165,44 @@ def test_a_killed_run_goes_on_where_nothing_is_shared(
     ended = on_nodes(nodes, *command)  # a finished run
     assert [each.code for each in ended] == [0, 0], ended
     assert "is finished" in ended[0].said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["dpo", "grpo"])
+def test_other_methods_where_nothing_is_shared(
+    method: str, nodes: list[Path], tmp_path: Path
+) -> None:
+    """The reference, rewards and sampled answers of a run are those of one folder."""
+    pairs = [{"prompt": f"{i} and", "chosen": f" {i * i}", "rejected": " no"} for i in range(40)]
+    rows = pairs if method == "dpo" else [{"prompt": each["prompt"]} for each in pairs]
+    reward = "def even(completions, **more):\n    return [len(each) % 2 for each in completions]\n"
+    for folder in (*nodes, tmp_path):
+        (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (folder / "rewards.py").write_text(reward)
+    (tmp_path / "numbers.txt").write_text(TEXT)
+    done = invoke("finetune", "--text", str(tmp_path / "numbers.txt"), *SIZES[:12], "--steps", "2",
+                  "--out", str(tmp_path / "new"))  # fmt: skip
+    assert done.exit_code == 0, done.output
+    for folder in nodes:
+        shutil.copytree(tmp_path / "new" / "model", folder / "base")
+    shutil.copytree(tmp_path / "new" / "model", tmp_path / "base")
+    usual = (
+        "finetune base --data rows.jsonl --out run --data-parallel 2 --lora 2 --batch 2 --method"
+    )
+    more = {
+        "dpo": "--steps 2 --evaluate-every 1 --patience 1 --min-delta 9",
+        "grpo": "--steps 2 --reward rewards.py:even --samples 2 --max-new-tokens 4",
+    }
+    command = (*usual.split(), method, *more[method].split())
+    ended = on_nodes(nodes, *command, limit=240)
+    assert [each.code for each in ended] == [0, 0], ended
+    assert not ended[1].said
+    whole = by_sockets(2, WHOLE, *command, places=[tmp_path] * 2, limit=240)
+    assert [each.code for each in whole] == [0, 0], whole
+    name = "model/adapter_model.safetensors"
+    actual, expected = (load_file(folder / "run" / name) for folder in (nodes[0], tmp_path))
+    for key, array in expected.items():
+        np.testing.assert_array_equal(actual[key], array)
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ ARGUMENTS that start with the word ``wrong`` must be rejected.  FAULT is a fault
 which save every two steps:
 
     killed    the last rank is killed in the middle of step 3
+    lost      the same, in the first attempt of torchrun only
     full      the disk of rank 0 is full
     torn      rank 0 is killed when half of its second checkpoint is written
 """
@@ -34,6 +35,11 @@ def killed() -> None:
     Loop._gradients = gradients  # type: ignore[method-assign]
 
 
+def lost() -> None:
+    if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+        killed()
+
+
 def full() -> None:
     def write(path: Any, tensors: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", str(path))
@@ -53,7 +59,7 @@ def torn() -> None:
     checkpoints.write_tensors = write
 
 
-FAULTS = {"killed": killed, "full": full, "torn": torn}
+FAULTS = {"killed": killed, "lost": lost, "full": full, "torn": torn}
 
 if __name__ == "__main__":
     for ends, command in groupby(sys.argv[1:], "--".__eq__):

@@ -26,7 +26,7 @@ from unsloth_cupy.finetune.run.run_folder import RunFolder, sampled_digest
 from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.parallel.grid import Grid
 
-from .ranks import THREADS, by_sockets, free_port, needs_mpi
+from .ranks import ROOT, THREADS, by_sockets, free_port, needs_mpi
 from .test_finetune import SIZES, WHOLE, invoke
 from .threads import by_threads
 
@@ -131,9 +131,20 @@ def test_a_sampled_digest_sees_other_weights(tmp_path: Path) -> None:
     assert len(digests) == 6
 
 
-def on_nodes(nodes: list[Path], *arguments: str, **options: Any) -> list[Any]:
+def equal_runs(run: Path, other: Path) -> None:
+    """Assert that two runs end in the same bits of weights and states of the optimizer."""
+    names = [path.relative_to(other) for path in other.rglob("*.safetensors")]
+    assert names
+    for name in names:
+        actual, expected = load_file(run / name), load_file(other / name)
+        assert actual.keys() == expected.keys()
+        for key, array in expected.items():
+            np.testing.assert_array_equal(actual[key], array)
+
+
+def on_nodes(nodes: list[Path], *arguments: str) -> list[Any]:
     """Run commands in a rank per node; each has its own folder and home."""
-    return by_sockets(len(nodes), WHOLE, *arguments, places=nodes, **options)
+    return by_sockets(len(nodes), WHOLE, *arguments, places=nodes, limit=240)
 
 
 @pytest.mark.slow
@@ -155,13 +166,9 @@ def test_a_killed_run_goes_on_where_nothing_is_shared(
     assert not ended[1].said
     assert {path.name for path in nodes[1].iterdir()} <= {"numbers.txt", "home"}
     (tmp_path / "numbers.txt").write_text(TEXT)
-    whole = by_sockets(2, WHOLE, *command, places=[tmp_path] * 2)
+    whole = by_sockets(2, WHOLE, *command, places=[tmp_path] * 2, limit=240)
     assert [each.code for each in whole] == [0, 0], whole
-    for name in ("model/model.safetensors", "checkpoint-00000006/optimizer.safetensors"):
-        actual, expected = (load_file(run / name) for run in (nodes[0] / "run", tmp_path / "run"))
-        assert actual.keys() == expected.keys()
-        for key, array in expected.items():
-            np.testing.assert_array_equal(actual[key], array)
+    equal_runs(nodes[0] / "run", tmp_path / "run")
     ended = on_nodes(nodes, *command)  # a finished run
     assert [each.code for each in ended] == [0, 0], ended
     assert "is finished" in ended[0].said
@@ -194,15 +201,12 @@ def test_other_methods_where_nothing_is_shared(
         "grpo": "--steps 2 --reward rewards.py:even --samples 2 --max-new-tokens 4",
     }
     command = (*usual.split(), method, *more[method].split())
-    ended = on_nodes(nodes, *command, limit=240)
+    ended = on_nodes(nodes, *command)
     assert [each.code for each in ended] == [0, 0], ended
     assert not ended[1].said
     whole = by_sockets(2, WHOLE, *command, places=[tmp_path] * 2, limit=240)
     assert [each.code for each in whole] == [0, 0], whole
-    name = "model/adapter_model.safetensors"
-    actual, expected = (load_file(folder / "run" / name) for folder in (nodes[0], tmp_path))
-    for key, array in expected.items():
-        np.testing.assert_array_equal(actual[key], array)
+    equal_runs(nodes[0] / "run", tmp_path / "run")
 
 
 @pytest.mark.slow
@@ -249,6 +253,25 @@ def test_the_page_starts_two_machines_with_torchrun(nodes: list[Path]) -> None:
     assert [each.returncode for each in started] == [0, 0], said
     assert (nodes[0] / "run" / "model").is_dir()
     assert not (nodes[1] / "run").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("torchrun", path=PATH) is None, reason="needs torchrun")
+def test_torchrun_restarts_a_run_that_lost_a_rank(tmp_path: Path) -> None:
+    """It ends in the bits of an unbroken run."""
+    (tmp_path / "numbers.txt").write_text(TEXT)
+    command = ["finetune", "--text", "numbers.txt", *SIZES, "--data-parallel", "2", "--out"]
+    launcher = ["torchrun", "--standalone", "--nproc-per-node", "2", "--max-restarts", "3", "-m"]
+    done = subprocess.run(
+        [*launcher, WHOLE, "lost", "--", *command, "run"],
+        cwd=tmp_path, env=os.environ | THREADS | {"PATH": PATH, "PYTHONPATH": str(ROOT)},
+        timeout=300, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "resuming from" in done.stderr
+    whole = by_sockets(2, WHOLE, *command, "whole", places=[tmp_path] * 2, limit=240)
+    assert [each.code for each in whole] == [0, 0], whole
+    equal_runs(tmp_path / "run", tmp_path / "whole")
 
 
 @pytest.mark.slow

@@ -477,7 +477,8 @@ def test_ratios_that_the_loss_clips_are_counted(
     given = Settings(method=method, reward=[f"{home}/rewards.py:low"]).learning
     rows = np.log(np.array([[1.3, 1.3, 0.5], [0.7, 1.3, 9.0]], np.float32)) + np.float32(more)
     mask = np.array([[True, True, True], [True, True, False]])
-    sums = given._sums(rows, mask, 0 * rows, None, np.array([1.0, -1.0], np.float32), 3.0)
+    gains = np.array([1.0, -1.0], np.float32)
+    sums = given._sums(rows, mask, 0 * rows, None, gains, 3.0, len(rows))
     measured = given.measures(sums)
     expected = {"entropy": 3 / 5, "clipped": clipped, "ratio": ratio, "length": 2.5}
     assert measured == pytest.approx(expected)

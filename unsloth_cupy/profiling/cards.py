@@ -180,7 +180,7 @@ def card_named(name: str) -> Card:
 
 
 def measured(card: Card) -> Card:
-    """Return a card with measured rates instead of those of the datasheet, if there are any."""
+    """Return a card with measured rates if a run has measured them."""
     return card._replace(**MEASURED.get(card.name, {}))
 
 

@@ -418,7 +418,7 @@ class Loop:
     def _shared(
         self, batches: Sequence[Batch], numbers: Mapping[str, Any], *, padded: bool = False
     ) -> dict[str, Any]:
-        """Return what the losses of all batches read; ``numbers`` are those of ``before``.
+        """Return the divisors and constants of a step's losses; ``before`` returned ``numbers``.
 
         ``padded``: numbers are arrays on the device, as a CUDA graph repeats numbers of the host.
         """

@@ -150,7 +150,7 @@ class Ranks:
         return bytes(self.comm.broadcast(own)).decode()
 
     def check_equal(self, facts: Mapping[str, Any]) -> None:
-        """Raise a ConfigError on a rank whose facts differ from those of rank 0.
+        """Raise a ConfigError on a rank whose facts differ from the facts on rank 0.
 
         All ranks take part.  ``facts`` has names, such as "data", and numbers or texts.
         """

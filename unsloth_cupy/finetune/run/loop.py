@@ -271,13 +271,15 @@ class Loop:
             batches = [self.training_data.batches.at(number) for number in numbers]
         rows, sink = [self.ranks.rows(batch) for batch in batches], list[Array]()
         constants = self.method.before(self.model, rows, self.ranks.replicas.all_reduce)
-        padded = self.executor.pads and self.executor.objective is not next_token
+        draws = bool(self.plan.neftune) or self.executor.drops
+        # in rows, dropout and noise depend on the padded length: other padding, other numbers
+        padded = self.executor.pads and not (draws and self.plan.pack is False)
+        padded = padded and self.executor.objective is not next_token
         rows = [self.method.padded(batch) for batch in rows] if padded else rows
         shared = self._shared(batches, constants, padded=padded)
         shared |= {"sink": sink} if self.method.sums else {}
         own = [self._placed(batch, shared) for batch in rows]
         step = TrainingStep(self.plan.checkpoint, self.scaler, self.plan.seed)
-        draws = bool(self.plan.neftune) or self.executor.drops
         before = [self.ranks.rows(each, before=True) for each in batches if draws]
         starts = [
             self.method.inputs(each)["tokens"].size if each.tokens.size else 0 for each in before

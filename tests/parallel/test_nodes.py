@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.errors import CommunicationError, ConfigError
 from unsloth_cupy.finetune.run import folder_copy
 from unsloth_cupy.finetune.run.folder_copy import FolderCopy
 from unsloth_cupy.finetune.run.ranks import Ranks
@@ -52,7 +52,7 @@ def files_in(folder: Path) -> dict[str, bytes]:
 
 def ranks_of(comm: Any) -> Ranks:
     one = SingleCommunicator()
-    return Ranks(comm, Grid(one, one, comm, one, one))
+    return Ranks(comm, Grid(comm, one, one, one, one))
 
 
 @pytest.mark.parametrize("disks", ["aabb", "abbb", "abab", "aaaa", "abcd"])
@@ -115,6 +115,24 @@ def test_facts_that_differ_are_named(name: str, own: Any, theirs: Any) -> None:
     assert (first, other) == ("", "")
     assert last.startswith(f"{name} is {own} in rank 2 on ")
     assert f", but {theirs} in rank 0; all ranks need the same options" in last
+
+
+def test_exchanges_are_compared_in_a_block() -> None:
+    """With ``comparing``, a call of another shape is an error; later calls are not compared."""
+
+    def rank(comm: Any) -> str:
+        comm.checked = False
+        ranks, size = ranks_of(comm), 2 + (comm.rank == 1)
+        try:
+            with ranks.comparing():
+                ranks.data.all_reduce(np.ones(size))
+        except CommunicationError as error:
+            return f"{error} {comm.checked}"
+        return "no error"
+
+    for text in by_threads(3, rank):
+        assert "is not the same on all ranks: rank 0: all_reduce(x(2,)" in text
+        assert text.endswith(" False")
 
 
 def test_a_sampled_digest_sees_other_weights(tmp_path: Path) -> None:

@@ -136,6 +136,7 @@ class Loop:
         self.stop, self.listener, steps, ranks = stop, listener, self.plan.steps, self.ranks
         self.callbacks = callbacks or self.callbacks
         self.callbacks.call("on_init_end")
+        resumed = self.step
         if self.run.has_log:
             self.run.trim(self.checkpoints.resumed_step)
         started = time.perf_counter() - self.seconds
@@ -160,7 +161,8 @@ class Loop:
                 ):
                     ranks.agree(stop)
                     epoch = self.callbacks.state.epoch
-                    with self.step_context():
+                    first = self.step == resumed  # later exchanges repeat those of the first step
+                    with self.step_context(), ranks.comparing() if first else nullcontext():
                         self._one_step()
                     self.seconds = time.perf_counter() - started
                     control = self.callbacks.take()

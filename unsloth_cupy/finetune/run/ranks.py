@@ -163,6 +163,19 @@ class Ranks:
                 cure = "all ranks need the same options, files and version"
                 raise ConfigError(f"{problem}; {cure}")
 
+    @contextmanager
+    def comparing(self) -> Iterator[None]:
+        """Compare the exchanges of all ranks inside a ``with`` block, by call, shape and dtype."""
+        comms: list[Any] = [self.comm, *self.groups, self.data, self.replicas, self.same]
+        before = {id(each): (each, each.checked) for each in comms if hasattr(each, "checked")}
+        for each, _ in before.values():
+            each.checked = True
+        try:
+            yield
+        finally:
+            for each, checked in before.values():
+                each.checked = checked
+
     def agree(self, stop: Stop) -> None:
         """Raise on all ranks if one rank was requested to stop."""
         if self.alone:

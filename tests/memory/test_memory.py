@@ -7,6 +7,7 @@ import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -39,13 +40,16 @@ from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.memory.planned import Planned, PlannedOnHost, recording_in
 from unsloth_cupy.memory.planned_functions import reshaped
 from unsloth_cupy.memory.planned_model import new_adapter
+from unsloth_cupy.models import create
 from unsloth_cupy.models.objective import next_token
 from unsloth_cupy.models.optimizers import OPTIMIZERS, of_tables, optimizer_of
 from unsloth_cupy.ops.common import threads
 from unsloth_cupy.ops.losses._head import CHUNK_BYTES
+from unsloth_cupy.training import offload as training_offload
 from unsloth_cupy.training import tape
 from unsloth_cupy.training.gradients import sum_gradients
 
+from ..machines.stand_in import gpu
 from ..models import peers
 
 GIB = 2**30
@@ -595,3 +599,36 @@ def test_formulas_name_what_is_no_dtype(dtype: Any) -> None:
 def test_what_is_no_number_of_bytes() -> None:
     with pytest.raises(ConfigError, match="pass a number of bytes"):
         format_bytes("1 GiB")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("every", [1, 2])
+@pytest.mark.parametrize("rank", [None, 4])
+def test_offloaded_inputs_are_planned_on_both_sides(every: int, rank: int | None) -> None:
+    """The peak of the GPU is as planned, on a stand-in that counts; so are bytes of the host."""
+    config = SMALL | {"num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 256}
+    tokens, activations = 512, []
+    for offload in (False, True):
+        planned = plan_memory(
+            config, batch=2, tokens=tokens, dtype="bfloat16", optimizer="none", rank=rank,
+            recompute_every=every, offload=offload,
+        )  # fmt: skip
+        activations.append(planned.activations)
+        with gpu("90", devices=1) as machine:
+            machine.strict = False
+            model = create(config, seed=0, dtype="bfloat16", device="cuda")
+            if rank is not None:
+                model.add_adapter(rank=rank)
+            rows = machine.place(np.ones((2, tokens), np.int64))
+            parts = CheckpointConfig(recompute_every=every, offload=offload)
+            step = partial(model.loss_and_gradients, rows, rows, checkpoint=parts)
+            step()
+            before = machine.peak = machine.held
+            step()
+            peak, moved = machine.peak - before, training_offload.moved["to_host"]
+            step()
+            moved = training_offload.moved["to_host"] - moved
+        assert planned.total - planned.weights == pytest.approx(peak, rel=0.03)
+        assert planned.host == moved
+    assert activations[1] < activations[0]
+    with pytest.raises(ConfigError, match="pass recompute_every too"):
+        plan_memory(config, batch=2, tokens=8, dtype="bfloat16", offload=True)

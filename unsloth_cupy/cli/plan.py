@@ -83,6 +83,10 @@ RANK = 16  # LoRA rank in the comparison table, unless --lora sets one
     click.IntRange(1),
     "Gradient checkpointing: store the input of one block in N.",
 )
+@click.option(
+    "--offload", is_flag=True,
+    help="Store the inputs of recomputed blocks in host memory; requires --recompute-every.",
+)  # fmt: skip
 @click.option("--chunked-mlp", is_flag=True, help="Compute MLPs in chunks, and again in backward.")
 @option("--accumulate", click.IntRange(1), "Gradient accumulation: number of batches per step.", 1)
 @option(
@@ -130,6 +134,7 @@ def plan(
     quantize: str | None,
     merge_into: str | None,
     recompute_every: int | None,
+    offload: bool,
     chunked_mlp: bool,
     accumulate: int,
     device: str,
@@ -179,6 +184,7 @@ def plan(
         "quantization": quantize,
         "merge_into": merge_into,
         "recompute_every": recompute_every,
+        "offload": offload,
         "chunked_mlp": chunked_mlp,
         "accumulate": accumulate,
         "device": device,
@@ -197,7 +203,7 @@ def plan(
     )  # fmt: skip
     method_text = f", {method} of {METHODS[method].unit}" * (objective is not None)
     if any(size is not None for size in sizes):
-        _check_alone(options.pop("merge_into"))
+        _check_alone(merge_into=options.pop("merge_into"), offload=options.pop("offload") or None)
         if optimizer == "none":
             raise ConfigError(
                 "plan: a plan with ranks needs an optimizer; leave --optimizer none out"
@@ -290,11 +296,13 @@ def sized(objective: Any, values: Any, new: int | None, length: int) -> Any:
     return objective.sized(values)
 
 
-def _check_alone(merge_into: str | None) -> None:
-    """Raise a ConfigError for a plan with ranks and --merge-into."""
-    if merge_into is not None:
-        cure = "each rank of --data-parallel needs as much as a single rank with its rows"
-        raise ConfigError(f"plan --merge-into supports one rank; leave the ranks out: {cure}")
+def _check_alone(**options: Any) -> None:
+    """Raise a ConfigError for a plan with ranks and an option that supports one rank."""
+    for name, value in options.items():
+        if value is not None:
+            cure = "each rank of --data-parallel needs as much as a single rank with its rows"
+            problem = f"plan --{name.replace('_', '-')} supports one rank"
+            raise ConfigError(f"{problem}; leave the ranks out: {cure}")
 
 
 @contextmanager

@@ -33,7 +33,11 @@ def options_text(options: Mapping[str, Any]) -> str:
     }
     values = ((name, options.get(key, default), default) for name, (key, default) in known.items())
     text = "".join(f", {name} {value}" for name, value, default in values if value != default)
-    return text + ", chunked MLP" * options["chunked_mlp"]
+    return (
+        text
+        + ", offload" * options.get("offload", False)
+        + ", chunked MLP" * options["chunked_mlp"]
+    )
 
 
 def ledger(plan: MemoryPlan, title: str) -> Any:
@@ -61,6 +65,8 @@ def ledger(plan: MemoryPlan, title: str) -> Any:
     moment = plan.moments[plan.peak]
     where = f"at step {plan.peak + 1} of {len(plan.moments)}: {moment}"
     table.add_row("total", "", format_bytes(plan.total), where)
+    if plan.host:
+        table.add_row("host", format_bytes(plan.host), "", "offloaded inputs of blocks, pinned")
     return table
 
 

@@ -1,6 +1,7 @@
 """The ledger of a training step: records allocations and frees by op, and computes the plan."""
 
 import re
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -59,6 +60,8 @@ class MemoryPlan(MemoryEstimate):
         One per call of an op: ``op``, ``layer``, and ``held`` by part.
     peak : int
         The index of the moment with the largest total.
+    host : int
+        Peak of the pinned memory on the host that ``offload`` uses; not a part of ``total``.
     """
 
     workspace: int
@@ -66,6 +69,7 @@ class MemoryPlan(MemoryEstimate):
     workspaces: Mapping[str, int]
     moments: tuple[Moment, ...]
     peak: int
+    host: int = 0
 
     @property
     def at_peak(self) -> Mapping[str, int]:
@@ -93,6 +97,17 @@ class Ledger:
         self.held: set[int] = set()
         self.changes: list[int] = []  # numbers of allocations; inverted (~) for frees
         self.notes: list[tuple[int, str, str]] = []  # number of changes so far, op, layer
+        self.host, self.host_peak = 0, 0  # bytes of offloaded arrays
+        self.newest: Any = lambda: None  # a weak reference to the array that was offloaded last
+
+    def offload(self, moved: Any) -> None:
+        """Record an array that moves to the host; the one before is there by now."""
+        before = self.newest()
+        if before is not None:
+            before.array = None
+        self.newest = weakref.ref(moved)
+        self.host += moved.size
+        self.host_peak = max(self.host_peak, self.host)
 
     def take(self, size: int) -> int:
         """Record an allocation of ``size`` bytes; return its number."""
@@ -183,6 +198,7 @@ class Ledger:
             workspaces={op: size for op, size in workspaces.items() if size},
             moments=tuple(moments),
             peak=max(range(len(moments)), key=lambda i: moments[i].total),
+            host=self.host_peak,
         )
 
     def _within(self, start: int, stop: int) -> int:

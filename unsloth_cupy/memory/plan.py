@@ -10,6 +10,7 @@ which have a shape but no elements (``planned.py``), and a ledger records alloca
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,7 @@ def plan_memory(
     rank: int | None = None,
     recompute_every: int | CheckpointConfig | None = None,
     accumulate: int = 1,
+    offload: bool = False,
     chunked_mlp: bool = False,
     adapter: "Adapter | None" = None,
     quantization: str | None = None,
@@ -82,6 +84,9 @@ def plan_memory(
     accumulate : int
         Forward passes per step.  ``moments`` of the plan contains at most two passes, since later
         passes need the same memory as the second.
+    offload : bool
+        Whether the inputs of recomputed segments are stored in the memory of the host; it requires
+        ``recompute_every``.
     chunked_mlp : bool
         Whether ``swiglu_mlp`` computes the MLPs in chunks of rows.
     adapter : Adapter, optional
@@ -144,8 +149,7 @@ def plan_memory(
         parsed, rank, adapter, quantization, objective, merge_into,
         tensor_parallel * pipeline_parallel,
     )  # fmt: skip
-    every = recompute_every
-    parts = every if isinstance(every, CheckpointConfig | None) else CheckpointConfig(True, every)
+    parts = _segments(recompute_every, offload=offload)
     _check_inputs(inputs, layout.ranks)
     if layout.ranks > 1:
         plans = plan_ranks(
@@ -193,6 +197,18 @@ def plan_memory(
             del measure
             ledger.note(f"{steps.call}.step")
         return ledger.plan()
+
+
+def _segments(
+    recompute_every: "int | CheckpointConfig | None", *, offload: bool
+) -> CheckpointConfig | None:
+    """Return the settings of gradient checkpointing; None: nothing is recomputed."""
+    every = recompute_every
+    parts = every if isinstance(every, CheckpointConfig | None) else CheckpointConfig(True, every)
+    if parts is None and offload:
+        cure = "it moves the inputs of recomputed blocks: pass recompute_every too"
+        raise ConfigError(f"plan_memory(offload=True): {cure}")
+    return replace(parts, offload=True) if parts is not None and offload else parts
 
 
 def _adapter_of(

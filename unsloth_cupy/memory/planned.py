@@ -123,6 +123,11 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
         """Return a new array with the shape and dtype of a real one."""
         return self.of(array.shape, array.dtype)
 
+    def offloaded(self) -> Any:
+        """Return this array in the memory of the host, if the ledger counts that memory."""
+        now = _ledger.get()
+        return PlannedOffload(self, now[0]) if now and hasattr(now[0], "offload") else self
+
     def _view(self, form: Any) -> Any:
         return self._made(form, self.memory)
 
@@ -278,12 +283,37 @@ class Planned(StandIn, np.lib.mixins.NDArrayOperatorsMixin):
 ARRAYS = Planned, np.ndarray
 
 
+class PlannedOffload:
+    """A planned array that is offloaded, as ``training.offload.Offloaded`` is for real arrays.
+
+    The newest one keeps its GPU memory until the next array is offloaded: it may be copied yet.
+    """
+
+    def __init__(self, array: Planned, ledger: Any) -> None:
+        self.shape, self.dtype, self.size = array.shape, array.dtype, array.nbytes
+        self.array: Planned | None = array
+        self.ledger = ledger
+        ledger.offload(self)
+
+    def back(self) -> Any:
+        """Return the array on its GPU again."""
+        return Planned.of(self.shape, self.dtype) if self.array is None else self.array
+
+    def __del__(self) -> None:
+        """Free the memory of the host."""
+        self.ledger.host -= self.size
+
+
 class PlannedOnHost(Planned, np.ndarray[Any, Any]):  # type: ignore[misc]
     """A planned array that is an instance of ``np.ndarray``."""
 
     def __new__(cls) -> Any:
         """Return an array without axes; ``form`` has the shape."""
         return super().__new__(cls, ())
+
+    def offloaded(self) -> Any:
+        """Return the array itself: it is in the memory of the host."""
+        return self
 
 
 def as_input(array: Any, like: Any) -> Any:

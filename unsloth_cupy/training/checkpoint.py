@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, TypeVar
 from ..core.call import check_options, is_number
 from ..core.op import OPS
 from ..errors import ConfigError, GradientError
-from .offload import Offloaded, to_host
+from .offload import to_host
 from .tape import Gradients, Tape, add_up
 from .variable import Var
 
@@ -235,4 +235,4 @@ def _mapped(tree: Any, kind: type[T], change: Callable[[T], Any]) -> Any:
 
 
 def _back(value: Any) -> Any:
-    return value.back() if type(value) is Offloaded else value
+    return value.back() if hasattr(value, "back") else value

@@ -13,6 +13,7 @@ from typing import Any
 
 from ..core import arrays, gpu
 from ..core.gpu import is_cupys
+from ..core.stand_in import is_planned
 from ..placement import stream
 
 TO_HOST, TO_DEVICE = 2, 1  # cudaMemcpyKind
@@ -97,5 +98,7 @@ def _newest() -> dict[Any, Any]:
 
 
 def to_host(array: Any) -> Any:
-    """Offload an array on a GPU; return any other array unchanged."""
+    """Offload an array on a GPU, or a planned one; return any other array unchanged."""
+    if is_planned(array):
+        return array.offloaded()
     return Offloaded(array) if is_cupys(array.__class__) else array

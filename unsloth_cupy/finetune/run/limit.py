@@ -1,5 +1,6 @@
 """Checks the planned memory of a run against a limit, and measures it during training."""
 
+import dataclasses
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -120,6 +121,24 @@ def quantized_kind(
     return kind
 
 
+def with_offload(sizes: Sizes, plan: "Plan") -> "Plan":
+    """Return the settings with offload, if a step does not fit into the GPU without it."""
+    if plan.offload is not None or None in (plan.recompute_every, sizes.device):
+        return plan
+    whole, _ = device_memory(sizes.device)
+    if plan.limit_memory is not None or whole is None or not sizes.planned(plan).beyond(whole):
+        return plan
+    changed = dataclasses.replace(plan, offload=True)
+    step_plan = sizes.planned(changed)
+    if step_plan.beyond(whole):
+        return plan
+    announce(
+        f"{named(offload=True)}: a step does not fit into the {format_bytes(whole)} of the GPU"
+        f" without it; the inputs of blocks need {format_bytes(step_plan.host)} of host memory"
+    )
+    return changed
+
+
 def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
     """Return the memory plan of a step; raise if it exceeds the limit.
 
@@ -181,6 +200,8 @@ def _cures(sizes: Sizes, plan: "Plan", step_plan: MemoryPlan, limit: int) -> str
     changes: list[Mapping[str, Any]] = []
     if plan.recompute_every != 1:
         changes.append({"recompute_every": 1})
+    elif not plan.offload and sizes.device is not None and plan.limit_memory is None:
+        changes.append({"offload": True})
     if plan.dtype == "float32":
         changes.append({"dtype": "bfloat16"})
     if sizes.batch > 1:

@@ -43,7 +43,15 @@ from ..listener import announce, reading
 from ..methods.method import Method
 from ..methods.registry import METHODS
 from ..naming import named
-from .limit import Memory, Sizes, check_tokens, checked_plan, passes_of, quantized_kind
+from .limit import (
+    Memory,
+    Sizes,
+    check_tokens,
+    checked_plan,
+    passes_of,
+    quantized_kind,
+    with_offload,
+)
 from .loop import Loop
 from .new_model import ONLINE, SIZES, small_llama
 from .new_tokens import account as account_of
@@ -114,7 +122,9 @@ def prepare(
         config, *rows, ranks.device, source is not None and not config.bit_layers, adapter, kind,
         objective,
     )  # fmt: skip
-    memory = planned_memory(sizes, plan, ranks, None if isinstance(text, Text) else training_data)
+    plan, memory = planned_memory(
+        sizes, plan, ranks, None if isinstance(text, Text) else training_data
+    )
     compared = others.get("reference", source)
     has_reference = method.compares and reference_known(
         run, plan, training_data.examples, compared, shape, ranks, goes_on=checkpoint is not None
@@ -151,12 +161,15 @@ def prepare(
     return loop
 
 
-def planned_memory(sizes: Sizes, plan: Plan, ranks: Ranks, lines: TrainingData | None) -> Memory:
-    """Return the memory measurement of steps, with the plan of the largest step.
+def planned_memory(
+    sizes: Sizes, plan: Plan, ranks: Ranks, lines: TrainingData | None
+) -> tuple[Plan, Memory]:
+    """Return the settings, with offload if needed, and the memory measurement of steps.
 
     Steps on ``lines`` differ in size: on a single rank, their actual batches are planned instead of
     full rows.
     """
+    plan = with_offload(sizes, plan) if ranks.alone else plan
     limit, device, largest, bytes_of = plan.limit_memory, sizes.device, 0, None
     if ranks.alone and lines is not None and not METHODS[plan.method].is_on_policy:
 
@@ -173,7 +186,8 @@ def planned_memory(sizes: Sizes, plan: Plan, ranks: Ranks, lines: TrainingData |
         largest = max(candidates, key=bytes_of) if len(candidates) > 1 else candidates[0]
         sizes = of_step(largest)
     step_plan = checked_plan(sizes, plan, limit) if ranks.whole else sizes.planned(plan)
-    return Memory(step_plan, limit, device, counts=ranks.alone, largest=largest, bytes_of=bytes_of)
+    counts = {"counts": ranks.alone, "largest": largest, "bytes_of": bytes_of}
+    return plan, Memory(step_plan, limit, device, **counts)
 
 
 def new_or_loaded(

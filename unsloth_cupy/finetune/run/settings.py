@@ -57,8 +57,6 @@ class Settings(Options):
         Whether the loss scale shrinks when gradients overflow, and grows after many good steps.
     keep : sequence of str
         With ``recompute_every``: ops whose results are stored instead of recomputed.
-    offload : bool
-        With ``recompute_every``: store the inputs of blocks in host memory.
 
     Raises
     ------
@@ -269,7 +267,11 @@ class Settings(Options):
         least=1,
     )
     keep: Sequence[str] = ()
-    offload: bool = False
+    offload: bool | None = setting(
+        "memory",
+        "With {recompute_every}, store the inputs of blocks in host memory.  [default: if a step"
+        " does not fit into the GPU without]",
+    )
     chunked_mlp: bool = setting(
         "memory",
         "Compute MLPs in chunks, and recompute them in backward; saves memory.",
@@ -377,7 +379,7 @@ class Settings(Options):
         if self.recompute_every is None:
             return None
         every, keep = self.recompute_every, tuple(self.keep)
-        return CheckpointConfig(recompute_every=every, keep=keep, offload=self.offload)
+        return CheckpointConfig(recompute_every=every, keep=keep, offload=bool(self.offload))
 
     @property
     def kind(self) -> str:
@@ -478,6 +480,10 @@ class Settings(Options):
         if self.lora is None and changed:
             cure = f"add {named('lora')}, as in {named(lora=16)}"
             raise ConfigError(f"{named(**changed)} applies to new adapters only; {cure}")
+        if self.offload and self.recompute_every is None:
+            cure = f"add {named(recompute_every=1)}"
+            problem = "moves the inputs of recomputed blocks, and none is recomputed"
+            raise ConfigError(f"{named(offload=True)} {problem}; {cure}")
         self._check_merge()
 
     def _check_merge(self) -> None:

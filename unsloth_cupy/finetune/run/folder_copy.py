@@ -50,7 +50,7 @@ class FolderCopy:
         with folder_lock(folder, busy):
             for each in folder.iterdir():  # of an earlier run in this process, or of a killed one
                 remove(each)
-            atexit.register(lambda: folder.is_dir() and remove(folder))
+            atexit.register(remove, folder)
             yield
 
     def bring(self, *names: str, weights: bool = True) -> None:

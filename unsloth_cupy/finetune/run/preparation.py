@@ -186,8 +186,10 @@ def planned_memory(
         largest = max(candidates, key=bytes_of) if len(candidates) > 1 else candidates[0]
         sizes = of_step(largest)
     step_plan = checked_plan(sizes, plan, limit) if ranks.whole else sizes.planned(plan)
-    counts = {"counts": ranks.alone, "largest": largest, "bytes_of": bytes_of}
-    return plan, Memory(step_plan, limit, device, **counts)
+    memory = Memory(
+        step_plan, limit, device, counts=ranks.alone, largest=largest, bytes_of=bytes_of
+    )
+    return plan, memory
 
 
 def new_or_loaded(

@@ -256,7 +256,7 @@ class Trainer:
         self._check_method()
         self.ranks.check(
             each.batch, each.accumulate, limited=bool(each.limit_memory),
-            offload=each.offload, find_nan=each.find_nan,
+            offload=bool(each.offload), find_nan=each.find_nan,
             packed=self.lines
             and each.pack is not False
             and not METHODS[each.method].is_on_policy,
@@ -412,12 +412,12 @@ class Trainer:
                 digest = sampled_digest(folder_of(Path(folder)))
                 facts[name] = f"files with the digest {digest[:12]}"
         for number, reward in enumerate(rewards_of(each.reward or ()), 1):
-            path = None if isinstance(reward, CalledFunction) else reward.path
-            own = (
-                reward.digest
-                if path is None
-                else (fingerprint(path) if path.is_file() else sampled_digest(model_folder(path)))
-            )
+            if isinstance(reward, CalledFunction):
+                own = reward.digest
+            elif reward.path.is_file():
+                own = fingerprint(reward.path)
+            else:
+                own = sampled_digest(model_folder(reward.path))
             facts[f"reward {number}"] = f"{reward.name} with the digest {own[:12]}"
         if each.new_tokens is not None:
             facts["new tokens"] = f"file with the digest {fingerprint(Path(each.new_tokens))[:12]}"

@@ -3,11 +3,13 @@
 import functools
 import gc
 import math
+import re
 import tracemalloc
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,6 +51,7 @@ from unsloth_cupy.training import offload as training_offload
 from unsloth_cupy.training import tape
 from unsloth_cupy.training.gradients import sum_gradients
 
+from ..harness.sampling import Sample
 from ..machines.stand_in import gpu
 from ..models import peers
 
@@ -632,3 +635,30 @@ def test_offloaded_inputs_are_planned_on_both_sides(every: int, rank: int | None
     assert activations[1] < activations[0]
     with pytest.raises(ConfigError, match="pass recompute_every too"):
         plan_memory(config, batch=2, tokens=8, dtype="bfloat16", offload=True)
+
+
+GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "tuning.md"
+SIZE = r"([\d.]+ GiB) \| ([\d.]+ GiB) \| [^|]*"
+ROW = rf"^\| (?:no option|`(--[^`]*)`) \| {SIZE}\| {SIZE}\|$"
+ROWS = re.findall(ROW, GUIDE.read_text(), re.M)
+FIELDS = {"recompute-every": "recompute_every", "state-bits": "state_bits", "lora": "rank"}
+
+
+@pytest.mark.parametrize("row", Sample.one_in(3, ROWS), ids=lambda row: row[0])
+def test_the_table_of_what_fits_is_planned(row: tuple[str, ...]) -> None:
+    """Activations and total of two Llamas in docs/guide/tuning.md are those of plans today."""
+    assert len(ROWS) > 8
+    words, *cells = row
+    pairs = re.findall(r"--([a-z-]+)(?: (\d+))?", words)
+    options: dict[str, Any] = {
+        FIELDS.get(name, name.replace("-", "_")): int(value) if value else True
+        for name, value in pairs
+    }
+    shared = {"model_type": "llama", "vocab_size": 128256, "num_key_value_heads": 8}
+    sizes = ("hidden_size", "intermediate_size", "num_hidden_layers", "tie_word_embeddings")
+    actual = list[str]()
+    for numbers in ((2048, 8192, 16, True), (4096, 14336, 32, False)):
+        config = shared | {"num_attention_heads": 32, **dict(zip(sizes, numbers, strict=True))}
+        planned = plan_memory(config, batch=4, tokens=2048, dtype="bfloat16", **options)
+        actual += [f"{planned.activations / GIB:.2f} GiB", f"{planned.total / GIB:.1f} GiB"]
+    assert actual == cells

@@ -1,4 +1,4 @@
-"""Time of attention at known shapes and relative to torch, and memory of long sequences."""
+"""Time of attention at five fixed shapes and relative to torch, and memory of long sequences."""
 
 import functools
 import statistics

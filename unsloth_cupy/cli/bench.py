@@ -29,7 +29,7 @@ LIBRARIES = {
     **{name: (name,) for name in ("numpy", "torch", "triton", "liger-kernel")},
 }
 
-# names that are also timed at known shapes and at a grid of lengths
+# names that are also timed at five fixed shapes and at a grid of lengths
 SHAPED = {"attention", "attention_forward", "attention_backward"}
 
 

@@ -46,7 +46,7 @@ from .profiled import CommandPrinter
 @click.option("--quiet", is_flag=True, help="Print only errors.", cls=Option, group="output")
 @click.option(
     "--json", "as_json", is_flag=True, cls=Option, group="output",
-    help="Print the results as JSON, without a sample.",
+    help="Print the results as JSON, and generate no sample answer.",
 )  # fmt: skip
 def finetune(
     model: Path | None,

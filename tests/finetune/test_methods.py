@@ -614,6 +614,32 @@ def test_pairs_of_every_form(row: Any, chosen: Any, rejected: Any, tmp_path: Pat
     assert ("unused column: id" in data.note) == ("id" in row)
 
 
+@pytest.mark.parametrize("prompt", [None, "hi", [ASK]])
+def test_both_answers_of_a_pair_follow_one_question(prompt: Any) -> None:
+    """Each is a text, a reply, or a chat that begins with the question: both alike, or refused."""
+    forms = {
+        kind: [form(answer) for answer in (GOOD, BAD)]
+        for kind, form in (
+            ("text", lambda m: m["content"]), ("reply", lambda m: [m]), ("one", lambda m: m),
+            ("chat", lambda m: [ASK, m]), ("json", lambda m: json.dumps([ASK, m])),
+        )
+    }  # fmt: skip
+    kinds = {"one": "reply", "json": "chat"}
+    for kind, (chosen, _) in forms.items():
+        for other, (_, rejected) in forms.items():
+            row = {"prompt": prompt, "chosen": chosen, "rejected": rejected}
+            one, two = kinds.get(kind, kind), kinds.get(other, other)
+            if one != two or (prompt is None and one == "reply"):
+                with pytest.raises(ConfigError, match=r"alike|begin both with one|no question"):
+                    pair_of(row)
+                continue
+            pair = pair_of(row)
+            if one == "text" and prompt != [ASK]:
+                assert (pair.prompt, pair.answer, pair.rejected) == (prompt or "", "yes", "no")
+            else:
+                assert (pair.messages, pair.rejected) == ([ASK, GOOD], [ASK, BAD])
+
+
 def test_pairs_of_whole_texts_have_two_answers() -> None:
     """Also where one begins the other, be it up to its spaces: a character at least is said."""
     draws = np.random.default_rng(0)

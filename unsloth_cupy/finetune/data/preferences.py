@@ -55,12 +55,14 @@ def pair_of(values: Any, ignore: Collection[str] = ()) -> Content:
     if len({type(side) for side in sides}) > 1:
         _wrong(f"{names[0]} and {names[1]}: one is text, one is messages", "write both alike")
     prompts = [known[each] for each in (*CHATS, *QUESTIONS) if known.get(each) in row]
-    if isinstance(sides[0], str) and not prompts:
-        if sides[0] == sides[1]:
+    chosen, rejected = sides
+    is_text = isinstance(chosen, str)
+    if is_text and not prompts:
+        if chosen == rejected:
             _wrong(f"{names[0]} and {names[1]} are equal", "remove the line")
         row["prompt"] = _shared(*sides)
         sides = [side[len(row["prompt"]) :] for side in sides]
-    elif isinstance(sides[0], list) and sides[0][0]["role"] != "assistant":
+    elif not is_text and any(side[0]["role"] != "assistant" for side in sides):
         _whole_chats(row, prompts, sides, names)
     elif prompts:
         _as_prompt(row, prompts, sides)
@@ -177,9 +179,10 @@ def _as_prompt(row: Any, prompts: list[str], sides: list[Any]) -> None:
     """Convert the question or the answers to messages if the other side is messages."""
     chat = next((name for name in prompts if normal(name) in CHATS), prompts[0])
     value = parsed(row[chat])
-    if isinstance(value, list) and isinstance(sides[0], str):
+    is_text = all(isinstance(side, str) for side in sides)
+    if isinstance(value, list) and is_text:
         sides[:] = [[{"role": "assistant", "content": side}] for side in sides]
-    elif isinstance(value, str) and isinstance(sides[0], list):
+    elif isinstance(value, str) and not is_text:
         value = [{"role": "user", "content": value}]
     if isinstance(value, list):
         del row[chat]

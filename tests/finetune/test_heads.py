@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Lora, Settings, Trainer, read_data
+from unsloth_cupy.finetune.data.labelled import labelled_of
 from unsloth_cupy.finetune.data.labels import labels_of as labels_in
 from unsloth_cupy.finetune.data.records import Record, Records
 from unsloth_cupy.finetune.methods.registry import METHODS
@@ -290,6 +292,33 @@ def test_labels_that_may_be_vectors_or_names_are_refused(
 
     with pytest.raises(ConfigError, match=said):
         read()
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_a_label_is_stored_as_its_class(several: bool) -> None:
+    """An integer of any size is a class; a text like a list, which is not JSON, is none."""
+
+    def stored(label: Any) -> Any:
+        row = {"text": "w1", "label": [label, "a"] if several else label}
+        actual = labelled_of(row).value
+        return actual[0] if several else actual
+
+    for label in (0, -1, 7, 2**53 + 1, -(2**53) - 1, 10**400, -(10**400)):
+        assert stored(label) == (str(label) if several else label)
+    for label in (" b ", "[", "]", "[b", "b]", "1", "true"):
+        assert stored(label) == label.strip()
+    assert [stored(True), stored(False)] == ["true", "false"]
+    for label in (math.inf, -math.inf, math.nan, "", " ", "[b]", " [b] c] ", None, {"b": 1}):
+        with pytest.raises(ConfigError, match=r"^label is .*; write label as a name, an integer"):
+            stored(label)
+
+
+def test_integers_of_any_size_are_classes() -> None:
+    labels = [10**400, -(2**60), 3, -(10**400)]
+    records = [Record(n, [], "", "w1", value=each) for n, each in enumerate(labels)]
+    actual = labels_in(records, str, None)
+    assert actual.names == tuple(map(str, sorted(labels)))
+    assert [actual.number(each) for each in labels] == [3, 1, 2, 0]
 
 
 def test_vectors_are_the_lists_of_the_classes_that_they_mark(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@
 {"text": "...", "label": 0.5}                    regression
 """
 
+import math
 from collections.abc import Collection
 from typing import Any, NoReturn
 
@@ -71,14 +72,14 @@ def _label(value: Any, name: str) -> Any:
         return [str(int(each)) if marks else _name(each, name) for each in value]
     if isinstance(value, float) and value - value == 0:  # finite
         return value
-    return value if is_integer(value, -(2**53)) else _name(value, name)
+    return value if is_integer(value, -math.inf) else _name(value, name)
 
 
 def _name(value: Any, column: str) -> str:
     """Return the name of a class."""
     if isinstance(value, bool):
         return str(value).lower()
-    if is_integer(value, -(2**53)):
+    if is_integer(value, -math.inf):
         return str(int(value))
     text = value.strip() if isinstance(value, str) else ""
     if not text or (text[0] == "[" and text[-1] == "]"):  # a list, but not in JSON

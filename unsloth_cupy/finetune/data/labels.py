@@ -123,7 +123,7 @@ def _are_numbers(values: Iterable[Any]) -> bool:
     """Return whether all labels are numbers in text form, and some have a fraction."""
     try:
         numbers = [float(value) for value in values]
-    except ValueError:
+    except (ValueError, OverflowError):
         return False
     return any(number != int(number) for number in numbers if number - number == 0)
 

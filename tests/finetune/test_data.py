@@ -3,23 +3,29 @@
 import bz2
 import csv
 import gzip
+import hashlib
 import io
+import itertools
 import json
 import os
+import re
 import struct
 import subprocess
 import sys
 import time
 import tracemalloc
+from collections.abc import Iterator
 from contextlib import suppress
+from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Settings, Trainer, inspect_data, read_data
-from unsloth_cupy.finetune.data import records
+from unsloth_cupy.finetune.data import data_files, records, tables
 from unsloth_cupy.finetune.data.data_files import content as found_content
 from unsloth_cupy.finetune.data.forms import content_of, is_header
 from unsloth_cupy.finetune.data.messages import LEARNED
@@ -76,6 +82,12 @@ def written(tmp_path: Path, *rows: Any, name: str = "rows.jsonl") -> Path:
     path = tmp_path / name
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def rows_in(path: Path, digest: Any = None) -> Iterator[Any]:
+    """The rows of a file, before their columns mean anything."""
+    (file,), _ = data_files.located(path)
+    return tables.rows_of(file, digest or hashlib.sha256())
 
 
 def one(tmp_path: Path, row: dict[str, Any]) -> Record:
@@ -242,6 +254,200 @@ class TestFiles:
         path = tmp_path / "a.json"
         path.write_text(json.dumps(rows, ensure_ascii=False, indent=2))
         assert [c[2] for c in contents(read_data(path))] == sorted(row["text"] for row in rows)
+
+    @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"])
+    @pytest.mark.parametrize("name", ["jsonl", "json", "csv"])
+    def test_a_byte_that_is_no_text_is_named_in_its_line(
+        self, name: str, mark: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """However the file is divided into pieces."""
+        path = tmp_path / f"a.{name}"
+        lines = [b'{"text": "%d' % n + b"\xc3\xa9" * n + b'"}' for n in range(9)]
+        if name == "json":
+            lines = [b"[", *(line + b"," for line in lines[:-1]), lines[-1] + b"]"]
+        if name == "csv":
+            lines = [b"text,id", *(b"%d" % n + b"\xc3\xa9" * n + b",1" for n in range(9))]
+        for number in (3, 8, 9):
+            for place in (0, 1, len(lines[number - 1])):
+                line = lines[number - 1][:place].decode(errors="ignore").encode()
+                broken = [*lines[: number - 1], line + b"\xff" + lines[number - 1][place:]]
+                path.write_bytes(mark + b"\n".join(broken + lines[number:]))
+                for piece in (1, 7, 32, 10_000):
+                    monkeypatch.setattr(tables, "PIECE", piece)
+                    said = f"{path}:{number}: is not UTF-8: byte {len(line)} is 0xff; convert"
+                    with pytest.raises(ConfigError, match=re.escape(said)):
+                        [*rows_in(path)]
+
+    @pytest.mark.parametrize("packing", ["", ".gz", ".bz2"])
+    @pytest.mark.parametrize("name", ["jsonl", "json", "csv", "txt"])
+    def test_rows_have_their_lines_and_bytes(
+        self, name: str, packing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A row begins at its line, and the rows together are the bytes of the file."""
+        texts = [f"{n}é" * (n * 7 % 40) + "\n" * (n % 3) + "end" for n in range(60)]
+        parts = {
+            "jsonl": ["", *(json.dumps({"text": t}) + "\n" * (1 + n % 4)
+                            for n, t in enumerate(texts))],
+            "json": ["[\n", *(json.dumps({"text": t}, indent=n % 3 or None) + " ,\n"[n % 2 :]
+                              for n, t in enumerate(texts[:-1])), '{"text": "end"}\n]'],
+            "csv": ["text,id\n", *(f'"{t}",1\n' + "\n" * (n % 3) for n, t in enumerate(texts))],
+            "txt": ["", "\n".join(texts)],
+        }[name]  # fmt: skip
+        data = "".join(parts).encode()
+        path = tmp_path / f"a.{name}{packing}"
+        path.write_bytes(packed(data, packing))
+        ends = np.cumsum([part.count("\n") for part in parts])
+        expected = [1 + int(end) for end in ends[:-1]]
+        for piece in (64, 2**15):
+            monkeypatch.setattr(tables, "PIECE", piece)
+            digest = hashlib.sha256()
+            rows = [*rows_in(path, digest)]
+            assert [row.line for row in rows] == expected
+            assert digest.digest() == hashlib.sha256(data).digest()
+            read = sum(len(row.read) for row in rows)
+            size = path.stat().st_size
+            assert size - len(parts[-1].encode()) < read <= size
+            assert all(row.read.start == 0 for row in rows)
+        actual = [row.values["text"] for row in rows]
+        assert actual == (["".join(parts)] if name == "txt" else [*texts[:-1], actual[-1]])
+
+    @pytest.mark.parametrize("name", ["jsonl", "csv", "txt"])
+    def test_the_limits_of_a_line(
+        self, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Of its bytes, and of blank lines before it."""
+        monkeypatch.setattr(tables, "LONGEST", 100)
+        monkeypatch.setattr(tables, "BLANK", 5)
+        path = tmp_path / f"a.{name}"
+
+        def read(size: int, blank: int = 0) -> int:
+            row = json.dumps({"text": "x" * (size - 13)}) if name == "jsonl" else "x" * (size - 1)
+            head = "text,id\n" if name == "csv" else ""
+            row = row[:-2] + ",1" if name == "csv" else row
+            path.write_text(f"{head}{row}\n" + "\n" * blank + f"{row}\n")
+            return len([*rows_in(path)])
+
+        assert read(100) == 2
+        assert read(20, 5) == (1 if name == "txt" else 2)
+        line = 2 if name == "csv" else 1
+        with pytest.raises(ConfigError, match=f":{line}: has more than 0 MiB, and tokenizing it"):
+            read(101)
+        with pytest.raises(ConfigError, match=f":{line + 6}: more than 5 blank lines end here"):
+            read(20, 6)
+
+    def test_the_limit_of_an_object(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(tables, "LONGEST", 5000)
+        monkeypatch.setattr(tables, "PIECE", 32)
+        path = tmp_path / "a.json"
+        for size in (4900, 8400):
+            rows = [{"text": "x" * each} for each in (4900, size, 10)]
+            path.write_text(json.dumps(rows, indent=0))
+            if size < 5000:
+                assert [row.values for row in rows_in(path)] == rows
+                continue
+            with pytest.raises(ConfigError, match=r":5: an object has more than 0 MiB; split its"):
+                [*rows_in(path)]
+
+    def test_a_long_text_is_cut_between_paragraphs(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """If there are any, else between lines; nothing is lost or moved."""
+        monkeypatch.setattr(tables, "LONGEST", 50)
+        draws, path = np.random.default_rng(0), tmp_path / "a.txt"
+        for _ in range(200):
+            words = draws.choice(["é", "word", "x" * 45, "\n", "\n\n", "\r\n\r\n", " "], 40)
+            text = re.sub(r"(x{45})(?=.)", r"\1\n", "".join(words).replace("word", "word" * 4))
+            text = re.sub(r"([^\n]{20,25})(?=[^\n])", r"\1\n", text)
+            path.write_bytes(text.encode())
+            rows = [*rows_in(path)]
+            parts = [row.values["text"] for row in rows]
+            whole = "".join(parts)
+            assert text.startswith(whole)
+            assert not text[len(whole) :].strip()
+            assert max(len(part.encode()) for part in parts) <= 50
+            for number, row in enumerate(rows):
+                assert row.line == 1 + "".join(parts[:number]).count("\n")
+            for one, other in itertools.pairwise(parts):
+                assert re.search(r"\n\r?\n$", one) or not re.search(r"\n\r?\n", one)
+                assert one.endswith("\n") or re.match(r"\r?\n", other)
+            fours = ("".join(parts[n : n + 4]) for n in range(len(parts) - 3))
+            assert all(len(four.encode()) > 50 for four in fours)
+
+    @pytest.mark.parametrize(
+        ("values", "kind"), [(250, "Parquet"), (250, "Arrow"), (250, "stream"), (0, "Parquet")]
+    )
+    def test_what_reads_tables(
+        self, values: int, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+    ) -> None:
+        """Here as in its process: its rows, its limit of memory, and that it has one thread."""
+        pa = pytest.importorskip("pyarrow", reason="needs the extra `data`")
+        resource = pytest.importorskip("resource", reason="needs a system that limits memory")
+        from pyarrow import parquet as files
+
+        from unsloth_cupy.finetune.data import table_process
+
+        rows = [{"text": f"{n}", "raw": [b"a", b"\xff"][n % 2], "day": date(2025, 1, 1 + n % 28),
+                 "inner": {"a": n, "b": None} if n % 2 else {"a": None, "b": [{"c": None, "d": n}]},
+                 "none": None} for n in range(values)]  # fmt: skip
+        expected = [
+            row | {"raw": ["a", {"bytes": 1}][n % 2], "day": str(row["day"]),
+                   "inner": {"a": n} if n % 2 else {"b": [{"d": n}]}}
+            for n, row in enumerate(rows)
+        ]  # fmt: skip
+        path, table = tmp_path / "a", pa.Table.from_pylist(rows or [{"text": "a"}])
+        table = table.slice(0, values)
+        if kind == "Parquet":
+            files.write_table(table, path)
+        else:
+            new = pa.ipc.new_file if kind == "Arrow" else pa.ipc.new_stream
+            with pa.OSFile(str(path), "wb") as file, new(file, table.schema) as out:
+                out.write_table(table, max_chunksize=170)
+        calls = list[Any]()
+        for owner, name in ((pa, "set_cpu_count"), (pa, "set_io_thread_count"),
+                            (resource, "setrlimit")):  # fmt: skip
+            monkeypatch.setattr(owner, name, lambda *given: calls.append(given))
+        opened = files.ParquetFile
+
+        class Seen:
+            def __init__(self, path: str, **options: Any) -> None:
+                calls.append(options)
+                self.file = opened(path, **options)
+                self.metadata = self.file.metadata
+
+            def iter_batches(self, **options: Any) -> Any:
+                calls.append(options)
+                for batch in self.file.iter_batches(**options):
+                    assert batch.num_rows <= 100
+                    yield batch
+
+        monkeypatch.setattr(files, "ParquetFile", Seen)
+        monkeypatch.setattr(
+            sys, "argv", ["", str(path), "Parquet" if kind == "Parquet" else "Arrow"]
+        )
+        table_process.main()
+        first, *lines = map(json.loads, capsys.readouterr().out.splitlines())
+        assert first == [values if kind == "Parquet" else 0, ""]
+        assert lines == expected
+        (what, (soft, hard)), *others = calls
+        assert what == resource.RLIMIT_AS
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        assert soft == hard
+        assert soft - 2**30 == pytest.approx(pages * resource.getpagesize(), rel=0.2)
+        assert others[:2] == [(1,), (1,)]
+        if kind == "Parquet":
+            assert others[2:] == [{"buffer_size": 2**16, "pre_buffer": False},
+                                  {"batch_size": 100, "use_threads": False}]  # fmt: skip
+        for error, said in ((MemoryError(), "a batch of rows needs more than 1 GiB of memory"),
+                            (ValueError("a \n" * 999), " ".join(["a"] * 999)[:300]),
+                            (KeyError(), "KeyError"), (BrokenPipeError(), "")):  # fmt: skip
+
+            def fails(*given: Any, error: Exception = error) -> str:
+                raise error
+
+            monkeypatch.setattr(table_process, "write", fails)
+            table_process.main()
+            last = capsys.readouterr().out
+            assert (json.loads(last) if said else last) == ([0, said] if said else "")
 
     @pytest.mark.parametrize("suffix", [".parquet", ".arrow"])
     def test_what_a_table_holds_that_no_row_does(self, suffix: str, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from ...errors import ConfigError
 from ...models.text.chat import NEEDED
 from .data_files import ROWS, Located, bound, check_growth, needs, opened, unpacked
 from .messages import shown
-from .text import BREAK, PIECE, SMALL
+from .text import BREAK, PIECE, SMALL, text_byte
 
 PROCESSED = ("Parquet", "Arrow")  # kinds that a separate process reads
 LONGEST = SMALL  # maximum bytes of a row: its text is tokenized as a whole
@@ -120,11 +120,11 @@ def _decoded(file: Located, number: int, line: bytes) -> str:
     try:
         return line.decode("utf-8")
     except UnicodeDecodeError as error:
-        _not_utf8(file, number, error)
+        _not_utf8(file, number, error.start, error)
 
 
-def _not_utf8(file: Located, line: int, error: UnicodeDecodeError) -> NoReturn:
-    byte = f"byte {error.start} is 0x{error.object[error.start]:02x}"
+def _not_utf8(file: Located, line: int, start: int, error: UnicodeDecodeError) -> NoReturn:
+    byte = f"byte {start} is {text_byte(error)}"
     cure = "convert the file, for example with iconv -t utf-8"
     _wrong(file, line, f"is not UTF-8: {byte}", cure)
 
@@ -201,18 +201,25 @@ def _first_value(file: Located, line: int, text: str, more: bool) -> tuple[Any, 
 
 def _characters(file: Located, stream: BinaryIO, digest: Any) -> Iterator[tuple[range, str]]:
     """Yield the text of a file in pieces, without a byte order mark."""
-    decoder, line, place = codecs.getincrementaldecoder("utf-8-sig")(), 1, _Place(stream)
+    decoder, place = codecs.getincrementaldecoder("utf-8-sig")(), _Place(stream)
+    line, start = 1, 0  # the number of a line, and its bytes so far
+
+    def count(data: bytes) -> None:
+        nonlocal line, start
+        *lines, last = data.split(b"\n")
+        line, start = line + len(lines), len(last) + (0 if lines else start)
+
     while True:
         data = stream.read(PIECE)
         digest.update(data)
         try:
             text = decoder.decode(data, final=not data)
         except UnicodeDecodeError as error:
-            line += error.object[: error.start].count(b"\n")
-            _not_utf8(file, line, error)
+            count(error.object[: error.start])
+            _not_utf8(file, line, start, error)
         if not data:
             return
-        line += text.count("\n")
+        count(text.encode())
         yield place.read(len(data)), text
 
 
@@ -267,7 +274,7 @@ def _paragraphs(file: Located, stream: BinaryIO, digest: Any) -> Iterator[Row]:
     lines, size, start, read = list[str](), 0, 1, 0
     for share, number, line in _lines(file, stream, digest):
         read += len(share)
-        if size + len(line) > LONGEST:
+        while size + len(line) > LONGEST:
             whole = "".join(lines)
             parts = re.split(f"({BREAK})", whole)
             rest = parts.pop() if len(parts) > 1 else ""

@@ -1,5 +1,7 @@
 """Lines to learn from: what is read, what is learned of it, how texts share rows, what is wrong."""
 
+import dataclasses
+import itertools
 import json
 import random
 import re
@@ -9,17 +11,20 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune import Settings, Trainer
+from unsloth_cupy.finetune import Listener, Settings, Trainer
 from unsloth_cupy.finetune.data.chat import Chat, Lesson
 from unsloth_cupy.finetune.data.records import Record, Records, read_records
+from unsloth_cupy.finetune.data.rows import Format
+from unsloth_cupy.finetune.data.text import TrainingData
 from unsloth_cupy.finetune.data.tokenizer import load_tokenizer, train_tokenizer
 from unsloth_cupy.finetune.data.training_data import (
     Example,
@@ -28,9 +33,11 @@ from unsloth_cupy.finetune.data.training_data import (
     Shape,
     _examples,
     encoded,
+    ends_of,
     from_records,
     sequential_batches,
 )
+from unsloth_cupy.finetune.listener import hearing
 from unsloth_cupy.finetune.run import preparation
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.text.chat import CHATML, NEEDED, Span, _request
@@ -587,21 +594,75 @@ class TestPacking:
                 assert batch.tokens.size == batch.real == batch.offsets[-1]
                 assert np.diff(batch.offsets).max() <= 16
 
-    @pytest.mark.parametrize("shape", [(3, 16), (2, 8000), (50, 16)])
+    @pytest.mark.parametrize("group", [1, 2, 3])
+    @pytest.mark.parametrize("shape", [(3, 16), (2, 8000), (50, 16), (3, 19)])
     @pytest.mark.parametrize("pack", [True, False])
-    def test_what_is_planned_holds_any_batch(self, pack: bool, shape: tuple[int, int]) -> None:
+    def test_what_is_planned_holds_any_batch(
+        self, pack: bool, shape: tuple[int, int], group: int
+    ) -> None:
         """And is no larger than the texts: --tokens is the most that a text may have."""
         texts = Examples(np.dtype(np.uint16))
         for example in self.EXAMPLES:
             texts.append(example)
-        packed = Packed(texts, Shape(*shape, pack, 0), 3, "file")
-        rows, longest = texts.largest(packed.shape)
+        packed = Packed(texts, Shape(*shape, pack, 0, Format(group=group)), 3, "file")
+        groups, longest = texts.largest(packed.shape)
         assert longest == 16
-        assert rows * longest <= sum(len(example.tokens) for example in self.EXAMPLES) + 16 * rows
         for batch in map(packed.at, range(12)):
-            assert batch.tokens.size <= rows * longest
+            assert batch.tokens.size <= groups * group * longest
             if not pack:
-                assert len(batch.tokens) <= rows
+                assert len(batch.tokens) <= groups * group
+        size = sum(len(example.tokens) for example in self.EXAMPLES)
+        full = min(shape[0] * group * shape[1], size) if pack else shape[0] * group * longest
+        assert groups * group * longest < full + (group * longest if pack else 1)
+
+    @pytest.mark.parametrize("pack", [True, False])
+    def test_epochs_are_counted_in_batches(self, pack: bool) -> None:
+        packed = Packed(self.EXAMPLES, Shape(2, 16, pack, 0), 3, "file")
+        counts = [len(packed._examples(step)) for step in range(50)]
+        ends = np.cumsum([0, *counts])
+        for step in (0, 1, 7, 49):
+            assert packed.epoch(step) == ends[step] / len(self.EXAMPLES)
+        for epochs in (0.1, 0.5, 1.0, 1.5, 2.0):
+            step = Packed(self.EXAMPLES, packed.shape, 3, "file").count(epochs)
+            assert ends[step - 1] < epochs * len(self.EXAMPLES) <= ends[step]
+
+    def test_the_lines_of_a_batch_are_named(self) -> None:
+        twenty = ", ".join(map(str, range(7, 27)))
+        for count, expected in (
+            (1, "line 7 of file"),
+            (3, "lines 7, 8, 9 of file"),
+            (20, f"lines {twenty} of file"),
+            (21, f"lines {twenty}, ... of file"),
+        ):
+            examples = [Example(np.arange(3), np.arange(3), 7 + n) for n in range(count)]
+            shape = Shape(count, 3, False, 0)
+            assert Packed(examples, shape, 0, "file").where(0) == expected
+            named = Packed(examples, shape, 0, "file", lambda line: f"a:{line}").where(0)
+            assert named.partition(",")[0] == "a:7"
+            assert named.endswith(", ...") == (count > 20)
+
+    @pytest.mark.parametrize("group", [1, 2, 3])
+    @pytest.mark.parametrize("pack", [True, False])
+    def test_groups_stay_together(self, pack: bool, group: int) -> None:
+        """In shuffled batches and in order, as full as they may be."""
+        shape = Shape(2, 16, pack, 0, Format(group=group))
+        packed = Packed(self.EXAMPLES, shape, 3, "file")
+        parts = [[e.line - 1 for e in packed._examples(step)] for step in range(20)]
+        batches = sequential_batches(self.EXAMPLES, shape)
+        ends = np.cumsum([0, *(b.real for b in batches)])
+        places = np.cumsum([0, *(len(e.tokens) for e in self.EXAMPLES)]).tolist()
+        bounds = [places.index(end) for end in ends]
+        parts += [[*range(*pair)] for pair in itertools.pairwise(bounds)]
+        sizes = [sum(len(self.EXAMPLES[n].tokens) for n in part) for part in parts]
+        for number, (part, size) in enumerate(zip(parts, sizes, strict=True)):
+            assert [n % group for n in part] == [*range(group)] * (len(part) // group)
+            firsts = part[::group]
+            assert part == [n + place for n in firsts for place in range(group)]
+            assert size <= 32 * group if pack else len(part) <= 2 * group
+            if number != 19 and number < len(parts) - 1:  # after which others or none follow
+                more = parts[number + 1][:group]
+                added = sum(len(self.EXAMPLES[n].tokens) for n in more)
+                assert size + added > 32 * group if pack else len(part) == 2 * group
 
     @pytest.mark.parametrize("accumulate", [1, 3])
     @pytest.mark.parametrize("pack", [True, False])
@@ -666,6 +727,348 @@ class TestPacking:
         )
         with pytest.raises(ConfigError, match="reaches its answer within tokens=3; increase"):
             from_records(records, tokenizer, model.config, Shape(2, 3, True, 0), 0, chat)
+
+
+BYTES = train_tokenizer("nothing but ASCII", 257)  # a token is a byte, and 0 ends a text
+CONFIG: Any = SimpleNamespace(end_tokens=[0], vocab=257)
+
+
+def ids(text: str, most: int = 999) -> list[int]:
+    """Return the tokens of a text; "$" is the end of a text."""
+    return [n for part in text.split("$") for n in (*BYTES.encode(part).ids, 0)][:-1][:most]
+
+
+def data_of(
+    rows: list[Record],
+    length: int,
+    learning: Any,
+    method: str,
+    chat: Chat | None = None,
+    **more: Any,
+) -> Any:
+    """Return the training data of records, which are also the held-out ones."""
+    chat = chat or Chat(None)
+    files = ((0, "a.jsonl", "a.jsonl:"),)
+    whole = Records(None, "a", "", 1000, rows, rows, files, method=method)._replace(**more)
+    return from_records(whole, BYTES, CONFIG, Shape(2, length, True, 0, learning), 0, chat)
+
+
+def tokens_in(data: TrainingData) -> list[tuple[list[int], list[int]]]:
+    """Return the tokens of the training examples, and those of them that are targets."""
+    return [
+        (example.tokens.tolist(), example.labels[example.labels != -100].tolist())
+        for example in data.examples[0]
+    ]
+
+
+class Plain(Format):
+    """A method with two texts per record."""
+
+    def texts(self, record: Any) -> list[str]:
+        return [record.prompt, record.answer]
+
+
+class TestMethods:
+    """What methods train on, of rows that are shorter and longer than the texts."""
+
+    ASKED = ("ab", "abcdef", "a", "abc", "a", "abcdefghi")
+
+    @pytest.mark.parametrize("length", range(3, 14))
+    def test_pairs(self, length: int) -> None:
+        sides = [("cd", "efgh"), ("g", "hi"), ("bcdefghijk", "b"), ("b", "b"), ("bb", "bb"),
+                 ("j", "k")]  # fmt: skip
+        rows = [
+            Record(n, [], asked, good, rejected=bad)
+            for n, (asked, (good, bad)) in enumerate(zip(self.ASKED, sides, strict=True), 1)
+        ]
+        data = data_of(rows, length, Settings(method="dpo").learning, "dpo")
+        texts = [
+            (row.prompt, [row.answer, row.rejected]) for row in rows if len(row.prompt) < length
+        ]
+        expected = [
+            (whole := ids(f"{asked}{answer}$", length), whole[len(asked) :])
+            for asked, answers in texts
+            for answer in answers
+        ]
+        assert tokens_in(data) == expected
+        long = sum(len(a) + max(map(len, answers)) >= length for a, answers in texts)
+        dropped, targets = len(rows) - len(texts), sum(len(t) for _, t in expected)
+        note = f"training on {len(texts)}" + f" of {len(rows)}" * bool(dropped)
+        note += f" pairs ({targets} of {sum(len(t) for t, _ in expected)} tokens)"
+        note += f"; {dropped} dropped: the question fills tokens={length}" * bool(dropped)
+        note += f"; {long} truncated at tokens={length}" * bool(long)
+        note += "; none dropped or truncated" * (not long and not dropped)
+        assert data.note == note + f"; equal answers in {2 if length > 3 else 1} pair" + "s" * (
+            length > 3
+        )
+        assert (data.learned, data.held_out_tokens) == (targets, targets)
+        assert data.prompt == ids(self.ASKED[0])
+
+    @pytest.mark.parametrize("loss", ["kto", "apo_zero_unpaired"])
+    @pytest.mark.parametrize("length", [4, 6, 20])
+    def test_rated_answers(self, length: int, loss: str) -> None:
+        """With kto, each is followed by its question with the answer of the row before."""
+        said = ["cd", "ghi", "b", "bcdefghijk", "mnop", "j"]
+        pairs = {2: "xyz", 4: "uv"}
+        rows = [
+            Record(n, [], asked, answer, rejected=pairs.get(n), desirable=n % 3 == 0)
+            for n, (asked, answer) in enumerate(zip(self.ASKED, said, strict=True))
+        ]
+        data = data_of(rows, length, Settings(method="kto", loss=loss).learning, "kto")
+        expected, long, good, units = list[Any](), 0, 0, 0
+        for n, row in enumerate(rows):
+            for side in row.sides:
+                units += 1
+                if len(row.prompt) >= length:
+                    continue
+                both = [side.answer, said[n - 1]][: 2 if loss == "kto" else 1]
+                long += any(len(row.prompt + answer) >= length for answer in both)
+                good += bool(side.desirable)
+                for answer in both:
+                    whole = ids(f"{row.prompt}{answer}$", length)
+                    expected.append((whole, whole[len(row.prompt) :]))
+        assert tokens_in(data) == expected
+        own = expected[:: 2 if loss == "kto" else 1]
+        tokens, targets = (sum(map(len, each)) for each in zip(*own, strict=True))
+        dropped, some = units - len(own), f"{len(own)}"
+        note = f"training on {some}" + f" of {units}" * bool(dropped)
+        note += f" answers, {good} of them desirable ({targets} of {tokens} tokens)"
+        note += f"; {dropped} dropped: the question fills tokens={length}" * bool(dropped)
+        note += f"; {long} truncated at tokens={length}" * bool(long)
+        assert data.note == note + "; none dropped or truncated" * (not long and not dropped)
+        assert data.learned == targets
+
+    @pytest.mark.parametrize("length", [2, 3, 4, 9])
+    def test_plain_texts(self, length: int) -> None:
+        rows = [Record(n, [], "a" * (10 - n), "abcdefghi"[:n], value=n / 2) for n in range(1, 10)]
+        data = data_of(rows, length, Plain(sums=1, group=2, plain=True, unit="texts"), "embed")
+        texts = [ids(text, length) for row in rows for text in (row.prompt, row.answer)]
+        assert tokens_in(data) == [(text, text) for text in texts]
+        values = [row.value for row in rows for _ in range(2)]
+        assert [example.value for example in data.examples[0]] == values
+        size, long = sum(map(len, texts)), min(9, 2 * (9 - length))
+        note = f"training on 9 texts ({size} of {size} tokens)"
+        note += f"; {long} truncated at tokens={length}" * bool(long)
+        assert data.note == note + "; none dropped or truncated" * (not long)
+        empty = Record(3, [], "", "a", value=1.0)
+        with pytest.raises(ConfigError, match=r"^a.jsonl:3: a text has no tokens; use char"):
+            data_of([empty], length, Plain(sums=1, group=2, plain=True), "embed")
+
+    @pytest.mark.parametrize("room", [1, 5, 8, 9])
+    def test_prompts_leave_room_for_an_answer(self, room: int) -> None:
+        learning: Any = Settings(method="grpo", samples=3).learning
+        learning = dataclasses.replace(learning, max_new_tokens=room)
+        rows = [Record(n, [], asked, "", value={}) for n, asked in enumerate(self.ASKED)]
+        data = data_of(rows, 12, learning, "grpo", held_out=[*rows])
+        kept = [(n, asked) for n, asked in enumerate(self.ASKED) if len(asked) + room <= 12]
+        assert tokens_in(data) == [(ids(asked), ids(asked)) for _, asked in kept]
+        for part, begin in zip(data.examples, (0, len(rows)), strict=True):
+            assert [example.value for example in part] == [begin + n for n, _ in kept]
+        dropped = len(rows) - len(kept)
+        assert data.note.startswith(
+            f"sampling answers to {len(kept)}{f' of {len(rows)}' * bool(dropped)} prompts, "
+        )
+        said = f"; {dropped} dropped: no room for max_new_tokens={room} within tokens=12"
+        assert (said in data.note) == bool(dropped)
+        assert (f"held-out: {dropped} dropped, 0 truncated" in data.note) == bool(dropped)
+        assert data.largest[1] == max(len(asked) for _, asked in kept) + room
+        assert [len(b.tokens) for b in data.held_out[:1]] == [1]
+        assert (data.learned, data.prompt) == (len(kept), ids(kept[0][1]))
+
+    @pytest.mark.parametrize("length", [2, 3, 5, 16])
+    def test_texts_and_completions(self, length: int) -> None:
+        """A text goes on in the next row, whose first token is no target; an answer is cut."""
+        rows = [Record(1, [], "", "abcdefghijk"), Record(2, [], "abc", "defgh"),
+                Record(3, [], "a", "b")]  # fmt: skip
+        data = data_of(rows, length, Format(), "sft", held_out=rows[2:])
+        running = ids("abcdefghijk$")
+        parts = [running[n : n + length] for n in range(0, len(running), length)]
+        expected = [(part, part[1:]) for part in parts if len(part) > 1]
+        for row in rows[1:]:
+            whole = ids(f"{row.prompt}{row.answer}$", length)
+            if len(row.prompt) < length:
+                expected.append((whole, whole[len(row.prompt) :]))
+        assert tokens_in(data) == expected
+        targets = sum(len(each) for _, each in expected)
+        total = sum(len(each) for each, _ in expected)
+        lost, cut = int(length <= 3), (length < 9) + (length < 3)
+        note = f"training on {2 - lost}{' of 2' * lost} completions, 1 texts"
+        note += f" ({targets} of {total} tokens); "
+        some = f"{lost} dropped, {cut} truncated at tokens={length} (answers lost: {lost})"
+        some += f"; held-out: 0 dropped, {int(length < 3)} truncated" * (length < 3)
+        assert data.note == note + (some if cut or lost else "none dropped or truncated")
+        held = min(length, 3) - 1
+        assert (data.learned, data.held_out_tokens) == (targets, held)
+        counts = np.bincount([n for _, each in expected for n in each], minlength=257) + 1
+        shares = -np.log(counts / counts.sum())
+        assert data.baseline == pytest.approx(shares[ids("b$")[:held]].mean())
+
+    @pytest.mark.parametrize("length", [38, 45, 60, 999])
+    def test_chats(self, length: int, tmp_path: Path) -> None:
+        """Replies that are cut off are counted, and those that no end token follows."""
+        template = "{% for m in messages %}{{ m.role }}:{{ m.content }}!{% endfor %}"
+        chat = Chat(folder_with(tmp_path, template))
+        chats = [CHAT, CHAT[:2], [ASK, SAY, ASK, SAY | {"weight": 0}]]
+        rows = [Record(n, each, "", "") for n, each in enumerate(chats, 1)]
+        data = data_of(rows, length, Format(), "sft", chat=chat)
+        expected, left, cut = list[Any](), 0, 0
+        for messages in (chats[0], chats[1], chats[1]):
+            text, targets, own = "", list[int](), 0
+            for message in messages:
+                text += f"{message['role']}:"
+                start, text = len(text), text + f"{message['content']}!"
+                if message["role"] == "assistant":
+                    targets += ids(text)[start:length]
+                    own += start < length
+            cut += len(text) > length
+            left += own
+            if own:
+                expected.append((ids(text, length), targets))
+        assert tokens_in(data) == expected
+        dropped = 3 - len(expected)
+        size, total = (sum(len(each[n]) for each in expected) for n in (1, 0))
+        note = f"training on {left} of 5 replies in 3 chats ({size} of {total} tokens); "
+        note += f"{dropped} dropped, {cut} truncated at tokens={length} (answers lost: {4 - left})"
+        if not cut:
+            note = note.partition("; ")[0] + "; none dropped or truncated"
+        assert data.note == note + "; 4 replies end without a stop token"
+
+    def test_chats_of_several_texts(self, tmp_path: Path) -> None:
+        """The last reply has other words: one text for each reply; an end token ends each."""
+        chat = Chat(folder_with(tmp_path, THINKS.replace(";", "</s>").replace("</s>", "$")))
+        rows = [Record(n, each, "", "") for n, each in enumerate((CHAT, CHAT[:2]), 1)]
+        data = data_of(rows, 999, Format(), "sft", chat=chat)
+        assert data.note.startswith("training on 3 replies in 2 chats (")
+        assert "; 1 additional texts, as the template formats the last reply diff" in data.note
+        assert data.note.endswith("; 3 replies end without a stop token")
+        assert len(data.examples[0]) == 3
+
+    @pytest.mark.parametrize("pack", [True, False])
+    def test_values_of_examples_lie_beside_their_tokens(self, pack: bool) -> None:
+        """And none beside padding; a text without them leaves a batch without."""
+        draws = np.random.default_rng(0)
+        examples = [
+            Example(
+                tokens := draws.integers(1, 9, n), tokens, n, n % 2 > 0,
+                draws.random(n).astype(np.float32), draws.integers(0, 99, n), n / 2,
+                draws.integers(0, 9, (n, 2, 3)), draws.random(n).astype(np.float32),
+            )
+            for n in (3, 5, 2, 5)
+        ]  # fmt: skip
+        shape = Shape(4, 9, pack, 7, Format(sums=1, group=2))
+        batch = shape.batch_of(examples)
+        assert (batch.label_count, batch.real, batch.group) == (2, 15, 2)
+        assert {*batch.beside} == {"real", "desirable", "value", "reference", "base", "taught",
+                                   "routes"}  # fmt: skip
+        real = batch.beside["real"]
+        assert real.sum() == 15
+        assert {*batch.tokens[~real].tolist()} <= {7}
+        for name, fill, kind in (
+            ("desirable", True, bool), ("value", 0, float), ("reference", 0, np.float32),
+            ("base", 0, np.float32), ("taught", -1, np.int64), ("routes", -1, np.int32),
+        ):  # fmt: skip
+            array = batch.beside[name]
+            assert array.dtype == kind
+            own = [getattr(example, name) for example in examples]
+            if name in ("desirable", "value"):
+                own = [np.full(len(e.tokens), n) for e, n in zip(examples, own, strict=True)]
+            np.testing.assert_array_equal(array[real], np.concatenate(own))
+            assert (array[~real] == fill).all()
+        bare = [each._replace(reference=None, taught=None, routes=None, base=None)
+                for each in examples]  # fmt: skip
+        assert {*shape.batch_of(bare).beside} == {"real", "desirable", "value"}
+        some = [each._replace(base=None, taught=None) for each in examples]
+        assert {"reference", "routes"} == {*shape.batch_of(some).beside} - {"real", "desirable",
+                                                                             "value"}  # fmt: skip
+        plain = shape._replace(method=Format()).batch_of(bare)
+        assert (plain.beside, plain.label_count, plain.group) == ({}, 15, 1)
+
+    @pytest.mark.parametrize("kind", [np.uint16, np.uint32])
+    def test_examples_are_stored_as_they_are(self, kind: Any) -> None:
+        draws = np.random.default_rng(0)
+        stored, examples = Examples(np.dtype(kind)), list[Example]()
+        assert (stored.most, len(stored)) == (0, 0)
+        for n in (3, 0, 5, 1):
+            tokens = draws.integers(0, np.iinfo(kind).max + 1, n)
+            labels = np.where(draws.random(n) < 0.5, tokens, -100)
+            examples.append(Example(tokens, labels, n, n > 2, value=n / 4))
+            stored.append(examples[-1])
+        stored.reference, stored.taught = draws.random(9), draws.integers(0, 9, 9)
+        assert stored.most == max(int(e.tokens.max(initial=0)) for e in examples)
+        assert [*stored.lengths()] == [3, 0, 5, 1]
+        every = np.concatenate([each.labels for each in examples])
+        assert stored.labels().tolist() == every[every != -100].tolist()
+        begin = 0
+        for n, (actual, expected) in enumerate(zip(stored, examples, strict=True)):
+            assert actual[2:4] == expected[2:4]
+            assert actual.value == expected.value
+            for name in ("tokens", "labels"):
+                np.testing.assert_array_equal(getattr(actual, name), getattr(expected, name))
+                assert getattr(actual, name).dtype == np.int64
+            part = slice(begin, begin := stored.ends[n + 1])
+            np.testing.assert_array_equal(actual.reference, stored.reference[part])
+            np.testing.assert_array_equal(actual.taught, stored.taught[part])
+
+    @pytest.mark.parametrize("method", ["sft", "dpo", "classify", "grpo", "kto"])
+    def test_progress_ends_at_the_size_of_the_files(self, method: str) -> None:
+        """Up to the remainder of a mean size per row."""
+        read = list[int]()
+
+        class Counts(Listener):
+            def reading(self, what: str, size: int) -> Any:
+                assert (what, size) == ("tokenising", 1000)
+                return nullcontext(read.append)
+
+        rows = [Record(n, [], "ab", "cd", rejected="ef" if method == "dpo" else None,
+                       value={} if method == "grpo" else None, desirable=True)
+                for n in range(7)]  # fmt: skip
+        learning: Any = Plain(sums=1, group=2, plain=True)
+        if method != "classify":
+            learning = Settings(method=method).learning
+        if method == "grpo":
+            learning = dataclasses.replace(learning, max_new_tokens=1)
+        with hearing(Counts()):
+            data_of(rows, 9, learning, method)
+        assert 1000 - 2 * len(rows) < sum(read) <= 1000
+
+    def test_rows_in_which_nothing_is_left_are_refused(self) -> None:
+        """Naming what they lack, in the training or in the held-out part, and where."""
+        fits, long = Record(1, [], "a", "b"), Record(2, [], "abcdefghi", "b")
+        eval_rows: Any = Records(None, "b", "", 9, [], [long], ((0, "b.jsonl", "b.jsonl:"),))
+        rewards: Any = dataclasses.replace(
+            Settings(method="grpo").learning,
+            max_new_tokens=2,  # type: ignore[type-var]
+        )
+        for learning, parts, said in (
+            (Format(), ([long], [fits]), "text=a.jsonl: no training text reaches its answer wit"),
+            (Format(), ([fits], [long]), "eval=b.jsonl: no held-out text reaches its answer with"),
+            (rewards, ([long], [fits]), "no training prompt leaves room for max_new_tokens=2 with"),
+        ):
+            value = {} if learning is rewards else None
+            train, held = ([each._replace(value=value) for each in part] for part in parts)
+            more = {"held_out": held, "evaluated": eval_rows}
+            with pytest.raises(ConfigError, match=re.escape(said)):
+                data_of(train, 8, learning, "sft", **more)
+
+    @pytest.mark.parametrize("count", range(5))
+    def test_the_least_number_of_targets(self, count: int) -> None:
+        row = Record(1, [], "ab", "cdefg"[:count])
+        tokens = len(ids(row.answer + "$"))
+        if tokens >= 4:
+            assert data_of([row], 9, Format(), "sft").learned == tokens
+            return
+        said = f"a.jsonl is too short: all its lines have {tokens} target token{'s' * (tokens > 1)}"
+        with pytest.raises(ConfigError, match=f"{said}, and the minimum is 4; add"):
+            data_of([row], 9, Format(), "sft")
+
+    def test_tokens_that_the_model_has_no_row_for_end_nothing(self) -> None:
+        chats, texts = ([Record(1, m, "a", "b")] for m in (CHAT, []))
+        for vocab in (5, 6, 7):
+            config: Any = SimpleNamespace(end_tokens=[0, 5, 6], vocab=vocab)
+            for rows in (chats, texts):
+                records = Records(None, "", "", 9, rows, rows)
+                actual = ends_of(records, BYTES, config, Chat(None))
+                assert actual == [n for n in (0, 5, 6) if n < vocab]
 
 
 class TestFinetune:

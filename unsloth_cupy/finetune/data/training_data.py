@@ -99,7 +99,7 @@ class Examples(Sequence[Example]):
         longest, group = max(self.lengths()), shape.method.group
         tokens = min(shape.batch * group * shape.length, self.ends[-1])
         rows = -(-tokens // longest) if shape.pack else min(shape.batch * group, len(self))
-        return max(1, rows // group), longest
+        return -(-rows // group), longest
 
     @property
     def most(self) -> int:
@@ -190,32 +190,29 @@ class Packed:
     def count(self, epochs: float) -> int:
         """Return the number of batches in ``epochs`` passes through the examples."""
         step, examples = 0, epochs * len(self.lengths)
-        while self.starts[-1] < examples:
-            self._find_batches(len(self.starts))
-        while self.starts[step] < examples:
+        while self._start(step) < examples:
             step += 1
         return step
 
     def epoch(self, step: int) -> float:
         """Return the number of epochs in the first ``step`` batches."""
-        self._find_batches(step)
-        return self.starts[step] / len(self.lengths)
+        return self._start(step) / len(self.lengths)
 
     def _examples(self, step: int) -> list[Example]:
         """Return the examples of a batch."""
-        self._find_batches(step + 1)
         first, group = [each * self.group for each in self._indices(step)], range(self.group)
         return [self.examples[number + place] for number in first for place in group]
 
-    def _find_batches(self, count: int) -> None:
-        """Compute the first group of each of the first ``count`` batches."""
-        while len(self.starts) <= count:
+    def _start(self, batch: int) -> int:
+        """Return the first group of a batch; the batches before it are found first."""
+        while len(self.starts) <= batch:
             first = last = self.starts[-1]
             used = self.lengths[self._index(last)]
             while self.shape.fits(last - first + 1, used) and last - first < len(self.lengths):
                 last += 1
                 used += self.lengths[self._index(last)]
             self.starts.append(last)
+        return self.starts[batch]
 
     def largest(self, steps: int, accumulate: int) -> list[int]:
         """Return the steps of ``accumulate`` batches that may need the most memory.
@@ -224,7 +221,6 @@ class Packed:
         batches run while the gradients of earlier batches are in memory.
         """
         count = min(steps, max(1, SEEN // accumulate)) * accumulate
-        self._find_batches(count)
         sizes = [self._size(number) for number in range(count)]
         first = range(0, count, accumulate)
         parts = first, [number for number in range(count) if number not in first]
@@ -239,7 +235,7 @@ class Packed:
         return len(own) * self.group * int(self.longest[own].max())
 
     def _indices(self, batch: int) -> list[int]:
-        return [self._index(n) for n in range(self.starts[batch], self.starts[batch + 1])]
+        return [self._index(n) for n in range(self._start(batch), self._start(batch + 1))]
 
     def _index(self, number: int) -> int:
         """Return the index of a group; ``number`` counts groups through all epochs."""
@@ -570,14 +566,13 @@ def _examples(
         turns_all, turns_left, turns_ended = set[int](), set[int](), set[int]()
         for text, spans, turns in lessons:
             tokens, owners = encoded(tokenizer, text, spans, is_chat, ends, chat)
-            owners[:1] = NOBODY  # no earlier token predicts the first one
             turns_all.update(turns[n] for n in np.unique(owners[owners != NOBODY]))
             stops = (owners != NOBODY) & np.isin(tokens, ends)
             turns_ended.update(turns[n] for n in np.unique(owners[stops]))
             is_long |= len(tokens) > most and not running
             for start in range(0, len(tokens) if running else 1, most):
                 row, span = tokens[start : start + most], owners[start : start + most].copy()
-                span[:1] = NOBODY
+                span[:1] = NOBODY  # no earlier token predicts the first one
                 if (span != NOBODY).any():
                     turns_left.update(turns[n] for n in np.unique(span[span != NOBODY]))
                     labels = np.where(span == NOBODY, IGNORE, row)

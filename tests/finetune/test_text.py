@@ -18,7 +18,7 @@ from unsloth_cupy import files
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.data import text as texts
 from unsloth_cupy.finetune.data import tokens
-from unsloth_cupy.finetune.data.text import Batches, read_text
+from unsloth_cupy.finetune.data.text import Batch, Batches, read_text
 from unsloth_cupy.finetune.data.tokenizer import encode, train_tokenizer
 from unsloth_cupy.finetune.data.tokens import StoredTokens, tokenised, tokens_of
 from unsloth_cupy.models import objective
@@ -437,3 +437,112 @@ def test_every_held_out_token_but_the_first_is_a_label_once(tokens: int) -> None
     np.testing.assert_array_equal(np.concatenate(labels), np.arange(2, tokens + 1))
     assert [batch.label_count for batch in batches] == [*map(len, labels)]
     assert [batch.real for batch in batches] == [int((b.tokens > 0).sum()) for b in batches]
+
+
+def batch_of(draws: np.random.Generator, packed: bool) -> Batch:
+    """Return a batch of random numbers, with arrays per token and for the whole batch."""
+    shape = (1, 12) if packed else (3, 4)
+    arrays = [draws.integers(0, 99, shape) for _ in range(4)]
+    return Batch(
+        *arrays[:2], np.array([0, 5, 12]) if packed else None, *draws.integers(1, 99, 3).tolist(),
+        {"real": arrays[2] > 50, "a.b": draws.random((*shape, 2))}, {"k": draws.random(3)},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("count", [0, 1, 12])
+def test_batches_that_are_stored_are_the_same(count: int) -> None:
+    """With all arrays and numbers, in their order, also of more than ten."""
+    draws = np.random.default_rng(count)
+    batches = [batch_of(draws, packed=n % 3 > 0) for n in range(count)]
+    stored = texts.tensors_of(batches)
+    actual = texts.batches_of(dict(reversed(stored.items())))
+    assert len(actual) == count
+    for one, other in zip(actual, batches, strict=True):
+        assert one[3:6] == other[3:6]
+        for mine, theirs in ((one.beside, other.beside), (one.facts, other.facts)):
+            assert mine.keys() == theirs.keys()
+            for name in mine:
+                np.testing.assert_array_equal(mine[name], theirs[name])
+        np.testing.assert_array_equal(one.tokens, other.tokens)
+        np.testing.assert_array_equal(one.labels, other.labels)
+        assert (one.offsets is None) == (other.offsets is None)
+        if one.offsets is not None:
+            np.testing.assert_array_equal(one.offsets, other.offsets)
+
+
+def test_a_batch_without_texts_has_the_arrays_of_one() -> None:
+    for packed in (True, False):
+        batch = batch_of(np.random.default_rng(0), packed)
+        actual = texts.without_texts(batch)
+        assert (actual.label_count, actual.real, actual.group) == (0, 0, batch.group)
+        assert actual.beside.keys() == batch.beside.keys()
+        assert actual.facts is batch.facts
+        empty = (1, 0) if packed else (0, 4)
+        pairs = [(actual.tokens, batch.tokens), (actual.labels, batch.labels)]
+        pairs += [(actual.beside[name], batch.beside[name]) for name in batch.beside]
+        for mine, array in pairs:
+            assert (mine.shape, mine.dtype) == (empty + array.shape[2:], array.dtype)
+        assert (None if actual.offsets is None else [*actual.offsets]) == ([0] if packed else None)
+
+
+@pytest.mark.parametrize("length", [2, 5, 16])
+def test_windows_of_a_text(length: int) -> None:
+    """Each epoch takes all of them once, at another shift; a text of two rows is the shortest."""
+    with pytest.raises(ConfigError, match=f"has {2 * length - 1} .* of {length} need {2 * length}"):
+        Batches(np.arange(2 * length - 1), batch=1, length=length, seed=0)
+    for count in (2 * length, 3 * length - 1, 7 * length, 9 * length + 1):
+        windows, rows, starts = count // length - 1, 3, list[int]()
+        batches = Batches(np.arange(count, dtype=np.uint16), batch=rows, length=length, seed=1)
+        for step in range(2 * windows):
+            batch = batches.at(step)
+            assert (batch.tokens.dtype, batch.offsets) == (np.dtype(np.int64), None)
+            assert (batch.label_count, batch.real) == (rows * (length - 1), rows * length)
+            assert batch.labels is batch.tokens
+            first = batch.tokens[:, 0]
+            np.testing.assert_array_equal(batch.tokens, first[:, None] + np.arange(length))
+            shown = f"rows from tokens {', '.join(map(str, first.tolist()))}"
+            assert batches.where(step) == shown
+            starts += first.tolist()
+            assert batches.epoch(step + 1) == len(starts) / windows
+        for epoch in range(len(starts) // windows):
+            own = sorted(starts[epoch * windows :][:windows])
+            assert 0 <= own[0] < length
+            assert own == [own[0] + n * length for n in range(windows)]
+        assert max(starts) + length <= count
+        for epochs in (0.3, 1.0, 2.0):
+            steps = batches.count(epochs)
+            assert batches.epoch(steps - 1) < epochs <= batches.epoch(steps)
+        assert batches.largest(5, 2) == [0]
+    shifts = {Batches(np.arange(99), batch=1, length=9, seed=n).at(0).tokens[0, 0] % 9
+              for n in range(40)}  # fmt: skip
+    assert len(shifts) > 5
+
+
+def test_the_baseline_is_the_frequency_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one more of each, so that a token of the held-out text alone has a loss."""
+    draws = np.random.default_rng(0)
+    train, labels = draws.integers(0, 20, 300), draws.integers(0, 30, 50)
+    shares = (np.bincount(train, minlength=30) + 1) / (300 + 30)
+    expected = -np.log(shares[labels]).mean()
+    for piece in (7, 300, 1000):
+        monkeypatch.setattr(texts, "COUNTED", piece)
+        assert texts.unigram_baseline(train, labels, 30) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3])
+def test_held_out_rows_are_as_long_as_they_may_be(batch: int) -> None:
+    """The last token of a row begins the next one; the last row is not padded to more."""
+    for length in (2, 3, 9):
+        for count in range(2, 40):
+            rows = texts.held_out_rows(np.arange(count) + 1, batch=batch, length=length)
+            firsts = np.concatenate([each.tokens[:, 0] for each in rows])
+            assert firsts.tolist() == [*range(1, count, length - 1)]
+            assert [len(each.tokens) for each in rows[:-1]] == [batch] * (len(rows) - 1)
+            assert len(rows[-1].tokens) <= batch
+            widths = [each.tokens.shape[1] for each in rows]
+            left = count - firsts[-1] + 1
+            assert widths[:-1] == [length] * (len(rows) - 1)
+            assert widths[-1] == (length if len(rows[-1].tokens) > 1 else left)
+    for count in (0, 1):
+        with pytest.raises(ConfigError, match="too short for a held-out part"):
+            texts.held_out_rows(np.arange(count), batch=batch, length=4)

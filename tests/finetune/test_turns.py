@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click.testing
@@ -16,7 +17,7 @@ from unsloth_cupy.cli.modelfile import begin_of, go_template, write_modelfile
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.data.chat import Chat
 from unsloth_cupy.finetune.data.tokenizer import train_tokenizer
-from unsloth_cupy.finetune.data.turns import Ending, ending, ending_of, turns_of
+from unsloth_cupy.finetune.data.turns import Ending, end_tokens, ending, ending_of, turns_of
 from unsloth_cupy.models.text.chat import CHATML
 
 from ..models.exported import byte_level, make, read, write_tokenizer
@@ -125,6 +126,18 @@ def test_an_end_without_a_token_is_text(tokenizer: Any, tmp_path: Path) -> None:
         assert ending(chat, tokenizer) == Ending(None, expected)
     (tmp_path / "tokenizer_config.json").unlink()
     assert ending_of(tmp_path, tokenizer) is None
+
+
+def test_replies_end_at_tokens_of_the_vocabulary(tokenizer: Any, tmp_path: Path) -> None:
+    """Those of the config first, each once; a model may have no row for one of the template."""
+    chat, end = chat_of(tmp_path, CHATML), tokenizer.token_to_id("<|im_end|>")
+    strict = chat_of(tmp_path, "{{ raise_exception('no') }}")
+    for own in ([2], [2, end], [end, 2], [end + 1, 2], []):
+        for vocab in (2, 3, end, end + 1, end + 2):
+            config: Any = SimpleNamespace(end_tokens=own, vocab=vocab)
+            for each, more in ((chat, [end]), (strict, [])):
+                expected = [n for n in dict.fromkeys([*own, *more]) if n < vocab]
+                assert end_tokens(each, tokenizer, config) == expected
 
 
 @pytest.mark.parametrize("begins", [True, False])

@@ -1,5 +1,6 @@
 """Large texts: tokens as those of a whole text, in a file that is made once, in little memory."""
 
+import io
 import os
 import random
 import stat
@@ -187,6 +188,14 @@ def test_a_text_is_tokenised_once(
     for name in ("second", "third"):
         assert weights(tmp_path / name) == weights(tmp_path / "first")
         assert numbers(tmp_path / name) == numbers(tmp_path / "first")
+
+
+def test_each_share_of_a_large_text_has_its_tokens(large: Path) -> None:
+    """The parts of another share are the same text together, but its tokens are others."""
+    tokenizer, whole = train_tokenizer("some words of a text", 290), read_text(large)
+    for text in (whole, *(texts.resplit(whole, share) for share in (0.3, 0.05, 0.3))):
+        actual = tokens_of(text, tokenizer)
+        np.testing.assert_array_equal(actual[:], encode(tokenizer, trained(text)))
 
 
 def test_a_disk_that_is_too_small_is_named_before_it_is_full(
@@ -527,6 +536,61 @@ def test_the_baseline_is_the_frequency_of_tokens(monkeypatch: pytest.MonkeyPatch
     for piece in (7, 300, 1000):
         monkeypatch.setattr(texts, "COUNTED", piece)
         assert texts.unigram_baseline(train, labels, 30) == pytest.approx(expected, rel=1e-12)
+
+
+def test_tokens_are_counted_in_parts(tmp_path: Path) -> None:
+    """A million at a time, of which only one part is in memory."""
+    asked = list[slice]()
+
+    class Seen:
+        def __len__(self) -> int:
+            return 2**21 + 3
+
+        def __getitem__(self, where: slice) -> Any:
+            asked.append(where)
+            return np.array([1, 2])
+
+    texts.unigram_baseline(Seen(), np.array([1]), 4)
+    assert asked == [slice(n, n + 2**20) for n in (0, 2**20, 2**21)]
+
+
+@pytest.mark.parametrize(("cut", "blocks"), [(2**20, 1), (2**20 + 1, 33), (10, 1), (0, 0)])
+def test_a_text_is_read_in_blocks(cut: int, blocks: int) -> None:
+    """Up to 1 MiB as a whole, a larger one by 32 KiB; nothing behind the cut is read."""
+    data = b"\xef\xbb\xbf" + b"a" * (2**20 + 9)
+    text = texts.split("a", "x")._replace(opened=lambda: io.BytesIO(data), cut=cut)
+    parts = [*text.blocks()]
+    assert len(parts) == blocks
+    assert b"".join(part for part, _ in parts) == data[:cut]
+    assert "".join(part for _, part in parts) == "a" * max(0, cut - 3)
+
+
+def test_a_text_without_words_or_file_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.txt"
+    with pytest.raises(ConfigError, match=r"a\.txt: No such file or directory; name a readable t"):
+        read_text(path)
+    for data in (b"", b" \n\n\t", b"\xef\xbb\xbf\n"):
+        path.write_bytes(data)
+        with pytest.raises(ConfigError, match=r"a\.txt is empty; pass a file with text in it"):
+            read_text(path)
+    with pytest.raises(ConfigError, match="name is empty; pass a file"):
+        texts.split("name", "\n")
+    path.write_bytes(b"a")
+    assert read_text(path).name == "a"
+    kept = read_text(path, "other", keep=object())
+    assert (kept.name, kept.path) == ("other", None)
+
+
+@pytest.mark.parametrize("share", [0.05, 0.3, 0.9])
+def test_a_share_of_a_text_is_held_out(share: float) -> None:
+    """Also more than the most characters that are held out without a share."""
+    text = "".join(f"{n} " for n in range(60_000))
+    actual = texts.resplit(texts.split("a", text), share)
+    expected = int(share * len(text))
+    assert len(actual.held_out) == expected
+    assert actual.cut == len(text) - expected
+    usual = texts.split("a", text)
+    assert len(usual.held_out) == min(texts.HELD_OUT_CHARACTERS, int(len(text) * 0.1))
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])

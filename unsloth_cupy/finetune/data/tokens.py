@@ -1,6 +1,6 @@
 """The tokens of a text: in memory for a small text, else in a cached file that is read by rows.
 
-The name of the file is a digest of text and tokenizer, so each text is tokenized only once.  The
+The name of the file is a digest of text, cut and tokenizer: each text is tokenized only once.  The
 file is written under a temporary name and renamed.  It ends with a digest of its name and tokens; a
 file that other users may have written, or whose digest differs, is replaced.
 """
@@ -76,7 +76,9 @@ def tokens_of(text: Text, tokenizer: Any) -> Array | StoredTokens:
     if text.cut <= SMALL:
         return encode(tokenizer, "".join(part for _, part in text.blocks()))
     kind = token_kind(tokenizer)
-    digest = hashlib.sha256((text.digest + tokenizer.to_str()).encode()).hexdigest()
+    # the cut too: another share of the same text has the same digest
+    content = f"{text.digest}{text.cut} {tokenizer.to_str()}"
+    digest = hashlib.sha256(content.encode()).hexdigest()
     path = cache_folder() / f"{digest}.{kind.name}"
     try:
         return _stored(path, kind) or _write(path, text, tokenizer, kind)

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import date
@@ -932,6 +933,263 @@ class TestBounds:
         assert kept.exists()
         del actual
         assert not kept.exists()
+
+
+class TestSplit:
+    """Which records are held out, and how often the others are trained on."""
+
+    def parts(self, texts: list[str], weights: Any, **options: Any) -> Any:
+        collected = records._Collected()
+        for line, text in enumerate(texts):
+            collected.append(Record(line, [], "", text))
+        both = records._split("a.jsonl", collected, np.array(weights, float), **options)
+        return [[record.line for record in part] for part in both]
+
+    @pytest.mark.parametrize("share", [None, 0.1, 0.3, 0.01])
+    def test_equal_records_are_on_one_side(self, share: float | None) -> None:
+        draws = np.random.default_rng(0)
+        for count in (2, 3, 9, 10, 19, 20, 300):
+            texts = [f"{n}" for n in draws.integers(0, count, count)]
+            texts[:2] = ["a", "b"]
+            weights = draws.choice([0.5, 1, 1.5, 2, 3], count)
+            weights[:2] = 1
+            train, held = self.parts(texts, weights, share=share)
+            assert held == sorted(held)
+            inside = [texts[n] for n in held]
+            assert len({*inside}) == len(inside) == max(1, int(len({*texts}) * (share or 0.1)))
+            assert not {*inside} & {texts[n] for n in train}
+            assert train == sorted(train)
+            firsts = {text: texts.index(text) for text in texts}
+            assert held == sorted(firsts[text] for text in inside)
+            times = [train.count(n) for n in range(count)]
+            for n, weight in enumerate(weights):
+                least = 0 if texts[n] in inside else int(weight)
+                assert times[n] - least in ((0, 1) if weight % 1 and least == int(weight) else (0,))
+            assert [train, held] == self.parts(texts, weights, share=share)
+        halves = [times[n] - int(w) for n, w in enumerate(weights)
+                  if w % 1 and texts[n] not in inside]  # fmt: skip
+        assert 0.3 < np.mean(halves) < 0.7
+
+    def test_a_tenth_is_bounded_but_a_share_is_not(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        texts = [f"{n:02}" for n in range(90)]
+        size = len(Record(0, [], "", "00").content())
+        for most, characters, expected in (
+            (90, 10**6, 9), (4, 10**6, 4), (1, 10**6, 1), (90, 3 * size, 4), (90, 3 * size - 1, 3),
+            (90, 0, 1),
+        ):  # fmt: skip
+            monkeypatch.setattr(records, "HELD_OUT_CHARACTERS", characters)
+            assert len(self.parts(texts, [1] * 90, most=most)[1]) == expected
+            assert len(self.parts(texts, [1] * 90, most=most, share=0.5)[1]) == 45
+        assert self.parts(texts, [1] * 90, whole=True) == [[*range(90)], []]
+        assert self.parts(texts[:1], [1], whole=True) == [[0], []]
+
+    @pytest.mark.parametrize(
+        ("texts", "weights", "options", "said"),
+        [
+            ([], [], {}, "is empty; write two lines or more: one is held out"),
+            (["a"], [1], {}, "holds one record; write two lines or more: one is held out"),
+            ([], [], {"whole": True}, "is empty; add a line"),
+            (["a", "a"], [1, 1], {}, "holds only equal lines; write lines that differ"),
+            (["a", "b"], [1e-9, 1e-9], {},
+             "holds no training line besides held-out ones; give more lines, or more weight"),
+        ],
+    )  # fmt: skip
+    def test_too_few_records(self, texts: Any, weights: Any, options: Any, said: str) -> None:
+        with pytest.raises(ConfigError, match=f"a.jsonl {said}"):
+            self.parts(texts, weights, **options)
+
+    def test_another_share_keeps_records_and_their_weights(self, tmp_path: Path) -> None:
+        rows = [{"text": f"a {n // 2}"} for n in range(40)]
+        some = written(tmp_path, *rows, name="a.jsonl")
+        more = written(tmp_path, *({"text": f"b {n}"} for n in range(30)), name="b.jsonl")
+        before = read_data([f"{some}:3", more])
+        for share, expected in ((0.2, 10), (0.5, 25), (0.02, 1)):
+            actual = records.split(before, share)
+            assert len(actual.held_out) == expected
+            held = {record.answer for record in actual.held_out}
+            times = Counter(record.line for record in actual.train)
+            known = {record.line for record in before.held_out}
+            for line in range(1, 71):
+                text = f"a {(line - 1) // 2}" if line <= 40 else f"b {line - 41}"
+                weight = 3 if line <= 40 and line not in known else 1
+                assert times[line] == (0 if text in held else weight) or line <= 40
+            assert actual.where == before.where
+            assert [*records.split(before, share).train] == [*actual.train]
+
+    @pytest.mark.parametrize("memory", [10**9, 2000, 1])
+    def test_records_are_the_same_in_a_file(
+        self, memory: int, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In memory up to a size; beyond it, in parts, in a file."""
+        monkeypatch.setattr(records, "IN_MEMORY", memory)
+        monkeypatch.setattr(records, "SMALL", memory // 2)
+        every = [
+            Record(n, [ASK, SAY] * (n % 3), "p" * n, "é" * n, [CALL] if n % 2 else None,
+                   {"a": n} if n % 5 == 0 else None, "r", n > 20, n / 2)
+            for n in range(50)
+        ]  # fmt: skip
+        collected = records._Collected()
+        for record in every:
+            collected.append(record)
+            assert collected.waiting <= memory
+        assert (collected.kept is not None) == (memory < 10**9)
+        for chosen in ([0, 49, 7, 7], [], [3]):
+            actual = collected.some(np.array(chosen, int))
+            assert [*actual] == [every[n] for n in chosen]
+            assert len(actual) == len(chosen)
+            assert [*actual[1:3]] == [every[n] for n in chosen[1:3]]
+            if chosen:
+                assert actual[-1] == every[chosen[-1]]
+        assert len(collected.digests) == 16 * 50
+        assert [*collected.sizes] == [len(record.content()) for record in every]
+
+    def test_blocks_hold_all_words_of_training(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(records, "RECORDS", 3)
+        rows = [Record(n, [], f"ask {n}", f"tell {n}") for n in range(7)]
+        rows += [Record(7, [ASK | {"content": "who"}, CALLED], "", "", [CALL])]
+        for size, counts in ((2**20, [8]), (2**20 + 1, [3, 3, 2])):
+            data = Records(None, "", "", size, rows, rows[:1])
+            blocks = [text for text, _ in data.blocks()]
+            assert [text for _, text in data.blocks()] == blocks
+            assert [len(re.findall("tell|who", block)) for block in blocks] == counts
+        for each in ("user", "who", "assistant", json.dumps([CALL])):
+            assert blocks[-1].count(each) >= 1
+        assert blocks[-1].count(json.dumps([CALL])) == 2
+        assert "None" not in blocks[-1]
+        assert "null" not in blocks[-1]
+
+    def test_a_line_is_that_of_its_file(self) -> None:
+        files = ((0, "a.jsonl", "a.jsonl:"), (5, "b.json", "b.json, object "), (9, "rows", "row "))
+        other = Records(None, "", "", 0, [], [], ((0, "e.jsonl", "e.jsonl:"),))
+        data = Records(Path("a"), "", "", 0, [], [], files, evaluated=other)
+        for line, expected in ((1, "a.jsonl:1"), (5, "a.jsonl:5"), (6, "b.json, object 1"),
+                               (9, "b.json, object 4"), (10, "row 1"), (99, "row 90"),
+                               (-3, "e.jsonl:3")):  # fmt: skip
+            assert data.place(line) == expected
+        assert (data.where, other.where) == ("a.jsonl and 2 more", "e.jsonl")
+        plain = data._replace(files=(), evaluated=None)
+        assert (plain.place(3), plain.where) == ("a:3", "a")
+
+
+class TestNames:
+    """Files and folders by their names."""
+
+    @pytest.mark.parametrize(
+        ("names", "read"),
+        [
+            (["a.txt", "b.md"], ["a.txt", "b.md"]),
+            (["a.txt", "b.jsonl"], ["b.jsonl"]),
+            (["README.md", "b.txt"], ["b.txt"]),
+            (["LICENSE.txt", "x/state.json", "config.json", "a.json"], ["a.json"]),
+            ([".hidden.jsonl", "_x.jsonl", "a.jsonl", "_y/b.jsonl", ".z/c.jsonl"], ["a.jsonl"]),
+            (["a.jsonl.gz", "b.JSONL", "c.gz", "d.bin", "e"], ["a.jsonl.gz", "b.JSONL"]),
+            (["train.jsonl", "test.jsonl", "other.jsonl"], ["other.jsonl", "train.jsonl"]),
+            (["train/a.jsonl", "val/a.jsonl", "dev-1.jsonl"], ["train/a.jsonl"]),
+            (["x/train_1.jsonl", "train/test.jsonl", "train/b.jsonl"],
+             ["train/b.jsonl", "x/train_1.jsonl"]),
+            (["test.jsonl"], ["test.jsonl"]),
+            (["valid-1.jsonl", "eval.jsonl"], ["eval.jsonl", "valid-1.jsonl"]),
+            (["trainer.jsonl", "testing.jsonl"], ["testing.jsonl", "trainer.jsonl"]),
+        ],
+    )  # fmt: skip
+    def test_files_of_a_folder(self, names: list[str], read: list[str], tmp_path: Path) -> None:
+        folder = tmp_path / "data"
+        for name in names:
+            path = folder / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            text = b'{"text": "a"}\n' if "json" in name.lower() else b"a"
+            path.write_bytes(packed(text, ".gz") if name.endswith(".gz") else text)
+        files, note = data_files.located(folder)
+        assert [file.path.relative_to(folder).as_posix() for file in files] == read
+        assert {(file.weight, file.keep) for file in files} == {(1.0, None)}
+        known = data_files.KINDS.keys()
+        skipped = sorted(
+            name for name in names
+            if name not in read and Path(name.lower()).suffix in known and "/." not in f"/{name}"
+            and "/_" not in f"/{name}" and not data_files.ABOUT.match(Path(name).name)
+        )  # fmt: skip
+        expected = f"{folder}: reading {len(read)} files; skipping {', '.join(skipped)}"
+        assert note == (expected if skipped else "")
+
+    def test_many_files_are_not_all_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for n in range(8):
+            written(tmp_path, {"text": "a"}, name=f"{['train', 'test'][n > 1]}-{n}.jsonl")
+        _, note = data_files.located(tmp_path)
+        assert note.endswith("2 files; skipping test-2.jsonl, test-3.jsonl, test-4.jsonl,"
+                             " test-5.jsonl, test-6.jsonl, ...")  # fmt: skip
+        (tmp_path / "test-7.jsonl").unlink()
+        assert data_files.located(tmp_path)[1].endswith("test-6.jsonl")
+        monkeypatch.setattr(data_files, "MOST_FILES", 7)
+        assert len(data_files.located(tmp_path)[0]) == 2
+        monkeypatch.setattr(data_files, "MOST_FILES", 6)
+        with pytest.raises(ConfigError, match="holds over 6 files; name the files to read"):
+            data_files.located(tmp_path)
+        for path in tmp_path.iterdir():
+            path.unlink()
+        with pytest.raises(ConfigError, match="Is a directory without training data; pass files w"):
+            data_files.located(tmp_path)
+        (tmp_path / "test.jsonl").touch()
+        (tmp_path / "a.jsonl").touch()
+        with pytest.raises(ConfigError, match="holds splits but none called train; name the files"):
+            data_files.located(tmp_path)
+
+    def test_a_weight_is_a_number_behind_a_path(self, tmp_path: Path) -> None:
+        path = written(tmp_path, {"text": "a"})
+        for word, weight in (("2", 2), ("0.5", 0.5), (".5", 0.5), ("1e2", 100), ("+3", 3),
+                             ("1000", 1000)):  # fmt: skip
+            ((file,), note) = data_files.located(f"{path}:{word}")
+            assert (file.path, file.weight, file.name, note) == (path, weight, str(path), "")
+            for data in ((path, weight), [(str(path), weight)]):
+                assert data_files.located(data)[0][0].weight == weight
+        several = data_files.located((path, f"{path}:2", path))[0]
+        assert [file.weight for file in several] == [1, 2, 1]
+        for wrong in (f"{path}:0", f"{path}:1000.1", f"{path}:-1", f"{path}:inf", f"{path}:NaN",
+                      [(path, True)], [(path, "2")]):  # fmt: skip
+            with pytest.raises(ConfigError, match=r"weight .*; pass a number above 0 and"):
+                data_files.located(wrong)
+        for wrong in (f"{path}:", f"{path}:two", ":2"):
+            with pytest.raises(ConfigError, match="No such file"):
+                data_files.located(wrong)
+
+    def test_files_together_have_the_name_of_the_first(self, tmp_path: Path) -> None:
+        paths = [written(tmp_path, {"text": "a"}, name=name) for name in ("a.b.jsonl", "c.jsonl")]
+        (tmp_path / "d.jsonl.gz").write_bytes(gzip.compress(b'{"text": "a"}'))
+        for data, expected in (
+            (paths[:1], "a.b"), (paths, "a.b-and-1-more"),
+            ([tmp_path / "d.jsonl.gz", *paths], "d-and-2-more"),
+        ):  # fmt: skip
+            assert data_files.name_of(data_files.located(data)[0]) == expected
+
+    @pytest.mark.parametrize(
+        ("names", "expected"),
+        [(["train", "test"], "train"), (["test"], "test"), (["a", "b"], None), ([], None)],
+    )
+    def test_a_split_is_chosen(self, names: list[str], expected: str | None) -> None:
+        if expected is not None:
+            assert data_files.split_of(names, "x") == expected
+            return
+        with pytest.raises(ConfigError, match=f"x holds the splits {', '.join(names)}; name one"):
+            data_files.split_of(names, "x")
+
+    @pytest.mark.parametrize("packing", [".gz", ".bz2", ".zst"])
+    def test_a_packed_file_has_a_size(
+        self, packing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Unpacked: the bound in bytes, or a hundred times what it takes packed."""
+        path = tmp_path / f"a.txt{packing}"
+        for size, bound, ratio in ((5000, 5000, 1), (5000, 10, 5000)):
+            path.write_bytes(packed(b"a" * size, packing))
+            monkeypatch.setattr(data_files, "UNPACKED", bound)
+            monkeypatch.setattr(data_files, "RATIO", ratio)
+            (file,), _ = data_files.located(path)
+            assert data_files.unpacked(file).path.read_bytes() == b"a" * size
+            monkeypatch.setattr(data_files, "UNPACKED", bound - 1)
+            monkeypatch.setattr(data_files, "RATIO", size // path.stat().st_size - 1)
+            said = f"{path} expands to more than 0 GiB and {data_files.RATIO} times its size"
+            with pytest.raises(ConfigError, match=re.escape(said)):
+                data_files.unpacked(file)
 
 
 class TestReport:

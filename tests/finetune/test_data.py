@@ -1256,6 +1256,18 @@ class TestReport:
             assert len(learned) == 2
             assert learned[1] == "!b</s>"
 
+    def test_texts_without_a_target_are_counted(self, tmp_path: Path) -> None:
+        """Chats in which no reply has a weight, or the reply is cut by ``weight``."""
+        quiet, more = SAY | {"weight": 0}, ASK | {"content": "and?"}
+        rows = [{"messages": [ASK | {"content": f"{i}"}, quiet if i % 3 else SAY, more]
+                 + [quiet] * (i % 2)} for i in range(30)]  # fmt: skip
+        data = read_data(written(tmp_path, *rows))
+        report = inspect_data(data)
+        assert isinstance(data, Records)
+        asked = [int(record.messages[0]["content"]) for record in data.train]
+        assert (report.train, report.counted) == (len(asked), len(asked))
+        assert report.unlearned == sum(i % 3 > 0 for i in asked) > 0
+
     def test_running_text(self, tmp_path: Path) -> None:
         report = inspect_data(_text(tmp_path))
         assert report.learned == report.total > 0

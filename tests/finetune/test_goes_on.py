@@ -1,5 +1,6 @@
 """A run that is asked to stop, one that is given more, and one that is asked for something else."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -196,6 +197,34 @@ def test_a_request_waits_for_no_more_than_it_must() -> None:
         with pytest.raises(interrupt.Interrupted):
             stop.check()
     assert [signal.getsignal(number) for number in interrupt.SIGNALS] == before
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_request_abandons_a_block_alone(together: bool) -> None:
+    """Not what comes before or after it; on several ranks, no rank abandons any work."""
+    stop = interrupt.Stop()
+    assert stop.interruptible
+    stop.together = together
+    for fails in (False, True):
+        stop.uninterruptible("after step 1")
+        assert not stop.interruptible
+        with contextlib.suppress(KeyError), stop.interruptible_block("at once", "after step 2"):
+            assert stop.interruptible is not together
+            assert stop.ending == ("after step 2" if together else "at once")
+            if fails:
+                raise KeyError
+        assert not stop.interruptible
+    stop.request(signal.SIGINT)
+    assert stop.signal == signal.SIGINT
+    with pytest.raises(interrupt.Interrupted) if not together else contextlib.nullcontext():
+        stop.check()
+    first = interrupt.Stop()
+    first.together = together
+    raises = pytest.raises(interrupt.Interrupted)
+    with raises if not together else contextlib.nullcontext(), first.interruptible_block("", ""):
+        first.request(signal.SIGTERM)
+        first.request(signal.SIGTERM)
+    assert first.signal == signal.SIGTERM
 
 
 def test_a_finished_run_is_given_more_steps(copied: Path, text: Path) -> None:

@@ -53,6 +53,30 @@ def sizes(**changes: Any) -> Sizes:
     return Sizes(**(facts | changes))
 
 
+def test_the_adapter_of_the_model_is_planned_not_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new one has the settings of the run; another rank is tried without it."""
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(limit, "plan_memory", lambda config, **options: asked.update(options))
+    plan = Settings(steps=3, lora=4).decided(new=False)
+    own: Any = object()
+    sizes(adapter=own).planned(plan)
+    assert asked["adapter"] is own
+    assert "rank" not in asked
+    sizes().planned(plan)
+    assert (asked["rank"], asked["adapter"].settings["r"]) == (None, 4)
+    asked.clear()
+    sizes().planned(plan, lora=8)
+    assert (asked["rank"], asked["adapter"]) == (8, None)
+    asked.clear()
+    sizes().planned(PLAN)
+    assert asked["adapter"] is None
+    passes: Any = [{"tokens": 1}]
+    for changes in ({}, {"dtype": "bfloat16"}, {"batch": 1}, {"tokens": 9}, {"accumulate": 2}):
+        sizes(inputs=passes).planned(PLAN, **changes)
+        fixed = not {*changes} & {"batch", "tokens", "accumulate"}
+        assert asked["inputs"] == (passes if fixed else ())
+
+
 @pytest.mark.slow
 def test_a_limit_that_is_too_small_names_the_layer_the_bytes_and_the_cures() -> None:
     plan = plan_memory(LLAMA, batch=4, tokens=128, dtype="float32", device="cpu")

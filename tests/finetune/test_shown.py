@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from unsloth_cupy.finetune import Listener, Lora, Run, Settings, Trainer, read_data
-from unsloth_cupy.finetune.run import printer, results, trainer
+from unsloth_cupy.finetune.run import curve, printer, results, trainer
 from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.machine import SCREEN, echo, one_screen
 from unsloth_cupy.models import create, load, quantize
@@ -204,6 +204,31 @@ def test_a_run_that_is_broken_still_says_where_it_is(tmp_path: Path) -> None:
     long = Run("n\r" + "x" * 300, RunFolder(tmp_path / ("y" * 200)), None)
     assert fits(repr(long))
     assert "\r" not in repr(long)
+
+
+def test_a_curve_has_a_panel_for_each_measure() -> None:
+    """The losses have twice the height of the others; a line has a point for each step."""
+    pytest.importorskip("matplotlib", reason="needs the extra `curve`")
+    names = [some[0] for some in curve.PANELS.values()]
+    for count in range(len(names) + 1):
+        lines = [{"step": n, "loss": 2.0 / n, **dict.fromkeys(names[:count], 0.5)}
+                 for n in range(1, 9)]  # fmt: skip
+        lines += [{"step": n, "held_out_loss": 3.0 / n, "unigram_baseline": 4.0} for n in (4, 8)]
+        lines += [{"step": 9, **dict.fromkeys(names, None)}]
+        figure = curve.curve_of(lines, "a title")
+        panels = figure.axes
+        assert len(panels) == 1 + count
+        assert panels[0].get_gridspec().get_height_ratios() == [2, *[1] * count]
+        assert figure.get_size_inches().tolist() == [8, 4.5 + 2 * count]
+        train, _, held, baseline = panels[0].get_lines()
+        assert train.get_xydata().tolist() == [[n, 2 / n] for n in range(1, 9)]
+        assert held.get_xydata().tolist() == [[4, 0.75], [8, 0.375]]
+        assert {*baseline.get_ydata()} == {4.0}
+        assert held.get_label() == "evaluation: 0.38"
+        assert baseline.get_label() == "unigram baseline: 4.00"
+        assert panels[0].get_ylabel() == ("loss" if count else "loss (nats per token)")
+    bare = curve.curve_of([{"step": 1, "loss": 1.0}], "a title").axes[0].get_lines()
+    assert len(bare) == 2
 
 
 def test_a_notebook_gets_the_curve(data: Path, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,9 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Listener, Run, Settings, Trainer
 from unsloth_cupy.finetune.listener import announce
 from unsloth_cupy.finetune.naming import named
-from unsloth_cupy.finetune.run.executor import noisy
+from unsloth_cupy.finetune.run import checkpoints
+from unsloth_cupy.finetune.run import executor as module
+from unsloth_cupy.finetune.run.executor import Executor, noisy, share_of
 from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.run.loop import Loop
 from unsloth_cupy.finetune.run.rates import rate_of
@@ -54,6 +57,86 @@ trainer = Trainer(None, sys.argv[1], Settings(steps=2, out=sys.argv[2], **{tiny}
 tokens = numpy.array([[1, 2]])
 print(*trainer.train().model.generate(tokens, max_new_tokens=2, stop=()).shape)
 """
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_of_a_context_add_up_to_one(size: int) -> None:
+    """Each has its share of loss and sums, and the maxima of all."""
+
+    class Sums:
+        largest = 1
+
+        def __call__(self, model: Any, *, sink: list[Any] | None = None, x: float) -> float:
+            if sink is not None:
+                sink.append(np.array([3.0, 6.0, 9.0]) * x)
+            return 12.0 * x
+
+    method: Any = Sums()
+    sink: list[Any] = []
+    losses = [share_of(method, size, None, sink, x=2.0) for _ in range(size)]
+    assert sum(losses) == pytest.approx(24.0)
+    np.testing.assert_allclose(sum(each[:2] for each in sink), [6, 12])
+    assert [each[2] for each in sink] == [18.0] * size
+    assert share_of(method, size, None, x=1.0) == pytest.approx(12.0 / size)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_context_has_more_than_one_rank(size: int) -> None:
+    context = SimpleNamespace(size=size)
+    ranks: Any = SimpleNamespace(
+        groups=SimpleNamespace(context=context), data=None, replicas=SimpleNamespace(size=1),
+        zero=0, context_attention=None,
+    )  # fmt: skip
+    model = create(CONFIGS["llama"] | SIZES, seed=0)
+    method = Settings(method="reward").learning
+    executor = Executor(ranks, model, method, graph=True)
+    assert (model.context is context) == (size > 1)
+    assert (executor.objective is method) == (size == 1)
+    assert executor.largest == (method.largest if size > 1 else 0)
+    assert (executor.data_parallel, executor.parts, executor.states) == (None, None, None)
+    assert executor.graph
+    assert not executor.together
+
+
+@pytest.mark.parametrize("holder", [None, "parts", "states"])
+def test_a_gradient_is_measured_by_what_holds_it(
+    holder: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor: Any = SimpleNamespace(
+        model=SimpleNamespace(division=None), parts=None, states=None
+    )  # fmt: skip
+    measures = dict.fromkeys(("parts", "states"), 0)
+    for name in measures:
+        of = SimpleNamespace(measure_gradients=lambda *given, scaler, name=name: (name, *given))
+        if name == holder:
+            setattr(executor, name, of)
+    monkeypatch.setattr(module, "measure_gradients", lambda *given, scaler: (None, *given))
+    scaler: Any = object()
+    assert Executor.measured(executor, {}, 0.5, scaler) == (holder, {}, 0.5)
+
+
+@pytest.mark.parametrize("more", [{}, {"keep_best": True}, {"optimizer": "schedulefree"}])
+def test_a_run_says_how_much_room_it_needs(
+    more: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of its arrays: two checkpoints, while a new one is written, and its models."""
+    needed = list[int]()
+    monkeypatch.setattr(checkpoints, "check_room", lambda *given: needed.append(given[2]))
+    (tmp_path / "a.txt").write_text("\n\n".join(f"{i} is a number." for i in range(99)))
+    settings = Settings(
+        steps=2, save_every=1, evaluate_every=1, out=tmp_path / "run", **TINY, **more
+    )
+    Trainer(None, tmp_path / "a.txt", settings).train()
+    sizes = Counter[str]()
+    for path in (tmp_path / "run").rglob("*"):
+        if path.is_file() and path.suffix not in (".json", ".jsonl", ".png", ".txt"):
+            folder = path.relative_to(tmp_path / "run").parts[0]
+            sizes["checkpoint" if folder.startswith("checkpoint") else "models"] += (
+                path.stat().st_size
+            )
+    arrays = 2 * sizes["checkpoint"] + sizes["models"]
+    assert needed[0] == pytest.approx(arrays, rel=0.02)  # headers of files
+    assert all(later == needed[1] < needed[0] for later in needed[1:])
 
 
 class Recorder(Listener):

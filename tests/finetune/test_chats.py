@@ -3,14 +3,27 @@
 import importlib.util
 import json
 import re
+from collections import Counter
 from datetime import datetime
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pytest
 
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune.data.chat import ANSWERS, Chat, LeftOut, Lesson
+from unsloth_cupy.finetune.data.chat import (
+    ANSWERS,
+    Chat,
+    LeftOut,
+    Lesson,
+    _leading,
+    _longest,
+    _outside,
+    _with_calls,
+    common,
+    left_out_by,
+)
 from unsloth_cupy.finetune.data.records import Record, read_records
 from unsloth_cupy.finetune.data.spans import encoded
 from unsloth_cupy.finetune.data.tokenizer import load_tokenizer, train_tokenizer
@@ -459,6 +472,120 @@ class TestWeights:
         messages[number]["weight"] = weight
         with pytest.raises(ConfigError, match=rf"messages\[{number}\]\.weight is "):
             Chat(None).spans(messages)
+
+
+class TestTexts:
+    """What two texts of a chat have in common, and the tags in them."""
+
+    def test_common_prefixes(self) -> None:
+        draws = np.random.default_rng(0)
+        for size in (0, 1, 2, 3, 7, 8, 100, 1000):
+            for _ in range(20):
+                shared = "".join(draws.choice(list("ab"), size))
+                one, other = ("".join(draws.choice(list(letters), draws.integers(0, 4)))
+                              for letters in ("cd", "ef"))  # fmt: skip
+                assert common(shared + one, shared + other) == size
+                assert common(shared + one, shared) == size
+
+    @pytest.mark.parametrize(
+        ("text", "start", "stop", "before", "after"),
+        [
+            ("ab<cd>ef", 0, 4, 2, 6), ("ab<cd>ef", 0, 3, 2, 6), ("ab<cd>ef", 0, 2, 2, 2),
+            ("ab<cd>ef", 0, 6, 6, 6), ("ab<cd>ef", 3, 4, 4, 4), ("ab[cd]ef", 1, 5, 2, 6),
+            ("ab<cd", 0, 4, 4, 4), ("<a><b>", 0, 4, 3, 6), ("a < b and c > d", 0, 5, 2, 13),
+            ("ab<cd>ef", 2, 5, 2, 6),
+        ],
+    )  # fmt: skip
+    def test_a_place_in_a_tag(
+        self, text: str, start: int, stop: int, before: int, after: int
+    ) -> None:
+        """Is moved to its beginning or its end, unless the tag has none or begins earlier."""
+        assert _outside(text, start, stop) == before
+        assert _outside(text, start, stop, after=True) == after
+
+    @pytest.mark.parametrize(
+        ("text", "tags", "word"),
+        [
+            ("<s>[A] <b>\nhello <c>", {"<s>", "[A]", "<b>"}, "hello"),
+            ("hello <a>", set(), "hello"),
+            ("", set(), ""), ("<a>", {"<a>"}, "a"), ("éé ab-cdé f", set(), "cdé"),
+        ],
+    )  # fmt: skip
+    def test_tags_that_begin_a_text_and_its_longest_word(
+        self, text: str, tags: set[str], word: str
+    ) -> None:
+        assert _leading(text) == tags
+        assert _longest(text) == word
+
+    @pytest.mark.parametrize("count", [1, 2, 12_345])
+    def test_what_is_left_out_is_counted(self, count: int) -> None:
+        kind = LeftOut("the key x of ", "messages")
+        assert kind.said(count) == f"the template omits the key x of {count:,} messages"
+        of_replies = LeftOut("the reasoning of ", ANSWERS)
+        counts = [Counter({kind: count, of_replies: 2}), Counter({kind: 1, of_replies: 1})]
+        assert left_out_by(counts) == {kind: count, of_replies: 3}
+        assert left_out_by([Counter(), counts[1]]) == {kind: 1, of_replies: 1}
+        assert not left_out_by([])
+
+    def test_keys_that_no_template_reads_are_counted(self) -> None:
+        """As words, and up to a hundred of them, after which known ones are counted on."""
+        known = Chat(None)
+        known.source = "{{ m.some_key }}{{ other }}"
+        messages = [{"role": "assistant", "content": "a", "some": 1, "some_key": 2, "other": 3,
+                     "tool_call_id": "x"}]  # fmt: skip
+        known._count(messages * 2, "a", {"key": 1, "other": 2})
+        assert known.left_out == {
+            LeftOut("the key some of ", "messages"): 2,
+            LeftOut("the chat_template_kwargs key of ", "chats"): 1,
+        }
+        for _ in range(2):
+            known._count(
+                [{"role": "user", "content": "a"} | {f"k{n}": n for n in range(200)}], "a", {}
+            )
+        assert len(known.left_out) == 100
+        assert {*known.left_out.values()} == {1, 2}
+        assert known.left_out[LeftOut("the key k97 of ", "messages")] == 2
+
+    def test_messages_that_a_text_lacks_are_counted(self) -> None:
+        """By their longest word, as a template may change spaces; replies are counted elsewhere."""
+        known = Chat(None)
+        contents = [("system", "be brief"), ("user", None), ("user", "what is it"),
+                    ("assistant", "b"), ("tool", "missing words")]  # fmt: skip
+        messages = [{"role": role, "content": content} for role, content in contents]
+        known._count(messages, "brief what", None)
+        assert known.left_out == {LeftOut("", "messages with the role tool"): 1}
+        known._count(messages[:1] * 3, "be short", None)
+        assert known.left_out[LeftOut("", "messages with the role system")] == 3
+
+    @pytest.mark.parametrize("nested", [False, True])
+    @pytest.mark.parametrize(
+        ("value", "as_object", "as_text"),
+        [
+            ({"a": "é"}, {"a": "é"}, '{"a": "é"}'), ('{"a": 1}', {"a": 1}, '{"a": 1}'),
+            ("[1]", "[1]", "[1]"), ("no JSON", "no JSON", "no JSON"), (None, None, None),
+        ],
+    )  # fmt: skip
+    def test_arguments_of_calls_in_both_forms(
+        self, value: Any, as_object: Any, as_text: Any, nested: bool
+    ) -> None:
+        call = {"name": "f", "arguments": value}
+        message = {
+            "role": "assistant",
+            "tool_calls": [{"function": call, "id": "x"} if nested else call],
+        }
+        for is_text, expected in ((False, as_object), (True, as_text)):
+            for empty in (None, ""):
+                actual = _with_calls(message, is_text, empty)
+                (changed,) = actual["tool_calls"]
+                inner = changed["function"] if nested else changed
+                assert inner == {"name": "f", "arguments": expected}
+                assert changed.get("id") == ("x" if nested else None)
+                assert actual["content"] == empty
+                said = _with_calls(message | {"content": "a"}, is_text, empty)
+                assert said["content"] == "a"
+        assert call["arguments"] == value
+        plain = {"role": "assistant", "content": None}
+        assert _with_calls(plain, True, "") is plain
 
 
 class TestTokens:

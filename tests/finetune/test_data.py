@@ -26,7 +26,7 @@ import pytest
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Settings, Trainer, inspect_data, read_data
-from unsloth_cupy.finetune.data import data_files, records, tables
+from unsloth_cupy.finetune.data import data_files, forms, labels, messages, records, tables
 from unsloth_cupy.finetune.data.data_files import content as found_content
 from unsloth_cupy.finetune.data.forms import content_of, is_header
 from unsloth_cupy.finetune.data.messages import LEARNED
@@ -83,6 +83,14 @@ def written(tmp_path: Path, *rows: Any, name: str = "rows.jsonl") -> Path:
     path = tmp_path / name
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
+
+
+def nested(times: int) -> Any:
+    """A list in a list, and so on."""
+    value: list[Any] = []
+    for _ in range(times):
+        value = [value]
+    return value
 
 
 def rows_in(path: Path, digest: Any = None) -> Iterator[Any]:
@@ -933,6 +941,81 @@ class TestBounds:
         assert kept.exists()
         del actual
         assert not kept.exists()
+
+
+class TestWords:
+    """What values are in messages, and which names and texts are known."""
+
+    def test_long_lists_and_values_are_cut(self) -> None:
+        for count in (0, 1, 12, 13, 40):
+            names = [f"c{n}" for n in range(count)]
+            expected = ", ".join(names[:12]) + f" and {count - 12} more" * (count > 12)
+            assert (forms.listed(names), labels.some(names)) == (expected, expected)
+        for value, expected in (
+            ("a" * 40, "a" * 40), ("a" * 41, "a" * 40 + "..."), (["é"], '["\\u00e9"]'),
+            (None, "null"), (json.loads("[" * 900 + "]" * 900), "[" * 40 + "..."),
+        ):  # fmt: skip
+            assert messages.shown(value) == expected
+        assert messages.shown(nested(10**5)) == "nested too deeply"
+
+    @pytest.mark.parametrize(
+        ("name", "expected"),
+        [
+            ("System Prompt", "system_prompt"), (" Input ", "input"), ("a - b", "a_b"),
+            ("A" * 40, "a" * 40), ("A" * 41, "A" * 41), ("a\t-b", "a_b"),
+        ],
+    )  # fmt: skip
+    def test_names_of_columns(self, name: str, expected: str) -> None:
+        assert forms.normal(name) == expected
+
+    @pytest.mark.parametrize("names", [["text", "Text"], ["Text", "text"], ["TEXT", "Text"]])
+    def test_of_two_spellings_the_usual_one_is_read(self, names: list[str]) -> None:
+        """Else the first of the row."""
+        row = {name: f"of {name}" for name in names}
+        assert content_of(row).answer == row["text" if "text" in row else names[0]]
+
+    def test_texts_are_whole_characters(self) -> None:
+        for text in ("a", "é", "\U0001f680", " a "):
+            assert messages.text_of(text, "x") is text
+        assert messages.text_of(" ", "x", 0) == " "
+        assert messages.text_of("a", "x", 1) == "a"
+        for text in ("\ud800", "a\udfff", "é\udabc"):
+            with pytest.raises(ConfigError, match="x holds half a character"):
+                messages.text_of(text, "x")
+        for least, text in ((1, " "), (1, ""), (2, "a"), (2, " a ")):
+            with pytest.raises(ConfigError, match="x is empty; write a text"):
+                messages.text_of(text, "x", least)
+
+    @pytest.mark.parametrize("inner", ["list", "object", "both"])
+    def test_values_may_be_nested_so_often(self, inner: str) -> None:
+        for depth in (63, 64, 65, 66):
+            value: Any = "a"
+            for n in range(depth):
+                is_list = inner == "list" or (inner == "both" and n % 2)
+                value = [value] if is_list else {"k": value}
+            if depth <= 64:
+                messages.check_plain(value, "x")
+                continue
+            with pytest.raises(ConfigError, match="x is nested more than 64 times; write it flat"):
+                messages.check_plain(value, "x")
+        for value in ({"\ud800": 1}, {"a": [{"b": "\ud800"}]}, ["a", ["\ud800"]]):
+            with pytest.raises(ConfigError, match="x holds half a character"):
+                messages.check_plain(value, "x")
+
+    @pytest.mark.parametrize(
+        ("value", "expected"),
+        [
+            ("[1]", [1]), (' {"a": 1}', {"a": 1}), ("[1", "[1"), ("1", "1"), ("true", "true"),
+            ("[ 'a' ]", "[ 'a' ]"), (3, 3), (None, None), ("", ""),
+        ],
+    )  # fmt: skip
+    def test_cells_that_hold_json(self, value: Any, expected: Any) -> None:
+        assert forms.parsed(value) == expected
+        for role in ("role", "from", "content", "value"):
+            with pytest.raises(ConfigError, match="is in Python syntax, not JSON; write them as"):
+                forms.parsed(f" [ {{ '{role}': 'a'}}]")
+        deep = "[" * 10**5
+        assert forms.parsed(deep) == deep
 
 
 class TestSplit:

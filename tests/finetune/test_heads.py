@@ -313,6 +313,65 @@ def test_a_label_is_stored_as_its_class(several: bool) -> None:
             stored(label)
 
 
+@pytest.mark.parametrize(
+    ("known", "labels", "expected"),
+    [
+        ({"id2label": {"0": "b", "1": "a"}}, ["a", "b"], ("b", "a")),
+        ({"id2label": {"0": "b", "1": "a", "2": "c"}}, ["a"], ("b", "a", "c")),
+        ({"id2label": {"0": "LABEL_0", "1": "LABEL_1"}}, [1, 0, 1], ("0", "1")),
+        ({"id2label": {"0": "LABEL_0", "1": "LABEL_2"}}, ["LABEL_2"], ("LABEL_0", "LABEL_2")),
+        ({"id2label": {}, "num_labels": 3}, [0, 2], ("0", "1", "2")),
+        ({"num_labels": 2}, ["y", "x"], ("x", "y")),
+        ({"num_labels": 3}, ["y", "x"], "the model has the labels 0, 1, 2, but not x; use a model"),
+        ({"id2label": {"0": "b", "1": "a"}}, ["a", "c", "d"], "has the labels b, a, but not c; us"),
+        ({"id2label": {"0": "b", "1": "a"}}, ["c", "d"], "has the labels b, a, but not c; us"),
+        (None, ["b", "a", "a"], ("a", "b")),
+        (None, [10, 9, -1], ("-1", "9", "10")),
+        (None, [10, 9, "x"], ("10", "9", "x")),
+        (None, ["1.5", "2"], "regression"), (None, ["1.0", "2"], ("1.0", "2")),
+        (None, ["inf", "2"], ("2", "inf")), (None, [1.0, 2.5], "regression"),
+        (None, [1.0, 2.0], "regression"), (None, ["1.5", "x"], ("1.5", "x")),
+    ],
+)  # fmt: skip
+def test_classes_are_those_of_the_model_or_in_order(known: Any, labels: Any, expected: Any) -> None:
+    records = [Record(n, [], "", "w1", value=each) for n, each in enumerate(labels, 1)]
+    if isinstance(expected, str) and " " in expected:
+        with pytest.raises(ConfigError, match=expected):
+            labels_in(records, str, known)
+        return
+    actual = labels_in(records, str, known)
+    if expected == "regression":
+        assert actual == (expected, (), (), False)
+        assert [actual.number(each) for each in labels] == [float(each) for each in labels]
+    else:
+        assert (actual.names, actual.problem) == (expected, "single_label_classification")
+        numbers = [actual.number(each) for each in labels]
+        assert numbers == [expected.index(str(each)) for each in labels]
+
+
+@pytest.mark.parametrize(
+    ("labels", "said"),
+    [
+        (["a", "a"], "1: all rows have the label a; add"), ([["a"], ["a"]], None),
+        ([[], []], "1: all rows have no label; add"), ([[], ["a"]], None),
+        ([1.5, "a"], "2: the label is a class here, but a number at 1; write all"),
+        ([["a"], "a", ["b"]], "1: the label is a list here, but a class at 2; write"),
+        ([["1", "1"], ["2"]], "1: the label 1, 1 repeats a number; write class names, or vect"),
+        ([["a", "a"], ["b"]], None), ([["2"], ["0", "0", "1"]], "2: the label 0, 0, 1 repeats"),
+        ([["1"], ["0"]], "1: labels are lists of a single 0 or 1, either a vector or"),
+        ([["1", "0"], ["0", "1", "0"]], "2: the label 0, 1, 0 repeats a number"),
+    ],
+)  # fmt: skip
+def test_labels_that_say_too_little_are_named(labels: Any, said: str | None) -> None:
+    records = [Record(n, [], "", "w1", value=each) for n, each in enumerate(labels, 1)]
+    if said is None:
+        names = {name for each in labels for name in each}
+        assert labels_in(records, str, None).names == tuple(sorted(names))
+        return
+    with pytest.raises(ConfigError, match=f"^{said}"):
+        labels_in(records, str, None)
+
+
 def test_integers_of_any_size_are_classes() -> None:
     labels = [10**400, -(2**60), 3, -(10**400)]
     records = [Record(n, [], "", "w1", value=each) for n, each in enumerate(labels)]

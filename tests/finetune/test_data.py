@@ -829,6 +829,27 @@ class TestBounds:
         more = written(tmp_path, {"text": "a"}, {"text": 3}, name="b.jsonl")
         assert refusal([some, more]).startswith(f"{more}:2: ")
 
+    @pytest.mark.parametrize("row", [2, 99, 100, 101])
+    def test_the_first_rows_of_each_file_are_read_first(self, row: int, tmp_path: Path) -> None:
+        some = written(tmp_path, *ROWS, {"text": 3}, name="a.jsonl")
+        more = written(tmp_path, *[{"text": "a"}] * (row - 1), {"text": 3}, name="b.jsonl")
+        first = f"{more}:{row}: " if row <= 100 else f"{some}:{len(ROWS) + 1}: "
+        assert refusal([some, more]).startswith(first)
+
+    def test_many_columns_are_not_all_remembered(self, tmp_path: Path) -> None:
+        rows = [{"text": f"{n}", f"c{n}": n} for n in range(1100)]
+        data = read_data(written(tmp_path, *rows))
+        assert data.note.endswith("; unused columns: c0, c1, c2, c3, c4, c5, c6, c7, c8, c9, c10,"
+                                  " c11 and 988 more")  # fmt: skip
+
+    def test_the_bound_of_a_packed_file(self, tmp_path: Path) -> None:
+        """1 GiB, or a hundred times its size."""
+        path = tmp_path / "a"
+        for size in (0, 2**23, 2**24):
+            with path.open("wb") as file:
+                file.truncate(size)
+            assert data_files.bound(path) == max(2**30, 100 * size)
+
     def test_packed_files_grow_within_bounds(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

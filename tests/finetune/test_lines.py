@@ -24,7 +24,7 @@ from unsloth_cupy.finetune import Listener, Settings, Trainer
 from unsloth_cupy.finetune.data.chat import Chat, Lesson
 from unsloth_cupy.finetune.data.records import Record, Records, read_records
 from unsloth_cupy.finetune.data.rows import Format
-from unsloth_cupy.finetune.data.text import TrainingData
+from unsloth_cupy.finetune.data.text import Batches, TrainingData, split
 from unsloth_cupy.finetune.data.tokenizer import load_tokenizer, train_tokenizer
 from unsloth_cupy.finetune.data.training_data import (
     Example,
@@ -35,6 +35,7 @@ from unsloth_cupy.finetune.data.training_data import (
     encoded,
     ends_of,
     from_records,
+    from_text,
     sequential_batches,
 )
 from unsloth_cupy.finetune.listener import hearing
@@ -48,6 +49,7 @@ from ..cli.test_cli import (
     killed_and_ended,
     numbers,
     run,
+    trained,
     weights,
 )
 
@@ -1049,6 +1051,39 @@ class TestMethods:
             more = {"held_out": held, "evaluated": eval_rows}
             with pytest.raises(ConfigError, match=re.escape(said)):
                 data_of(train, 8, learning, "sft", **more)
+
+    def test_running_text(self) -> None:
+        text = split("a", "".join(chr(97 + n % 26) for n in range(400)))
+        shape = Shape(2, 16, False, 0)
+        data = from_text(text, BYTES, CONFIG, shape, 3)
+        train, held = ids(trained(text)), ids(text.held_out)
+        assert (data.learned, data.held_out_tokens) == (len(train), len(held)) == (360, 40)
+        assert (data.prompt, data.largest, data.note) == (held[:12], (2, 16), "")
+        shares = np.bincount(train, minlength=257) + 1
+        expected = -np.log(shares / shares.sum())[held[1:]].mean()
+        assert data.baseline == pytest.approx(expected)
+        assert sum(batch.label_count for batch in data.held_out) == 39
+        np.testing.assert_array_equal(
+            data.batches.at(5).tokens,
+            Batches(np.array(train), batch=2, length=16, seed=3).at(5).tokens,
+        )
+        most = max(train)
+        for vocab in (most, most + 1):
+            config: Any = SimpleNamespace(end_tokens=[0], vocab=vocab)
+            with nullcontext() if vocab > most else pytest.raises(ConfigError):
+                from_text(text, BYTES, config, shape, 3)
+
+    @pytest.mark.parametrize(("asked", "expected"), [("", 12), ("a", 12), ("ab", 2), ("abc", 3)])
+    def test_a_sample_begins_as_a_held_out_text(self, asked: str, expected: int) -> None:
+        """With its question, or the first tokens of a text without one."""
+        rows = [Record(1, [], asked, "efghijklmnopqrstuvwxyz")]
+        assert data_of(rows, 99, Format(), "sft").prompt == ids(asked + rows[0].answer)[:expected]
+
+    @pytest.mark.parametrize("accumulate", [1, 3])
+    def test_of_many_batches_the_first_are_searched(self, accumulate: int) -> None:
+        packed = Packed([Example(np.arange(3), np.arange(3), 1)], Shape(1, 3, True, 0), 0, "file")
+        assert packed.largest(10**6, accumulate) == [0]
+        assert len(packed.starts) == 20_000 // accumulate * accumulate + 1
 
     @pytest.mark.parametrize("count", range(5))
     def test_the_least_number_of_targets(self, count: int) -> None:

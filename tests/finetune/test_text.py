@@ -1,5 +1,6 @@
 """Large texts: tokens as those of a whole text, in a file that is made once, in little memory."""
 
+import contextlib
 import io
 import os
 import random
@@ -22,6 +23,7 @@ from unsloth_cupy.finetune.data import tokens
 from unsloth_cupy.finetune.data.text import Batch, Batches, read_text
 from unsloth_cupy.finetune.data.tokenizer import encode, train_tokenizer
 from unsloth_cupy.finetune.data.tokens import StoredTokens, tokenised, tokens_of
+from unsloth_cupy.finetune.listener import Listener, hearing
 from unsloth_cupy.models import objective
 
 from ..cli.test_cli import assert_one_clear_error, numbers, run, trained, weights
@@ -585,12 +587,56 @@ def test_a_text_without_words_or_file_is_refused(tmp_path: Path) -> None:
 def test_a_share_of_a_text_is_held_out(share: float) -> None:
     """Also more than the most characters that are held out without a share."""
     text = "".join(f"{n} " for n in range(60_000))
-    actual = texts.resplit(texts.split("a", text), share)
+    usual = texts.split("a", text)
+    actual = texts.resplit(usual, share)
     expected = int(share * len(text))
     assert len(actual.held_out) == expected
     assert actual.cut == len(text) - expected
-    usual = texts.split("a", text)
-    assert len(usual.held_out) == min(texts.HELD_OUT_CHARACTERS, int(len(text) * 0.1))
+    assert len(usual.held_out) == 34_889
+    assert len(texts.split("a", text * 2).held_out) == 50_000
+
+
+@pytest.mark.parametrize(
+    ("size", "places", "expected"),
+    [
+        (3 * 2**20, [1.8], None), (3 * 2**20, [1.8, 2], 2), (3 * 2**20, [2, 2.5, 2.99], 2.5),
+        (2**20, [0.49], None), (2**20, [0.51], 0.51), (2**20, [0.2, 0.6, 0.91], 0.6),
+    ],
+)  # fmt: skip
+def test_the_end_of_a_paragraph_before_the_end_parts_a_text(
+    size: int, places: list[float], expected: float | None
+) -> None:
+    """Of the last 1 MiB, and of the second half; else the text is cut where a tenth remains."""
+    data = bytearray(b"ab" * (size // 2))
+    for place in places:
+        data[int(place * 2**20) : int(place * 2**20) + 2] = b"\n\n"
+    actual = texts.split("a", data.decode())
+    end = size - min(size // 10, 50_000)
+    assert actual.cut == (end if expected is None else int(expected * 2**20) + 2)
+
+
+def test_a_long_text_is_read_in_steps_that_progress_shows() -> None:
+    steps = list[tuple[str, int, int]]()
+
+    class Seen(Listener):
+        def reading(self, what: str, size: int) -> Any:
+            return contextlib.nullcontext(lambda count: steps.append((what, size, count)))
+
+    size = 2**22 + 99
+    with hearing(Seen()):
+        cut = texts.split("a", "a" * size).cut
+    assert steps == [("reading", size, 2**22), ("reading", size, 99), ("comparing", cut, cut)]
+
+
+def test_the_room_for_tokens_is_known_from_their_first_piece(
+    large: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a fifth to spare, less the characters that two pieces share."""
+    needed = list[int]()
+    monkeypatch.setattr(tokens, "check_room", lambda *given: needed.append(given[2]))
+    stored = tokens_of(read_text(large), train_tokenizer("some words of a text", 290))
+    assert len(needed) == 1
+    assert 1.05 < needed[0] / (2 * len(stored)) < 1.25
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3])

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -344,8 +345,13 @@ def test_rates(settings: dict[str, Any], expected: float) -> None:
 
 
 def test_the_log_has_the_rates_of_the_settings(text: Path, tmp_path: Path) -> None:
+    began = time.perf_counter()
     made = train(text, tmp_path / "run", steps=4, lr=0.01, warmup=2, decay="linear", log_every=3)
     lines = [line for line in made.files.lines() if "loss" in line]
+    seconds = [line["seconds"] for line in lines]  # rounded to 0.1 ms
+    assert 0 < sum(seconds) < time.perf_counter() - began + 1e-3
+    for line in lines:  # both numbers are rounded
+        assert line["tokens_per_second"] * line["seconds"] == pytest.approx(32, rel=0.1)
     assert [(line["step"], line["lr"]) for line in lines] == [
         (3, pytest.approx(0.01 * 0.55)), (4, pytest.approx(0.001)),
     ]  # fmt: skip

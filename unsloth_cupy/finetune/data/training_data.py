@@ -204,7 +204,7 @@ class Packed:
         return [self.examples[number + place] for number in first for place in group]
 
     def _start(self, batch: int) -> int:
-        """Return the first group of a batch; the batches before it are found first."""
+        """Return the first group of a batch; the batches before it are computed first."""
         while len(self.starts) <= batch:
             first = last = self.starts[-1]
             used = self.lengths[self._index(last)]

@@ -210,7 +210,7 @@ def test_a_curve_has_a_panel_for_each_measure() -> None:
     """The losses have twice the height of the others; a line has a point for each step."""
     pytest.importorskip("matplotlib", reason="needs the extra `curve`")
     names = [some[0] for some in curve.PANELS.values()]
-    for count in range(len(names) + 1):
+    for count in (0, 1, len(names)):
         lines = [{"step": n, "loss": 2.0 / n, **dict.fromkeys(names[:count], 0.5)}
                  for n in range(1, 9)]  # fmt: skip
         lines += [{"step": n, "held_out_loss": 3.0 / n, "unigram_baseline": 4.0} for n in (4, 8)]

@@ -441,7 +441,8 @@ class TestFiles:
         assert what == resource.RLIMIT_AS
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         assert soft == hard
-        assert soft - 2**30 == pytest.approx(pages * resource.getpagesize(), rel=0.2)
+        used = pages * resource.getpagesize()
+        assert soft - 2**30 == pytest.approx(used, rel=0.2)  # it changes between the readings
         assert others[:2] == [(1,), (1,)]
         if kind == "Parquet":
             assert others[2:] == [{"buffer_size": 2**16, "pre_buffer": False},

@@ -350,8 +350,9 @@ def test_the_log_has_the_rates_of_the_settings(text: Path, tmp_path: Path) -> No
     lines = [line for line in made.files.lines() if "loss" in line]
     seconds = [line["seconds"] for line in lines]  # rounded to 0.1 ms
     assert 0 < sum(seconds) < time.perf_counter() - began + 1e-3
-    for line in lines:  # both numbers are rounded
-        assert line["tokens_per_second"] * line["seconds"] == pytest.approx(32, rel=0.1)
+    for line in lines:
+        count = line["tokens_per_second"] * line["seconds"]
+        assert count == pytest.approx(32, rel=0.1)  # both numbers are rounded
     assert [(line["step"], line["lr"]) for line in lines] == [
         (3, pytest.approx(0.01 * 0.55)), (4, pytest.approx(0.001)),
     ]  # fmt: skip

@@ -21,14 +21,16 @@ from unsloth_cupy.files import temporary_name
 from unsloth_cupy.parallel import SocketCommunicator, _meeting, _peers
 from unsloth_cupy.parallel._authkey import AUTHKEY, authkey
 from unsloth_cupy.parallel._meeting import (
+    ANSWER,
     CALLERS,
     HELLO,
     HELLO_LIMIT,
     MAGIC,
-    MET,
     PROOF,
     RANDOM,
+    RUN,
     Door,
+    Group,
     call,
     meet,
     proof,
@@ -65,7 +67,7 @@ def test_faults_are_noticed_and_an_error_ends_all() -> None:
 
 def test_a_rank_that_was_not_started_is_named() -> None:
     with pytest.raises(
-        CommunicationError, match=r"connected: none.*that rank 1 was started"
+        CommunicationError, match=r"connected: none.*that ranks 1 and 2 were started"
     ) as who:
         SocketCommunicator(0, 3, port=free_port(), timeout=0.05)
     assert who.value.rank == 1
@@ -91,9 +93,9 @@ def hello(rank: int, size: int = 3, magic: bytes = MAGIC) -> bytes:
 def answer(link: socket.socket, key: bytes, said: bytes, listener: int = 0) -> bytes:
     """Call a listener, and return what it says to a proof with this key; b"" if it closes."""
     link.sendall(said)
-    challenge = link.recv(RANDOM, socket.MSG_WAITALL)
-    link.sendall(proof(key, listener, said, challenge))
-    return link.recv(1 + PROOF, socket.MSG_WAITALL)
+    challenge = link.recv(len(MAGIC) + RANDOM, socket.MSG_WAITALL)[len(MAGIC) :]
+    link.sendall(bytes(RUN) + proof(key, listener, said, challenge, bytes(RUN)))
+    return link.recv(ANSWER + PROOF, socket.MSG_WAITALL)
 
 
 def everything_a_caller_said(port: int, key: bytes) -> list[bytes]:
@@ -105,17 +107,18 @@ def everything_a_caller_said(port: int, key: bytes) -> list[bytes]:
         with link:
             said = link.recv(HELLO.size, socket.MSG_WAITALL)
             challenge = bytes(RANDOM)
-            link.sendall(challenge)
-            shown = link.recv(PROOF, socket.MSG_WAITALL)
-            assert shown == proof(key, 0, said, challenge)
-            link.sendall(MET + bytes(PROOF))  # this rank 0 cannot prove the key
-        with pytest.raises(CommunicationError, match="has another key, or is not rank 0"):
+            link.sendall(MAGIC + challenge)
+            shown = link.recv(RUN + PROOF, socket.MSG_WAITALL)
+            assert shown[RUN:] == proof(key, 0, said, challenge, shown[:RUN])
+            link.sendall(bytes(ANSWER + PROOF))  # this rank 0 cannot prove the key
+        with pytest.raises(CommunicationError, match="its key differs from the key of"):
             calling.result(30)
     return [said, shown]
 
 
 def test_strangers_get_nothing_and_delay_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silent, dripping, without the key, with an old proof, with garbage of every kind."""
+    monkeypatch.setattr(_meeting, "WARNINGS", 1)
     key = "a secret of this test"
     monkeypatch.setenv(AUTHKEY, key)
     replayed = everything_a_caller_said(free_port(), key.encode())
@@ -135,15 +138,14 @@ def test_strangers_get_nothing_and_delay_nobody(monkeypatch: pytest.MonkeyPatch)
                 with suppress(OSError):  # it is closed while this is sent
                     link.sendall(said)
                     assert link.recv(1) == b""
-            assert answer(call(), b"another key", hello(1)) == b"\1" + bytes(PROOF)
-            assert answer(call(), key.encode(), hello(1), listener=1)[:1] != MET
-            for wrong in (hello(1, 4), hello(7), hello(0)):
-                assert answer(call(), key.encode(), wrong)[:1] != MET, "with the key, but no rank"
+            for wrong_key, listener in ((b"another key", 0), (key.encode(), 1)):
+                actual = answer(call(), wrong_key, hello(1), listener)
+                assert actual == bytes(ANSWER + PROOF)
             link = call()
             link.sendall(replayed[0])
-            link.recv(RANDOM, socket.MSG_WAITALL)
+            link.recv(len(MAGIC) + RANDOM, socket.MSG_WAITALL)
             link.sendall(replayed[1])
-            assert link.recv(1 + PROOF, socket.MSG_WAITALL)[:1] != MET
+            assert link.recv(ANSWER + PROOF, socket.MSG_WAITALL) == bytes(ANSWER + PROOF)
             here.wait()
             dripping = call()
             for byte in [*hello(1)] * 9:
@@ -183,7 +185,7 @@ def stranger(port: int) -> socket.socket:
 def test_a_silent_caller_is_closed_after_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_meeting, "HELLO_LIMIT", 0.3)
     peers, key = Peers(0), b"key"
-    door = Door(peers, 2, key, "127.0.0.1", 0)
+    door = Door(peers, Group(2, key), "127.0.0.1", 0)
     with stranger(door.port) as silent, stranger(door.port) as dripping:
         for link in (dripping, silent):
             with suppress(ConnectionError):  # it has been closed while this is sent
@@ -197,7 +199,7 @@ def test_a_silent_caller_is_closed_after_its_time(monkeypatch: pytest.MonkeyPatc
 
 def test_a_crowd_of_callers_takes_bounded_memory() -> None:
     """The first of them is closed, long before its time is over."""
-    door = Door(Peers(0), 2, b"key", "127.0.0.1", 0)
+    door = Door(Peers(0), Group(2, b"key"), "127.0.0.1", 0)
     with ExitStack() as stack:
         callers = [stack.enter_context(stranger(door.port)) for _ in range(CALLERS + 3)]
         callers[0].settimeout(HELLO_LIMIT / 2)
@@ -257,7 +259,7 @@ def test_another_key_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_ranks_listen_where_rank_0_does_and_nowhere_else() -> None:
     """On loopback, no other address of the machine answers; not even another loopback."""
     for host in ("127.0.0.1", "localhost"):
-        door = Door(Peers(0), 2, b"key", host, 0)
+        door = Door(Peers(0), Group(2, b"key"), host, 0)
         assert ip_address(door.host).is_loopback
         for other in ("127.0.0.2", *addresses()):
             with pytest.raises(OSError, match=r"."):
@@ -318,13 +320,13 @@ def test_a_rank_that_ends_before_all_have_met() -> None:
     def work(rank: int) -> None:
         if rank == 1:
             peers = Peers(1)
-            door = Door(peers, 3, authkey(), "127.0.0.1", 0)
+            door = Door(peers, Group(3, authkey()), "127.0.0.1", 0)
             call(door, 0, "127.0.0.1", port, time.monotonic() + 30)
             door.close()
             peers.close()
             return
         with pytest.raises(
-            CommunicationError, match=r"rank 1 ended before all|see what it printed"
+            CommunicationError, match=r"rank 1 ended before all|see what the others printed"
         ):
             SocketCommunicator(rank, 3, port=port, timeout=60 if rank == 0 else 3)
 

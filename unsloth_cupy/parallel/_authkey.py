@@ -36,9 +36,8 @@ def authkey() -> bytes:
     if own := os.environ.get(AUTHKEY):
         return os.fsencode(own)
     run = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    with suppress(ValueError):
-        if uuid.UUID(run).version == 4:
-            return run.encode()
+    if is_secret(run):
+        return run.encode()
     place = user_folder("XDG_CONFIG_HOME", "~/.config")
     try:
         if place is not None:
@@ -49,6 +48,13 @@ def authkey() -> bytes:
         problem = f"the file with the key of the ranks cannot be created: {error}"
         cure = f"set {AUTHKEY} to the same secret in all ranks"
         raise CommunicationError(f"{problem}; {cure}") from error
+
+
+def is_secret(run: str) -> bool:
+    """Return whether a run id of torchrun is a random UUID, and thus a key."""
+    with suppress(ValueError):
+        return uuid.UUID(run).version == 4
+    return False
 
 
 def read_or_create(path: Path) -> bytes:

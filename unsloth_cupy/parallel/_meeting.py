@@ -1,12 +1,14 @@
 """Connection setup: rank 0 listens at its own address, and every pair proves a common key by HMAC.
 
     caller     hello = magic, its rank, world size, port at which it listens, 32 random bytes
-    listener   challenge = 32 random bytes
-    caller     HMAC-SHA256(key, rank of the listener, hello, challenge)
-    listener   answer, HMAC-SHA256(key, rank of the listener, hello, challenge, answer)
+    listener   magic, challenge = 32 random bytes
+    caller     run, HMAC-SHA256(key, rank of the listener, hello, challenge, run)
+    listener   answer, HMAC-SHA256(key, rank of the listener, hello, challenge, run, answer)
 
-All of these messages have fixed sizes, and the listener reads nothing else from a caller before its
-proof.  Callers are served concurrently, each for a limited time.  Later messages are not encrypted.
+The run is the identity that the launcher gave to all ranks.  The answer is the reason for which the
+listener refuses the caller, and empty if it accepts the caller.  All of these messages have fixed
+sizes, and the listener reads nothing else from a caller before its proof.  Callers are served
+concurrently, each for a limited time.  Later messages are not encrypted.
 """
 
 import errno
@@ -15,42 +17,93 @@ import os
 import selectors
 import socket
 import struct
+import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from contextlib import suppress
 from ipaddress import ip_address
-from typing import Any
+from itertools import groupby
+from typing import Any, NamedTuple
 
-from ..errors import CommunicationError
+from ..errors import CommunicationError, printable
 from ._authkey import AUTHKEY, authkey
 from ._peers import PAUSE, Peers, received
 
 HELLO = struct.Struct("!8sIIH32s")
-MAGIC, RANDOM, PROOF = b"ranks\0\0\1", 32, 32
-MET, REFUSED = b"\0", b"\1"  # answers
+MAGIC = b"ranks\0\0\2"  # a name and the version of these messages
+RANDOM, RUN, ANSWER, PROOF = 32, 128, 512, 32  # bytes
 HELLO_LIMIT = 10.0  # seconds within which a caller must prove its key
 CALLERS = 64  # most strangers served at a time besides ranks; with more, the oldest is dropped
+WARNINGS = 32  # most lines about refused callers: a flood of them does not fill the disk
+NOTICE = 20.0  # seconds after which a line says who is waited for; later lines at doubled times
+LINGER = 5.0  # seconds in which rank 0 explains to late ranks why they cannot form a run
+STRANGE = 30.0  # seconds after which a listener that never answers, or a name, is not waited for
 TABLE = "table"  # key of the message with the addresses at which ranks listen
 ONE_KEY = f"set {AUTHKEY} to the same secret in all ranks"
+COPY = f"{ONE_KEY}, or copy ~/.config/unsloth_cupy/authkey of rank 0 to all machines"
+
+
+class Group(NamedTuple):
+    """The properties that all ranks of a run have in common."""
+
+    size: int
+    key: bytes
+    run: str = ""
+
+
+class Waiting:
+    """The time since a wait began."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank, self.start, self.due = rank, time.monotonic(), NOTICE
+
+    def report(self, text: str) -> None:
+        """Print a line after NOTICE seconds, and again at doubled times."""
+        if time.monotonic() - self.start >= self.due:
+            self.due *= 2
+            show(self.rank, f"waiting for {text}")
+
+
+def show(rank: int, text: str) -> None:
+    """Print a line of a rank to stderr."""
+    print(f"rank {rank}: {printable(text)}", file=sys.stderr, flush=True)
+
+
+def listed(ranks: Iterable[int]) -> str:
+    """Return a text with the numbers of ranks: "rank 2", "ranks 1 and 3", "ranks 0, 2-5 and 9"."""
+    groups = groupby(enumerate(sorted(ranks)), lambda pair: pair[1] - pair[0])
+    texts: list[str] = []
+    for _, pairs in groups:
+        numbers = [str(number) for _, number in pairs]
+        texts += numbers if len(numbers) < 3 else [f"{numbers[0]}-{numbers[-1]}"]
+    plural = "s" * (len(texts) > 1 or "-" in texts[0])
+    *head, last = texts
+    return f"rank{plural} {', '.join(head)} and {last}" if head else f"rank{plural} {last}"
 
 
 class Door:
     """A listening socket, with a thread that admits all ranks above this one."""
 
-    def __init__(self, peers: Peers, size: int, key: bytes, host: str, port: int) -> None:
-        self.peers, self.size, self.key, self.name = peers, size, key, host
-        self.expected = set(range(peers.rank + 1, size))
+    def __init__(self, peers: Peers, group: Group, host: str, port: int) -> None:
+        self.peers, self.group, self.name = peers, group, host
+        self.expected = set(range(peers.rank + 1, group.size))
         self.homes: dict[int, tuple[str, int]] = {}  # host and port at which each rank listens
+        self.uninformed = set(self.expected)  # ranks that may call and do not know the misfit yet
         self.wrong = 0  # number of callers with another key
-        self.listener = listening(peers.rank, host, port, CALLERS + size)
+        self.warnings: set[str] = set()
+        self.listener = listening(peers.rank, host, port, CALLERS + group.size)
         self.host, self.port = self.listener.getsockname()[:2]
         self.closing = threading.Event()
         self.thread = threading.Thread(target=self._admit, daemon=True)
         self.thread.start()
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening; if ranks cannot form a run, first explain it to ranks that still call."""
+        if self.peers.misfit is not None:
+            limit = time.monotonic() + LINGER
+            while self.uninformed - self.homes.keys() and time.monotonic() < limit:
+                time.sleep(PAUSE)
         self.closing.set()
         self.thread.join()
 
@@ -69,7 +122,7 @@ class Door:
                         link = self.listener.accept()[0]
                         callers[link] = Caller(link, self._answering(link))
                         selector.register(link, selectors.EVENT_READ)
-                crowd = len(callers) - CALLERS - self.size
+                crowd = len(callers) - CALLERS - self.group.size
                 for place, (link, caller) in enumerate([*callers.items()]):
                     if caller.ended or place < crowd or time.monotonic() > caller.limit:
                         selector.unregister(link)
@@ -88,22 +141,62 @@ class Door:
         """
         hello = yield HELLO.size
         magic, rank, size, port, _ = HELLO.unpack(hello)
+        host = link.getpeername()[0]
         if magic != MAGIC:
+            if magic[:5] == MAGIC[:5]:
+                self._warn(f"a process at {host} has another version of unsloth_cupy")
             raise ConnectionRefusedError
         challenge = os.urandom(RANDOM)
-        link.sendall(challenge)
-        known = hmac.compare_digest((yield PROOF), self._proof(hello, challenge))
-        self.wrong += not known
-        met = known and size == self.size and rank in self.expected - self.homes.keys()
-        answer = MET if met else REFUSED
-        link.sendall(answer + (self._proof(hello, challenge, answer) if known else bytes(PROOF)))
-        if not met:
+        link.sendall(MAGIC + challenge)
+        message = yield RUN + PROOF
+        run, shown = message[:RUN], message[RUN:]
+        if not hmac.compare_digest(shown, self._proof(hello, challenge, run)):
+            self.wrong += 1
+            self._warn(f"a process at {host} has another key, and was refused; {COPY}")
+            link.sendall(bytes(ANSWER + PROOF))
             raise ConnectionRefusedError
-        self.homes[rank] = link.getpeername()[0], port
+        problem = self._refusal(rank, size, run.rstrip(b"\0").decode(errors="replace"), host)
+        answer = problem.encode()[:ANSWER].ljust(ANSWER, b"\0")
+        link.sendall(answer + self._proof(hello, challenge, run, answer))
+        if problem:
+            raise ConnectionRefusedError
+        self.homes[rank] = host, port
         return int(rank)
 
+    def _refusal(self, rank: int, size: int, run: str, host: str) -> str:
+        """Return why a caller with the key is refused; "" if it is an expected rank."""
+        own, place = self.peers.rank, f"{self.host}:{self.port}"
+        problem = ""
+        if run != self.group.run:
+            problem = f"rank {rank} at {host} belongs to another run ({run or 'of no launcher'})"
+            problem += f" than rank {own} at {place} ({self.group.run or 'of no launcher'})"
+            problem += "; give each run its own MASTER_PORT"
+            self._warn(problem)
+            return problem
+        if size != self.group.size:
+            problem = f"rank {rank} was started with WORLD_SIZE={size}, rank {own} with"
+            problem += f" {self.group.size}; start all ranks with the same WORLD_SIZE"
+        elif rank not in self.expected - self.homes.keys():
+            other = self.homes[rank][0] if rank in self.homes else self.host
+            problem = f"two processes were started as rank {rank}, one at {other} and one at {host}"
+            problem += "; give each process its own RANK, and each run its own MASTER_PORT"
+        if problem:
+            with self.peers.changed:
+                if self.peers.misfit is None:
+                    self.uninformed |= {*range(own + 1, size)}
+                    self.peers.misfit = CommunicationError(f"rank {own}: {problem}", rank=rank)
+                self.uninformed.discard(rank)
+                self.peers.changed.notify_all()
+        return problem
+
+    def _warn(self, text: str) -> None:
+        """Print a line about a caller, once."""
+        if text not in self.warnings and len(self.warnings) < WARNINGS:
+            self.warnings.add(text)
+            show(self.peers.rank, text)
+
     def _proof(self, *messages: bytes) -> bytes:
-        return proof(self.key, self.peers.rank, *messages)
+        return proof(self.group.key, self.peers.rank, *messages)
 
 
 class Caller:
@@ -130,7 +223,7 @@ class Caller:
             self.ended = True
 
 
-def meet(peers: Peers, size: int, host: str, port: int, timeout: float) -> None:
+def meet(peers: Peers, size: int, host: str, port: int, timeout: float, run: str = "") -> None:
     """Connect this rank to all other ranks.
 
     All other ranks connect to rank 0, which sends them the addresses at which each rank listens.
@@ -139,14 +232,20 @@ def meet(peers: Peers, size: int, host: str, port: int, timeout: float) -> None:
     Raises
     ------
     CommunicationError
-        A rank did not connect in time, has another key, or has ended.
+        A rank did not connect in time, has another key, belongs to another run, or has ended; or
+        the ranks were started with several world sizes, or two with the same rank.
     """
-    rank, limit, key = peers.rank, time.monotonic() + timeout, authkey()
+    rank, limit, group = peers.rank, time.monotonic() + timeout, Group(size, authkey(), run)
     place = host, port
     if rank:  # listen at the address from which this machine reaches rank 0
         with reached(peers, 0, host, port, limit) as link:
             place = link.getsockname()[0], 0
-    door = Door(peers, size, key, *place)
+    try:
+        door = Door(peers, group, *place)
+    except CommunicationError as error:
+        if rank == 0 and (answer := occupant(group, host, port, error.__cause__)):
+            raise CommunicationError(f"{error}; {answer}", rank=0) from error
+        raise
     try:
         if rank:
             call(door, 0, host, port, limit)
@@ -159,8 +258,11 @@ def meet(peers: Peers, size: int, host: str, port: int, timeout: float) -> None:
             for other, (home, at) in enumerate(map(str.split, table.decode().splitlines()), 1):
                 if other < rank:
                     call(door, other, home, int(at), limit)
-        if missing := peers.wait_for(door.expected, limit):
-            raise late(door, missing)
+        waiting, pause = Waiting(rank), min(1.0, NOTICE)
+        while missing := peers.wait_for(door.expected, min(limit, time.monotonic() + pause)):
+            if time.monotonic() >= limit:
+                raise late(door, missing, timeout)
+            waiting.report(f"{listed(missing)} of {size} at {door.host}:{door.port}")
     finally:
         door.close()
     if rank == 0:  # the listener is closed first: a rank may finish now and reuse this port
@@ -169,17 +271,29 @@ def meet(peers: Peers, size: int, host: str, port: int, timeout: float) -> None:
             peers.send(other, TABLE, "\n".join(lines).encode())
 
 
-def late(door: Door, missing: set[int]) -> CommunicationError:
+def late(door: Door, missing: set[int], timeout: float) -> CommunicationError:
     """Return the error for ranks that did not connect in time."""
     known = ", ".join(map(str, sorted(door.expected - missing))) or "none"
-    problem = f"rank {door.peers.rank}: {len(door.expected)} ranks should connect to"
-    problem += f" {door.host}:{door.port}; connected: {known}"
-    cure = f"check that rank {min(missing)} was started"
+    names, plural = listed(missing), len(missing) > 1
+    problem = f"rank {door.peers.rank}: {names} of {door.group.size} did not connect to"
+    problem += f" {door.host}:{door.port} within {timeout:g} s; connected: {known}"
+    cure = f"check that {names} {'were' if plural else 'was'} started, with this MASTER_ADDR"
     if door.name not in (door.host, "localhost") and ip_address(door.host).is_loopback:
         cure += f"; MASTER_ADDR={door.name} is {door.host} here, which other machines cannot reach"
     if door.wrong:
-        cure += f"; {door.wrong} callers had another key: {ONE_KEY}"
+        cure += f"; {door.wrong} callers had another key: {COPY}"
     return CommunicationError(f"{problem}; {cure}", rank=min(missing))
+
+
+def occupant(group: Group, host: str, port: int, error: BaseException | None) -> str:
+    """Return what a rank 0 says that has the port of this one; "" if no such rank answers."""
+    if getattr(error, "errno", None) == errno.EADDRINUSE:
+        with (
+            suppress(OSError, CommunicationError),
+            socket.create_connection((host, port), HELLO_LIMIT) as link,
+        ):
+            return introduced(link, group, 0, 0, 0, time.monotonic() + HELLO_LIMIT)
+    return ""
 
 
 def listening(rank: int, host: str, port: int, backlog: int) -> socket.socket:
@@ -193,62 +307,105 @@ def listening(rank: int, host: str, port: int, backlog: int) -> socket.socket:
                 problem = error
                 if error.errno == errno.EADDRINUSE:
                     break
-    except OSError as error:  # the name is unknown
-        problem = error
+    except (socket.gaierror, UnicodeError) as error:
+        raise unknown(rank, host, error) from error
     cure = "set MASTER_ADDR to an address of rank 0"
     if problem.errno in (errno.EADDRINUSE, errno.EACCES):
-        cure = "set another MASTER_PORT"
-    message = f"rank {rank} cannot listen at {host}:{port} ({problem.strerror or problem}); {cure}"
+        cure = "set another MASTER_PORT in all ranks"
+    reason = os.strerror(problem.errno) if problem.errno else problem
+    message = f"rank {rank} cannot listen at {host}:{port} ({reason}); {cure}"
     raise CommunicationError(message, rank=rank) from problem
+
+
+def unknown(rank: int, host: str, error: Exception) -> CommunicationError:
+    """Return the error for a name without an address."""
+    problem = f"rank {rank}: MASTER_ADDR={host} does not resolve"
+    reason = getattr(error, "strerror", None) or error
+    cure = "set MASTER_ADDR to a name or an address of rank 0 that this machine knows"
+    return CommunicationError(f"{problem} ({reason}); {cure}", rank=0)
 
 
 def reached(peers: Peers, other: int, host: str, port: int, limit: float) -> socket.socket:
     """Return a connection to a rank, retrying until the time limit."""
+    waiting = Waiting(peers.rank)
+    named = min(limit, waiting.start + STRANGE)  # a cluster may need time to publish a name
     while True:
         peers.check()
         left = limit - time.monotonic()
         try:
             return socket.create_connection((host, port), max(PAUSE, min(HELLO_LIMIT, left)))
+        except UnicodeError as error:
+            raise unknown(peers.rank, host, error) from error
         except OSError as error:
+            if isinstance(error, socket.gaierror) and time.monotonic() > named:
+                raise unknown(peers.rank, host, error) from error
             if time.monotonic() > limit:
                 problem = f"rank {peers.rank}: no process listens at {host}:{port} ({error})"
                 cure = f"check that rank {other} was started, and MASTER_ADDR"
                 raise CommunicationError(f"{problem}; {cure}", rank=other) from error
+            waiting.report(f"rank {other} at {host}:{port} ({error.strerror or error})")
             time.sleep(PAUSE)
 
 
 def call(door: Door, other: int, host: str, port: int, limit: float) -> None:
-    """Connect to a rank and prove the key; without an answer, retry until the time limit."""
+    """Connect to a rank and prove the key; without an answer, retry for a limited time."""
     rank = door.peers.rank
-    hello = HELLO.pack(MAGIC, rank, door.size, door.port, os.urandom(RANDOM))
-    where = f"rank {rank}: the process that listens at {host}:{port}"
+    patience = 0.0  # time after which the listener must have answered; 0: it has not failed yet
     while True:
         link = reached(door.peers, other, host, port, limit)
         until = min(limit, time.monotonic() + 2 * HELLO_LIMIT)
         try:
-            link.sendall(hello)
-            challenge = bytes(received(link, RANDOM, until))
-            link.sendall(proof(door.key, other, hello, challenge))
-            answer, theirs = (bytes(received(link, size, until)) for size in (1, PROOF))
+            answer = introduced(link, door.group, other, rank, door.port, until)
         except OSError as error:
             link.close()
-            if time.monotonic() > limit:
-                problem = f"{where} does not answer as rank {other} ({error})"
-                cure = "check what runs there, or set another MASTER_PORT"
-                raise CommunicationError(f"{problem}; {cure}", rank=other) from error
+            patience = patience or min(limit, time.monotonic() + STRANGE)
+            if time.monotonic() > patience:
+                problem = f"rank {rank}: the process that listens at {host}:{port} does not answer"
+                cure = "check what runs there, or set another MASTER_PORT in all ranks"
+                text = f"{problem} as rank {other} ({str(error) or 'it hangs up'}); {cure}"
+                raise CommunicationError(text, rank=other) from error
             time.sleep(PAUSE)
             continue
-        if not hmac.compare_digest(theirs, proof(door.key, other, hello, challenge, answer)):
+        except CommunicationError:
             link.close()
-            problem = f"{where} has another key, or is not rank {other}"
-            raise CommunicationError(f"{problem}; {ONE_KEY}", rank=other)
-        if answer != MET:
+            raise
+        if answer:
             link.close()
-            problem = f"rank {other} does not accept this process as rank {rank} of {door.size}"
-            cure = "give each process its own RANK, and all processes the same WORLD_SIZE"
-            raise CommunicationError(f"{problem}; {cure}", rank=rank)
+            raise CommunicationError(f"rank {other} refuses rank {rank}: {answer}", rank=rank)
         door.peers.add(other, link)
         return
+
+
+def introduced(
+    link: socket.socket, group: Group, other: int, rank: int, port: int, until: float
+) -> str:
+    """Prove the key to a rank that listens, as a caller; return its answer, "" if it accepts.
+
+    Raises
+    ------
+    CommunicationError
+        The process at the other end is not this rank, or has another key.
+    OSError
+        It does not answer in time.
+    """
+    hello = HELLO.pack(MAGIC, rank, group.size, port, os.urandom(RANDOM))
+    run = group.run.encode().ljust(RUN, b"\0")
+    host, at = link.getpeername()[:2]
+    link.sendall(hello)
+    magic = bytes(received(link, len(MAGIC), until))
+    if magic != MAGIC:
+        problem = f"rank {rank}: another program listens at {host}:{at}, not rank {other}: it sent"
+        cure = "set another MASTER_PORT in all ranks"
+        if magic[:5] == MAGIC[:5]:
+            cure = "install the same version of unsloth_cupy on all machines"
+        raise CommunicationError(f"{problem} {magic!r}; {cure}", rank=other)
+    challenge = bytes(received(link, RANDOM, until))
+    link.sendall(run + proof(group.key, other, hello, challenge, run))
+    answer, shown = (bytes(received(link, size, until)) for size in (ANSWER, PROOF))
+    if not hmac.compare_digest(shown, proof(group.key, other, hello, challenge, run, answer)):
+        problem = f"rank {rank}: its key differs from the key of the process at {host}:{at}, which"
+        raise CommunicationError(f"{problem} should be rank {other}; {COPY}", rank=other)
+    return answer.rstrip(b"\0").decode(errors="replace")
 
 
 def proof(key: bytes, listener: int, *messages: bytes) -> bytes:

@@ -25,8 +25,10 @@ DATA, FAREWELL, FAILURE = range(3)  # kinds of messages
 GRACE = 0.5  # seconds in which this process can print its own error before it ends
 STEP = 2**26  # most bytes that are allocated for a message before they arrive
 SHORT = 2**14  # a message of at most this many bytes is copied, to send it together with its head
-# An idle connection is lost after 4 unanswered probes: 25 s after its machine or the cable fails.
+SILENT = 25  # seconds after which a connection is lost if its machine or the cable fails
+# If it is idle: after 4 unanswered probes.  If data is on its way: TCP_USER_TIMEOUT, in ms.
 ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPALIVE": 5, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+ALIVE["TCP_USER_TIMEOUT"] = 1000 * SILENT
 PAUSE = 0.05  # seconds between attempts to connect
 LOST = "its connection ended"
 
@@ -37,9 +39,12 @@ class Peers:
     def __init__(self, rank: int) -> None:
         self.rank = rank
         self.links: dict[int, socket.socket] = {}
+        self.hosts: dict[int, str] = {}  # the address of each rank's machine
+        self.arrival: dict[int, float] = {}  # the time at which the last bytes of a rank arrived
         self.inbox: dict[tuple[int, str], deque[bytearray]] = defaultdict(deque)
         self.gone: dict[int, str] = {}  # why each rank's connection ended; "" after a farewell
         self.on_failure: Callable[[int, str], None] | None = None  # None: not all are connected
+        self.misfit: CommunicationError | None = None  # why these ranks cannot form a run
         self.changed = threading.Condition()
         self.sending = threading.Lock()
         self.failing, self.before = False, sys.excepthook
@@ -53,7 +58,8 @@ class Peers:
             with suppress(AttributeError, OSError):  # each operating system has some of them
                 link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         with self.changed:
-            self.links[other] = link
+            self.links[other], self.arrival[other] = link, time.monotonic()
+            self.hosts[other] = "".join(link.getpeername()[:1])
             self.changed.notify_all()
         threading.Thread(target=self._receive, args=(other, link), daemon=True).start()
 
@@ -88,11 +94,13 @@ class Peers:
         return missing
 
     def check(self) -> None:
-        """Raise CommunicationError if the connection of a rank has ended during setup."""
+        """Raise CommunicationError if ranks cannot form a run, or one has ended during setup."""
+        if self.misfit is not None:
+            raise self.misfit
         if failed := self.failed():
-            problem = f"rank {self.rank}: the connection of rank {failed[0]} ended before all ranks"
+            problem = f"rank {self.rank}: rank {failed[0]} ended before all ranks were connected"
             cure = "see what the others printed"
-            raise CommunicationError(f"{problem} were connected; {cure}", rank=failed[0])
+            raise CommunicationError(f"{problem}: {failed[1]}; {cure}", rank=failed[0])
 
     def send(self, to: int, key: str, data: Any) -> None:
         """Send bytes to a rank, whose thread receives them immediately."""
@@ -105,8 +113,8 @@ class Peers:
                 else:
                     self.links[to].sendall(head)
                     self.links[to].sendall(view)
-        except OSError:
-            self._lost(to, LOST)
+        except OSError as error:
+            self._lost(to, self._reason(to, error))
 
     def take(self, source: int, key: str, limit: float) -> bytearray | None:
         """Return the next message of a rank; None after the time limit, or if the rank is gone."""
@@ -130,12 +138,29 @@ class Peers:
         The failed rank prints it.  If its connection was lost, rank 0 prints it, or rank 1 if the
         lost rank is 0.
         """
-        return why != LOST or self.rank != (rank == 0)
+        return not why.startswith(LOST) or self.rank != (rank == 0)
+
+    def silence(self, rank: int) -> str:
+        """Return for how long nothing has arrived from a rank, and the host of the rank."""
+        seconds = time.monotonic() - self.arrival[rank]
+        return f"nothing arrived from its host {self.hosts[rank]} for {seconds:.0f} s"
+
+    def _reason(self, rank: int, error: Exception) -> str:
+        """Return why the connection of a rank ended."""
+        is_silent = time.monotonic() - self.arrival[rank] > SILENT - 5  # timers are coarse
+        if isinstance(error, TimeoutError) or (isinstance(error, OSError) and is_silent):
+            return f"{LOST}: {self.silence(rank)}; its process, its machine or the network is gone"
+        return f"{LOST}; see what its process on {self.hosts[rank]} printed"
 
     def leave(self) -> None:
         """Send a farewell to all others, unless an error ends this process."""
         if not self.failing:
             self._send_to_all(FAREWELL, "")
+
+    def abandon(self, error: BaseException) -> None:
+        """Send an error of the setup to all ranks that are connected, and close all connections."""
+        self._send_to_all(FAILURE, f"{type(error).__name__}: {error}")
+        self.close()
 
     def _fail(self, *error: Any) -> None:
         """Print an uncaught error, and send it to all others."""
@@ -166,13 +191,18 @@ class Peers:
 
     def _receive(self, other: int, link: socket.socket) -> None:
         """Receive the messages of a rank until its connection ends; runs in a thread."""
+
+        def progress() -> None:
+            self.arrival[other] = time.monotonic()
+
         try:
             while True:
-                head = received(link, HEAD.size + CHECK.size)
+                head = received(link, HEAD.size + CHECK.size, progress=progress)
                 size, named, kind = HEAD.unpack_from(head)
                 if head != head_of(size, named, kind):
                     raise ConnectionResetError
-                key, data = received(link, named).decode(), received(link, size)
+                key = received(link, named).decode()
+                data = received(link, size, progress=progress)
                 if kind != DATA:
                     self._lost(other, data.decode())
                     return
@@ -180,10 +210,10 @@ class Peers:
                     self.inbox[other, key].append(data)
                     self.changed.notify_all()
                 del data  # otherwise it stays in memory until the next message arrives
-        except (OSError, ValueError, MemoryError):
+        except (OSError, ValueError, MemoryError) as error:
             with suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)  # so that the other end fails now, too
-            self._lost(other, LOST)
+            self._lost(other, self._reason(other, error))
 
     def _lost(self, other: int, why: str) -> None:
         """Record that a rank is gone; call ``on_failure`` once for each failed rank."""
@@ -202,8 +232,15 @@ def head_of(size: int, named: int, kind: int) -> bytes:
     return head + CHECK.pack(zlib.crc32(head))
 
 
-def received(link: socket.socket, size: int, limit: float | None = None) -> bytearray:
+def received(
+    link: socket.socket,
+    size: int,
+    limit: float | None = None,
+    progress: Callable[[], None] = lambda: None,
+) -> bytearray:
     """Return exactly ``size`` bytes; raise OSError if the connection or the time ends before.
+
+    ``progress`` is called whenever bytes arrive.
 
     Memory beyond STEP bytes is allocated as bytes arrive, whatever size the other end claims.
     """
@@ -218,4 +255,5 @@ def received(link: socket.socket, size: int, limit: float | None = None) -> byte
         if not count:
             raise ConnectionResetError
         filled += count
+        progress()
     return data

@@ -7,6 +7,7 @@ rank 0 sends all addresses to every rank.  Then every pair of ranks connects.  E
 begins with a proof of both ends that they know a secret key.
 """
 
+import hashlib
 import os
 import re
 import time
@@ -17,16 +18,31 @@ import numpy as np
 
 from ..core.call import is_integer
 from ..errors import CommunicationError, ConfigError
-from ._meeting import meet
+from ._authkey import is_secret
+from ._meeting import RUN, meet
 from ._peers import Peers
 from .communicator import check_color
 from .exchanges import MIXED, Exchanges, raw
 
+# The variables in which launchers set the rank and the number of ranks.  torchrun, a program of the
+# user and mpiexec may run inside of srun, so srun's variables come last.
+LAUNCHERS = {
+    "torchrun or a shell": ("RANK", "WORLD_SIZE"),
+    "mpiexec": ("PMI_RANK", "PMI_SIZE"),
+    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    "srun": ("SLURM_PROCID", "SLURM_NTASKS"),
+}
+RANKS, SIZES = zip(*LAUNCHERS.values(), strict=True)
+PLACE = ("MASTER_ADDR", "MASTER_PORT")
 NODES = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_LAUNCH_NODE_IPADDR")
 PORTS = range(20000, 32000)  # below the ephemeral ports of operating systems
+# Steps of a job differ in their ports, and this factor, which has no common divisor with the number
+# of ports, places them far from the ports of the next jobs.
+STEP = 7417
+SCRIPTS = 0xFFFF_FFF0  # numbers of steps from here on are batch scripts and interactive shells
 LOOPBACK = "127.0.0.1"
 NUMBER = re.compile("[0-9]{1,18}")  # a rank, a port or a job number
-RANK, SIZE = ("RANK", "SLURM_PROCID"), ("WORLD_SIZE", "SLURM_NTASKS")
+BRACKETS, RANGE = re.compile(r"\[([^][]*)\]"), re.compile("[0-9]+-[0-9]+")
 
 
 class SocketCommunicator(Exchanges):
@@ -48,14 +64,16 @@ class SocketCommunicator(Exchanges):
         Seconds that an exchange, or connecting at the start, waits for another rank.
     checked : bool
         Whether ranks compare calls, shapes and dtypes before each exchange.
+    run : str
+        Identity of the run, at most 128 bytes; ranks with different values do not connect.
 
     Raises
     ------
     ConfigError
         rank is not below size, or timeout is not positive.
     CommunicationError
-        Another rank did not take part in time, has another key, or has ended; or in an exchange,
-        ranks made different calls.
+        Another rank did not take part in time, has another key, or has ended; two processes have
+        the same rank, or ranks have different sizes; or in an exchange, ranks made different calls.
     """
 
     def __init__(
@@ -67,6 +85,7 @@ class SocketCommunicator(Exchanges):
         *,
         timeout: float = 600.0,
         checked: bool = False,
+        run: str = "",
     ) -> None:
         super().__init__(timeout, checked)
         if not (is_integer(rank) and is_integer(size) and rank < size < 2**16):
@@ -76,13 +95,17 @@ class SocketCommunicator(Exchanges):
         if not isinstance(host, str) or not is_integer(port) or port >= 2**16:
             problem = f"SocketCommunicator(address={address!r}, port={port!r})"
             raise ConfigError(f"{problem}: pass a name or an address, and a port below 65536")
+        name: Any = run
+        if not isinstance(name, str) or len(os.fsencode(name)) > RUN or "\0" in name:
+            problem = f"SocketCommunicator(run={run!r:.200}) is not the identity of a run"
+            raise ConfigError(f"{problem}; pass a text of at most {RUN} bytes")
         self.rank, self.size = rank, size
         self.peers = Peers(rank)
         try:
             if size > 1:
-                meet(self.peers, size, address, port, timeout)
-        except BaseException:
-            self.peers.close()
+                meet(self.peers, size, address, port, timeout, run)
+        except BaseException as error:
+            self.peers.abandon(error)
             raise
         self.peers.start()
         self._members, self._group, self._splits = list(range(size)), "", 0
@@ -93,14 +116,18 @@ class SocketCommunicator(Exchanges):
     ) -> "SocketCommunicator":
         """Return a communicator of the ranks that torchrun, srun or a shell started.
 
+        The inner launcher counts: under ``srun torchrun``, recognized by TORCHELASTIC_RUN_ID, or if
+        a program under srun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for more processes
+        than srun has tasks, the variables of Slurm are ignored.
+
         Raises
         ------
         ConfigError
             RANK, WORLD_SIZE, MASTER_ADDR or MASTER_PORT is missing or invalid, and no variable of
-            SLURM replaces it.
+            Slurm replaces it; or the variables of two launchers contradict each other.
         """
-        rank, size, address, port = rendezvous(os.environ)
-        return cls(rank, size, address, port, timeout=timeout, checked=checked)
+        place = rendezvous(os.environ)
+        return cls(*place, timeout=timeout, checked=checked, run=run_of(os.environ))
 
     def split(self, color: int) -> "SocketCommunicator":
         """Return a communicator of the ranks that passed the same color, in their order."""
@@ -133,8 +160,10 @@ class SocketCommunicator(Exchanges):
         data = self.peers.take(self._members[rank], self._group + kind, limit)
         if data is None:
             own, member = self._members[self.rank], self._members[rank]
-            ended = member in self.peers.gone
-            what = "has ended" if ended else f"did not come within {self.timeout:g} s"
+            what = "has ended"
+            if member not in self.peers.gone:
+                what = f"did not come within {self.timeout:g} s: {self.peers.silence(member)}; its"
+                what += " process may be busy or gone, or the network"
             failed, is_known = self.peers.failed(), False
             if failed is not None:  # probably the reason why the other rank ended
                 member, what = failed[0], f"has failed: {failed[1]}"
@@ -163,40 +192,101 @@ class SocketCommunicator(Exchanges):
 
 
 def rendezvous(environment: Mapping[str, str]) -> tuple[int, int, str, int]:
-    """Return rank, size, and the address and port of rank 0, from torchrun's or SLURM's variables.
+    """Return rank, size, and the address and port of rank 0, from the launcher's variables.
 
     torchrun itself listens at MASTER_PORT, so ranks use the next port.  With srun alone, rank 0 is
-    on the first node of the step, and the job number determines the port.  If the launcher reports
-    that all ranks are on one machine, they connect on loopback.
+    on the first node of the step, and the numbers of the job and of the step determine the port.
+    If the launcher reports that all ranks are on one machine, they connect on loopback.
     """
-    rank, size = (first_of(environment, names) for names in (RANK, SIZE))
-    address, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
+    check_launchers(environment)
+    rank, size = (first_of(environment, names) for names in (RANKS, SIZES))
+    address, port = map(environment.get, PLACE)
     if address is None and "SLURM_PROCID" in environment:
         nodes = (environment.get(name, "") for name in NODES)
         address = first_host(next(filter(None, nodes), "")) or None
     local = "LOCAL_WORLD_SIZE" if "RANK" in environment else "SLURM_STEP_TASKS_PER_NODE"
     if address is not None and size is not None and environment.get(local) == size:
         address = LOOPBACK
-    job = environment.get("SLURM_JOB_ID", "")
-    if port is None and NUMBER.fullmatch(job):
-        port = str(PORTS.start + int(job) % len(PORTS))
+    job = first_of(environment, ("SLURM_JOB_ID",))
+    if port is None and job is not None:
+        number = int(job) + STEP * int(step_of(environment) or 0)
+        port = str(PORTS.start + number % len(PORTS))
     if None in (rank, size) or address is None or not NUMBER.fullmatch(port or ""):
-        variables = {name: environment.get(name) for name in (*RANK, *SIZE)}
+        variables = {name: environment.get(name) for name in (*RANKS, *SIZES)}
         listed = ", ".join(f"{n}={v}" for n, v in variables.items() if v is not None)
         problem = f"from_environment: {listed} MASTER_ADDR={address} MASTER_PORT={port} is not"
         cure = "set RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, as torchrun does"
+        if first_of(environment, RANKS[1:3]) is not None:
+            cure = "under mpiexec, use MpiCommunicator(), or set MASTER_ADDR and MASTER_PORT"
         raise ConfigError(f"{problem} enough to connect ranks; {cure}")
     port_is_taken = environment.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return int(rank or 0), int(size or 0), address, int(port or 0) + port_is_taken
 
 
+def check_launchers(environment: Mapping[str, str]) -> None:
+    """Raise ConfigError if RANK or WORLD_SIZE contradicts the variable of another launcher.
+
+    An inner launcher may start several processes in each task of an outer one.  Thus nothing is
+    compared under torchrun, and with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT only if both
+    launchers started the same number of processes.  In a batch script, the task is always 0.
+    """
+    if "TORCHELASTIC_RUN_ID" in environment:
+        return
+    (inner, own), *others = LAUNCHERS.items()
+    is_whole = all(environment.get(name) for name in (*own, *PLACE))
+    for outer, names in others:
+        values = {name: first_of(environment, (name,)) for name in (*own, *names)}
+        is_script = values[names[0]] == "0" and outer == "srun" and step_of(environment) is None
+        if is_whole and (is_script or values[own[1]] != values[names[1]]):
+            continue
+        for name, other in zip(own, names, strict=True):
+            if None not in (values[name], values[other]) and values[name] != values[other]:
+                problem = f"{name}={values[name]} of {inner} and {other}={values[other]} of {outer}"
+                cure = f"unset {', '.join(own)}, or start ranks with one launcher"
+                raise ConfigError(f"from_environment: {problem} contradict each other; {cure}")
+
+
+def run_of(environment: Mapping[str, str]) -> str:
+    """Return the identity of a run: its launcher, job, step and attempt; "" for another launcher.
+
+    A run id of torchrun that serves as the key is replaced by a digest.  Each agent of torchrun has
+    its own number of restarts, in which changes of the nodes do not count: with several agents, the
+    attempt is not part of the identity.
+    """
+    run = environment.get("TORCHELASTIC_RUN_ID")
+    if run is not None:
+        if is_secret(run) or not re.fullmatch("[A-Za-z0-9_.:-]{1,40}", run):
+            run = hashlib.sha256(os.fsencode(run)).hexdigest()[:8]
+        attempt = first_of(environment, ("TORCHELASTIC_RESTART_COUNT",)) or 0
+        is_alone = environment.get("GROUP_WORLD_SIZE", "1") == "1"
+        return f"torchrun {run}, attempt {attempt}" if is_alone else f"torchrun {run}"
+    job, step = first_of(environment, ("SLURM_JOB_ID",)), step_of(environment)
+    rank, size = (first_of(environment, names) for names in (RANKS, SIZES))
+    own = tuple(map(environment.get, LAUNCHERS["srun"]))
+    if job is None or step is None or own != (rank, size):
+        return ""
+    attempt = first_of(environment, ("SLURM_RESTART_COUNT",)) or 0
+    return f"Slurm job {job}, step {step}, attempt {attempt}"
+
+
+def step_of(environment: Mapping[str, str]) -> str | None:
+    """Return the number of the step that srun started; None in a batch script or a shell."""
+    step = first_of(environment, ("SLURM_STEP_ID",))
+    return step if step is not None and int(step) < SCRIPTS else None
+
+
 def first_host(nodes: str) -> str:
-    """Return the first host in a list in SLURM's notation: node07 for node[07-09,12],gpu1."""
-    head, _, tail = nodes.partition("[")
-    if not tail or "," in head:
-        return head.partition(",")[0]
-    inside, _, after = tail.partition("]")
-    return head + re.split("[-,]", inside)[0] + after.partition(",")[0]
+    """Return the first host in a list of Slurm: rack0node07 for rack[0-1]node[07-09,12],gpu1."""
+    count = 1
+    while count:  # inner brackets before outer ones
+        nodes, count = BRACKETS.subn(first_item, nodes)
+    return nodes.partition(",")[0].strip()
+
+
+def first_item(brackets: re.Match[str]) -> str:
+    """Return the first item of a list in brackets; of a range, its first number."""
+    item = brackets[1].partition(",")[0].strip()
+    return item.partition("-")[0] if RANGE.fullmatch(item) else item
 
 
 def first_of(environment: Mapping[str, str], names: tuple[str, ...]) -> str | None:

@@ -244,7 +244,8 @@ def meet(peers: Peers, size: int, host: str, port: int, timeout: float, run: str
         door = Door(peers, group, *place)
     except CommunicationError as error:
         if rank == 0 and (answer := occupant(group, host, port, error.__cause__)):
-            raise CommunicationError(f"{error}; {answer}", rank=0) from error
+            problem = f"rank 0 cannot listen at {host}:{port}: {answer}"
+            raise CommunicationError(problem, rank=0) from error
         raise
     try:
         if rank:

@@ -12,10 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CommunicationError, DeviceError, printable
+from ..errors import CommunicationError, ConfigError, DeviceError, printable
 from .communicator import check_color
 from .exchanges import MIXED, Exchanges, raw
-from .sockets import first_of
+from .sockets import contradiction, first_of
 
 DATA, NUMBERS = range(2)  # message tags of arrays, and of ``_gather_rows``
 PRINTED = 0.3  # seconds in which mpiexec can forward printed output before it ends all processes
@@ -49,7 +49,7 @@ class MpiCommunicator(Exchanges):
     DeviceError
         mpi4py or an MPI library is not installed.
     ConfigError
-        timeout is not positive.
+        timeout is not positive; or RANK or WORLD_SIZE is set and contradicts mpiexec.
     CommunicationError
         In an exchange: another rank did not take part in time, or ranks made different calls.
     FrameworkError
@@ -61,6 +61,11 @@ class MpiCommunicator(Exchanges):
         self._mpi = load_mpi()
         self._comm = (self._mpi.COMM_WORLD if comm is None else comm).Dup()
         self.rank, self.size = self._comm.Get_rank(), self._comm.Get_size()
+        problem = contradiction(os.environ) if comm is None else ""
+        own = self._mpi.Get_processor_name(), problem
+        self._hosts, problems = zip(*self._comm.allgather(own), strict=True)
+        if problem := next(filter(None, problems), ""):  # on all ranks, so that all of them end
+            raise ConfigError(problem)
         world = self._mpi.COMM_WORLD.Get_size()
         local = int(first_of(os.environ, ("MPI_LOCALNRANKS",)) or world)
         self._cores = local <= (os.cpu_count() or 1)
@@ -118,9 +123,11 @@ class MpiCommunicator(Exchanges):
                 for request, _, array in pending:
                     request.Cancel()
                     self._sent.append((request, array))  # MPI may still write into the array
-                names = ", ".join(map(str, late))
+                hosts = dict.fromkeys(self._hosts[rank] for rank in late)
+                names = f"{', '.join(map(str, late))} on {', '.join(hosts)}"
                 problem = f"rank {self.rank}: {call} waited {self.timeout:g} s for rank {names}"
-                raise CommunicationError(f"{problem}; see what it printed", rank=late[0])
+                cure = "its process may be busy or gone, or the network; see what it printed"
+                raise CommunicationError(f"{problem}; {cure}", rank=late[0])
             if pending and polls > SPINS:
                 share, most = LATER if self._cores else SHARED
                 time.sleep(min(max(NAP, waited * share), most))

@@ -18,7 +18,8 @@ from .exchanges import Exchanges
 from .mpi import MpiCommunicator
 from .sockets import SocketCommunicator, first_of
 
-LOCAL_RANK = ("LOCAL_RANK", "SLURM_LOCALID")
+# The index that torchrun, mpiexec, mpirun or srun sets; an inner launcher comes first.
+LOCAL_RANK = ("LOCAL_RANK", "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK", "SLURM_LOCALID")
 Host = MpiCommunicator | SocketCommunicator
 
 

@@ -198,7 +198,8 @@ def rendezvous(environment: Mapping[str, str]) -> tuple[int, int, str, int]:
     on the first node of the step, and the numbers of the job and of the step determine the port.
     If the launcher reports that all ranks are on one machine, they connect on loopback.
     """
-    check_launchers(environment)
+    if problem := contradiction(environment):
+        raise ConfigError(problem)
     rank, size = (first_of(environment, names) for names in (RANKS, SIZES))
     address, port = map(environment.get, PLACE)
     if address is None and "SLURM_PROCID" in environment:
@@ -223,15 +224,15 @@ def rendezvous(environment: Mapping[str, str]) -> tuple[int, int, str, int]:
     return int(rank or 0), int(size or 0), address, int(port or 0) + port_is_taken
 
 
-def check_launchers(environment: Mapping[str, str]) -> None:
-    """Raise ConfigError if RANK or WORLD_SIZE contradicts the variable of another launcher.
+def contradiction(environment: Mapping[str, str]) -> str:
+    """Return how RANK or WORLD_SIZE contradicts the variable of another launcher; "" if neither.
 
     An inner launcher may start several processes in each task of an outer one.  Thus nothing is
     compared under torchrun, and with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT only if both
     launchers started the same number of processes.  In a batch script, the task is always 0.
     """
     if "TORCHELASTIC_RUN_ID" in environment:
-        return
+        return ""
     (inner, own), *others = LAUNCHERS.items()
     is_whole = all(environment.get(name) for name in (*own, *PLACE))
     for outer, names in others:
@@ -243,7 +244,8 @@ def check_launchers(environment: Mapping[str, str]) -> None:
             if None not in (values[name], values[other]) and values[name] != values[other]:
                 problem = f"{name}={values[name]} of {inner} and {other}={values[other]} of {outer}"
                 cure = f"unset {', '.join(own)}, or start ranks with one launcher"
-                raise ConfigError(f"from_environment: {problem} contradict each other; {cure}")
+                return f"{problem} contradict each other; {cure}"
+    return ""
 
 
 def run_of(environment: Mapping[str, str]) -> str:

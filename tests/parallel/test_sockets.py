@@ -210,35 +210,6 @@ def test_a_crowd_of_callers_takes_bounded_memory() -> None:
     door.close()
 
 
-def test_a_second_claim_of_a_rank_is_refused() -> None:
-    """The first has it, and exchanges go on; the second learns why."""
-    port, first = free_port(), threading.Event()
-
-    def work(rank: int) -> None:
-        if rank == 3:
-            first.wait(30)
-            with pytest.raises(CommunicationError, match="own RANK") as refused:
-                SocketCommunicator(1, 3, port=port, timeout=30)
-            assert refused.value.rank == 1
-            done.set()
-            return
-        if rank == 2:
-            first.wait(30)
-            done.wait(30)
-        comm = SocketCommunicator(rank, 3, port=port, timeout=30)
-        assert comm.all_gather(np.array([rank])).tolist() == [0, 1, 2]
-
-    done, add = threading.Event(), Peers.add
-
-    def noted(self: Peers, other: int, link: socket.socket) -> None:
-        add(self, other, link)
-        first.set()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Peers, "add", noted)
-        in_threads(4, work)
-
-
 def test_another_key_is_an_error_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Both say what to do: the caller now, the one that waits when its time is over."""
     port, keys = free_port(), threading.local()

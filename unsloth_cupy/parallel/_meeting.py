@@ -282,7 +282,7 @@ def late(door: Door, missing: set[int], timeout: float) -> CommunicationError:
     if door.name not in (door.host, "localhost") and ip_address(door.host).is_loopback:
         cure += f"; MASTER_ADDR={door.name} is {door.host} here, which other machines cannot reach"
     if door.wrong:
-        cure += f"; {door.wrong} callers had another key: {COPY}"
+        cure += f"; callers with another key: {door.wrong}; {COPY}"
     return CommunicationError(f"{problem}; {cure}", rank=min(missing))
 
 

@@ -149,7 +149,7 @@ class Peers:
         """Return why the connection of a rank ended."""
         is_silent = time.monotonic() - self.arrival[rank] > SILENT - 5  # timers are coarse
         if isinstance(error, TimeoutError) or (isinstance(error, OSError) and is_silent):
-            return f"{LOST}: {self.silence(rank)}; its process, its machine or the network is gone"
+            return f"{LOST}: {self.silence(rank)}; its process or the network may be gone"
         return f"{LOST}; see what its process on {self.hosts[rank]} printed"
 
     def leave(self) -> None:

@@ -88,12 +88,32 @@ def _tiled(b: Array, width: int) -> Array:
 
 def operations(a: dict[str, Any]) -> int:
     """Return the operations of q @ k.T and p @ v, for the keys that causal and window allow."""
-    queries, keys = a["q"].shape[1], a["k"].shape[1]
-    columns = a["q"].shape[3] + a["v"].shape[3]
-    left, right = a.get("window") or (None, None)
-    right = 0 if a.get("causal") else right
+    batch, queries, heads, dim = a["q"].shape
+    pairs = _pairs(queries, a["k"].shape[1], a.get("causal"), a.get("window"))
+    return int(2 * batch * heads * pairs * (dim + a["v"].shape[3]))
+
+
+def operations_varlen(a: dict[str, Any]) -> int:
+    """Return the operations of packed sequences of equal lengths; of others there are more."""
+    (tokens, heads, dim), sequences = a["q"].shape, max(1, a["k_offsets"].shape[0] - 1)
+    sizes = tokens // sequences, a["k"].shape[0] // sequences
+    pairs = sequences * _pairs(*sizes, a.get("causal"), a.get("window"))
+    return int(2 * heads * pairs * (dim + a["v"].shape[2]))
+
+
+def operations_paged(a: dict[str, Any]) -> int:
+    """Return the operations of queries at the end of full rows of pages."""
+    batch, queries, heads, dim = a["q"].shape
+    keys = a["page_table"].shape[1] * a["k_pages"].shape[1]
+    pairs = _pairs(queries, keys, a.get("causal", True), a.get("window"))
+    return int(2 * batch * heads * pairs * (dim + a["v_pages"].shape[3]))
+
+
+def _pairs(queries: int, keys: int, causal: Any, window: Any) -> int:
+    """Return the pairs of a query and a key that causal and window allow."""
+    left, right = window or (None, None)
+    right = 0 if causal else right
     position = np.arange(queries) + keys - queries
     last = np.full(queries, keys - 1) if right is None else np.minimum(position + right, keys - 1)
     first = 0 if left is None else np.maximum(position - left, 0)
-    pairs = int(np.maximum(last - first + 1, 0).sum())
-    return int(2 * a["q"].shape[0] * a["q"].shape[2] * pairs * columns)
+    return int(np.maximum(last - first + 1, 0).sum())

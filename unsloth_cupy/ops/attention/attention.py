@@ -152,7 +152,7 @@ def attention(
     f" v(batch, keys, kv_heads, value_dim), {OPERANDS}"
     " -> out(batch, queries, heads, value_dim), lse(batch, heads, queries): stat"
     " where heads % kv_heads",
-    torch=lambda nn, t, o: nn.attended(t),
+    torch=lambda nn, t, o: nn.attended(t, o),
     operations=operations,
 )
 def attention_forward(

@@ -13,6 +13,7 @@ from ...core.op import op
 from ...errors import ConfigError
 from ._options import Options, Window, check_options
 from ._pages import OPERANDS, attend_pages, check_keys, launch_pages
+from ._products import operations_paged
 from .attention_paged_int8 import attention_paged_int8_forward
 
 
@@ -113,6 +114,7 @@ def attention_paged(
     " where heads % kv_heads",
     widen=False,  # a cache is large: only the parts that are read are widened
     no_gradient="it reads a paged cache, which exists only in inference",
+    operations=operations_paged,
 )
 def attention_paged_forward(
     q: Array,

@@ -11,6 +11,7 @@ from ...core.dtypes import Array
 from ...core.op import op
 from ._options import Options, Window, check_options
 from ._pages import OPERANDS, attend_pages, check_keys, launch_pages
+from ._products import operations_paged
 
 
 @op(
@@ -21,6 +22,7 @@ from ._pages import OPERANDS, attend_pages, check_keys, launch_pages
     " where heads % kv_heads",
     widen=False,  # a cache is large: only the parts that are read are widened
     no_gradient="it reads a paged cache, which exists only in inference",
+    operations=operations_paged,
 )
 def attention_paged_int8_forward(
     q: Array,

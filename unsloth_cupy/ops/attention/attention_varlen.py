@@ -17,6 +17,7 @@ from ._backward import launch_backward
 from ._decode import launch_attention
 from ._forward import launch_forward
 from ._options import TILE, Options, Window, check_options
+from ._products import operations_varlen
 from ._scores import Scores
 from .attention import attend, attend_backward
 from .sequences import Padded, check_longest, longest, share_of, sides_of
@@ -114,7 +115,8 @@ def attention_varlen(
 
 @op(
     f"{PACKED}, {OPERANDS} -> out(tokens, heads, value_dim), lse(heads, tokens): stat"
-    " where heads % kv_heads"
+    " where heads % kv_heads",
+    operations=operations_varlen,
 )
 def attention_varlen_forward(
     q: Array,
@@ -278,3 +280,4 @@ attention_varlen_forward.require(check_options)
 attention_varlen_forward.require(check_longest)
 attention_varlen_backward.require(check_options)
 attention_varlen_backward.require(check_longest)
+attention_varlen_backward.facts["operations"] = lambda a: operations_varlen(a) * 5 // 2

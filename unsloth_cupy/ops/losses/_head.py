@@ -44,6 +44,12 @@ def check_max_bytes(call: str, max_bytes: int | None) -> None:
         raise ConfigError(f"{call}(max_bytes={max_bytes}): it must be positive")
 
 
+def operations(a: dict[str, Any]) -> int:
+    """Return the operations of the logits, and of dx and dweight where a call returns them."""
+    products = 1 + sum(a.get(name) is not None for name in ("dx", "dweight"))
+    return int(2 * a["x"].size * a["weight"].shape[0] * products)
+
+
 def head_bytes(
     rows: int,
     hidden: int,

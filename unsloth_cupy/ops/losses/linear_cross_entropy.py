@@ -13,7 +13,7 @@ import numpy as np
 from ...core.arrays import contiguous, empty
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
-from ._head import check_max_bytes, chunks, gradients
+from ._head import check_max_bytes, chunks, gradients, operations
 from ._launch import launch_gradients, launch_losses, refused
 from ._rows import Options, check_labels, check_options, logit_gradients, losses
 
@@ -98,7 +98,7 @@ def linear_cross_entropy(
     torch=lambda nn, t, o: nn.cross_entropy(
         nn.linear(t["x"], t["weight"]), t["labels"], t.get("class_weights"), reduction="none"
     ),
-    operations=lambda a: 2 * a["x"].size * a["weight"].shape[0],
+    operations=operations,
 )
 def linear_cross_entropy_forward(
     x: Array,
@@ -202,9 +202,4 @@ linear_cross_entropy_forward.require(check_max_bytes)
 linear_cross_entropy_backward.require(check_max_bytes)
 
 
-linear_cross_entropy_backward.facts["operations"] = lambda a: (
-    2
-    * a["x"].size
-    * a["weight"].shape[0]
-    * (1 + sum(a.get(n) is not None for n in ("dx", "dweight")))
-)
+linear_cross_entropy_backward.facts["operations"] = operations

@@ -15,7 +15,7 @@ from ...core.arrays import contiguous, empty
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ...errors import ConfigError
-from ._head import check_max_bytes, gradients
+from ._head import check_max_bytes, gradients, operations
 from ._launch import launch_both, refused
 from ._rows import Options, check_labels, check_options, logit_gradients, losses
 
@@ -26,12 +26,7 @@ from ._rows import Options, check_labels, check_options, logit_gradients, losses
     " class_weights?(vocab): table"
     " -> loss(*rows): stat, dx(*rows, hidden), dweight(vocab, hidden)",
     widen=False,  # products take 16-bit operands as they are
-    operations=lambda a: (
-        2
-        * a["x"].size
-        * a["weight"].shape[0]
-        * (1 + sum(a.get(n) is not None for n in ("dx", "dweight")))
-    ),
+    operations=operations,
     no_gradient="it returns the gradients",
 )
 def linear_cross_entropy_gradients(

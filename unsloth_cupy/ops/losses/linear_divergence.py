@@ -12,7 +12,7 @@ import numpy as np
 from ...core.dtypes import FLOAT32, Array
 from ...core.op import op
 from ..common.gemm import gemm
-from ._head import Rows, check_head, check_max_bytes, chunks, head_gradients
+from ._head import Rows, check_head, check_max_bytes, chunks, head_gradients, operations
 from ._rows import parts
 from .divergence import Head, Options, beta_of, check_options, launch, loss_and_slopes
 
@@ -118,12 +118,17 @@ def linear_divergence(
     )
 
 
+def _operations(a: dict[str, Any]) -> int:
+    """Return the operations of the student's products, and of the teacher's logits."""
+    return operations(a) + int(2 * a["teacher_x"].size * a["weight"].shape[0])
+
+
 @op(
     "x(*rows, hidden), weight(vocab, hidden), teacher_x(*rows, inner): constant,"
     " teacher_weight(vocab, inner): constant, bias?(vocab): param, teacher_bias?(vocab): constant,"
     " mask?(*rows): bool -> loss(*rows): stat",
     widen=False,  # products take 16-bit operands as they are
-    operations=lambda a: 2 * (a["x"].size + a["teacher_x"].size) * a["weight"].shape[0],
+    operations=_operations,
 )
 def linear_divergence_forward(
     x: Array,
@@ -241,6 +246,7 @@ def _check(
 for each in (linear_divergence_forward, linear_divergence_backward):
     each.require(_check)
     each.require(check_max_bytes)
+linear_divergence_backward.facts["operations"] = _operations
 
 
 # ---- chunks -------------------------------------------------------------------------------------

@@ -19,7 +19,7 @@ from ...core.target import target_of
 from ..activations.softmax import finite
 from ..common import faults
 from ..common.checks import refuse_number
-from ._head import Rows, check_head, check_max_bytes, chunks, head_gradients
+from ._head import Rows, check_head, check_max_bytes, chunks, head_gradients, operations
 from ._launch import Access, access_of, row_threads
 from ._rows import check_labels, parts
 
@@ -156,7 +156,7 @@ def linear_log_probs(
     " -> log_probs(*rows): stat, entropy(*rows): stat, log_sum_squares(*rows): stat,"
     " mean_logit(*rows): stat, top1(*rows): bool, lse(*rows): stat, largest(*rows): stat",
     widen=False,  # products take 16-bit operands as they are
-    operations=lambda a: 2 * a["x"].size * a["weight"].shape[0],
+    operations=operations,
 )
 def linear_log_probs_forward(
     x: Array,
@@ -361,12 +361,7 @@ for each in (linear_log_probs_forward, linear_log_probs_backward):
     each.require(_check)
     each.require(check_head)
     each.require(check_max_bytes)
-linear_log_probs_backward.facts["operations"] = lambda a: (
-    2
-    * a["x"].size
-    * a["weight"].shape[0]
-    * (1 + sum(a.get(n) is not None for n in ("dx", "dweight")))
-)
+linear_log_probs_backward.facts["operations"] = operations
 
 
 # ---- rows ---------------------------------------------------------------------------------------

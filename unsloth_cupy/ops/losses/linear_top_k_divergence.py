@@ -19,7 +19,7 @@ from ...errors import ConfigError, RangeError
 from ..activations.softmax import finite
 from ..common import faults
 from ..linear.linear import flat
-from ._head import Rows, check_head, check_max_bytes
+from ._head import Rows, check_head, check_max_bytes, operations
 from ._launch import Access, access_of, row_threads
 from .divergence import Head, log_softmax, numbers_of, of_kernels
 from .linear_divergence import Student, by_parts, gradients_of, loss_of
@@ -118,7 +118,7 @@ def linear_top_k_divergence(
     " log_probs(*rows, few): constant, bias?(vocab): param, mask?(*rows): bool"
     " -> loss(*rows): stat",
     widen=False,
-    operations=lambda a: 2 * a["x"].size * a["weight"].shape[0],
+    operations=operations,
 )
 def linear_top_k_divergence_forward(
     x: Array,
@@ -186,6 +186,7 @@ def _launch_backward(
 for each in (linear_top_k_divergence_forward, linear_top_k_divergence_backward):
     each.require(check_head)
     each.require(check_max_bytes)
+linear_top_k_divergence_backward.facts["operations"] = operations
 
 
 def _student(

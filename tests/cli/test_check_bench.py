@@ -21,6 +21,7 @@ from unsloth_cupy.core import target as core_target
 from unsloth_cupy.core.call import bind
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import KernelError
+from unsloth_cupy.profiling.cards import CARDS
 
 from ..machines import stand_in
 
@@ -126,6 +127,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeGpu]:
         setattr(cupy, name, value)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(machine, "gpus", lambda: ([machine.Gpu("Fake 9", "9.0", 1 << 30)], ""))
+    monkeypatch.setattr(bench, "card_here", lambda number: CARDS["h200"])
     # NumPy arrays have no .data.ptr: where a fake lies does not matter here
     monkeypatch.setattr("unsloth_cupy.ops.common.elementwise.lanes", lambda row, *arrays: 1)
     monkeypatch.setattr(timing, "_address", id)
@@ -401,6 +403,64 @@ def test_products_may_bound_an_op(gpu: FakeGpu, monkeypatch: pytest.MonkeyPatch)
     assert timing.shares(row, report, clock)["of_roofline"] == pytest.approx(0.75)
 
 
+@pytest.mark.parametrize(("rate", "expected"), [(1979.0, 0.25), (None, None), (100.0, 1.0)])
+def test_products_of_codes_have_the_rate_of_the_datasheet(
+    rate: float | None, expected: float | None
+) -> None:
+    """No clock measures it: the call would fail."""
+    row: dict[str, Any] = {"op": "int8_linear_forward", "dtype": "bfloat16", "microseconds": 2.0}
+    row |= {"bytes": 2000, "gb_per_s": 1.0, "operations": 0.25 * 1979e12 * 2e-6}
+    facts = {"copy_gb_per_s": 4.0, "product_tflop_per_s": {}, "int8_top_per_s": rate}
+    if rate == 100.0:
+        row["operations"] = rate * 1e12 * 2e-6
+    assert timing.shares(row, facts, None)["of_roofline"] == (expected and pytest.approx(expected))
+    assert facts["product_tflop_per_s"] == {}
+    backward = row | {"op": "int8_quantize_forward", "operations": 0}
+    assert timing.shares(backward, facts, None)["of_roofline"] == 0.25
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("window", [None, (3, None)])
+def test_packed_and_paged_attention_count_the_products_of_attention(
+    causal: bool, window: Any
+) -> None:
+    """Two sequences count as a batch of two; pages as a row of as many keys."""
+    rng, options = np.random.default_rng(0), {"causal": causal, "window": window}
+    q, k = rng.random((2, 8, 4, 16)), rng.random((2, 8, 2, 16))
+    arrays: dict[str, Any] = {"q": q, "k": k, "v": k[..., :8]}
+    expected = OPS["attention_forward"].facts["operations"](arrays | options)
+    offsets = np.array([0, 8, 16])
+    packed = {name: array.reshape(16, *array.shape[2:]) for name, array in arrays.items()}
+    packed |= {"q_offsets": offsets, "k_offsets": offsets}
+    pages = k.reshape(4, 4, 2, 16)
+    paged = {"q": q, "k_pages": pages, "v_pages": pages[..., :8]}
+    paged |= {"page_table": np.arange(4).reshape(2, 2)}
+    for name, own in (
+        ("attention_varlen_forward", packed),
+        ("attention_paged_forward", paged),
+        ("attention_paged_int8_forward", paged),
+    ):
+        assert OPS[name].facts["operations"](own | options) == expected
+    backward = OPS["attention_varlen_backward"].facts["operations"]
+    assert backward(packed | options) == 5 * expected // 2
+    by_default = OPS["attention_forward"].facts["operations"](arrays | {"causal": True})
+    assert OPS["attention_paged_forward"].facts["operations"](paged) == by_default
+
+
+@pytest.mark.parametrize(
+    ("name", "logits"),
+    [("linear_divergence", 2), ("linear_top_k_divergence", 1), ("linear_log_probs", 1)],
+)
+def test_a_backward_pass_of_a_head_counts_what_it_recomputes(name: str, logits: int) -> None:
+    """One product for each matrix of logits, and one for each gradient."""
+    call = draw(OPS[f"{name}_forward"], SMALL._replace(inner=64))
+    outputs = call.run()
+    backward = call.backward(outputs, call.seeds(outputs, every=False))
+    one = 2 * 32 * 64 * 40
+    assert timing.operations(call, outputs) == logits * one
+    assert timing.operations(backward, backward.run()) == (logits + 2) * one
+
+
 def test_write_renews_the_block_between_the_markers(
     gpu: FakeGpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -501,8 +561,9 @@ def test_peers_compute_the_same() -> None:
     pytest.importorskip("torch", reason="needs the extra `peers` (torch)")
     from unsloth_cupy.bench import peers
 
-    for name in [name for name in forward_ops() if "torch" in OPS[name].facts]:
-        call = draw(OPS[name], SMALL)
+    names = [name for name in forward_ops() if "torch" in OPS[name].facts]
+    for name, options in [*((n, {}) for n in names), ("attention_forward", {"causal": True})]:
+        call = draw(OPS[name], SMALL, options=options)
         outputs = call.run()
         seeds = call.seeds(outputs, every=False)
         results = {}

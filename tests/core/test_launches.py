@@ -20,24 +20,27 @@ from unsloth_cupy import (
     AdamW,
     LossScaler,
     clip_gradients,
+    explain,
     linear,
     measure_gradients,
     rms_norm,
     softmax,
     swiglu,
 )
-from unsloth_cupy.bench import timing
 from unsloth_cupy.bench.cases import Call, Scale, draw, forward_ops
 from unsloth_cupy.core.dtypes import BFLOAT16, KERNEL_DTYPES
-from unsloth_cupy.core.gpu import CupyTarget
+from unsloth_cupy.core.gpu import CupyTarget, compiler_options
 from unsloth_cupy.core.op import OPS, op
 from unsloth_cupy.core.signature import parts
 from unsloth_cupy.core.target import Limits
 from unsloth_cupy.errors import DTypeError, UnslothCupyError
+from unsloth_cupy.kernel_cache import unit
 from unsloth_cupy.ops.attention import _decode
 from unsloth_cupy.ops.losses import _launch
 from unsloth_cupy.ops.norms import _norm
+from unsloth_cupy.profiling import explanation
 
+from ..code.programs import performance
 from ..code.programs.variants import Form, backward_call, constants
 from ..code.programs.variants import call as call_of_zeros
 from ..harness.parity import outputs_of, within_rule
@@ -48,7 +51,6 @@ from ..machines.stand_in import (
     Function,
     HostReadError,
     HostWriteError,
-    Launch,
     gpu,
 )
 
@@ -470,19 +472,17 @@ def test_memory_is_counted_until_it_is_let_go() -> None:
         assert (machine.held, machine.peak) == (0, 1536 + 1024)
 
 
-def asked_by_bench(name: str, dtype: Any, capability: str) -> list[Launch]:
+def asked_by_bench(name: str, dtype: Any, capability: str) -> list[explanation.Launch]:
     """Return the launches of ``bench`` for an op and its backward op, each kernel once."""
-    distinct: dict[tuple[str, str], Launch] = {}
-    for scale in timing.DEVICE_SCALES:
-        drawn = draw(OPS[name], scale, random=False).cast(dtype, constants=True)
-        with gpu(capability) as machine:
-            call = drawn.mapped(lambda a, there=machine: there.array(a.shape, a.dtype))
-            outputs = call.run()
-            backward = call.op.backward
-            if backward is not None and backward.launch is not None:
-                form = Form({}, (), dtype, False, {})
-                backward_call(call, outputs, machine, form).launches()
-            distinct |= {(launch.kernel, launch.source): launch for launch in machine.launches}
+    distinct = {}
+    for each in filter(None, (OPS[name], OPS[name].backward)):
+        for _, kind, call in performance.calls(each.__name__) if each.launch is not None else ():
+            if kind == dtype:
+                steps = explain(
+                    each, **call.arrays, **call.options, device=f"sm_{capability}"
+                ).steps
+                launches = (launch for step in steps for launch in step.launches)
+                distinct |= {(launch.kernel, launch.source): launch for launch in launches}
     return [*distinct.values()]
 
 
@@ -596,9 +596,8 @@ def test_what_bench_asks_for_compiles_and_can_be_launched(name: str, dtype: Any)
     if capability not in LIMITS:
         pytest.skip(f"the stand-in has no machine of capability {capability}")
     for launch in asked_by_bench(name, dtype, capability):
-        kernel = cupy.RawModule(code=launch.source, options=launch.options).get_function(
-            launch.kernel
-        )
+        source = unit(cupy, launch.source, compiler_options(launch.source))
+        kernel = cupy.RawModule(**source).get_function(launch.kernel)
         if launch.shared:
             kernel.max_dynamic_shared_size_bytes = launch.shared
-        assert kernel.max_threads_per_block >= launch.threads, launch.kernel
+        assert kernel.max_threads_per_block >= math.prod(launch.block), launch.kernel

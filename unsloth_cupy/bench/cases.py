@@ -7,7 +7,7 @@ define: the size of every axis, and valid values for arrays such as offsets and 
 import difflib
 import inspect
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,11 +18,14 @@ from ..core.signature import Operand, shape_of
 from ..errors import ConfigError
 
 SEQUENCES, PAGE = 2, 16  # sequences packed into a row; tokens per page of a cache
-EXPERTS, CHOSEN = 8, 2  # number of experts; experts per token
 
 
 class Scale(NamedTuple):
-    """The sizes of the arrays of a call; ``asv_benchmarks`` uses the defaults."""
+    """The sizes of the arrays of a call; ``asv_benchmarks`` uses the defaults.
+
+    Without ``queries`` there is one for each of the ``tokens``, and without ``outputs`` a matrix
+    has as many rows as columns, ``hidden``.  ``batch`` counts the rows of a cache.
+    """
 
     tokens: int = 1024
     hidden: int = 1024
@@ -31,6 +34,12 @@ class Scale(NamedTuple):
     heads: int = 8
     kv_heads: int = 2
     dim: int = 64
+    experts: int = 8
+    k: int = 2  # experts of a token
+    batch: int = 1
+    queries: int | None = None
+    outputs: int | None = None
+    few: int = 4  # rows of a product that reads codes
 
 
 def forward_ops() -> list[str]:
@@ -84,25 +93,25 @@ def composed(names: Iterable[str]) -> list[str]:
 def sizes(scale: Scale) -> dict[str, Any]:
     """Return the size of each axis, and the values of required options."""
     tokens, part = scale.tokens, scale.tokens // SEQUENCES
+    row_pages, outputs = tokens // PAGE, scale.outputs or scale.hidden
     return {
         **scale._asdict(),
         "rows": (tokens,),
         "axes": (tokens, scale.hidden),
         "columns": scale.hidden,
         "inputs": scale.hidden,
-        **dict.fromkeys(("outputs", "outputs2", "outputs3"), scale.hidden),
+        **dict.fromkeys(("outputs", "outputs2", "outputs3"), outputs),
         **dict.fromkeys(("rank", "rank2", "rank3"), 16),
         "ranks": 32,  # the sum of the LoRA ranks of two adapters
-        "few": 4,
         **{"one": 1, "state": 128, "bound": 1.0},
         "half": scale.dim // 2,
         "value_dim": scale.dim,
-        "batch": 1,
+        "queries": scale.queries or tokens,
         "sequences": SEQUENCES,
         **{"states": 1, "channels": scale.hidden, "previous": 3, "value_heads": scale.heads},
-        **dict.fromkeys(("queries", "keys", "key_tokens", "length", "slots", "candidates"), tokens),
+        **dict.fromkeys(("keys", "key_tokens", "length", "slots", "candidates"), tokens),
         **dict.fromkeys(("max_queries", "max_keys"), part),
-        **dict.fromkeys(("pages", "max_pages", "row_pages"), tokens // PAGE),
+        **{"pages": scale.batch * row_pages, "max_pages": row_pages, "row_pages": row_pages},
         "page": PAGE,
         "axis": -1,  # a 16-bit sum over all axes would overflow
         "start": 0,
@@ -115,9 +124,9 @@ def sizes(scale: Scale) -> dict[str, Any]:
         **dict.fromkeys(("q_rows", "k_rows"), tokens),
         "groups": 1,
         "top_groups": 1,
-        **{"experts": EXPERTS, "k": CHOSEN, "count": EXPERTS, "both": 2 * scale.inner},
-        "assignments": CHOSEN * tokens,
-        "assigned": (tokens, CHOSEN),
+        **{"count": scale.experts, "both": 2 * scale.inner},
+        "assignments": scale.k * tokens,
+        "assigned": (tokens, scale.k),
         "masked": (tokens,),
         "int8": True,  # the kernel for many rows exists only with int8 products
         "key": np.s_[1:],
@@ -133,7 +142,8 @@ def sizes(scale: Scale) -> dict[str, Any]:
 
 def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], Any]]:
     """Return functions that create arrays whose values must be valid, by array name or OP.ARRAY."""
-    tokens = scale.tokens
+    tokens, batch, k, experts = scale.tokens, scale.batch, scale.k, scale.experts
+    codes = scale.hidden * (scale.outputs or scale.hidden)  # of a quantized matrix
     angles = np.outer(np.arange(tokens), 1e4 ** (-2 * np.arange(scale.dim // 2) / scale.dim))
     offsets = np.linspace(0, tokens, SEQUENCES + 1).astype(int)
     return {
@@ -151,13 +161,13 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         ),
         "q_offsets": lambda: offsets,
         "k_offsets": lambda: offsets,
-        "offsets": lambda: np.linspace(0, CHOSEN * tokens, EXPERTS + 1).astype(int),
+        "offsets": lambda: np.linspace(0, k * tokens, experts + 1).astype(int),
         **dict.fromkeys(
             ("order", "places"),
-            lambda: rng.permutation(CHOSEN * tokens).reshape(tokens, CHOSEN).astype(np.int32),
+            lambda: rng.permutation(k * tokens).reshape(tokens, k).astype(np.int32),
         ),
-        "route_backward.experts": lambda: rng.integers(0, EXPERTS, (tokens, CHOSEN), np.int32),
-        "sort_by_expert_forward.experts": lambda: rng.integers(0, EXPERTS, (tokens, CHOSEN)),
+        "route_backward.experts": lambda: rng.integers(0, experts, (tokens, k), np.int32),
+        "sort_by_expert_forward.experts": lambda: rng.integers(0, experts, (tokens, k)),
         # keys of length 1, so that corrections do not grow
         **dict.fromkeys(
             ("gated_delta_rule.q", "gated_delta_rule.k"),
@@ -166,9 +176,9 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         "decay": lambda: -rng.random((1, tokens, scale.heads)),
         "gated_delta_rule.beta": lambda: rng.random((1, tokens, scale.heads)),
         "positions": lambda: np.arange(tokens)[None],
-        "page_table": lambda: rng.permutation(tokens // PAGE)[None],
-        "lengths": lambda: np.array([tokens]),
-        "starts": lambda: np.zeros(1, int),
+        "page_table": lambda: rng.permutation(batch * (tokens // PAGE)).reshape(batch, -1),
+        "lengths": lambda: np.full(batch, tokens),
+        "starts": lambda: np.zeros(batch, int),
         "cos": lambda: np.cos(angles),  # a rotation: values do not grow when repeated in place
         "sin": lambda: np.sin(angles),
         "alibi": lambda: 2.0 ** -np.arange(1, scale.heads + 1),
@@ -178,8 +188,6 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         "ternary_scores_forward.q": lambda: _planes(rng, tokens, scale.hidden),
         "ternary_scores_forward.k": lambda: _planes(rng, tokens, scale.hidden),
         "ternary_dense_.scale": lambda: rng.random((1, 1)),
-        # without a page_table: one row of slots
-        "latent_attention_forward.latents": lambda: rng.standard_normal((1, tokens, scale.dim)),
         **dict.fromkeys(
             ("kv_append_int8_.keys", "kv_append_int8_.values"),
             lambda: np.zeros((1, tokens, scale.kv_heads, scale.dim), np.int8),
@@ -187,17 +195,17 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
         "kv_append_int8_.scales": lambda: rng.random((2, 1, tokens, scale.kv_heads)),
         **dict.fromkeys(
             ("nf4_dequantize_.packed", "nf4_product_.packed", "nf4_rounded_sum_.packed"),
-            lambda: rng.integers(0, 256, scale.hidden**2 // 2, np.uint8),
+            lambda: rng.integers(0, 256, codes // 2, np.uint8),
         ),
         **dict.fromkeys(
             ("nf4_dequantize_.absmax", "nf4_product_.absmax", "nf4_rounded_sum_.absmax"),
-            lambda: rng.random(scale.hidden**2 // 64) * scale.hidden**-0.5,
+            lambda: rng.random(codes // 64) * scale.hidden**-0.5,
         ),
         "int8_dequantize_.absmax": lambda: rng.random(tokens),
-        "int8_few_rows_.absmax": lambda: rng.random(scale.hidden),
+        "int8_few_rows_.absmax": lambda: rng.random(scale.outputs or scale.hidden),
         **dict.fromkeys(
             ("rounded_sum_.sizes", "nf4_rounded_sum_.sizes"),
-            lambda: rng.random(scale.hidden**2 // 64) + 1,
+            lambda: rng.random(codes // 64) + 1,
         ),
         "square": lambda: rng.random((tokens, scale.hidden)),  # a mean of squares, at least 0
         # log-probabilities are at most 0; class weights are at least 0
@@ -302,11 +310,12 @@ def draw(
     op: Op[..., Any],
     scale: Scale,
     *,
+    options: Mapping[str, Any] = {},
     optional: bool = False,
     random: bool = True,
     numbers: Any = None,
 ) -> Call:
-    """Return a call with random, writable float32 arrays on the host.
+    """Return a call with random, writable float32 arrays on the host, and these options.
 
     ``optional`` also creates optional arrays, where the signature defines their values.  Without
     ``random``, arrays of arbitrary values are zero, which is faster.  ``numbers``, a generator of
@@ -317,6 +326,7 @@ def draw(
         known["shape"] = (2, *known["axes"])
     if op.__name__ == "latent_attention_forward":  # the only op whose scale has no default
         known |= {"scale": scale.dim**-0.5, "rank": max(1, scale.dim // 2)}
+        known |= {"pages": scale.batch, "page": scale.tokens}  # without a page_table: rows of slots
     creators = meaning(scale, rng)
     arrays: dict[str, Any] = dict.fromkeys(op.names)
     for operand in op.contract.inputs:
@@ -329,7 +339,8 @@ def draw(
         else:
             source = rng if numbers is None else numbers
             arrays[operand.name] = _array(operand, known, source if random else None)
-    return Call(op, arrays, {name: known[name] for name in op.options & known.keys()})
+    own = {name: known[name] for name in op.options & known.keys()}
+    return Call(op, arrays, own | dict(options))
 
 
 def _drawable(operand: Operand) -> bool:

@@ -24,10 +24,12 @@ def turned(x: Any, t: Tensors) -> Any:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def attended(t: Tensors) -> Any:
+def attended(t: Tensors, options: Options) -> Any:
     """Return torch attention of q, k and v, with the axes (batch, tokens, heads, dim)."""
     q, k, v = (t[name].transpose(1, 2) for name in "qkv")
-    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+    causal = options.get("causal", False)
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+    return out.transpose(1, 2)
 
 
 # Functions for ``op.facts["torch"]``, which receives the required arrays of ``cases.draw``.
@@ -48,17 +50,18 @@ LIGER_OVERWRITES = ("swiglu",)  # its backward op cannot run twice on the same a
 
 
 def contestants(
-    call: Call, seeds: dict[str, Any] | None, gpu: bool
+    call: Call, seeds: dict[str, Any] | None, gpu: bool, compiled: bool = True
 ) -> tuple[dict[str, Callable[[], Any]], list[str]]:
     """Return the peers of a forward call by name, and a note about each peer that fails.
 
-    With ``seeds`` (upstream gradients), the peers compute the gradients of the inputs.
+    With ``seeds`` (upstream gradients), the peers compute the gradients of the inputs.  Without
+    ``compiled`` torch.compile is left out, which takes seconds for each new shape.
     """
     name, notes = call.op.__name__, []
     functions: dict[str, Callable[..., Any]] = {}
     if ours := call.op.facts.get("torch"):
         functions["torch"] = plain = functools.partial(ours, NN)
-    if gpu and ours:
+    if gpu and ours and compiled:
         torch.compiler.reset()  # otherwise it stops compiling after a few shapes
         torch._functorch.config.donated_buffer = False  # backward runs many times
         functions["torch.compile"] = torch.compile(plain, dynamic=False)

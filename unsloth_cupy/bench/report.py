@@ -74,6 +74,8 @@ def _ceilings(report: Report) -> str:
         f"products of {dtype} {rate:.0f} TFLOP/s"
         for dtype, rate in report["product_tflop_per_s"].items()
     ]
+    if rate := report.get("int8_top_per_s"):
+        products.append(f"products of int8 {rate:.0f} TOP/s by the datasheet")
     return ", ".join([f"a copy moves {report['copy_gb_per_s']:.0f} GB/s", *products])
 
 
@@ -83,7 +85,7 @@ def _peers(report: Report) -> list[str]:
 
 
 def _size(row: dict[str, Any]) -> str:
-    return " x ".join(map(str, row["size"]))
+    return row.get("case") or " x ".join(map(str, row["size"]))
 
 
 def _time(microseconds: float) -> str:
@@ -231,9 +233,11 @@ def block(confirmed: dict[str, Any]) -> str:
             continue
         facts = confirmed[op]["facts"]
         run = runs.setdefault(f"{_where(facts)}: {_about(facts)}", len(runs) + 1)
-        largest = {row["dtype"]: row for row in confirmed[op]["rows"]}  # sizes ascend
-        for dtype in [name for name in ("bfloat16", "float32") if name in largest] or largest:
-            row, faster = largest[dtype], "-"
+        largest = {(r.get("case", ""), r["dtype"]): r for r in confirmed[op]["rows"]}  # they ascend
+        common = {key: row for key, row in largest.items() if key[1] != "float16"}
+        ordered = sorted((common or largest).items(), key=lambda item: item[0][0] != "")
+        for (_, dtype), row in ordered:  # rows of models follow
+            faster = "-"
             if row["peers"]:
                 best = min(row["peers"], key=row["peers"].get)
                 faster = f"{ratio(row['peers'][best], row['microseconds'])} ({best})"
@@ -248,7 +252,8 @@ def block(confirmed: dict[str, Any]) -> str:
         )
     lines += ["", "The roofline time is the maximum of two times, measured on the device in the"]
     lines += ["same run: a copy of the same number of bytes, and a matrix product with the same"]
-    lines += ["number of operations. 2.00x: the peer takes twice as long.", ""]
+    lines += ["number of operations; for products of 8-bit codes it is the rate of the datasheet."]
+    lines += ["2.00x: the peer takes twice as long.", ""]
     lines += ["Changed since: the code of the kernel, or of a header that it includes, has changed"]
     lines += ["after the run, so the current time may differ."]
     return "\n".join([*lines, *(f"\nRun {number}: {about}" for about, number in runs.items())])

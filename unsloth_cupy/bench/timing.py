@@ -13,6 +13,7 @@ from ..core.source import code_digest
 from ..core.target import using
 from ..memory.planned import Planned, Shapes
 from .cases import Call, Scale, draw
+from .model_shapes import LARGE, ONLY, SHAPES, Shape
 from .report import OURS
 
 HOST_SCALES = (
@@ -21,7 +22,7 @@ HOST_SCALES = (
 )
 DEVICE_SCALES = (
     Scale(tokens=2048, hidden=2048, inner=5632, vocab=32768, heads=16, kv_heads=4, dim=128),
-    Scale(tokens=8192, hidden=4096, inner=14336, vocab=32768, heads=32, kv_heads=8, dim=128),
+    LARGE,
 )
 
 
@@ -29,18 +30,24 @@ def shares(row: dict[str, Any], report: dict[str, Any], clock: Any) -> dict[str,
     """Return the speed of a row as a fraction of a copy of the same bytes, and of the roofline.
 
     The roofline time is the longer of the time of such a copy and the time of a matrix product with
-    the same number of operations.  It is None for integer products, whose rate is not measured.
+    the same number of operations.  Products of 8-bit codes are compared with the rate of the
+    datasheet, as no library here runs them; without it, their roofline is None.
     """
     if not (report["copy_gb_per_s"] and row["bytes"]):
         return {"of_copy": None, "of_roofline": None}
     of_copy = row["gb_per_s"] / report["copy_gb_per_s"]
+    if not row["operations"]:
+        return {"of_copy": of_copy, "of_roofline": of_copy}
     if OPS[row["op"]].facts.get("integers"):
-        return {"of_copy": of_copy, "of_roofline": None}
-    of_product, products = 0.0, report["product_tflop_per_s"]
-    if row["operations"]:
+        rate = report["int8_top_per_s"]
+        if rate is None:
+            return {"of_copy": of_copy, "of_roofline": None}
+    else:
+        products = report["product_tflop_per_s"]
         if row["dtype"] not in products:
             products[row["dtype"]] = clock.product_rate(row["dtype"]) / 1e12
-        of_product = row["operations"] / row["microseconds"] / 1e6 / products[row["dtype"]]
+        rate = products[row["dtype"]]
+    of_product = row["operations"] / row["microseconds"] / 1e6 / rate
     return {"of_copy": of_copy, "of_roofline": max(of_copy, of_product)}
 
 
@@ -49,31 +56,52 @@ def launches(op: Op[..., Any]) -> bool:
     return op.launch is not None or (op.backward is not None and op.backward.launch is not None)
 
 
+def shapes_of(name: str, on_gpu: bool) -> list[Shape]:
+    """Return the shapes in which to time a forward op: shapes of models, then ascending sizes."""
+    named = SHAPES.get(name, ()) if on_gpu else ()
+    scales = DEVICE_SCALES if on_gpu else HOST_SCALES
+    if named and name in ONLY:
+        return [*named]
+    return [*named, *(Shape("", scale, {}, KERNEL_DTYPES) for scale in scales)]
+
+
+def has_backward(shape: Shape) -> bool:
+    """Return whether a backward pass is timed too: a call that decodes one token has none."""
+    return shape.scale.queries != 1
+
+
 def timed(
     op: Op[..., Any], clock: Any, gpu: str | None, peers: bool
 ) -> Iterator[tuple[dict[str, Any], list[str]]]:
-    """Time an op and its backward op in all sizes and dtypes; on a GPU, only with a kernel."""
+    """Time an op and its backward op in all shapes and dtypes; on a GPU, only with a kernel."""
     place: Callable[[Any], Any] = np.copy
     rng = None
     if gpu is not None:
         place, rng = cupy().asarray, cupy().random.default_rng(0)
-    for scale in HOST_SCALES if gpu is None else DEVICE_SCALES:
-        drawn = draw(op, scale, numbers=rng)
-        for dtype in KERNEL_DTYPES:
+    for shape in shapes_of(op.__name__, gpu is not None):
+        drawn = draw(op, shape.scale, options=shape.options, numbers=rng)
+        for dtype in shape.dtypes:
             forward = drawn.cast(dtype, constants=True).mapped(place)
             if gpu is None or op.launch is not None:
-                yield _row(forward, forward, None, dtype, clock, gpu, peers)
-            backward = op.backward
+                yield _row(shape.name, forward, forward, None, dtype, clock, gpu, peers)
+            backward = op.backward if has_backward(shape) else None
             if backward is not None and (gpu is None or backward.launch is not None):
                 outputs = forward.run()
                 drawn_seeds = forward.seeds(outputs, every=False, rng=rng)
                 seeds = {name: place(a) for name, a in drawn_seeds.items()}
                 call = forward.backward(outputs, seeds)
-                yield _row(call, forward, seeds, dtype, clock, gpu, peers)
+                yield _row(shape.name, call, forward, seeds, dtype, clock, gpu, peers)
 
 
 def _row(
-    call: Call, forward: Call, seeds: Any, dtype: Any, clock: Any, gpu: str | None, peers: bool
+    case: str,
+    call: Call,
+    forward: Call,
+    seeds: Any,
+    dtype: Any,
+    clock: Any,
+    gpu: str | None,
+    peers: bool,
 ) -> tuple[dict[str, Any], list[str]]:
     """Time a call and its peers; return a row of the report, and notes."""
     others: dict[str, Callable[[], Any]] = {}
@@ -81,33 +109,48 @@ def _row(
     if peers:
         from .peers import contestants
 
-        others, notes = contestants(forward, seeds, gpu is not None)
+        others, notes = contestants(forward, seeds, gpu is not None, compiled=not case)
     ran_as = "NumPy definition on the CPU"
     if gpu is not None:
         kernel = call.mapped(lambda a: a.copy()).launches()
         ran_as = f"{'kernel' if kernel else 'definition'} on {gpu}"
-    in_place = call.op.__name__.endswith("_")  # overwritten arrays are read and written
-    outputs = (call.mapped(lambda a: a.copy()) if in_place else call).run()
-    moved = traffic(call, outputs)
+    numbers = counted(call)
+    moved = numbers["bytes"]
     seconds, runs = clock([call, *others.values()])
-    lead = next(a for a in call.arrays.values() if a is not None)
     return {
         "op": call.op.__name__,
+        "case": case,
         "dtype": dtype.name,
-        "size": list(lead.shape),
-        "shapes": {name: list(a.shape) for name, a in call.arrays.items() if a is not None},
+        **numbers,
+        "shapes": shapes(call),
         "ran_as": ran_as,
         "sources": sources(call) if gpu is not None else {},
         "microseconds": seconds[0] * 1e6,
         "runs": runs,
-        "bytes": moved,
-        "operations": operations(call, outputs),
         "gb_per_s": moved / seconds[0] / 1e9 if moved else None,
         "peers": {name: s * 1e6 for name, s in zip(others, seconds[1:], strict=True)},
         "percentiles": dict(
             zip((OURS, *others), (each.percentiles for each in seconds), strict=True)
         ),
     }, notes
+
+
+def shapes(call: Call) -> dict[str, list[int]]:
+    """Return the shapes of the arrays of a call."""
+    return {name: list(a.shape) for name, a in call.arrays.items() if a is not None}
+
+
+def counted(call: Call) -> dict[str, Any]:
+    """Return the size of a call in tables, and its bytes and operations."""
+    in_place = call.op.__name__.endswith("_")  # overwritten arrays are read and written
+    outputs = (call.mapped(lambda a: a.copy()) if in_place else call).run()
+    arrays = [a for a in call.arrays.values() if a is not None]
+    lead = next((a for a in arrays if a.ndim > 1), arrays[0])  # dloss has one number a row
+    return {
+        "size": list(lead.shape),
+        "bytes": traffic(call, outputs),
+        "operations": operations(call, outputs),
+    }
 
 
 class Sources(Shapes):

@@ -21,6 +21,7 @@ from ..bench.timing import launches, shares, timed
 from ..core.op import Op
 from ..errors import ConfigError
 from ..files import atomic_path
+from ..profiling.cards import card_here
 from .options import FILE, NewFile, NewPicture
 from .progress import progress
 
@@ -84,6 +85,7 @@ def bench(
         "method": clock.method,
         "copy_gb_per_s": clock.copy_rate() / 1e9 if isinstance(clock, DeviceClock) else None,
         "product_tflop_per_s": {},
+        "int8_top_per_s": None if gpu is None else card_here(0).rate("int8", "quantized"),
         "ops": [],
         "rows": [],
         "notes": [],

@@ -19,6 +19,7 @@ import numpy as np
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from tests.code.programs.beside_peers import report as peers  # noqa: E402
 from unsloth_cupy import attention, explain, plan_memory, shape  # noqa: E402
 from unsloth_cupy.bench.report import COLOURS as PEERS  # noqa: E402
 from unsloth_cupy.bench.report import draw_times  # noqa: E402
@@ -233,6 +234,11 @@ def draw_beside(path: Path) -> None:
     save_picture(picture, path)
 
 
+def draw_peers(path: Path) -> None:
+    """Draw steps of training beside other libraries, of tests/code/programs/beside_peers."""
+    peers.draw(path, measured("beside-peers"))
+
+
 def draw_loss(path: Path) -> None:
     """Draw the loss curve of a run of ``unsloth-cupy finetune``, as the run itself draws it."""
     draw_curve(path, measured("loss")["lines"], "A small Llama learns the Python documentation")
@@ -289,6 +295,7 @@ def blocks() -> dict[str, list[str]]:
     return {
         "beside": [*table, "", *facts_of(result, command)],
         "cpu": facts_of(measured("cpu"), timed),
+        "peers": peers.section(measured("beside-peers")) if peers.RESULTS.exists() else [],
     }
 
 
@@ -318,6 +325,8 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "memory": draw_memory,
     "trace": draw_trace,
 }
+if peers.RESULTS.exists():  # of a GPU
+    PICTURES["beside-peers"] = draw_peers
 
 if __name__ == "__main__":
     if unknown := {*sys.argv[1:]} - PICTURES.keys():

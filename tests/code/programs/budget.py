@@ -19,13 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unsloth_cupy.bench import report
 from unsloth_cupy.core.source import source_root
 from unsloth_cupy.profiling import binary
 
 from ...machines.cuda_on_cpu.build import kept_file
 from ...machines.stand_in import Launch
-from . import costs_file
+from . import costs_file, performance
 from .variants import ARCHITECTURES, Variant, constants, variants
 
 PAGE = Path(__file__).parents[3] / "docs/performance.md"
@@ -177,7 +176,7 @@ def write(kernels: Iterable[str] = ()) -> None:
     if spilled := [str(variant) for variant, each in used if each.spilled or each.local]:
         sys.exit(f"the table is not written, as these use local memory: {', '.join(spilled)}")
     costs_file.replace("kernels", text(head, lines))
-    report.renew(PAGE)
+    performance.renew(PAGE)
 
 
 if __name__ == "__main__":

@@ -215,9 +215,9 @@ def sanitized(tool: str, report: Path) -> str:
 
 
 def names() -> list[str]:
-    """Return the steps, the fastest to find a fault first."""
-    tools = ("memcheck ops", "initcheck ops")
-    return [f"large {name}" for name in kernels()] + [f"repeat {k}" for k in classes()] + [*tools]
+    """Return the steps: first the tools that have not run, then the fastest to find a fault."""
+    tools = ["memcheck ops", "initcheck ops"]
+    return [*tools, *(f"large {name}" for name in kernels()), *(f"repeat {k}" for k in classes())]
 
 
 def process_of(step: str) -> str:

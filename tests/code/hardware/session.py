@@ -3,9 +3,11 @@
     first      the environment, the rates of the GPU, and the primitives
     tests      the tests marked ``gpu``: one of each kind and dtype, then the rest; several
                processes share the GPU, as compilation takes CPU time
-    checks     the time that the host takes for a call, with nothing beside it; then large arrays,
-               many launches, all kernels under compute-sanitizer: see ``checks``
-    times      the ops and their peers, after several processes have compiled their kernels
+    peers      whole steps of training beside other libraries: see ``programs.beside_peers``
+    times      the ops, those of changed kernels first, after several processes have compiled them
+    checks     the time that the host takes for a call, with nothing beside it; then all kernels
+               under compute-sanitizer, large arrays, many launches: see ``checks``
+    ops        the other comparisons of ``programs.beside_peers``
 
 Each result is written to FOLDER/results.jsonl at once and shown in report.md, so that an
 interrupted run keeps its results.  With the same folder, a session continues: what passed is not
@@ -16,6 +18,7 @@ import contextlib
 import hashlib
 import importlib.util
 import json
+import math
 import os
 import re
 import shutil
@@ -28,6 +31,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import date
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
@@ -58,9 +62,11 @@ DTYPES = ("float16", "bfloat16", "float32")
 HERE = "tests/code/hardware/test_hardware.py::test_on_a_gpu"  # primitives
 COMPILED = "test_what_bench_asks_for_compiles_and_can_be_launched"
 ALONE = "test_a_small_call_takes_the_host_little_more_than_cupys_add"
-STEPS = ("first", "tests", "checks", "times")
+STEPS = ("first", "tests", "peers", "times", "checks", "ops")
 BENCH = (sys.executable, "-m", "unsloth_cupy", "bench")
 CHECKS = (sys.executable, "-m", "tests.code.hardware.checks")
+BESIDE = (sys.executable, "-m", "tests.code.programs.beside_peers")
+PEERS = 240  # seconds for whole steps beside other libraries, of 15 minutes in all
 FIRST = ("cross_entropy", "rms_norm", "swiglu", "rope_qk", "linear_cross_entropy")
 LAST = "attention_forward"  # with a grid of shapes, for which other ops would wait a minute
 OPTIONS = ("-m", "gpu", "-o", "addopts=", "-W", "default", "-p", "no:cacheprovider")  # of pytest
@@ -274,6 +280,18 @@ class Session:
         else:
             self.results.add("quiet", "passed")
 
+    def beside(self, step: str, *options: str, seconds: float = math.inf) -> None:
+        """Compare with other libraries for some seconds; a later call continues."""
+        self.quiet()
+        out, begun = self.results.folder / "beside", time.monotonic()
+        limit = min(seconds, self.left())
+        words = [*BESIDE, "--out", out, "--seconds", int(limit), *options]
+        own: Any = {"cwd": self.root, "env": ENVIRONMENT}
+        status, text = finished(words, limit + CALM, **own)
+        outcome = "hung" if status is None else "failed" if status else "passed"
+        said = "\n".join(text.splitlines()[-8:])
+        self.results.add(step, outcome, time.monotonic() - begun, said)
+
     def tests(
         self, *paths: str, chosen: Callable[[str], bool] = lambda name: True, again: bool = False
     ) -> None:
@@ -421,15 +439,14 @@ def everything(folder: Path, minutes: float, steps: Sequence[str] = STEPS) -> No
     for page in (ROOT / "docs").glob("performance.*"):
         if not (folder / page.name).exists():
             shutil.copy(page, folder)
-    lacks = {step: lacking["times" if step == "times" else "tests"] for step in STEPS}
-    chosen = [step for step in STEPS if step in steps and not lacks[step]]
+    run: dict[str, Callable[[Session], None]] = {"first": first, "tests": tests, "peers": peers}
+    run |= {"times": partial(time_ops, lacking=lacking), "checks": checks, "ops": ops}
+    needs = {"times": "times", "peers": "peers", "ops": "peers"}
+    chosen = [step for step in STEPS if step in steps and not lacking[needs.get(step, "tests")]]
     before = signal.signal(signal.SIGTERM, session.stop)
     try:
         for step in chosen:
-            if step == "times":
-                time_ops(session, lacking)
-            else:
-                {"first": first, "tests": tests, "checks": checks}[step](session)
+            run[step](session)
         keep_fixtures(results.lines, device)
     finally:
         end_all()
@@ -451,6 +468,16 @@ def tests(session: Session) -> None:
     session.tests(*marked(), chosen=lambda name: not name.endswith(ALONE))
 
 
+def peers(session: Session) -> None:
+    """Compare whole steps of training with other libraries."""
+    session.beside("peers", "--only", "lora", "full", "packed", seconds=PEERS)
+
+
+def ops(session: Session) -> None:
+    """Make the comparisons that are left."""
+    session.beside("ops")
+
+
 def checks(session: Session) -> None:
     """Run the test that must be alone, and check all ops in other ways than tests do."""
     from . import checks
@@ -462,21 +489,24 @@ def checks(session: Session) -> None:
 
 
 def time_ops(session: Session, lacking: dict[str, list[str]]) -> None:
-    """Time the ops, beside peers or alone: those first that have no time yet.
+    """Time the ops, beside peers or alone: first those that lack a time of the current kernels.
 
-    Then come those on which a model's time depends.  The kernels of either are compiled before, by
-    several processes, as this machine may have none of them.
+    Ops on which a model's time depends lead either part.  The kernels of either are compiled
+    before, by several processes, as this machine may have none of them.
     """
     from unsloth_cupy.bench.cases import chosen
     from unsloth_cupy.bench.report import confirmed
     from unsloth_cupy.bench.timing import launches
 
+    from ..programs.performance import untimed
+
     page = session.results.folder / "performance.md"
-    ops = [op.__name__ for op in (*chosen(*FIRST), *chosen()) if launches(op)]
-    known = [op for op in dict.fromkeys(ops) if op in confirmed(page) and op != LAST]
+    every = (*chosen(*FIRST), *chosen())
+    ops = dict.fromkeys(op.__name__ for op in every if launches(op) and op.__name__ != LAST)
+    owed = {*untimed(confirmed(page)).ops()}
     options = ["--write", str(page), *["--peers"] * (not lacking["peers"])]
-    new = [op for op in dict.fromkeys(ops) if op not in (*known, LAST)]
-    for batch in (new, [*known, LAST]):
+    first, known = ([op for op in ops if (op in owed) == which] for which in (True, False))
+    for batch in (first, [*known, LAST]):
         if not lacking["tests"]:
             compiled = {f"{COMPILED}[{op}" for op in batch}
             session.tests(

@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 
-from unsloth_cupy.bench.report import check_markers, confirmed
+from unsloth_cupy.bench.report import changed, check_markers, confirmed
 
 from ...core import test_launches
+from ..programs import performance
 from . import fixtures, processes, session
 from .fixtures import read
 from .session import HERE, Results, Session, in_order, keep_fixtures
@@ -329,7 +330,7 @@ def test_what_a_machine_lacks_is_said_first_and_left_out(
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name in lacks else importlib.util
     )
-    for step in ("rates", "tests", "quiet", "times"):
+    for step in ("rates", "tests", "quiet", "times", "beside"):
         monkeypatch.setattr(Session, step, noted(step))
     folder = tmp_path / "found"
     session.everything(folder, 1)
@@ -341,13 +342,21 @@ def test_what_a_machine_lacks_is_said_first_and_left_out(
     assert "GPU; driver 13000; CuPy 1" in (folder / "report.md").read_text()
     assert ("check" in steps) == ("tests" in steps)
     if not lacks:
-        expected = ["rates", "tests", "tests", "quiet", "tests", "check"]
-        assert steps == [*expected, *["tests", "quiet", "times"] * 2]
+        timed = ["tests", "quiet", "times"] * 2
+        assert steps[:4] == ["rates", "tests", "tests", "beside"]
+        assert steps[4:] == [*timed, "quiet", "tests", "check", "beside"]
+        (whole, *only), (rest,) = (given for what, *given in done if what == "beside")
+        assert (whole, *only) == ("peers", "--only", "lora", "full", "packed")
+        assert rest == "ops"
     if "times" in steps:
-        (new, *_), (ops, *options) = (given for what, *given in done if what == "times")
-        assert (ops[0], ops[-1]) == ("cross_entropy_forward", session.LAST)
-        assert len(ops) == len({*ops}) > 20
-        assert {*confirmed(folder / "performance.md")}.isdisjoint(new)
+        (first, *_), (rest, *options) = (given for what, *given in done if what == "times")
+        known = confirmed(folder / "performance.md")
+        assert first[0] == "cross_entropy_forward"
+        assert rest[-1] == session.LAST
+        assert len({*first, *rest}) == len(first) + len(rest) > 50
+        assert {*first} | {session.LAST} >= performance.untimed(known).ops()
+        stale = [n for n, each in known.items() if any(changed(r["sources"]) for r in each["rows"])]
+        assert {performance.owner(name) for name in stale}.isdisjoint(rest[:-1])
         assert options[:2] == ["--write", str(folder / "performance.md")]
         assert options[2:] == ([] if lacks else ["--peers"])
         assert check_markers(folder / "performance.md") is None

@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+import unsloth_cupy  # noqa: F401 -- registers torch
+from unsloth_cupy.core.frameworks import FRAMEWORKS
+
 WARM, RUNS, HOST_RUNS = 3, 25, 20
 L2 = 256 << 20  # bytes, overwritten before each call: more than any L2 cache holds
 PERIOD = 0.003  # seconds between two samples of the card's memory
@@ -39,18 +42,14 @@ class Machine(NamedTuple):
         """Return a tensor as an array over the same memory; other values unchanged."""
         if not isinstance(value, torch.Tensor):
             return value
-        value = value.detach()
-        if not self.on_gpu:
-            return value.numpy()
-        import cupy
-
-        return cupy.from_dlpack(value.contiguous())
+        return FRAMEWORKS["torch"].adopt(value.detach().contiguous())
 
     def tensor(self, value: Any) -> torch.Tensor:
         """Return an array as a tensor over the same memory."""
         if isinstance(value, torch.Tensor):
             return value
-        return torch.from_dlpack(value) if self.on_gpu else torch.from_numpy(np.asarray(value))
+        result: torch.Tensor = FRAMEWORKS["torch"].give_back(value, None)
+        return result
 
     def wait(self) -> None:
         """Wait for the GPU."""

@@ -176,6 +176,35 @@ def test_a_run_ends_with_its_time(processes: list[list[str]], tmp_path: Path) ->
     assert json.loads((tmp_path / "beside.json").read_text())["lines"] == []
 
 
+def test_a_process_writes_its_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever fails in it is a line, too."""
+    pytest.importorskip("torch", reason=NEEDED)
+    from .programs.beside_peers import ops
+
+    def run(*words: object) -> None:
+        monkeypatch.setattr(sys, "argv", ["beside_peers", "--device", "cpu", *map(str, words)])
+        program.main()
+
+    file = tmp_path / "beside.jsonl"
+    run("--child", "swiglu", "", file)
+    monkeypatch.setattr(ops, "rms_norm", lambda machine: 1 / 0)
+    run("--child", "rms_norm", "", file)
+    lines = program.lines_of(file)
+    assert {line["contestant"] for line in lines if "seconds" in line} == {OURS, "torch"}
+    fault = {
+        "case": "rms_norm",
+        "contestant": "",
+        "note": "fails: ZeroDivisionError: division by zero",
+    }
+    assert lines[-1] == fault
+    run("--rates", tmp_path / "rates.json")
+    assert json.loads((tmp_path / "rates.json").read_text())["device"] == "CPU"
+    run("--list", "--only", "packed")
+    assert capsys.readouterr().out.splitlines()[0] == " 40 s packed 495M unsloth_cupy"
+
+
 RESULT: dict[str, Any] = {
     "facts": {"device": "a GPU", "torch": "2", "copy_gb_per_s": 1e3, "product_tflop_per_s": 500.0},
     "lines": [

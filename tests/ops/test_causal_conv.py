@@ -46,6 +46,8 @@ class TestCausalConv(KernelParity):
         case("odd channels", 7, 3, 9, batch=2, given=["bias"], activation=None),
         case("no activation", 8, 2, 6, batch=1, given=["initial"], activation=None),
         case("one tap", 8, 1, 6, batch=2, given=["bias", "initial"]),
+        case("five taps", 16, 5, 12, batch=1, given=["bias"]),
+        case("six taps", 16, 6, 15, batch=1, given=["initial"]),
         case("eight taps", 16, 8, 20, batch=1, given=["initial"]),
         case("texts", 16, 4, 3, 0, 70, 1, 0, 2, given=["bias", "initial"], kind=np.int32),
         case("texts without states", 8, 4, 1, 2, 64, 65),
@@ -157,3 +159,19 @@ def test_wrong_calls() -> None:
         uc.causal_conv(x, weight, initial=np.ones((2, 4, 3), np.float32))
     with pytest.raises(ConfigError, match="choose from 'silu', None"):
         uc.causal_conv(x, weight, activation="gelu")
+
+
+@pytest.mark.parametrize(
+    "offsets", [[0, 3, 5], [4, 6, 9], [0, 7, 2], [0, 9, 4, 20], [-3, 5, 9], [9, 9, 9]], ids=str
+)
+def test_kernels_end_whatever_offsets_a_device_holds(offsets: list[int]) -> None:
+    """The host does not read them: a kernel stays in its arrays, and processes each token once."""
+    x, weight = np.ones((1, 9, 4), np.float32), np.ones((4, 3), np.float32)
+    initial = np.ones((len(offsets) - 1, 4, 2), np.float32)
+    with emulator():
+        y, final = uc.causal_conv(x, weight, initial=initial, offsets=np.array(offsets))
+        dx, *_ = uc.causal_conv_backward(
+            y, final, x, weight, None, initial=initial, offsets=np.array(offsets)
+        )
+    assert np.isfinite(y).all()
+    assert np.isfinite(dx).all()

@@ -50,6 +50,9 @@ def offsets_of(call: str, lead: Array, offsets: Array | None) -> Any:
 
 
 def tile_of(tokens: int, blocks: int, like: Any) -> int:
-    """Return the tokens of a block: 64, or fewer so that each SM has 8 blocks (half of it)."""
+    """Return the tokens of a block: 64, or fewer so that each SM has up to 8 blocks, half at once.
+
+    One block more than that would be a third wave, in which most SMs are idle.
+    """
     target = 8 * limits(like).processors  # blocks
-    return max(1, min(64, tokens * blocks // target))
+    return max(1, min(64, -(-tokens * blocks // target)))

@@ -92,13 +92,15 @@ class TestInt8LinearLarge(TestInt8Linear):
 
 
 def test_every_row_of_the_table_runs() -> None:
-    there = Limits(90, 227 << 10, 132)
-    assert [resolve(rows, 4096, there) for rows in (1, 16, 17, 64, 4096)] == [
-        TABLE[0][1], TABLE[0][1], TABLE[1][1], TABLE[1][1], TABLE[2][1],
-    ]  # fmt: skip
-    assert resolve(256, 256, there) == TABLE[1][1], "4 blocks leave 128 processors idle"
-    for *_, shared, _ in LIMITS.values():
-        assert all(2 * (tiles.bytes + 1024) <= shared + 1024 for _, tiles in TABLE)
+    seen = set()
+    for arch, (*_, shared, _) in LIMITS.items():
+        limits = Limits(int(arch), shared, 132)
+        chosen = [resolve(rows, 4096, limits) for rows in (1, 16, 17, 64, 4096)]
+        assert chosen[0] == chosen[1] != chosen[2] == chosen[3] != chosen[4]
+        assert resolve(256, 256, limits) == chosen[2], "4 blocks leave 128 processors idle"
+        assert all(2 * (tiles.bytes + 1024) <= shared + 1024 for tiles in chosen)
+        seen |= {*chosen}
+    assert seen == {each for _, several in TABLE for each in several}
 
 
 @pytest.mark.slow

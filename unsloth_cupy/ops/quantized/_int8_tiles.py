@@ -36,28 +36,41 @@ class Tiles(NamedTuple):
         return self.stages * (self.rows + self.outputs) * pitch
 
 
-# Tiles, by the largest number of rows that uses them.  Two blocks fit into 99 KiB (sm_86, sm_89).
+# Tiles, by the largest number of rows that uses them; of each, the first two of which fit into an
+# SM: 228 KiB (sm_90, sm_100), 164 KiB (sm_80) or 100 KiB.
 #
 #   16     reading the weight is the limit: narrow tiles make many blocks, each with 24 KB in
 #          flight, as much as an SM of an H200 needs
 #   64     one tile has all rows: the weight is read once
-#   more   a warp has 32 x 64 sums, in 64 registers, and reads 3 bytes per 64 products
+#   more   a warp has 32 x 64 sums, in 64 registers, and reads 3 bytes per 64 products; there is a
+#          barrier for each stage, so stages are deep
 TABLE = (
-    (16, Tiles(16, 32, 256, 3, 1, 2)),
-    (64, Tiles(64, 64, 128, 3, 2, 2)),
-    (2**63, Tiles(128, 128, 64, 2, 4, 2)),
+    (16, (Tiles(16, 32, 256, 3, 1, 2),)),
+    (64, (Tiles(64, 64, 128, 3, 2, 2),)),
+    (
+        2**63,
+        (
+            Tiles(128, 128, 128, 3, 4, 2),
+            Tiles(128, 128, 128, 2, 4, 2),
+            Tiles(128, 128, 64, 2, 4, 2),
+        ),
+    ),
 )
 
 
 @cache
 def resolve(rows: int, outputs: int, limits: Limits) -> Tiles:
     """Return the tiles for a number of rows; not the largest ones if they would leave SMs idle."""
-    for most, tiles in TABLE[:-1]:
+    fitting = (
+        (most, next(each for each in tiles if 2 * (each.bytes + 1024) <= limits.shared + 1024))
+        for most, tiles in TABLE
+    )
+    *others, (_, large) = fitting
+    for most, tiles in others:
         if rows <= most:
             return tiles
-    large = TABLE[-1][1]
     blocks = -(-rows // large.rows) * -(-outputs // large.outputs)
-    return large if blocks >= limits.processors else TABLE[-2][1]
+    return large if blocks >= limits.processors else others[-1][1]
 
 
 @cache

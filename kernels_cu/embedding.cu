@@ -10,12 +10,15 @@
 //                         allow
 //               THREADS   threads of a block
 //               CHUNK     sorted tokens that are summed in advance, if they are all the same
+//               ROWS      of dweight, of a block
 //
 //   The trick: backward takes sorted tokens, so the t of a row are neighbours, between two
-//   `starts`.  A thread owns one vector of one row of dweight and adds its dx in their order: no
-//   atomics, equal bits, one rounding; a row without a token gets its 0 in the same launch.  A
-//   frequent token would make its thread slow: whole chunks of it are summed in advance, in
-//   parallel.  Forward, a token outside the table gives NaN and a report; backward skips it.
+//   `starts`.  A thread owns one vector of a row of dweight and adds its dx in their order: no
+//   atomics, equal bits, one rounding; a row without a token gets its 0 in the same launch.  Most
+//   rows have none: a block with one row would end before the next one has started, so it has a
+//   few, and reads where the next row ends while it stores this one.  A frequent token would make
+//   its thread slow: whole chunks of it are summed in advance, in parallel.  Forward, a token
+//   outside the table gives NaN and a report; backward skips it.
 #include <common/faults.cuh>
 #include <common/vector.cuh>
 
@@ -79,28 +82,34 @@ embedding_partial(const T *__restrict__ dx, const I *__restrict__ sorted,
     store(partial + chunk * HIDDEN + column, sum);
 }
 
-// order[i] is the t of the i-th sorted token.
-KERNEL(THREADS)
+// order[i] is the t of the i-th sorted token.  With 48 registers nothing spills.
+KERNEL(THREADS, 1280 / THREADS)
 embedding_backward(const T *__restrict__ dx, const long long *__restrict__ order,
                    const long long *__restrict__ starts, const float *__restrict__ partial,
-                   T *__restrict__ dweight) {
-    const long long row = blockIdx.x / TILES;
+                   T *__restrict__ dweight, long long vocab) {
     const int column = (blockIdx.x % TILES * THREADS + threadIdx.x) * LANES;
     if (column >= HIDDEN) return;
-    const long long start = starts[row], end = starts[row + 1];
-    const long long first = (start + CHUNK - 1) / CHUNK, last = end / CHUNK;  // whole chunks
-    const bool whole = first < last;
-    float sum[LANES] = {};
-    add(sum, dx + column, order, start, whole ? first * CHUNK : end);
-    if (whole) {
-#pragma unroll 4
-        for (long long chunk = first; chunk < last; chunk++) {
-            float d[LANES];
-            load(d, partial + chunk * HIDDEN + column);
+    long long row = blockIdx.x / TILES * (long long)ROWS;
+    const long long stop = min(row + ROWS, vocab);
+    long long start = starts[row], end = starts[row + 1];
+    for (; row < stop; row++) {
+        const long long next = starts[min(row + 2, vocab)];
+        const long long first = (start + CHUNK - 1) / CHUNK, last = end / CHUNK;  // whole chunks
+        const bool whole = first < last;
+        float sum[LANES] = {};
+        add(sum, dx + column, order, start, whole ? first * CHUNK : end);
+        if (whole) {
+#pragma unroll 2
+            for (long long chunk = first; chunk < last; chunk++) {
+                float d[LANES];
+                load(d, partial + chunk * HIDDEN + column);
 #pragma unroll
-            for (int j = 0; j < LANES; j++) sum[j] += d[j];
+                for (int j = 0; j < LANES; j++) sum[j] += d[j];
+            }
+            add(sum, dx + column, order, last * CHUNK, end);
         }
-        add(sum, dx + column, order, last * CHUNK, end);
+        store(dweight + row * HIDDEN + column, sum);
+        start = end;
+        end = next;
     }
-    store(dweight + row * HIDDEN + column, sum);
 }

@@ -71,10 +71,12 @@ def _check(call: str, tokens: Array) -> None:
 def _constants(weight: Any, tokens: Any, hidden: int, lanes: int) -> Constants:
     """Return the constants of embedding.cu.
 
-    A thread has one vector, so blocks may be small.  CHUNK is about the square root of how often
-    the most frequent token occurs, so that both a chunk and the list of a token's chunks are short.
+    A thread has one vector, or one in each of ROWS rows of dweight, so blocks may be small.  CHUNK
+    is about the square root of how often the most frequent token occurs, so that both a chunk and
+    the list of a token's chunks are short.
     """
-    return Constants(T=weight, I=tokens, HIDDEN=hidden, LANES=lanes, THREADS=128, CHUNK=64)
+    sizes = {"HIDDEN": hidden, "LANES": lanes, "THREADS": 128, "CHUNK": 64, "ROWS": 4}
+    return Constants(T=weight, I=tokens, **sizes)
 
 
 @embedding.kernel
@@ -127,7 +129,8 @@ def _launch_backward(dx: Array, tokens: Array, weight: Array) -> tuple[None, Arr
     kernel = load("embedding.cu", "embedding_partial", dx, constants)
     kernel[chunks * tiles, threads](dx, selected, order, partial)
     kernel = load("embedding.cu", "embedding_backward", dx, constants)
-    kernel[vocab * tiles, threads](dx, order, starts, partial, dweight)
+    blocks = -(-vocab // constants["ROWS"]) * tiles
+    kernel[blocks, threads](dx, order, starts, partial, dweight, vocab)
     return None, dweight
 
 

@@ -37,6 +37,11 @@ constexpr int VALUES = UNIT / 4, WORDS = VALUES / 8;  // that a lane reads of a 
 constexpr int GROUPS = EXACT ? 1 : ROWS / 8;
 constexpr int PITCH = 16 + 4;  // of sums: lanes write to different banks
 
+// Whether unit + u is one of the units: of those that are SIDE_BY_SIDE, all are, or none.
+DEVICE bool exists(int u, unsigned unit, unsigned units) {
+    return unit + (SIDE_BY_SIDE ? 0 : u) < units;
+}
+
 // The values of a unit that a lane has loaded or is loading.
 struct Part {
     unsigned codes[OWN][WORDS];
@@ -61,10 +66,16 @@ struct Reader {
 
     // Read units from `unit` on; they are at most `units`.
     DEVICE void read(Part (&parts)[UNITS], unsigned unit, unsigned units) const {
+        if (!exists(0, unit, units)) return;
 #pragma unroll
-        for (int u = 0; u < UNITS; u++)
-            if (SIDE_BY_SIDE ? unit < units : unit + u < units) read(parts[u], unit + u);
-        if (SIDE_BY_SIDE && unit < units) read_sizes(parts, unit);
+        for (int i = 0; i < OWN; i++) {
+            const unsigned number = first[i] + unit;
+            const unsigned char *from = packed + (unsigned long long)number * (UNIT / 2);
+#pragma unroll
+            for (int u = 0; u < UNITS; u++)
+                if (exists(u, unit, units)) read(parts[u], i, from + u * (UNIT / 2), number + u);
+        }
+        if constexpr (SIDE_BY_SIDE) read_sizes(parts, unit);
     }
 
     // Read the absmax of all units of a row in one access.
@@ -85,27 +96,23 @@ struct Reader {
         }
     }
 
-    DEVICE void read(Part &part, unsigned unit) const {
+    // Read row i of a unit, and its absmax unless several are read in one access.
+    DEVICE void read(Part &part, int i, const unsigned char *from, unsigned number) const {
+        if constexpr (WIDE) {
+            Vector<unsigned, WORDS> words;
+            fetch(words, reinterpret_cast<const unsigned *>(from));
 #pragma unroll
-        for (int i = 0; i < OWN; i++) {
-            const unsigned number = first[i] + unit;
-            const unsigned char *from = packed + (unsigned long long)number * (UNIT / 2);
-            if constexpr (WIDE) {
-                Vector<unsigned, WORDS> words;
-                fetch(words, reinterpret_cast<const unsigned *>(from));
+            for (int j = 0; j < WORDS; j++) part.codes[i][j] = words.at[j];
+        } else {
 #pragma unroll
-                for (int j = 0; j < WORDS; j++) part.codes[i][j] = words.at[j];
-            } else {
-#pragma unroll
-                for (int j = 0; j < WORDS; j++)
-                    part.codes[i][j] = from[4 * j] | from[4 * j + 1] << 8 | from[4 * j + 2] << 16 |
-                                       (unsigned)from[4 * j + 3] << 24;
-            }
-            if constexpr (!SIDE_BY_SIDE) {
-                const unsigned block = number >> shift;
-                if constexpr (!POWERS) part.size[i] = (float)absmax[DOUBLE ? SCALES + block / 256 : block];
-                if constexpr (IN_BYTES) part.code[i] = codes[block];
-            }
+            for (int j = 0; j < WORDS; j++)
+                part.codes[i][j] = from[4 * j] | from[4 * j + 1] << 8 | from[4 * j + 2] << 16 |
+                                   (unsigned)from[4 * j + 3] << 24;
+        }
+        if constexpr (!SIDE_BY_SIDE) {
+            const unsigned block = number >> shift;
+            if constexpr (!POWERS) part.size[i] = (float)absmax[DOUBLE ? SCALES + block / 256 : block];
+            if constexpr (IN_BYTES) part.code[i] = codes[block];
         }
     }
 };
@@ -191,13 +198,15 @@ nf4_product_(O *out, const T *__restrict__ x, const unsigned char *__restrict__ 
                 weight.read(next, more ? unit + WARPS * UNITS : first, units);
             Vector<T, VALUES> xs[EXACT ? 1 : UNITS][GROUPS];
 #pragma unroll
-            for (int u = 0; u < (EXACT ? 0 : UNITS); u++)
+            for (int i = 0; i < (EXACT ? 0 : GROUPS); i++) {
+                const T *const from = own_x + opaque(x_offset[i] + unit * UNIT);
 #pragma unroll
-                for (int i = 0; i < GROUPS; i++)
-                    if (unit + u < units) read(xs[u][i], own_x + (x_offset[i] + (unit + u) * UNIT));
+                for (int u = 0; u < UNITS; u++)
+                    if (exists(u, unit, units)) read(xs[u][i], from + u * UNIT);
+            }
 #pragma unroll
             for (int u = 0; u < UNITS; u++) {
-                if (unit + u >= units) continue;
+                if (!exists(u, unit, units)) continue;
                 const Part &part = now[u];
                 float size[OWN];
 #pragma unroll

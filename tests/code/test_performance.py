@@ -13,13 +13,15 @@ from unsloth_cupy.bench.model_shapes import SHAPES
 from unsloth_cupy.core import source
 from unsloth_cupy.core.op import OPS
 
+from ..harness.sampling import Sample
 from .programs import performance
 
+TURNS = 3  # days in which every op has its turn
 CONFIRMED = report.confirmed(performance.PAGE)
 CURE = "python -m tests.code.programs.performance --write renews the page"
 
 
-@pytest.mark.parametrize("name", CONFIRMED)
+@pytest.mark.parametrize("name", Sample.one_in(TURNS, CONFIRMED))
 def test_a_row_has_the_counts_of_its_call(name: str) -> None:
     """Bytes, operations and fractions are those that the library counts now, of the row's time."""
     each = CONFIRMED[name]

@@ -202,7 +202,7 @@ def test_a_process_writes_its_lines(
     run("--rates", tmp_path / "rates.json")
     assert json.loads((tmp_path / "rates.json").read_text())["device"] == "CPU"
     run("--list", "--only", "packed")
-    assert capsys.readouterr().out.splitlines()[0] == " 40 s packed 495M unsloth_cupy"
+    assert capsys.readouterr().out.splitlines()[0] == " 90 s packed 495M unsloth_cupy"
 
 
 RESULT: dict[str, Any] = {

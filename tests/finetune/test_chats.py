@@ -474,6 +474,38 @@ class TestWeights:
             Chat(None).spans(messages)
 
 
+SHORT = (  # refuses a chat of a question and an answer, but no longer one
+    "{% if messages | length == 2 and messages[1].role == 'assistant' %}"
+    "{{ raise_exception('too short') }}{% endif %}"
+)
+TAGGED = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        (SHORT + TAGGED, ["The dog.</s>", "Very.</s>"]),
+        (SHORT.replace("== 2", "> 1").replace("[1]", "[-1]") + TAGGED, None),
+        ("{% if messages[1].role == 'assistant' and messages[1].content != 'The dog.' %}"
+         "{{ raise_exception('unknown') }}{% endif %}" + SHORT + TAGGED, None),
+        (SHORT + TAGGED.replace("{{ m.content }}", "{% if loop.last %}{{ m.content }}{% endif %}"),
+         None),
+    ],
+    ids=["accepted", "never", "no other answer", "left out"],
+)  # fmt: skip
+def test_an_answer_that_cannot_be_the_last(
+    template: str, said: list[str] | None, tmp_path: Path
+) -> None:
+    """It is found in the whole chat, unless that is refused, or does not have it."""
+    known = Chat(folder(tmp_path, template))
+    messages = chat("Who?", "The dog.", "Sure?", "Very.")
+    if said is None:
+        with pytest.raises(ConfigError, match="too short"):
+            known.spans(messages)
+        return
+    assert learned(known.spans(messages)) == said
+
+
 class TestTexts:
     """What two texts of a chat have in common, and the tags in them."""
 

@@ -455,7 +455,7 @@ def test_a_link_that_is_cut_names_the_host(
         peers.arrival[1] -= 7
         cut.set()
         assert ended.wait(10)
-    expected = "its connection ended; see what its process on 127.0.0.1 printed"
+    expected = "its connection ended (host 127.0.0.1)"
     if isinstance(reason, TimeoutError):
         expected = (
             "its connection ended: nothing arrived from its host 127.0.0.1 for 7 s; its process"

@@ -150,7 +150,7 @@ class Peers:
         is_silent = time.monotonic() - self.arrival[rank] > SILENT - 5  # timers are coarse
         if isinstance(error, TimeoutError) or (isinstance(error, OSError) and is_silent):
             return f"{LOST}: {self.silence(rank)}; its process or the network may be gone"
-        return f"{LOST}; see what its process on {self.hosts[rank]} printed"
+        return f"{LOST} (host {self.hosts[rank]})"
 
     def leave(self) -> None:
         """Send a farewell to all others, unless an error ends this process."""

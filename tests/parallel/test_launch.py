@@ -19,9 +19,11 @@ from unsloth_cupy.parallel import SocketCommunicator, _meeting, _peers
 from unsloth_cupy.parallel._authkey import AUTHKEY
 from unsloth_cupy.parallel._meeting import MAGIC, RUN, listed
 from unsloth_cupy.parallel._peers import Peers, head_of
+from unsloth_cupy.parallel.nccl import local_rank
 from unsloth_cupy.parallel.sockets import first_host, rendezvous, run_of
 
-from .ranks import free_port
+from .ranks import free_port, needs_mpi
+from .ranks import run as by_mpi
 
 TORCHRUN = {
     "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2",
@@ -482,3 +484,35 @@ def test_a_late_rank_is_named_with_its_host_and_its_silence() -> None:
         with pytest.raises(CommunicationError, match=r"127\.0\.0\.1 for 0 s"):
             comm.receive(np.empty(3, np.float32), 1)
     comm.peers.close()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="needs Linux")
+def test_a_link_that_is_cut_while_data_is_on_its_way_is_lost() -> None:
+    """Probes of an idle connection do not run then, and retransmissions take 15 minutes."""
+    peers = Peers(0)
+    with pair(peers, 1):
+        limit = peers.links[1].getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT)
+        assert limit == 1000 * _peers.SILENT
+    peers.close()
+
+
+# Ranks of mpiexec.
+
+
+@needs_mpi
+@pytest.mark.slow
+def test_ranks_of_mpiexec_that_a_shell_contradicts_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them, although rank 0 itself sees no contradiction."""
+    monkeypatch.setenv("RANK", "0")
+    ended = by_mpi(2, "tests.parallel.everything", "text", "folder", "all", limit=60)
+    assert ended.returncode
+    assert "RANK=0 of torchrun or a shell and PMI_RANK=1 of mpiexec contradict" in ended.stderr
+
+
+def test_the_gpu_of_a_rank_is_that_of_its_own_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slurm starts one process on a node, in which mpiexec or torchrun starts several."""
+    host: Any = None
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    for name, value in (("SLURM_LOCALID", 0), ("MPI_LOCALRANKID", 1), ("LOCAL_RANK", 2)):
+        monkeypatch.setenv(name, str(value))
+        assert local_rank(host) == value

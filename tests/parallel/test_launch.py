@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -72,6 +73,21 @@ def rank(
         return comm.all_gather(np.array([10 * number])).tolist()
 
     return work
+
+
+def in_turn(*works: Callable[[], Any]) -> list[Callable[[], Any]]:
+    """Return works of which each begins when the one before has ended, also with an error."""
+    ends = [threading.Event() for _ in works]
+
+    def work(index: int) -> Any:
+        try:
+            if index:
+                ends[index - 1].wait(20)
+            return works[index]()
+        finally:
+            ends[index].set()
+
+    return [partial(work, index) for index in range(len(works))]
 
 
 # What launchers set.
@@ -234,7 +250,7 @@ def test_steps_of_a_job_do_not_mix(
         works = work(0, 0, 0), work(1, 1, 0.2), work(1, 0, 0.5), work(0, 1, 0.7)
         assert outcomes(*works) == [[0, 10]] * 4
         return
-    first, stranger, own = outcomes(work(0, 0, 0), work(1, 1, 0.2), work(0, 1, 0.6))
+    first, stranger, own = outcomes(work(0, 0, 0), *in_turn(work(1, 1, 0), work(0, 1, 0)))
     assert first == own == [0, 10], "it waited for its own rank"
     place = f"127.0.0.1:{port}"
     sentence = "rank 1 at 127.0.0.1 belongs to another run (Slurm job 17, step 1, attempt 0)"
@@ -246,19 +262,15 @@ def test_steps_of_a_job_do_not_mix(
 def test_another_key_is_named_at_once_and_the_right_rank_is_awaited(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port, keys, seconds = free_port(), threading.local(), []
+    port, keys = free_port(), threading.local()
     monkeypatch.setattr(_meeting, "authkey", lambda: getattr(keys, "own", b"secret of rank 0"))
 
     def stranger() -> Any:
-        keys.own, start = b"another secret", time.monotonic()
-        try:
-            return rank(1, 2, port)()
-        finally:
-            seconds.append(time.monotonic() - start)
+        keys.own = b"another secret"
+        return rank(1, 2, port)()
 
-    first, other, own = outcomes(rank(0, 2, port), stranger, rank(1, 2, port, 1.0))
-    assert first == own == [0, 10]
-    assert seconds[0] < 1, "it ends before the right rank comes"
+    first, other, own = outcomes(rank(0, 2, port), *in_turn(stranger, rank(1, 2, port)))
+    assert first == own == [0, 10], "the stranger ends before rank 0 does"
     assert f"its key differs from the key of the process at 127.0.0.1:{port}" in other
     said = capsys.readouterr().err
     assert said.count("rank 0: a process at 127.0.0.1 has another key, and was refused") == 1
@@ -314,7 +326,7 @@ def test_lists_of_ranks() -> None:
 @pytest.mark.parametrize("sizes", [(2, 4, 4, 4), (4, 2), (3, 3, 4)])
 def test_world_sizes_that_differ(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """Also ranks that call later hear why, while rank 0 is about to end."""
-    monkeypatch.setattr(_meeting, "LINGER", 1.0)
+    monkeypatch.setattr(_meeting, "LINGER", 3.0)
     port = free_port()
     works = [rank(number, size, port, number * 0.2) for number, size in enumerate(sizes)]
     ended = outcomes(*works)
@@ -329,7 +341,7 @@ def test_world_sizes_that_differ(sizes: tuple[int, ...], monkeypatch: pytest.Mon
 def test_two_processes_with_one_rank(
     ranks: tuple[int, ...], twice: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(_meeting, "LINGER", 0.3)
+    monkeypatch.setattr(_meeting, "LINGER", 2.0)
     port, size = free_port(), max(len(ranks), 2)
     ended = outcomes(*(rank(own, size, port, i * 0.3) for i, own in enumerate(ranks)))
     sentence = f"two processes were started as rank {twice}, one at 127.0.0.1 and one at 127.0.0.1"

@@ -183,7 +183,7 @@ class Door:
         if problem:
             with self.peers.changed:
                 if self.peers.misfit is None:
-                    self.uninformed |= {*range(own + 1, size)}
+                    self.uninformed |= {*range(own + 1, min(size, 2**16))}
                     self.peers.misfit = CommunicationError(f"rank {own}: {problem}", rank=rank)
                 self.uninformed.discard(rank)
                 self.peers.changed.notify_all()

@@ -269,8 +269,9 @@ class Settings(Options):
     keep: Sequence[str] = ()
     offload: bool | None = setting(
         "memory",
-        "With {recompute_every}, store the inputs of blocks in host memory.  [default: if a step"
-        " does not fit into the GPU without]",
+        "Store the inputs of recomputed blocks in host memory.  [default: if {recompute_every} is"
+        " set, and a step does not fit into the GPU otherwise]",
+        rare=True,
     )
     chunked_mlp: bool = setting(
         "memory",

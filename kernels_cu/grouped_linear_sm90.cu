@@ -102,14 +102,17 @@ grouped_linear_sm90(const T *__restrict__ a, const T *__restrict__ b, const B *_
             const int depth = depth_of(part);
             int own[ROWS / TURNS];  // rows of a, in FORM 0 and 1
             if constexpr (FORM != 2) find_rows<A_TOP>(own, order, part.first, part.stop);
-            for (int k = 0; k < depth; k += DEPTH) {
-                unsigned char *const left = memory + at.stage * STAGE;
-                unsigned char *const right = left + A_BYTES;
-                int of_a[DEPTH / TURNS], of_b[DEPTH / TURNS];
+            int of_a[DEPTH / TURNS], of_b[DEPTH / TURNS];  // in FORM 2, of the next stage
+            auto find = [&](int k) {
                 if constexpr (FORM == 2) {
                     find_rows<A_TOP>(of_a, order, part.first + k, part.stop);
                     find_rows<B_TOP>(of_b, order, part.first + k, part.stop);
                 }
+            };
+            find(0);
+            for (int k = 0; k < depth; k += DEPTH) {
+                unsigned char *const left = memory + at.stage * STAGE;
+                unsigned char *const right = left + A_BYTES;
                 mbarrier_wait(&barriers.empty[at.stage], at.phase ^ 1);
                 if constexpr (FORM == 2) {
                     copy<DEPTH, ROWS / PANEL>(left, a + part.row, s.m, s.m - part.row,
@@ -130,6 +133,7 @@ grouped_linear_sm90(const T *__restrict__ a, const T *__restrict__ b, const B *_
                             [&](int, int i) { return k + i < s.k ? k + i : -1; });
                 }
                 cp_async_commit();
+                find(k + DEPTH);  // they arrive while this thread waits for an empty stage
                 at.next();
                 if (under_way == AHEAD) {
                     cp_async_wait<AHEAD>();

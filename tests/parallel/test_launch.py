@@ -62,15 +62,15 @@ def outcomes(*works: Callable[[], Any]) -> list[Any]:
 
 
 def rank(
-    number: int, size: int, port: int, after: float = 0.0, **options: Any
+    number: int, size: int, port: int, after: float = 0.0, value: int = 0, **options: Any
 ) -> Callable[[], Any]:
-    """Return the work of a rank: what it gathers from all ranks."""
+    """Return the work of a rank: what it gathers, with ``value`` added to ten times its number."""
 
     def work() -> Any:
         time.sleep(after)
         options.setdefault("timeout", 20)
         comm = SocketCommunicator(number, size, port=port, **options)
-        return comm.all_gather(np.array([10 * number])).tolist()
+        return comm.all_gather(np.array([10 * number + value])).tolist()
 
     return work
 
@@ -228,6 +228,14 @@ def test_the_first_host_is_the_first_of_all_hosts() -> None:
     assert first_host("") == ""
 
 
+def free_pair() -> range:
+    """Return two free ports, one after the other."""
+    for port in range(21000, 31000, 2):
+        with suppress(OSError):
+            return range(free_port([port]), free_port([port + 1]) + 1)
+    raise OSError("no two ports are free")
+
+
 # What can go wrong: one sentence each, and all ranks end.
 
 
@@ -236,7 +244,7 @@ def test_steps_of_a_job_do_not_mix(
     port_of_all: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two steps start at once; rank 1 of each calls when rank 0 of the other is there."""
-    monkeypatch.setattr("unsloth_cupy.parallel.sockets.PORTS", range(free_port(), 2**16, 7919))
+    monkeypatch.setattr("unsloth_cupy.parallel.sockets.PORTS", free_pair())
     port = str(free_port())
 
     def work(step: int, number: int, after: float) -> Callable[[], Any]:
@@ -244,11 +252,12 @@ def test_steps_of_a_job_do_not_mix(
         variables |= {"SLURM_PROCID": str(number)}
         variables |= {"MASTER_PORT": port} if port_of_all else {}
         number, size, _, place = rendezvous(variables)
-        return rank(number, size, place, after, run=run_of(variables))
+        return rank(number, size, place, after, 100 * step, run=run_of(variables))
 
     if not port_of_all:
         works = work(0, 0, 0), work(1, 1, 0.2), work(1, 0, 0.5), work(0, 1, 0.7)
-        assert outcomes(*works) == [[0, 10]] * 4
+        actual = outcomes(*works)
+        assert actual == [[0, 10], [100, 110], [100, 110], [0, 10]]
         return
     first, stranger, own = outcomes(work(0, 0, 0), *in_turn(work(1, 1, 0), work(0, 1, 0)))
     assert first == own == [0, 10], "it waited for its own rank"

@@ -1216,6 +1216,14 @@ class TestNames:
         expected = f"{folder}: reading {len(read)} files; skipping {', '.join(skipped)}"
         assert note == (expected if skipped else "")
 
+    @pytest.mark.parametrize("kind", [*{*data_files.KINDS.values()}, ""])
+    def test_only_a_text_may_hold_zeros(self, kind: str) -> None:
+        for head in (b"a\0b", b"\0", b'{"text": "\0"}'):
+            expected = {"text": "JSON lines" if head[:1] == b"{" else ""}.get(kind, "binary data")
+            if kind in ("Parquet", "Arrow"):
+                expected = "JSON lines" if head[:1] == b"{" else "text"
+            assert found_content(head, kind) == expected
+
     def test_many_files_are_not_all_named(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:

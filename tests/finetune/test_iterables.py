@@ -135,9 +135,17 @@ def test_missing_cells_of_a_data_frame_are_absent() -> None:
         frame = pandas.DataFrame(rows | {"margin": pandas.Series([missing] * 2, dtype=object)})
         records = read_data(frame, method="reward")
         assert [record.value for record in (*records.train, *records.held_out)] == [None, None]
-    twice = pandas.DataFrame([["a", "b"]], columns=["text", "text"])
-    with pytest.raises(ConfigError, match="2 columns are called text"):
-        read_data(twice)
+
+
+@pytest.mark.parametrize(
+    ("columns", "said"),
+    [("tt", "2 columns are called t;"), ("tbtb", "2 columns are called t;"),
+     ("btt", "2 columns are called t;"), ("tbbb", "3 columns are called b;")],
+)  # fmt: skip
+def test_a_column_of_a_data_frame_has_its_own_name(columns: str, said: str) -> None:
+    pandas = pytest.importorskip("pandas", reason="not a dependency")
+    with pytest.raises(ConfigError, match=f"{said} name each once"):
+        read_data(pandas.DataFrame([[*columns]], columns=[*columns]))
 
 
 def test_inspection_and_evaluation_take_rows(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ The file is then read like any other file, with the same checks and the same has
 
 import json
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, time, timedelta
 from decimal import Decimal
@@ -80,9 +81,9 @@ def _rows(data: Any, call: str) -> Iterable[Any]:
     """Return an iterable of rows; missing values of a DataFrame become None."""
     if hasattr(data, "itertuples"):  # pandas
         names = [*data.columns]
-        if twice := [name for name in names if names.count(name) > 1]:
-            count, name = len(twice), twice[0]
-            raise ConfigError(f"{call}: {count} columns are called {name}; name each once")
+        for name, count in Counter(names).items():
+            if count > 1:
+                raise ConfigError(f"{call}: {count} columns are called {name}; name each once")
         each = data.itertuples(index=False, name=None)
         return ({n: _value(v) for n, v in zip(names, row, strict=True)} for row in each)
     if hasattr(data, "iter_rows"):  # polars

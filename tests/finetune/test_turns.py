@@ -161,6 +161,25 @@ def test_ollama_writes_what_the_template_does(
             assert actual == expected.removeprefix(begin)
 
 
+@pytest.mark.parametrize(
+    ("end", "last", "expected"), [("<e>", "", "<e>"), ("<e>", "<e>", ""), ("", "", "")]
+)
+def test_an_end_of_the_last_answer_alone_is_none_of_a_turn(
+    end: str, last: str, expected: str, tmp_path: Path
+) -> None:
+    """Between turns, an end is what each answer has."""
+    template = "{% for m in messages %}[{{ m.role }}]{{ m.content }}{% if END %}<e>{% endif %}"
+    shown = "m.role == 'assistant' and loop.last" if last else "m.role == 'assistant'"
+    template = template.replace("END", shown if end else "false") + "{% endfor %}"
+    chat = chat_of(tmp_path, template + GENERATION + "[assistant]{% endif %}")
+    turns = turns_of(chat)
+    assert (turns.first, turns.answer, turns.end, turns.next) == (
+        "[user]", "[assistant]", expected, "[user]"
+    )  # fmt: skip
+    assert turns.system == ("[system]", "[user]")
+    assert turns.text([ASK, SAY, MORE]) == chat.text([ASK, SAY, MORE], answer=True, today=False)
+
+
 def rendered(template: str, messages: list[Any]) -> str:
     """Return what Ollama would write: its language as that of jinja2."""
     opened, parts = [], []

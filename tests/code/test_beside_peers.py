@@ -96,6 +96,8 @@ def test_a_result_that_differs_is_named_and_has_no_time() -> None:
     assert notes["absent"].startswith("left out: ModuleNotFoundError: ")
 
 
+# peft reads an attribute that transformers renamed
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 @pytest.mark.parametrize("name", Sample.one_in(TURNS, [*STEPS, *GENERATION]))
 def test_a_contestant_computes_what_the_first_peer_does(name: str) -> None:
     """Losses and the norm of the first gradient, or the first new tokens."""

@@ -848,10 +848,10 @@ class TestAccount:
             tmp_path, rows, 150, template + "{% if add_generation_prompt %}assistant: {% endif %}"
         )
         targets = len("The dog.\nVery.\n" + "Very.\n" + "A" * 9 + "\n" + "bc$" + "bcd$")
-        expected = "training on 4 of 7 answers in 4 chats, 1 completions, 1 texts"
+        expected = "training on 4 of 7 replies in 4 chats, 1 completions, 1 texts"
         assert actual.startswith(f"{expected} ({targets} of ")
         assert "; 1 dropped, 2 truncated at tokens=150 (answers lost: 2)" in actual
-        assert actual.endswith("; 6 answers end without a stop token")
+        assert actual.endswith("; 6 replies end without a stop token")
 
     def test_it_says_what_a_template_leaves_out(self, tmp_path: Path) -> None:
         messages = TestTools.messages({"a": 1}, content="I add.")
@@ -917,7 +917,7 @@ class TestAccount:
     def test_it_says_that_a_chat_needs_several_texts(self, tmp_path: Path) -> None:
         rows = [{"messages": ASKED}, {"messages": ASKED[:2]}]
         actual = self.account(tmp_path, rows, 500, THINKS)
-        assert actual.startswith("training on 3 answers in 2 chats (")
+        assert actual.startswith("training on 3 replies in 2 chats (")
         ended = self.account(tmp_path, rows, 500, CHATML.replace("<|im_end|>", "<|endoftext|>"))
         assert "stop token" not in ended
-        assert "; 1 additional texts, as the template formats the last answer differently" in actual
+        assert "; 1 additional texts, as the template formats the last reply differently" in actual

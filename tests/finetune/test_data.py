@@ -1216,7 +1216,7 @@ class TestNames:
         expected = f"{folder}: reading {len(read)} files; skipping {', '.join(skipped)}"
         assert note == (expected if skipped else "")
 
-    @pytest.mark.parametrize("kind", [*{*data_files.KINDS.values()}, ""])
+    @pytest.mark.parametrize("kind", [*dict.fromkeys(data_files.KINDS.values()), ""])
     def test_only_a_text_may_hold_zeros(self, kind: str) -> None:
         for head in (b"a\0b", b"\0", b'{"text": "\0"}'):
             expected = {"text": "JSON lines" if head[:1] == b"{" else ""}.get(kind, "binary data")

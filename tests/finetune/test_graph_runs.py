@@ -56,7 +56,7 @@ graphs_graph = graphs.Graph
     ("settings", "launched"),
     [
         ({}, 5),
-        ({"accumulate": 2, "dtype": "bfloat16"}, 5 + 3),
+        ({"accumulate": 2, "dtype": "bfloat16"}, 5 + 5),
         ({"dtype": "float16"}, 5),
         ({"neftune": 5.0}, 5),
     ],

@@ -879,7 +879,7 @@ class TestMethods:
 
     @pytest.mark.parametrize("length", [2, 3, 5, 16])
     def test_texts_and_completions(self, length: int) -> None:
-        """A text goes on in the next row, whose first token is no target; an answer is cut."""
+        """A text goes on in the next row, whose first token has no loss; an answer is cut."""
         rows = [Record(1, [], "", "abcdefghijk"), Record(2, [], "abc", "defgh"),
                 Record(3, [], "a", "b")]  # fmt: skip
         data = data_of(rows, length, Format(), "sft", held_out=rows[2:])

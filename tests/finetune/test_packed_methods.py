@@ -129,7 +129,7 @@ def test_packed_texts_are_those_of_rows(
         for name, pack in (("packed", True), ("rows", False))
     ]
     monkeypatch.setattr(Executor, "pads", True)
-    for pack in Sample.one_in(2, [True, False]):
+    for pack in (True, *Sample.one_in(2, [False])):
         trainer(where, tmp_path / f"padded-{pack}", pack=pack, **given).train()
     packed, plain, exact, *padded = steps
     assert {gradient.dtype for gradient in exact[2].values()} == {np.dtype(float)}

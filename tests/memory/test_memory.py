@@ -630,11 +630,15 @@ def test_offloaded_inputs_are_planned_on_both_sides(every: int, rank: int | None
             peak, moved = machine.peak - before, training_offload.moved["to_host"]
             step()
             moved = training_offload.moved["to_host"] - moved
-        assert planned.total - planned.weights == pytest.approx(peak, rel=0.03)
+        used = planned.total - planned.weights
+        assert used == pytest.approx(peak, rel=0.03)  # small arrays, which pools round up
         assert planned.host == moved
     assert activations[1] < activations[0]
     with pytest.raises(ConfigError, match="pass recompute_every too"):
         plan_memory(config, batch=2, tokens=8, dtype="bfloat16", offload=True)
+    on_host: dict[str, Any] = {"device": "cpu", "recompute_every": 1, "offload": True}
+    with pytest.raises(ConfigError, match="in the memory of the host already"):
+        plan_memory(config, batch=2, tokens=8, dtype="bfloat16", **on_host)
 
 
 GUIDE = Path(__file__).parents[2] / "docs" / "guide" / "tuning.md"

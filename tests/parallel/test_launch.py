@@ -334,7 +334,7 @@ def test_lists_of_ranks() -> None:
 
 @pytest.mark.parametrize("sizes", [(2, 4, 4, 4), (4, 2), (3, 3, 4)])
 def test_world_sizes_that_differ(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also ranks that call later hear why, while rank 0 is about to end."""
+    """Also ranks that call later get the reason, while rank 0 is about to end."""
     monkeypatch.setattr(_meeting, "LINGER", 3.0)
     port = free_port()
     works = [rank(number, size, port, number * 0.2) for number, size in enumerate(sizes)]

@@ -46,8 +46,8 @@ def nodes(tmp_path: Path) -> list[Path]:
 
 def files_in(folder: Path) -> dict[str, bytes]:
     """Return the content of all files in a folder and in the folders in it."""
-    found = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in found}
+    paths = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in paths}
 
 
 def ranks_of(comm: Any) -> Ranks:
@@ -267,8 +267,8 @@ def commands(block: str, nodes: list[Path]) -> list[subprocess.Popen[str]]:
 @pytest.mark.skipif(shutil.which("torchrun", path=PATH) is None, reason="needs torchrun")
 def test_the_page_starts_two_machines_with_torchrun(nodes: list[Path]) -> None:
     started = commands(TORCHRUN, nodes)
-    said = [each.communicate(timeout=240)[0] for each in started]
-    assert [each.returncode for each in started] == [0, 0], said
+    outputs = [each.communicate(timeout=240)[0] for each in started]
+    assert [each.returncode for each in started] == [0, 0], outputs
     assert (nodes[0] / "run" / "model").is_dir()
     assert not (nodes[1] / "run").exists()
 
@@ -296,6 +296,6 @@ def test_torchrun_restarts_a_run_that_lost_a_rank(tmp_path: Path) -> None:
 @needs_mpi
 def test_the_page_starts_two_ranks_with_mpiexec(nodes: list[Path]) -> None:
     (process,) = commands(MPI, nodes[:1])
-    said = process.communicate(timeout=240)[0]
-    assert process.returncode == 0, said
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, output
     assert (nodes[0] / "run" / "model").is_dir()

@@ -149,7 +149,7 @@ def plan_memory(
         parsed, rank, adapter, quantization, objective, merge_into,
         tensor_parallel * pipeline_parallel,
     )  # fmt: skip
-    parts = _segments(recompute_every, offload=offload)
+    parts = _segments(recompute_every, offload=offload, device=device)
     _check_inputs(inputs, layout.ranks)
     if layout.ranks > 1:
         plans = plan_ranks(
@@ -200,7 +200,7 @@ def plan_memory(
 
 
 def _segments(
-    recompute_every: "int | CheckpointConfig | None", *, offload: bool
+    recompute_every: "int | CheckpointConfig | None", *, offload: bool, device: str
 ) -> CheckpointConfig | None:
     """Return the settings of gradient checkpointing; None: nothing is recomputed."""
     every = recompute_every
@@ -208,6 +208,9 @@ def _segments(
     if parts is None and offload:
         cure = "it moves the inputs of recomputed blocks: pass recompute_every too"
         raise ConfigError(f"plan_memory(offload=True): {cure}")
+    if offload and device == "cpu":
+        cure = "arrays are in the memory of the host already: leave it out, or plan for cuda"
+        raise ConfigError(f"plan_memory(offload=True, device='cpu'): {cure}")
     return replace(parts, offload=True) if parts is not None and offload else parts
 
 

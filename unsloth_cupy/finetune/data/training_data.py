@@ -369,10 +369,10 @@ def from_records(
 def account(examples: Examples, cut: int, dropped: int, length: int) -> str:
     """Return a summary of the training texts: answers, target tokens, truncation."""
     counts, parts = examples.counts, []
-    for kind in ("answers", "completions", "texts"):
+    for kind, noun in (("answers", "replies"), ("completions",) * 2, ("texts",) * 2):
         if total := counts[f"all {kind}"]:
             some = f"{counts[kind]:,}" + f" of {total:,}" * (counts[kind] < total)
-            parts.append(f"{some} {kind}" + f" in {counts['chats']:,} chats" * (kind == "answers"))
+            parts.append(f"{some} {noun}" + f" in {counts['chats']:,} chats" * (kind == "answers"))
     tokens = f"{len(examples.labels()):,} of {examples.ends[-1]:,} tokens"
     text = f"training on {', '.join(parts)} ({tokens}); "
     if dropped or cut:
@@ -381,9 +381,9 @@ def account(examples: Examples, cut: int, dropped: int, length: int) -> str:
     else:
         text += "none dropped or truncated"
     if (more := counts["lessons"] - counts["chats"]) > 0:
-        text += f"; {more:,} additional texts, as the template formats the last answer differently"
+        text += f"; {more:,} additional texts, as the template formats the last reply differently"
     if endless := counts["endless"]:
-        text += f"; {endless:,} answers end without a stop token"
+        text += f"; {endless:,} replies end without a stop token"
     return text + _left_out(examples)
 
 

@@ -123,6 +123,8 @@ def quantized_kind(
 
 def with_offload(sizes: Sizes, plan: "Plan") -> "Plan":
     """Return the settings with offload, if a step does not fit into the GPU without it."""
+    if plan.offload and sizes.device is None:
+        announce(f"{named(offload=True)} has no effect on the CPU, whose arrays are on the host")
     if plan.offload is not None or None in (plan.recompute_every, sizes.device):
         return plan
     whole, _ = device_memory(sizes.device)

@@ -29,7 +29,6 @@ from ..methods.registry import METHODS
 from ..naming import named
 from .callbacks import Callbacks
 from .checkpoints import Checkpoints
-from .early_stopping import is_past_best, log_reason
 from .executor import Executor
 from .interrupt import Interrupted, Stop
 from .limit import Memory
@@ -37,7 +36,7 @@ from .metrics import Counts, measures
 from .ranks import Ranks
 from .rates import rate_of
 from .routing import Routing
-from .run_folder import RunFolder
+from .run_folder import RunFolder, is_past_best, log_reason
 from .samples import check_prompts, write_samples
 from .settings import Plan
 
@@ -276,7 +275,7 @@ class Loop:
         draws = bool(self.plan.neftune) or self.executor.drops
         # in rows, dropout and noise depend on the padded length: other padding, other numbers
         padded = self.executor.pads and not (draws and self.plan.pack is False)
-        padded = padded and self.executor.objective is not next_token
+        padded = padded and self.plan.method != "sft"  # graphs pad next tokens themselves
         rows = [self.method.padded(batch) for batch in rows] if padded else rows
         shared = self._shared(batches, constants, padded=padded)
         shared |= {"sink": sink} if self.method.sums else {}

@@ -21,6 +21,7 @@ Files and folders are written under a temporary name and then renamed, so they a
 
 import hashlib
 import json
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -34,7 +35,7 @@ from ...models.adapters.adapter_base import ADAPTER, base_of, cached
 from ...models.folders.stored import model_of_run
 from ...models.gguf.opening import folder_of
 from ...models.text.tokenizer import has_tokenizer
-from ..listener import reading
+from ..listener import announce, reading
 from ..methods.registry import METHODS
 from ..naming import named
 from .resume import differences, read_settings, requests_more
@@ -42,6 +43,7 @@ from .resume import differences, read_settings, requests_more
 if TYPE_CHECKING:
     from ...models.adapters.adapter import Adapter
     from ...models.configs.config import Config
+    from .settings import Plan
 
 # model files whose fingerprints settings.json stores
 HASHED = ("config.json", "gguf.json", "*.safetensors", "teach.json", "*.npy")
@@ -253,6 +255,36 @@ def _is_line(line: Any) -> bool:
         else is_number(value) or (value is None and name not in needed - {"tokens_per_second"})
         for name, value in line.items()
     )
+
+
+def is_past_best(run: RunFolder, plan: "Plan") -> bool:
+    """Return whether the last ``patience`` evaluations had no lower loss."""
+    if plan.patience is None:
+        return False
+    best, waited = math.inf, 0
+    for line in run.lines():
+        if "held_out_loss" in line:
+            loss = line["held_out_loss"]
+            waited = 0 if best - loss > plan.min_delta else waited + 1
+            best = min(best, loss)
+    return waited >= plan.patience
+
+
+def log_reason(run: RunFolder, plan: "Plan", step: int) -> None:
+    """Log and announce why the run ends after a step, and which step its model has."""
+    reason = "requested by a callback"
+    if is_past_best(run, plan):
+        what = "no lower evaluation loss"
+        what += f" (by {plan.min_delta:g})" * bool(plan.min_delta)
+        reason = f"{what} in {plan.patience} evaluation{'s' * (plan.patience != 1)}"
+    text = f"stopped at step {step}: {reason}"
+    if plan.keeps_best and (best := run.best()) is not None:
+        text += (
+            f"; the best step is {best['step']} ({best['held_out_loss']:.3f}), whose model is saved"
+        )
+    if run.stopped != text:  # else the run was killed before it saved its model
+        run.append({"step": step, STOPPED: text})
+    announce(text)
 
 
 class Facts(NamedTuple):

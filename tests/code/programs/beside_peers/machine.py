@@ -48,6 +48,7 @@ class Machine(NamedTuple):
         """Return an array as a tensor over the same memory."""
         if isinstance(value, torch.Tensor):
             return value
+        value = np.asarray(value) if isinstance(value, np.generic) else value
         result: torch.Tensor = FRAMEWORKS["torch"].give_back(value, None)
         return result
 

@@ -108,7 +108,7 @@ def ours(case: Case, machine: Machine, *, graph: bool) -> Trained:
 
 
 def theirs(case: Case, machine: Machine, *, liger: bool, compiled: bool) -> Trained:
-    """Return the steps of transformers, with peft and bitsandbytes where the case asks for them."""
+    """Return the steps of transformers, with peft and bitsandbytes where the case requires them."""
     if liger:
         from liger_kernel.transformers.monkey_patch import _apply_liger_kernel
 

@@ -1,5 +1,6 @@
 """What a run chooses where nothing is asked for, and names that people bring from elsewhere."""
 
+import dataclasses
 import json
 import re
 import shutil
@@ -125,6 +126,8 @@ def test_rows_are_not_longer_than_the_model(base: Path, tmp_path: Path) -> None:
 def test_steps_are_one_to_three_epochs_by_size(
     most: int, epochs: int, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    (steps,) = (field for field in dataclasses.fields(Settings) if field.name == "steps")
+    assert f"more than {preparation.MOST_STEPS} steps" in steps.metadata["text"]
     monkeypatch.setattr(preparation, "MOST_STEPS", most)
     data = rows(tmp_path / "rows.jsonl", [10] * 40)
     made, said = heard(base, data, tmp_path / "run", batch=4, tokens=16, pack=False)

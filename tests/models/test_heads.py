@@ -329,6 +329,10 @@ def test_problem_type_decides() -> None:
         (lambda f: load(f, seed=-1), r"load\(seed=-1\)"),
         (lambda f: load(f, chunks=2), r"load\(chunks=2\): .* pass pipeline= too"),
         (lambda f: create(LLAMA, seed=0, chunks=2), r"create\(chunks=2\): .* pass pipeline= too"),
+        (
+            lambda f: load(f, head="none", experts=SingleCommunicator()),
+            "expert parallelism needs a language model; divide tensors, blocks or the batch",
+        ),
         (lambda f: load(f, head="none").logits(TOKENS % 64), "the head of this model is 'none'"),
         (
             lambda f: load(f, head="none").loss(TOKENS % 64, TOKENS % 64),

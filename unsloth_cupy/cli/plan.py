@@ -85,9 +85,13 @@ RANK = 16  # LoRA rank in the comparison table, unless --lora sets one
 )
 @click.option(
     "--offload", is_flag=True,
-    help="Store the inputs of recomputed blocks in host memory; requires --recompute-every.",
+    help="Store the inputs of recomputed blocks in host memory; requires --recompute-every; not"
+    " with several ranks.",
 )  # fmt: skip
-@click.option("--chunked-mlp", is_flag=True, help="Compute MLPs in chunks, and again in backward.")
+@click.option(
+    "--chunked-mlp", is_flag=True,
+    help="Compute MLPs in chunks, and recompute them in the backward pass.",
+)  # fmt: skip
 @option("--accumulate", click.IntRange(1), "Gradient accumulation: number of batches per step.", 1)
 @option(
     "--device", click.Choice([*DEVICES]), "Device; cpu plans the memory that NumPy needs.", "cuda"

@@ -117,8 +117,8 @@ class SocketCommunicator(Exchanges):
         """Return a communicator of the ranks that torchrun, srun or a shell started.
 
         The inner launcher counts: under ``srun torchrun``, recognized by TORCHELASTIC_RUN_ID, or if
-        a program under srun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT for more processes
-        than srun has tasks, the variables of Slurm are ignored.
+        a program under srun sets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, and WORLD_SIZE is
+        not the number of tasks of srun, the variables of Slurm are ignored.
 
         Raises
         ------

@@ -82,7 +82,7 @@ class PolicyOptions:
         rare=True,
     )
     steps_per_generation: int | None = setting(
-        "method", "Number of prompt batches to sample answers for before the next update."
+        "method", "Number of prompt batches whose answers are sampled before the next update."
         "  [default: {accumulate}]", least=1, rare=True,
     )  # fmt: skip
     invariant: bool = setting(

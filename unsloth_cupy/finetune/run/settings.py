@@ -94,7 +94,8 @@ class Settings(Options):
     )
     train_weights: bool = setting(
         "model",
-        "Train all weights of a new model; requires {quantize} ternary.",
+        "Train all weights of a new model, rounded in every forward pass; requires {quantize}"
+        " ternary.",
         False,
         kept=False,
         rare=True,
@@ -126,8 +127,8 @@ class Settings(Options):
     )
     quantize: str | None = setting(
         "adapters",
-        "Quantize and freeze the weights, for example to nf4; requires {lora}.  ternary with"
-        " {train_weights}: round weights in every call, and train them.",
+        "Quantize and freeze the weights, for example to nf4; requires {lora}.  A new model of"
+        " ternary weights requires {train_weights} instead: see --help-all.",
         choices=QUANTIZED,
     )
     merge_into: str | None = setting(
@@ -145,7 +146,8 @@ class Settings(Options):
 
     steps: int | None = setting(
         "training",
-        f"Number of optimizer steps.  [default: 1 to 3 epochs; {STEPS} for a new model]",
+        "Number of optimizer steps.  [default: 3 epochs, or 2 or 1 if 3 are more than 1000 steps;"
+        f" {STEPS} steps for a new model]",
         least=1,
     )
     epochs: float | None = setting(
@@ -269,13 +271,13 @@ class Settings(Options):
     keep: Sequence[str] = ()
     offload: bool | None = setting(
         "memory",
-        "Store the inputs of recomputed blocks in host memory.  [default: if {recompute_every} is"
-        " set, and a step does not fit into the GPU otherwise]",
+        "Store the inputs of recomputed blocks in host memory; not with several ranks.  [default:"
+        " if {recompute_every} is set, and a step does not fit into the GPU otherwise]",
         rare=True,
     )
     chunked_mlp: bool = setting(
         "memory",
-        "Compute MLPs in chunks, and recompute them in backward; saves memory.",
+        "Compute MLPs in chunks, and recompute them in the backward pass; saves memory.",
         False,
         rare=True,
     )
@@ -284,7 +286,7 @@ class Settings(Options):
     )
     limit_memory: int | None = setting(
         "memory",
-        "Limit on array memory, for example 2GiB; checked before training.",
+        "Limit on array memory, for example 2GiB; checked before training; not with several ranks.",
         least=1,
         kept=False,
     )

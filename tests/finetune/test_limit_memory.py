@@ -13,6 +13,7 @@ from unsloth_cupy import DeviceMemoryError, machine, plan_memory
 from unsloth_cupy.cli.options import Size
 from unsloth_cupy.finetune.run import limit, preparation
 from unsloth_cupy.finetune.run.limit import Memory, Sizes, checked_plan
+from unsloth_cupy.finetune.run.results import difference
 from unsloth_cupy.finetune.run.settings import Plan, Settings
 from unsloth_cupy.memory.ledger import MemoryPlan
 from unsloth_cupy.models.parse import parse
@@ -227,6 +228,18 @@ def test_nothing_is_trained_beyond_the_limit(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert "--limit-memory 6.00 MiB: a step needs" in result.output
     assert not (tmp_path / "run" / "log.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("planned", "measured", "expected"),
+    [
+        (15_530_896, 15_534_820, "plan 0.03 % lower"),
+        (1_020_000, 1_000_000, "plan 2.00 % higher"),
+        (99_999, 100_000, "equal"),
+    ],
+)
+def test_the_difference_of_a_plan_has_no_sign(planned: int, measured: int, expected: str) -> None:
+    assert difference(planned, measured) == expected
 
 
 @pytest.mark.slow

@@ -60,7 +60,7 @@ def report(run: RunFolder) -> None:
     if counted:
         planned = max(line.get("planned_bytes", 0) for line in counted)
         peak = max(line["peak_bytes"] for line in counted)
-        off = f"{100 * (planned - peak) / max(peak, 1):+.1f} %"
+        off = difference(planned, peak)
         text = f"planned {format_bytes(planned)}, measured {format_bytes(peak)} ({off})"
         table.add_row("peak array memory", text)
     table.add_row("peak process memory", format_bytes(max(line["memory_bytes"] for line in steps)))
@@ -68,6 +68,12 @@ def report(run: RunFolder) -> None:
     table.add_row("loss curve", str(run.curve))
     table.add_row("log", str(run.log))
     console(markup=False).print(table)
+
+
+def difference(planned: int, measured: int) -> str:
+    """Return by how much a plan is higher or lower than the measured memory, both in bytes."""
+    off = round(100 * (planned - measured) / max(measured, 1), 2)
+    return f"plan {abs(off):.2f} % {'higher' if off > 0 else 'lower'}" if off else "equal"
 
 
 def losses(

@@ -1,8 +1,7 @@
 """``unsloth-cupy explain``: shows what an op or a training step does on a GPU."""
 
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import click
 
@@ -14,17 +13,11 @@ from ..files import read_json
 from ..finetune.run.limit import quantized_kind, tokens_of
 from ..finetune.run.run_folder import config_file
 from ..machine import echo
-from ..memory.ledger import Ledger
-from ..memory.plan import CLIPPED
-from ..memory.planned import Planned, recording_in
-from ..memory.planned_model import new_adapter, planned_training
+from ..memory.planned_model import new_adapter
 from ..models.optimizers import OPTIMIZERS
 from ..models.parse import parse
-from ..models.quantizer import Quantizer
 from ..profiling.explain import explain as explained
-from ..profiling.explanation import Explanation, Step
-from ..profiling.shapes import shape
-from ..training.gradients import measure_gradients
+from ..profiling.training_step import explain_step
 from .options import QUANTIZE, option
 
 
@@ -69,9 +62,14 @@ def explain(
     if path.exists():
         config = config_file(path)
         values, quantized = read_json(config), quantized_kind(path, quantize, lora, None, None)
-        form = Form(batch, tokens, kind, optimizer, lora, quantized)
         try:
-            echo(str(_step(values, form, card)))
+            parsed = parse(values)
+            explanation = explain_step(
+                parsed, batch=batch, tokens=tokens_of(tokens, parsed.positions), dtype=kind,
+                optimizer=optimizer, quantization=quantized, device=card,
+                adapter=None if lora is None else new_adapter(parsed, lora),
+            )  # fmt: skip
+            echo(str(explanation))
         except ConfigError as error:
             raise ConfigError(f"{config}: {error}") from error
         return
@@ -83,56 +81,3 @@ def explain(
         call = draw(op, DEVICE_SCALES[0], random=False).cast(kind)
         function: Any = op
         echo(str(explained(function, **call.arrays, **call.options, device=card)))
-
-
-class Form(NamedTuple):
-    """The sizes and options of a training step."""
-
-    batch: int
-    tokens: int | None
-    kind: Any
-    optimizer: str
-    rank: int | None
-    quantization: str | None
-
-
-def _step(values: dict[str, Any], form: Form, device: Any) -> Explanation:
-    """Explain a training step: forward, backward, and the optimizer if any."""
-    config, ledger = parse(values), Ledger(1)
-    sizes = form.batch, tokens_of(form.tokens, config.positions)
-    adapter = None if form.rank is None else new_adapter(config, form.rank)
-    codes = None if form.quantization is None else Quantizer("explain", form.quantization)
-    with recording_in(ledger):
-        model, steps = planned_training(
-            ledger, config, Planned, form.kind, form.optimizer, 32, adapter, codes
-        )
-    moved = 0
-
-    def step(tokens: Any) -> None:
-        nonlocal moved
-        _, gradients = model.loss_and_gradients(tokens, tokens, graph=True)
-        if steps is not None:
-            moved = steps.traffic(gradients)
-            measure_gradients(gradients, 1.0)
-            steps.step(gradients, finite=True, factor=CLIPPED)
-
-    explanation = explained(step, shape(sizes, "int64"), device=device)
-    explanation = replace(explanation, graph=model.graphs.told)
-    if steps is None:
-        return explanation
-    bandwidth = None if explanation.card is None else explanation.card.bandwidth
-    floor = moved / bandwidth / 1e9 if bandwidth else None
-    last = Step(
-        op=f"{steps.call}.step",
-        arguments=f"{len(steps.parameters)} weights",
-        kernel=bool(steps.launchers),
-        why="one launch for all weights" if steps.launchers else "passes over each weight",
-        launches=explanation.outside,
-        arrays=0,
-        allocated_bytes=0,
-        moved=moved,
-        operations=0,
-        floor=floor,
-        bound="memory",
-    )
-    return replace(explanation, steps=(*explanation.steps, last), outside=())

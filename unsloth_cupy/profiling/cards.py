@@ -1,4 +1,4 @@
-"""GPUs by name: the properties that launches depend on, and datasheet rates for the roofline."""
+"""GPUs by name: properties that launches depend on, memory, and rates for the roofline."""
 
 import difflib
 import re
@@ -13,7 +13,10 @@ from ..kernel_cache import OLDEST
 
 
 class Card(NamedTuple):
-    """A GPU: bandwidth in GB/s, rates of matrix products in TFLOP/s, without sparsity."""
+    """A GPU: bandwidth in GB/s, rates of matrix products in TFLOP/s, without sparsity.
+
+    ``memory`` is its size in GiB.
+    """
 
     name: str
     architecture: int
@@ -22,6 +25,12 @@ class Card(NamedTuple):
     products: float | None = None  # float16 and bfloat16, with float32 accumulation
     products32: float | None = None  # float32 without tensor cores (no TF32)
     source: str = "predicted from the datasheet"  # of the rates
+    memory: float | None = None
+
+    @property
+    def link(self) -> float:
+        """GB/s between host and GPU in one direction, pinned: 80 % of PCIe 4.0 or 5.0 x16."""
+        return 25.0 if self.architecture < 90 else 50.0
 
     @property
     def limits(self) -> Limits:
@@ -114,11 +123,37 @@ GEFORCE = {
     "rtx 5080": ("RTX 5080", 120, 84, 960, 56.3),
     "rtx 5090": ("RTX 5090", 120, 170, 1792, 104.8),
 }
-CARDS: Mapping[str, Card] = (
+# GiB of memory, by the same datasheets; of the smaller version where a card has two.  A name may
+# have the size too: "rtx 4060 ti 16gb".
+MEMORY = {
+    8: ("rtx 3060 ti", "rtx 3070", "rtx 3070 ti", "rtx 4060", "rtx 4060 ti", "rtx 5060",
+        "rtx 5060 ti"),
+    10: ("rtx 3080",),
+    12: ("rtx 3060", "rtx 3080 12gb", "rtx 3080 ti", "rtx 4070", "rtx 4070 super", "rtx 4070 ti",
+         "rtx 5070"),
+    16: ("rtx a4000", "rtx 4070 ti super", "rtx 4080", "rtx 4080 super", "rtx 5070 ti", "rtx 5080"),
+    20: ("rtx 4000 ada", "rtx 4000 sff ada"),
+    24: ("a30", "a10", "a10g", "l4", "rtx a5000", "rtx 4500 ada", "rtx 3090", "rtx 3090 ti",
+         "rtx 4090 d", "rtx 4090"),
+    32: ("rtx 5000 ada", "rtx 5090"),
+    40: ("a100 40gb",),
+    48: ("a40", "l40", "l40s", "rtx a6000", "rtx 6000 ada"),
+    64: ("agx orin",),
+    80: ("a100", "a100 80gb pcie", "h100", "h100 pcie"),
+    94: ("h100 nvl",),
+    96: ("h20", "gh200", "rtx pro 6000", "rtx pro 6000 max-q", "rtx pro 6000 server"),
+    128: ("gb10", "dgx spark"),
+    141: ("h200", "h200 nvl"),
+    144: ("gh200 144gb",),
+    180: ("b200",),
+}  # fmt: skip
+_RATES: Mapping[str, Card] = (
     SERVERS
     | {key: Card(*row[:4], 4 * row[4], row[4]) for key, row in WORKSTATIONS.items()}
     | {key: Card(*row[:4], 2 * row[4], row[4]) for key, row in GEFORCE.items()}
 )
+_SIZES = {key: size for size, keys in MEMORY.items() for key in keys}
+CARDS = {key: card._replace(memory=_SIZES.get(key)) for key, card in _RATES.items()}
 # Rates that a run measured, which no kernel exceeds by much: docs/performance.md, run 1.
 MEASURED: Mapping[str, dict[str, Any]] = {
     "H200": {
@@ -128,6 +163,27 @@ MEASURED: Mapping[str, dict[str, Any]] = {
         "source": "measured on an H200, 2026-11-26",
     }
 }
+# Fractions of the H200's datasheet that the run above reached: 4224 of 4800 GB/s, 793 of 989.5.
+REACHED = {"memory": 0.88, "products": 0.80}
+# Fractions of the roofline that kernels of a training step reached on the H200: the best bfloat16
+# row of each op in docs/performance.json.  Products of cuBLAS define the rate of products: 1.
+EFFICIENCY: Mapping[str, float] = {
+    "attention_forward": 0.86, "attention_backward": 0.64,
+    "attention_varlen_forward": 0.86, "attention_varlen_backward": 0.66,
+    "linear_cross_entropy_gradients": 0.70, "linear_cross_entropy_forward": 0.78,
+    "linear_cross_entropy_backward": 0.69,
+    "experts_mlp_forward": 0.72, "experts_mlp_backward": 0.66,
+    "gated_delta_rule": 0.13, "gated_delta_rule_backward": 0.07,
+    "causal_conv": 0.53, "causal_conv_backward": 0.35,
+    "rms_norm_forward": 0.81, "rms_norm_backward": 0.64,
+    "layer_norm_forward": 0.83, "layer_norm_backward": 0.66,
+    "gated_rms_norm_forward": 0.79, "gated_rms_norm_backward": 0.71,
+    "qk_norm_rope_forward": 0.77, "qk_norm_rope_backward": 0.66,
+    "swiglu": 0.90, "swiglu_backward": 0.91, "geglu": 0.63, "geglu_backward": 0.73,
+    "embedding_backward": 0.41,
+    "int8_linear_forward": 0.29, "bit_linear_forward": 0.29, "ternary_linear_forward": 0.18,
+}  # fmt: skip
+OTHER_OPS = 0.80  # the median of the best rows of all ops
 # Names of GPUs that are too old for the kernels, by architecture: the same programming guide.
 OLDER = {
     75: r"t4g?|(gtx)?16[356]0.*|(rtx)?20[5678]0.*|titanrtx",

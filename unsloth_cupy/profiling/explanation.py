@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..core.op import OPS
 from ..machine import format_bytes
 from .binary import Resources, occupancy, resources
-from .cards import Card
+from .cards import EFFICIENCY, MEASURED, OTHER_OPS, REACHED, Card
 
 
 class Launch(NamedTuple):
@@ -80,6 +80,12 @@ class Step(NamedTuple):
     bound: str
 
     @property
+    def efficiency(self) -> float:
+        """The fraction of the roofline that such a call reaches; 1 for products of cuBLAS."""
+        is_cublas = self.bound == "products" and not self.kernel
+        return 1.0 if is_cublas else EFFICIENCY.get(self.op, OTHER_OPS)
+
+    @property
     def ran_as(self) -> str:
         """Either "kernel" or "definition"."""
         return "kernel" if self.kernel else "definition"
@@ -136,6 +142,21 @@ class Explanation:
         return sum(each for each in floors if each is not None) if None not in floors else None
 
     @property
+    def seconds(self) -> float | None:
+        """The predicted time: each floor, divided by the fraction of it that such calls reach.
+
+        The fractions were measured on an H200.  None if a floor is unknown.
+        """
+        if self.card is None or self.floor is None:
+            return None
+        reached = {} if self.card.name in MEASURED else REACHED
+        return sum(
+            step.floor / reached.get(step.bound, 1.0) / step.efficiency
+            for step in self.steps
+            if step.floor
+        )
+
+    @property
     def ops(self) -> Mapping[str, Sequence[Step]]:
         """The steps by op; the op with the longest floor comes first."""
         by_op: dict[str, list[Step]] = {}
@@ -181,6 +202,7 @@ class Explanation:
         lines += [f"definition: {why}: {', '.join(ops)}" for why, ops in reasons.items()]
         if whole is not None:
             lines.append(f"sum of floors: {time(whole)}, if every op reads from memory")
+            lines.append(f"predicted: {time(self.seconds or 0.0)}, by the efficiency of such calls")
             name = "the card" if self.card is None else self.card.name
             parts = self.parts
             shares = [

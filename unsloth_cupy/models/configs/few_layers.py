@@ -1,0 +1,55 @@
+"""A model with fewer layers, from which sizes and times of the whole model follow.
+
+Bytes and seconds of a step grow by the same amount with each further period of layers.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from .config import Config
+
+LONGEST_PERIOD = 12  # more than the 8 layers of the longest period among the families
+
+
+def with_layers(config: Config, count: int) -> Config:
+    """Return the config of a model that has only the first ``count`` layers."""
+    experts = config.experts
+    return replace(
+        config,
+        layers=count,
+        layer_types=config.layer_types[:count],
+        rotated=config.rotated[:count],
+        experts=experts and replace(experts, sparse=experts.sparse[:count]),
+    )
+
+
+def period_of(config: Config) -> tuple[int, int]:
+    """Return the number of first layers that differ, and the period of the layers after them."""
+    kinds = [
+        (kind, config.rotates(layer), config.experts is not None and config.experts.sparse[layer])
+        for layer, kind in enumerate(config.layer_types)
+    ]
+    pairs = (
+        (first, period)
+        for period in range(1, LONGEST_PERIOD + 1)
+        for first in range(LONGEST_PERIOD)
+        if kinds[first:-period] == kinds[first + period :]
+    )
+    return min(pairs, key=sum, default=(0, config.layers))
+
+
+def extrapolated(config: Config, measure: Callable[[Config], Sequence[float]]) -> list[float]:
+    """Return what ``measure`` would return for a model, from models with fewer layers.
+
+    A period of layers is repeated twice and three times; one period is off the line, because the
+    first and the last layers of a step hold other arrays.
+    """
+    first, period = period_of(config)
+    few, more = first + 2 * period, first + 3 * period
+    if config.layers <= more:
+        return [*measure(config)]
+    repeats = (config.layers - few) / period
+    pairs = zip(
+        measure(with_layers(config, few)), measure(with_layers(config, more)), strict=True
+    )
+    return [low + repeats * (high - low) for low, high in pairs]

@@ -810,7 +810,7 @@ class TestPlan:
             asked.append(number)
             return 1000 + 70 * number + 30 * min(number, 40)
 
-        largest = plan_tables.Largest(total, step=2, most=900)
+        largest = Largest(total, step=2, most=900)
         for limit in (1099, 1100, 1199, 1200, 3000, 8000, 50_000, 10**6):
             actual = largest(limit)
             assert actual == 2 * max((n for n in range(451) if total(2 * n) <= limit), default=0)

@@ -1,5 +1,6 @@
 """``unsloth-cupy plan``: plans the memory of a training step without allocating it."""
 
+import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -7,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from .. import machine
 from ..errors import ConfigError
 from ..finetune.methods.registry import METHODS
+from ..finetune.naming import named
+from ..finetune.planning.fit import fit
 from ..finetune.run.limit import quantized_kind, tokens_of
 from ..finetune.run.ranks import check_options, chunks_of
 from ..finetune.run.reference import folder_of, with_teacher
@@ -24,6 +28,7 @@ from ..models.adapters.into import CHOICES
 from ..models.gguf.opening import source_of
 from ..models.objective import next_token
 from ..models.optimizers import OPTIMIZERS
+from ..profiling.cards import card_named
 from .options import (
     ATTENTION,
     FILE,
@@ -31,10 +36,21 @@ from .options import (
     SCHEDULE,
     ZERO,
     NewPicture,
+    Size,
+    data_of,
     json_option,
     option,
 )
-from .plan_tables import cards, ledger, of_stages, options_text, show_rollouts, training_methods
+from .plan_tables import (
+    GB,
+    cards,
+    ledger,
+    of_stages,
+    options_text,
+    show_fits,
+    show_rollouts,
+    training_methods,
+)
 from .timeline import draw_timeline
 
 RANK = 16  # LoRA rank in the comparison table, unless --lora sets one
@@ -94,8 +110,24 @@ RANK = 16  # LoRA rank in the comparison table, unless --lora sets one
 )  # fmt: skip
 @option("--accumulate", click.IntRange(1), "Gradient accumulation: number of batches per step.", 1)
 @option(
-    "--device", click.Choice([*DEVICES]), "Device; cpu plans the memory that NumPy needs.", "cuda"
+    "--device",
+    str,
+    "cuda; a card such as rtx4090; or cpu, which plans the memory that NumPy needs.",
+    "cuda",
 )
+@click.option(
+    "--fit", "fitting", is_flag=True,
+    help="Choose settings that fit the card: the fastest, those with the longest row, and those"
+    " with the least memory. Options that are given stay as they are.",
+)  # fmt: skip
+@click.option(
+    "--data", multiple=True, metavar="PATH...",
+    help="With --fit: training data, for the length of rows and the hours of training.",
+)  # fmt: skip
+@option(
+    "--host-memory", Size(),
+    "With --fit: host memory for --offload.  [default: 80 % of this machine's memory]",
+)  # fmt: skip
 @option("--tensor-parallel", click.IntRange(1), "Number of ranks that split each weight.")
 @option("--pipeline-parallel", click.IntRange(1), "Number of ranks that split the layers.")
 @option("--data-parallel", click.IntRange(1), "Number of ranks that process different rows.")
@@ -142,6 +174,9 @@ def plan(
     chunked_mlp: bool,
     accumulate: int,
     device: str,
+    fitting: bool,
+    data: tuple[str, ...],
+    host_memory: int | None,
     tensor_parallel: int | None,
     pipeline_parallel: int | None,
     data_parallel: int | None,
@@ -161,6 +196,15 @@ def plan(
     """
     from ..models.parse import parse
 
+    if fitting:
+        fits = fit(
+            config, data=data_of(data), device=device, method=method, host_memory=host_memory,
+            **given_settings(),
+        )  # fmt: skip
+        show_fits(machine.console(), fits, str(config))
+        return
+    _check_fit(data=data or None, host_memory=host_memory)
+    device, named_card = device_and_card(device)
     path = config_file(config)
     own = source_of(path.parent) == path.parent
     sizes = (
@@ -241,11 +285,47 @@ def plan(
     console = machine.console()
     show_rollouts(console, [memory_plan], objective, batch, length)
     here = machine.device_memory(None if device == "cpu" else device)[0]
-    console.print(cards(planned, batch, length, positions, here))
+    console.print(cards(planned, batch, length, positions, here, named_card))
     if (adapter, stored) == (None, None) and optimizer != "none" and not parse(values).bit_layers:
         console.print(
             training_methods(partial(planned, batch, length), lora or RANK, quantize or "nf4", here)
         )
+
+
+def _check_fit(**options: Any) -> None:
+    """Raise a ConfigError for options that --fit alone reads."""
+    for name, value in options.items():
+        if value is not None:
+            raise ConfigError(f"plan: {named(name)} requires --fit; add it, or leave it out")
+
+
+def device_and_card(name: str) -> tuple[str, dict[str, int]]:
+    """Return "cuda" or "cpu", and the bytes of the card that was named, by its name."""
+    if name in DEVICES:
+        return name, {}
+    card = card_named(name)
+    return "cuda", {} if card.memory is None else {card.name: round(card.memory * GB)}
+
+
+def given_settings() -> dict[str, Any]:
+    """Return the settings of a plan that are on the command line; raise for those of ranks."""
+    context = click.get_current_context()
+    given = {
+        name: value
+        for name, value in context.params.items()
+        if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
+    }
+    for name in ("config", "fitting", "data", "device", "host_memory", "method"):
+        given.pop(name, None)
+    known = {field.name for field in dataclasses.fields(Settings)}
+    ranks = {"zero", "chunks", "context_attention", "pipeline_schedule"}
+    ranks |= {name for name in given if name.endswith("_parallel")}
+    for name in given:
+        if name in ranks or name not in known:
+            raise ConfigError(f"plan --fit: {named(name)} is not supported; leave it out")
+    if "state_bits" in given:
+        given["state_bits"] = int(given["state_bits"])
+    return given
 
 
 def _grid(layout: Layout) -> str:

@@ -9,6 +9,7 @@ from ..memory.ledger import Ledger
 from ..memory.plan import CLIPPED
 from ..memory.planned import Planned, recording_in
 from ..memory.planned_model import planned_training, with_planned_models
+from ..models.objective import next_token
 from ..models.quantizer import Quantizer
 from ..training.checkpoint import CheckpointConfig
 from ..training.gradients import measure_gradients
@@ -33,7 +34,7 @@ def explain_step(
     adapter: "Adapter | None" = None,
     quantization: str | None = None,
     checkpoint: CheckpointConfig | None = None,
-    objective: Callable[..., Any] | None = None,
+    objective: Callable[..., Any] = next_token,
 ) -> Explanation:
     """Explain a training step with one batch, as ``plan_memory`` plans it.
 
@@ -46,23 +47,20 @@ def explain_step(
         model, steps = planned_training(
             ledger, config, Planned, dtype, optimizer, state_bits, adapter, codes
         )
-        objective = with_planned_models(ledger, objective, Planned, dtype)
+        loss = with_planned_models(ledger, objective, Planned, dtype)
 
     def step(**inputs: Any) -> None:
         nonlocal moved
-        if objective is None:
-            own = {"tokens": inputs["tokens"], "labels": inputs["tokens"]}
-            _, gradients = model.loss_and_gradients(**own, checkpoint=checkpoint, graph=True)
-        else:
-            function = partial(objective, **inputs, count=1)
-            _, gradients = model.value_and_gradients(function, checkpoint=checkpoint, graph=True)
+        function = partial(loss, **inputs, count=1)
+        _, gradients = model.value_and_gradients(function, checkpoint=checkpoint, graph=True)
         if steps is not None:
             moved = steps.traffic(gradients)
             measure_gradients(gradients, 1.0)
             steps.step(gradients, finite=True, factor=CLIPPED)
 
-    inputs: Mapping[str, Any] = {"tokens": shape((batch, tokens), "int64")}
-    if objective is not None and hasattr(objective, "full"):
+    rows = shape((batch, tokens), "int64")
+    inputs: Mapping[str, Any] = {"tokens": rows, "labels": rows}
+    if hasattr(objective, "full"):
         inputs = objective.full(batch, tokens)
     explanation = explain(step, device=device, **inputs)
     explanation = replace(explanation, graph=model.graphs.told)

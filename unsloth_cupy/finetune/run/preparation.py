@@ -496,18 +496,7 @@ def with_tokens(
     """
     if settings.tokens is not None or isinstance(records, Text):
         return settings
-    ends = ends_of(records, tokenizer, config, chat)
-
-    def lengths_of(part: Iterable[Record]) -> list[int]:
-        return [
-            len(encoded(tokenizer, text, spans, bool(record.messages), own, chat)[0])
-            + method.max_new_tokens
-            for record in part
-            for side in record.sides
-            for text, spans, _ in records.texts(side, chat)
-        ]
-
-    own = [] if method.is_on_policy else ends
+    lengths_of = partial(lengths_in, records, tokenizer, chat, config, method)
     lengths, longest = list[int](), 0
     for part in (records.train, records.held_out):
         step = -(-len(part) // COUNTED_ROWS) or 1
@@ -526,6 +515,25 @@ def with_tokens(
     tokens = max(2, needed)
     announce(f"maximum length {tokens:,} tokens: {why} (set {named('tokens')} to change)")
     return dataclasses.replace(settings, tokens=tokens)
+
+
+def lengths_in(
+    records: Records,
+    tokenizer: Any,
+    chat: Chat,
+    config: "Config",
+    method: Method,
+    part: Iterable[Record],
+) -> list[int]:
+    """Return the length in tokens of each text of a part of the records, with new tokens."""
+    ends = [] if method.is_on_policy else ends_of(records, tokenizer, config, chat)
+    return [
+        len(encoded(tokenizer, text, spans, bool(record.messages), ends, chat)[0])
+        + method.max_new_tokens
+        for record in part
+        for side in record.sides
+        for text, spans, _ in records.texts(side, chat)
+    ]
 
 
 def summary(loop: Loop) -> str:

@@ -49,7 +49,5 @@ def extrapolated(config: Config, measure: Callable[[Config], Sequence[float]]) -
     if config.layers <= more:
         return [*measure(config)]
     repeats = (config.layers - few) / period
-    pairs = zip(
-        measure(with_layers(config, few)), measure(with_layers(config, more)), strict=True
-    )
+    pairs = zip(measure(with_layers(config, few)), measure(with_layers(config, more)), strict=True)
     return [low + repeats * (high - low) for low, high in pairs]

@@ -1,0 +1,1 @@
+"""Settings that fit a GPU, chosen by planned memory and predicted time."""

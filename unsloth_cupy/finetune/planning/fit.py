@@ -1,0 +1,306 @@
+"""Chooses settings that fit a GPU.
+
+fits = fit("Qwen3-8B", data="chats.jsonl", device="rtx4090")
+fits.fastest.settings, fits.fastest.hours, fits.fastest.command
+"""
+
+import dataclasses
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ...errors import ConfigError, DeviceMemoryError
+from ...files import path_of, read_json
+from ...machine import device_memory, format_bytes
+from ...models.objective import next_token
+from ...models.parse import parse
+from ...profiling.cards import Card, card_here, card_named, card_of
+from ..data.records import Records
+from ..data.sources import find_data
+from ..data.text import Text
+from ..naming import named
+from ..run.limit import Sizes, quantized_kind, tokens_of
+from ..run.reference import folder_of, with_teacher
+from ..run.run_folder import config_file, model_folder, model_without_weights
+from ..run.settings import Settings
+from .candidates import RANKS, Bounds, Candidate, candidates, choice_of
+from .data_size import measured
+
+# Part of a card's memory that arrays may use: the driver, the CUDA context and kernels need the
+# rest, and plans are exact to 3 %.
+USABLE = 0.93
+PINNED = 0.8  # part of the host's memory that offloaded arrays may use
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """Settings that fit a GPU, with what a step needs.
+
+    Attributes
+    ----------
+    settings : Settings
+        The settings of ``finetune``.
+    device_bytes, host_bytes : int
+        Planned peak of a step on the GPU, and of pinned memory on the host.
+    seconds : float
+        Predicted time of an optimizer step.
+    hours : float or None
+        Predicted time of all steps, without evaluations; None without data.
+    longest_row : int
+        Largest number of tokens in a row that fits, in a batch of one row.
+    reasons : tuple of str
+        For each setting that saves memory: the bytes that a step would need without it.
+    command : str
+        The command that trains with these settings.
+    """
+
+    settings: Settings
+    device_bytes: int
+    host_bytes: int
+    seconds: float
+    hours: float | None
+    longest_row: int
+    reasons: tuple[str, ...]
+    command: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Fits:
+    """The choices of ``fit``: the fastest, the one with the longest row, the smallest.
+
+    ``card`` is the GPU; ``device_memory`` and ``host_memory`` are the bytes that arrays may use;
+    ``tokens`` is the length of a row and ``steps`` the number of optimizer steps, None without
+    data.
+    """
+
+    fastest: Fit
+    longest: Fit
+    leanest: Fit
+    card: Card
+    device_memory: int
+    host_memory: int
+    tokens: int
+    steps: int | None
+
+
+class _Model(NamedTuple):
+    """A model without weights."""
+
+    folder: Path | None
+    values: Any
+    config: Any
+    adapter: Any
+    stored: str | None
+
+
+def fit(
+    config: Any,
+    *,
+    data: Any = None,
+    device: Any,
+    method: str = "sft",
+    host_memory: int | None = None,
+    **fixed: Any,
+) -> Fits:
+    """Choose the settings with which a model can be trained on one GPU.
+
+    Searches quantization, gradient checkpointing, offload, 8-bit optimizer states, LoRA rank and
+    the split of a batch into micro-batches (``batch`` times ``accumulate`` stays the same).  Memory
+    is planned as in ``plan_memory``; seconds are predicted from the roofline of each op and the
+    fractions of it that kernels reached on an H200.  Nothing is allocated, and no GPU is needed.
+
+    Parameters
+    ----------
+    config : dict or path
+        Content of a config.json, its path, or the folder of a model or an adapter.
+    data : optional
+        Training data, as in ``read_data``; sets the length of rows and the number of steps.  It
+        requires a folder with a tokenizer.
+    device : str or mapping
+        Name of a card ("rtx4090", "a100 40gb"), "cuda" or "cuda:1" for a GPU of this machine, whose
+        free memory is the limit, or a mapping as in ``explain`` with ``memory`` in GiB.
+    method : str
+        Training method.
+    host_memory : int, optional
+        Bytes of host memory that ``offload`` may use; by default 80 % of this machine's memory.
+    **fixed
+        Fields of ``Settings`` that do not change.  ``lora=None`` trains all weights; the default is
+        LoRA of rank 16.
+
+    Returns
+    -------
+    fits : Fits
+
+    Raises
+    ------
+    ConfigError
+        The card, the data or a setting is invalid, or the memory of the card is unknown.
+    DeviceMemoryError
+        No settings fit; ``required`` is the least that a step needs.
+    """
+    card, usable = _card_of(device)
+    model = _model_of(config)
+    settings = Settings(method=method, **fixed)
+    if settings.device != "auto" or settings.limit_memory is not None:
+        raise ConfigError("fit(): pass the GPU as device=, and leave limit_memory out")
+    if settings.lora is None and "lora" not in fixed and model.adapter is None:
+        settings = dataclasses.replace(settings, lora=RANKS[0])
+    settings = dataclasses.replace(settings, dtype=settings.dtype or "bfloat16")
+    settings.check_method()
+    kind = quantized_kind(
+        model.folder, settings.quantize, settings.lora, model.adapter, model.stored
+    )
+    learning = settings.learning
+    steps = None
+    if data is not None:
+        if model.folder is None:
+            raise ConfigError("fit(data=...): tokens need a tokenizer; pass the folder of a model")
+        is_read = isinstance(data, Text | Records)
+        text = data if is_read else find_data(data, (), "fit", method).read()
+        learning = learning.fitted(text, model.values) if isinstance(text, Records) else learning
+        size = measured(text, model.folder, settings, model.config, learning)
+        settings, steps = dataclasses.replace(settings, tokens=size.tokens), size.steps(settings)
+    tokens = tokens_of(settings.tokens, model.config.positions)
+    settings = dataclasses.replace(settings, tokens=tokens)
+    teachers = {} if settings.teacher is None else {"teacher": folder_of(settings.teacher)}
+    objective = next_token if method == "sft" else with_teacher(learning, teachers)
+    if learning.is_on_policy:
+        objective = objective.sized(model.values)
+    sizes = Sizes(
+        model.config, settings.batch, tokens, "cuda", not model.config.bit_layers, model.adapter,
+        kind, objective,
+    )  # fmt: skip
+    total = device_memory(None)[0] or 0
+    host = round(PINNED * total) if host_memory is None else host_memory
+    bounds = Bounds(card, usable, host, model.config.positions)
+    chosen, every = _chosen(settings, sizes, bounds, fixed)
+
+    def described(candidate: Candidate) -> Fit:
+        return Fit(
+            candidate.settings, round(candidate.size.device), round(candidate.size.host),
+            candidate.seconds, None if steps is None else steps * candidate.seconds / 3600,
+            candidate.longest_row(bounds), (*_reasons(candidate, every, bounds),),
+            _command(candidate.settings, config, data, fixed),
+        )  # fmt: skip
+
+    return Fits(*map(described, chosen), card, usable, host, tokens, steps)
+
+
+def _card_of(device: Any) -> tuple[Card, int]:
+    """Return a card and the bytes that arrays may use."""
+    if isinstance(device, str) and device.partition(":")[0] == "cuda":
+        number = int(device.partition(":")[2] or 0)
+        free = device_memory(device)[1]
+        if free is None:
+            cure = 'pass the name of a card, as in device="rtx4090"'
+            raise ConfigError(f"fit(device={device!r}): this machine has no such GPU; {cure}")
+        card, usable = card_here(number), free
+    else:
+        card = card_named(device) if isinstance(device, str) else card_of(device)
+        usable = round(USABLE * (card.memory or 0) * 2**30)
+    if not usable or card.bandwidth is None or card.products is None:
+        cure = 'pass {"architecture": 90, "memory": 80, "bandwidth": 3350, "products": 989.5}'
+        problem = "memory (GiB), bandwidth (GB/s) or products (TFLOP/s) of this GPU are unknown"
+        raise ConfigError(f"fit(device={device!r}): {problem}; {cure}")
+    return card, usable
+
+
+def _model_of(config: Any) -> _Model:
+    if isinstance(config, Mapping):
+        return _Model(None, config, parse(config), None, None)
+    config = path_of("fit", config)
+    path = config_file(config)
+    values = read_json(path)
+    if path == config:
+        return _Model(None, values, parse(values), None, None)
+    folder = model_folder(config)
+    return _Model(folder, values, *model_without_weights(folder))
+
+
+def _chosen(
+    settings: Settings, sizes: Sizes, bounds: Bounds, fixed: Mapping[str, Any]
+) -> tuple[list[Candidate], list[Candidate]]:
+    """Return the fastest candidate that fits, the one with the longest row, and the smallest.
+
+    The second list has all candidates, with the batch size of ``settings``.
+    """
+    ranks = (settings.lora,) if "lora" in fixed or settings.lora is None else RANKS
+    least: Candidate | None = None
+    for rank in ranks:
+        base = dataclasses.replace(settings, lora=rank)
+        every = [*candidates(base, sizes, bounds.card, fixed)]
+        may_split = "batch" not in fixed and not settings.learning.is_on_policy
+        single = [each.with_batch(1) if may_split else each for each in every]
+        least = min(single, key=lambda each: each.size_about.device)
+        small = [each for each in single if bounds.holds(each.size_about)]
+        if small:
+            fastest = min(_largest(every, bounds, may_split), key=_cost)
+            leanest = min(small, key=lambda each: each.size_about.device)
+            longest = max(small, key=lambda each: each.about_longest(bounds))
+            return [fastest, longest, leanest], every
+    assert least is not None
+    needs = f"{format_bytes(least.size.device)}, and {format_bytes(least.size.host)} of the host"
+    raise DeviceMemoryError(
+        f"fit: no settings fit the {format_bytes(bounds.device)} of {bounds.card.name} that arrays"
+        f" may use: with {least.settings} a step needs {needs}; pass fewer tokens, a smaller model"
+        " or a larger GPU",
+        round(least.size.device),
+        bounds.device,
+    )
+
+
+def _cost(candidate: Candidate) -> float:
+    """Return the seconds of a step; offload must be more than 5 % faster, as copies may stall."""
+    return candidate.seconds * (1.05 if candidate.settings.offload else 1.0)
+
+
+def _largest(every: Sequence[Candidate], bounds: Bounds, may_split: bool) -> Iterator[Candidate]:
+    """Yield each candidate that fits, with its largest micro-batch that fits."""
+    for candidate in every:
+        batch = candidate.settings.batch
+        halved = [batch >> n for n in range(batch.bit_length())]  # batch, batch / 2, ... 1
+        for size in halved if may_split else [batch]:
+            if bounds.holds(candidate.about(size)):
+                yield candidate.with_batch(size)
+                break
+
+
+def _reasons(candidate: Candidate, every: Sequence[Candidate], bounds: Bounds) -> Iterator[str]:
+    """Yield, for each setting that saves memory, about the bytes that a step needs without it."""
+    own, usual = candidate.settings, every[0].settings
+    by_choice = {each.choice: each for each in every}
+    groups = ("quantize",), ("recompute_every", "offload"), ("offload",), ("state_bits",)
+    for names in (*groups, ("batch", "accumulate")):
+        values = {n: value for n in names if (value := getattr(own, n)) != getattr(usual, n)}
+        without = dataclasses.replace(own, **{name: getattr(usual, name) for name in names})
+        kind = None if "quantize" in values else candidate.sizes.quantized
+        other = by_choice.get(choice_of(without, kind))
+        if values and other is not None:
+            size = other.about(without.batch)
+            needed = f"a step needs {format_bytes(size.device)}"
+            needed += f" and {format_bytes(size.host)} of host memory" * bool(size.host)
+            fits = "" if bounds.holds(size) else ", which does not fit"
+            yield f"{named(**values)}: without it {needed}{fits}"
+
+
+def _command(settings: Settings, config: Any, data: Any, fixed: Mapping[str, Any]) -> str:
+    """Return the command that trains with these settings."""
+    words = ["unsloth-cupy", "finetune"]
+    words += ["MODEL"] if isinstance(config, Mapping) else [str(config)]
+    for part in data if isinstance(data, list | tuple) else [data]:
+        is_path = isinstance(part, str | Path)
+        words += ["--data", str(part) if is_path else "FILE"]
+    own = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
+    usual = vars(Settings())
+    derived = {"dtype": "bfloat16"} | ({} if data is None else {"tokens": settings.tokens})
+    for name, value in own.items():
+        is_usual = value == usual[name] or (name not in fixed and value == derived.get(name))
+        if is_usual or value in (None, ()):
+            continue
+        flag = "--" + name.replace("_", "-")
+        parts = value if isinstance(value, list | tuple) else [value]
+        for part in parts:
+            if part is not False:
+                words += [flag] if part is True else [flag, str(part)]
+    return shlex.join(words)

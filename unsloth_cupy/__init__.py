@@ -15,6 +15,7 @@ if _typing.TYPE_CHECKING:
     from .finetune import Lora as Lora
     from .finetune import Settings as Settings
     from .finetune import Trainer as Trainer
+    from .finetune import fit as fit
     from .finetune import read_data as read_data
     from .interop.huggingface import patch as patch
     from .models import load as load
@@ -252,6 +253,7 @@ _HOMES = {
     "Lora": "finetune",
     "Settings": "finetune",
     "Trainer": "finetune",
+    "fit": "finetune",
     "read_data": "finetune",
     "patch": "interop.huggingface",
     "load": "models",

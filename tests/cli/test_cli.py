@@ -34,6 +34,7 @@ from unsloth_cupy.finetune.run import printer, results
 from unsloth_cupy.finetune.run.loop import Loop
 from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.machine import format_bytes
+from unsloth_cupy.memory.largest import Largest
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.generation import next_logits

@@ -165,6 +165,7 @@ class Choice(click.Choice):  # type: ignore[type-arg]
 KINDS_BY_NAME: dict[str, Any] = {
     "device": Device(),
     "limit_memory": Size(),
+    "host_memory": Size(),
     "out": FILE,
     "base": FILE,
     "eval": FileOrShare(),
@@ -196,7 +197,7 @@ def as_flags(settings: Mapping[str, Any]) -> str:
         flag = f"--{'no-' * (value is False)}{name.replace('_', '-')}"
         flag = {"model": "MODEL_FOLDER", "text": "--data"}.get(name, flag)
         shown = str(value)
-        if name == "limit_memory" and isinstance(value, int):
+        if name in ("limit_memory", "host_memory") and isinstance(value, int):
             shown = f"{value >> 20}MiB"
         words += [flag] if value is None or isinstance(value, bool) else [flag, shown]
     return " ".join(words)

@@ -126,7 +126,7 @@ RANK = 16  # LoRA rank in the comparison table, unless --lora sets one
 )  # fmt: skip
 @option(
     "--host-memory", Size(),
-    "With --fit: host memory for --offload.  [default: 80 % of this machine's memory]",
+    "With --fit: host memory for --offload.  [default: 80 % of what is free]",
 )  # fmt: skip
 @option("--tensor-parallel", click.IntRange(1), "Number of ranks that split each weight.")
 @option("--pipeline-parallel", click.IntRange(1), "Number of ranks that split the layers.")

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 from ...core.dtypes import KERNEL_DTYPES, float_dtype
 from ...errors import ConfigError
 from ...memory.largest import Largest
-from ...memory.ledger import ALL, WEIGHTS
 from ...memory.planned_model import new_adapter
 from ...models.configs.few_layers import extrapolated
 from ...models.quantizer import check_stacks
@@ -20,6 +19,7 @@ from ..run.settings import Plan, Settings
 
 CODES = "nf4"  # quantization to try: the smallest codes whose products have a fast kernel
 RANKS = 16, 8  # LoRA ranks to try; the second only if nothing fits with the first
+CLOSE = 0.03  # error of the line, as a part of the limit
 STEP = 64  # tokens by which rows are lengthened
 # Tokens of generation per second, as a fraction of bandwidth / bytes of weights: 0.59 ms per token
 # measured on an H200, where a copy reads the weights in 0.24 ms (docs/performance.md, On an H200).
@@ -61,6 +61,7 @@ class Candidate:
     settings: Settings
     sizes: Sizes
     card: Card
+    accumulated: float = 0.0  # bytes that gradient accumulation adds
 
     @property
     def choice(self) -> tuple[Any, ...]:
@@ -84,7 +85,7 @@ class Candidate:
         def measure(config: Any) -> tuple[float, ...]:
             sizes = self.sizes._replace(config=config, batch=batch, tokens=tokens)
             plan = sizes.planned(self.plan, **changes)
-            return plan.total, plan.host, getattr(plan, ALL[WEIGHTS])
+            return plan.total, plan.host, plan.weights
 
         return Bytes(*self._measured(measure))
 
@@ -99,21 +100,29 @@ class Candidate:
         return one, Bytes(*((end - start) / (more - 1) for start, end in pairs))
 
     def about(self, rows: float) -> Bytes:
-        """Return the bytes of a step by the line: at least those planned, as peaks are convex."""
+        """Return the bytes of a step without accumulation, by the line."""
         pairs = zip(*self.line, strict=True)
         return Bytes(*(one + (rows - 1) * each for one, each in pairs))
 
     @property
-    def size_about(self) -> Bytes:
+    def estimate(self) -> Bytes:
         """The bytes of a step by the line."""
-        return self.about(self.settings.batch)
+        size = self.about(self.settings.batch)
+        more = self.accumulated * (self.settings.accumulate > 1)
+        return size._replace(device=size.device + more)
+
+    def fits(self, bounds: Bounds) -> bool:
+        """Return whether a step fits; plan it only where the line is too close to the limit."""
+        size, limit = self.estimate, bounds.device
+        is_close = abs(size.device - limit) < CLOSE * limit
+        return bounds.holds(self.size if is_close else size)
 
     def with_batch(self, batch: int) -> "Candidate":
         """Return the settings with another micro-batch, and as many rows in a step."""
         rows = self.settings.batch * self.settings.accumulate
         accumulate = self.settings.accumulate if batch == self.settings.batch else -(-rows // batch)
         changed = dataclasses.replace(self.settings, batch=batch, accumulate=accumulate)
-        candidate = Candidate(changed, self.sizes, self.card)
+        candidate = Candidate(changed, self.sizes, self.card, self.accumulated)
         candidate.line = self.line
         return candidate
 
@@ -195,6 +204,7 @@ def candidates(
         with suppress(ConfigError):  # experts that this kind does not quantize
             check_stacks("fit", CODES, sizes.config)
             kinds = options("quantize", None, CODES)
+    accumulated = None  # equal for all, as they train the same parameters
     wide = adapted or settings.kind != "adamw"
     for kind in kinds:
         for bits in options("state_bits", *((32,) if wide else (32, 8))):
@@ -203,7 +213,12 @@ def candidates(
                     if offload and every is None:
                         continue
                     changed = dataclasses.replace(
-                        settings, quantize=kind if sizes.quantized is None else None,
-                        state_bits=bits, recompute_every=every, offload=offload,
+                        settings, quantize=settings.quantize if sizes.quantized else kind,
+                        state_bits=bits, recompute_every=every, offload=offload or None,
                     )  # fmt: skip
-                    yield Candidate(changed, sizes._replace(quantized=kind), card)
+                    candidate = Candidate(changed, sizes._replace(quantized=kind), card)
+                    if accumulated is None:
+                        two = candidate.bytes_of(1, sizes.tokens, accumulate=2)
+                        accumulated = two.device - candidate.line[0].device
+                    candidate.accumulated = accumulated
+                    yield candidate

@@ -7,6 +7,7 @@ fits.fastest.settings, fits.fastest.hours, fits.fastest.command
 import dataclasses
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,8 +20,9 @@ from ...profiling.cards import Card, card_here, card_named, card_of
 from ..data.records import Records
 from ..data.sources import find_data
 from ..data.text import Text
+from ..listener import announce
 from ..naming import named
-from ..run.limit import Sizes, quantized_kind, tokens_of
+from ..run.limit import Sizes, for_offload, quantized_kind, tokens_of
 from ..run.reference import folder_of, with_teacher
 from ..run.run_folder import config_file, model_folder, model_without_weights
 from ..run.settings import Settings
@@ -30,7 +32,12 @@ from .data_size import measured
 # Part of a card's memory that arrays may use: the driver, the CUDA context and kernels need the
 # rest, and plans are exact to 3 %.
 USABLE = 0.93
-PINNED = 0.8  # part of the host's memory that offloaded arrays may use
+
+
+# settings that ``fit`` may choose
+CHOSEN = (
+    "lora", "quantize", "state_bits", "recompute_every", "offload", "batch", "accumulate", "tokens"
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,7 +130,8 @@ def fit(
     method : str
         Training method.
     host_memory : int, optional
-        Bytes of host memory that ``offload`` may use; by default 80 % of this machine's memory.
+        Bytes of host memory that ``offload`` may use; by default 80 % of this machine's free
+        memory.
     **fixed
         Fields of ``Settings`` that do not change.  ``lora=None`` trains all weights; the default is
         LoRA of rank 16.
@@ -171,9 +179,7 @@ def fit(
         model.config, settings.batch, tokens, "cuda", not model.config.bit_layers, model.adapter,
         kind, objective,
     )  # fmt: skip
-    total = device_memory(None)[0] or 0
-    host = round(PINNED * total) if host_memory is None else host_memory
-    bounds = Bounds(card, usable, host, model.config.positions)
+    bounds = Bounds(card, usable, for_offload(host_memory), model.config.positions)
     chosen, every = _chosen(settings, sizes, bounds, fixed)
 
     def described(candidate: Candidate) -> Fit:
@@ -184,7 +190,32 @@ def fit(
             _command(candidate.settings, config, data, fixed),
         )  # fmt: skip
 
-    return Fits(*map(described, chosen), card, usable, host, tokens, steps)
+    return Fits(*map(described, chosen), card, usable, bounds.host, tokens, steps)
+
+
+def fitted(settings: Settings, data: Text | Records, source: Path | None, ranks: Any) -> Settings:
+    """Return the settings of a run, with those that ``fit`` chooses as the fastest on its GPU."""
+    call = named(fit=True)
+    if source is None or not ranks.alone or ranks.device is None:
+        needs = "an existing model" if source is None else "one GPU, and one process"
+        raise ConfigError(f"{call} needs {needs}; leave it out")
+    usual = vars(Settings())
+    fixed = {name: value for name, value in vars(settings).items() if value != usual[name]}
+    for name in ("fit", "device", "method", "host_memory"):
+        fixed.pop(name, None)
+    best = fit(
+        source, data=data, device=ranks.device, method=settings.method,
+        host_memory=settings.host_memory, **fixed,
+    ).fastest  # fmt: skip
+    chosen = {name: getattr(best.settings, name) for name in CHOSEN}
+    changed = {name: value for name, value in chosen.items() if value != getattr(settings, name)}
+    hours = f", {best.hours:.1f} hours in all" if best.hours else ""
+    reasons = "".join(f"\n  {reason}" for reason in best.reasons)
+    announce(
+        f"{call}: {named(**changed) or 'no change'}; a step needs {format_bytes(best.device_bytes)}"
+        f" and is predicted to take {best.seconds:.2f} s{hours}{reasons}"
+    )
+    return dataclasses.replace(settings, **chosen)
 
 
 def _card_of(device: Any) -> tuple[Card, int]:
@@ -232,12 +263,13 @@ def _chosen(
         every = [*candidates(base, sizes, bounds.card, fixed)]
         may_split = "batch" not in fixed and not settings.learning.is_on_policy
         single = [each.with_batch(1) if may_split else each for each in every]
-        least = min(single, key=lambda each: each.size_about.device)
-        small = [each for each in single if bounds.holds(each.size_about)]
-        if small:
+        least = min([*single, *every], key=lambda each: each.estimate.device)
+        small = [each for each in single if each.fits(bounds)]
+        whole = [each for each in every if each.fits(bounds)]
+        if small or whole:
             fastest = min(_largest(every, bounds, may_split), key=_cost)
-            leanest = min(small, key=lambda each: each.size_about.device)
-            longest = max(small, key=lambda each: each.about_longest(bounds))
+            leanest = min([*small, *whole], key=lambda each: each.estimate.device)
+            longest = max(small or whole, key=lambda each: each.about_longest(bounds))
             return [fastest, longest, leanest], every
     assert least is not None
     needs = f"{format_bytes(least.size.device)}, and {format_bytes(least.size.host)} of the host"
@@ -260,10 +292,8 @@ def _largest(every: Sequence[Candidate], bounds: Bounds, may_split: bool) -> Ite
     for candidate in every:
         batch = candidate.settings.batch
         halved = [batch >> n for n in range(batch.bit_length())]  # batch, batch / 2, ... 1
-        for size in halved if may_split else [batch]:
-            if bounds.holds(candidate.about(size)):
-                yield candidate.with_batch(size)
-                break
+        tried = map(candidate.with_batch, halved if may_split else [batch])
+        yield from islice((each for each in tried if each.fits(bounds)), 1)
 
 
 def _reasons(candidate: Candidate, every: Sequence[Candidate], bounds: Bounds) -> Iterator[str]:

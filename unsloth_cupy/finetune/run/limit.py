@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 COUNTED = 2
 ADAPTER_RANK = 8  # LoRA rank that an error message proposes
 TOKENS = 2048  # default length of a row, if the model has as many positions
+PINNED = 0.8  # part of the host's free memory that offload may use: other programs need some
 # changes of settings that save memory
 ADAPTERS: Mapping[str, Any] = {"lora": ADAPTER_RANK}
 CHUNKED: Mapping[str, Any] = {"chunked_mlp": True}
@@ -132,13 +133,19 @@ def with_offload(sizes: Sizes, plan: "Plan") -> "Plan":
         return plan
     changed = dataclasses.replace(plan, offload=True)
     step_plan = sizes.planned(changed)
-    if step_plan.beyond(whole):
+    if step_plan.beyond(whole) or step_plan.host > for_offload(plan.host_memory):
         return plan
     announce(
         f"{named(offload=True)}: a step does not fit into the {format_bytes(whole)} of the GPU"
         f" without it; the inputs of blocks need {format_bytes(step_plan.host)} of host memory"
     )
     return changed
+
+
+def for_offload(limit: int | None) -> int:
+    """Return the bytes of host memory that offload may use."""
+    whole, free = device_memory(None)
+    return round(PINNED * (free or whole or 0)) if limit is None else limit
 
 
 def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
@@ -153,6 +160,15 @@ def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
         ``required`` is the peak of a step, ``available`` the limit.
     """
     step_plan = sizes.planned(plan)
+    host = for_offload(plan.host_memory)
+    if step_plan.host > host:
+        needed = f"the inputs of blocks need {format_bytes(step_plan.host)} of host memory"
+        cure = f"leave {named('offload')} out, use shorter rows, or raise {named('host_memory')}"
+        raise DeviceMemoryError(
+            f"{named(offload=True)}: {needed}, and {format_bytes(host)} may be used; {cure}",
+            step_plan.host,
+            host,
+        )
     whole, free = device_memory(sizes.device) if limit is None else (limit, limit)
     first = None if whole is None else step_plan.beyond(whole)
     if whole is None or first is None:

@@ -263,6 +263,13 @@ class Settings(Options):
         rare=True,
     )
 
+    fit: bool = setting(
+        "memory",
+        "Choose LoRA and the settings that save memory, such that training is fastest on this GPU;"
+        " settings that are given stay as they are.",
+        False,
+        kept=False,
+    )
     recompute_every: int | None = setting(
         "memory",
         "Gradient checkpointing: store only the input of every Nth block; saves memory.",
@@ -273,6 +280,13 @@ class Settings(Options):
         "memory",
         "Store the inputs of recomputed blocks in host memory; not with several ranks.  [default:"
         " if {recompute_every} is set, and a step does not fit into the GPU otherwise]",
+        rare=True,
+    )
+    host_memory: int | None = setting(
+        "memory",
+        "Limit on the host memory of {offload}, for example 64GiB.  [default: 80 % of free memory]",
+        least=1,
+        kept=False,
         rare=True,
     )
     chunked_mlp: bool = setting(

@@ -46,6 +46,7 @@ from ..methods.reward_pool import ending_workers, fingerprint
 from ..methods.rewards import CalledFunction, rewards_of, words_of
 from ..methods.taught import is_taught
 from ..naming import named
+from ..planning.fit import fitted
 from .callbacks import Callbacks, checked
 from .curve import curve_of
 from .evaluation import held_out_of
@@ -334,6 +335,9 @@ class Trainer:
             self._resume(text)
             dtype = dtype_of(self.settings, self.source, self.transformer, ranks)
             self.settings = dataclasses.replace(self.settings, dtype=dtype)
+            if self.settings.fit and not files.known():
+                self.settings = fitted(self.settings, text, self.source, ranks)
+                self._check()
             ranks.check_equal({} if ranks.alone else self._facts(text))
             with on_device("finetune", ranks.device), ExitStack() as stack:
                 if ranks.first:

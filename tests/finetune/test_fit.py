@@ -1,0 +1,325 @@
+"""``fit``: its bytes are those of plans, and no other settings would be a better choice."""
+
+import itertools
+import json
+import statistics
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from unsloth_cupy import DeviceMemoryError, fit, plan_memory
+from unsloth_cupy.core.dtypes import BFLOAT16
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune import Settings, Trainer
+from unsloth_cupy.finetune.planning import fit as module
+from unsloth_cupy.finetune.run import limit, preparation
+from unsloth_cupy.memory.plan import plan_memory as plan_of_config
+from unsloth_cupy.models.configs.few_layers import extrapolated, period_of
+from unsloth_cupy.models.parse import parse
+from unsloth_cupy.models.text.tokenizer import load_tokenizer
+from unsloth_cupy.profiling import cards
+from unsloth_cupy.profiling.training_step import explain_step
+
+from ..cli.test_cli import assert_one_clear_error, run
+from ..harness.sampling import Sample
+from ..harness.tracked import ROOT
+from ..machines.stand_in import gpu
+from ..memory.test_memory import SIZES, SMALL
+
+LLAMA = SMALL | SIZES | {"num_hidden_layers": 6, "max_position_embeddings": 4096}
+MIB = 2**20
+MODELS = ROOT / "tests" / "golden" / "models"
+FAMILIES = sorted(path.parent.name for path in MODELS.glob("*/config.json"))
+
+
+def card(mib: float) -> dict[str, Any]:
+    """Return a card, described as a user does, on which arrays may use this many MiB."""
+    rates = {"bandwidth": 1000, "products": 165, "products32": 82}
+    return {"architecture": 89, "memory": mib / 1024 / module.USABLE, **rates}
+
+
+@pytest.mark.parametrize("family", Sample.one_in(4, FAMILIES))
+def test_a_plan_of_few_layers_gives_the_bytes_of_the_whole_model(family: str) -> None:
+    config = parse(json.loads((MODELS / family / "config.json").read_text()))
+    experts = config.experts and replace(config.experts, sparse=config.experts.sparse * 6)
+    whole = replace(
+        config, layers=6 * config.layers, layer_types=config.layer_types * 6,
+        rotated=config.rotated * 6, experts=experts,
+    )  # fmt: skip
+    planned: list[int] = []
+
+    def measure(part: Any) -> tuple[int, int]:
+        planned.append(part.layers)
+        plan = plan_of_config(
+            part, batch=1, tokens=16, dtype="bfloat16", rank=2, recompute_every=1, offload=True
+        )
+        return plan.total, plan.host
+
+    actual = extrapolated(whole, measure)
+    assert sum(planned) < whole.layers or period_of(whole)[1] >= config.layers
+    assert actual == pytest.approx(measure(whole), rel=3e-3)  # arrays are rounded to 512 bytes
+
+
+@pytest.mark.parametrize(
+    ("mib", "fixed"),
+    [(40, {}), (14, {}), (60, {"lora": None}), (10, {"quantize": "nf4", "lora": 4})],
+    ids=str,
+)
+def test_the_choices_fit_and_no_better_one_does(mib: int, fixed: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"tokens": 256, "host_memory": 2 * MIB, **fixed}
+    fits = None
+    with suppress(DeviceMemoryError):
+        fits = fit(LLAMA, device=card(mib), **options)
+    found: list[Any] = []
+    lora = fixed.get("lora", 16)
+    varied = itertools.product(
+        [fixed["quantize"]] if "quantize" in fixed else [None, *["nf4"] * (lora is not None)],
+        [(None, None), (1, None), (1, True)],
+        [32] if lora is not None else [32, 8],
+        [(4, 1), (2, 2), (1, 4)],
+    )
+    for kind, (every, offload), bits, (batch, accumulate) in varied:
+        plan = plan_memory(
+            LLAMA, batch=batch, tokens=256, dtype="bfloat16", rank=lora, quantization=kind,
+            recompute_every=every, offload=bool(offload), state_bits=bits, accumulate=accumulate,
+        )  # fmt: skip
+        if plan.total <= mib * MIB and plan.host <= 2 * MIB:
+            found.append((plan.total, kind, every, offload, bits, batch))
+    assert bool(found) == (fits is not None)
+    if fits is None:
+        return
+    for choice in (fits.fastest, fits.longest, fits.leanest):
+        own = choice.settings
+        (size,) = [
+            total
+            for total, *others in found
+            if others == [own.quantize, own.recompute_every, own.offload, own.state_bits, own.batch]
+        ]
+        assert choice.device_bytes == pytest.approx(size, rel=1e-3)
+        assert own.batch * own.accumulate == 4
+        assert choice.seconds >= fits.fastest.seconds / 1.05
+        assert choice.longest_row <= fits.longest.longest_row
+    assert fits.leanest.device_bytes <= 1.001 * min(total for total, *_ in found)
+
+
+def test_settings_that_fit_nothing_are_an_error_with_the_least() -> None:
+    with pytest.raises(DeviceMemoryError, match="no settings fit") as caught:
+        fit(LLAMA, device=card(1), tokens=256)
+    assert caught.value.required > caught.value.available == pytest.approx(MIB, rel=1e-6)
+
+
+def test_the_longest_row_fits_and_each_reason_is_true() -> None:
+    """A longer row does not fit, and a step needs as many bytes without a setting as stated."""
+    fits = fit(LLAMA, device=card(14), tokens=256, host_memory=2**40)
+    longest = fits.longest
+
+    def planned(settings: Settings, batch: int, tokens: int) -> int:
+        plan = plan_memory(
+            LLAMA, batch=batch, tokens=tokens, dtype="bfloat16", rank=settings.lora,
+            quantization=settings.quantize, recompute_every=settings.recompute_every,
+            offload=bool(settings.offload),
+        )  # fmt: skip
+        return plan.total
+
+    assert planned(longest.settings, 1, longest.longest_row) <= 1.001 * 14 * MIB
+    assert planned(longest.settings, 1, longest.longest_row + 64) > 0.999 * 14 * MIB
+    reasons = dict(each.split(": without it a step needs ") for each in fits.fastest.reasons)
+    assert reasons
+    for setting, text in reasons.items():
+        assert text.endswith("which does not fit")
+        changes = {name.split("=")[0] for name in setting.split(", ")}
+        usual = {name: getattr(Settings(), name) for name in changes}
+        without = replace(fits.fastest.settings, **usual)
+        size, unit = text.replace(",", "").split()[:2]
+        actual = float(size) * {"MiB": MIB, "GiB": 2**30}[unit]
+        assert actual == pytest.approx(planned(without, without.batch, 256), rel=0.02)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a tokenizer."""
+    folder = tmp_path_factory.mktemp("fit")
+    (folder / "text.txt").write_text(
+        "\n\n".join(f"{i}. A cat sees {i * i} mice" for i in range(400))
+    )
+    sizes: dict[str, Any] = {"layers": 2, "hidden": 32, "vocabulary": 300, "tokens": 64}
+    Trainer(
+        data=folder / "text.txt",
+        settings=Settings(steps=1, out=folder / "run", **sizes),
+        quiet=True,
+    ).train()
+    return folder / "run" / "model"
+
+
+@pytest.fixture
+def chats(tmp_path: Path) -> Path:
+    """Chats of different lengths."""
+    path = tmp_path / "chats.jsonl"
+    pair = ("user", "assistant")
+    rows = [
+        {"messages": [{"role": role, "content": f"{i} mice, " * (1 + i % 3)} for role in pair]}
+        for i in range(90)
+    ]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    return path
+
+
+@pytest.mark.parametrize("pack", [True, False])
+def test_steps_are_about_those_of_a_run(
+    model: Path, chats: Path, pack: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fits = fit(model, data=chats, device="rtx 4090", pack=pack, epochs=2)
+    steps: list[int] = []
+    with_steps = preparation.with_steps
+
+    def recorded(*arguments: Any, **options: Any) -> Any:
+        plan = with_steps(*arguments, **options)
+        steps.append(plan.steps)
+        return replace(plan, steps=1)
+
+    monkeypatch.setattr(preparation, "with_steps", recorded)
+    settings = Settings(out=tmp_path / "run", lora=4, pack=pack, epochs=2)
+    Trainer(model, chats, settings, quiet=True).train()
+    assert fits.steps == pytest.approx(steps[0], rel=0.1, abs=1)
+    best = fits.fastest
+    assert fits.steps is not None
+    assert best.hours == pytest.approx(fits.steps * best.seconds / 3600)
+    command = best.command.split()
+    assert command[:3] == ["unsloth-cupy", "finetune", str(model)]
+    assert command[3:5] == ["--data", str(chats)]
+
+
+def test_the_steps_of_running_text(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("A cat sees 10 mice.\n\n" * 2000)
+    fits = fit(model, data=tmp_path / "text.txt", device="rtx 4090", epochs=1, tokens=32)
+    tokens = len(load_tokenizer(model).encode("A cat sees 10 mice.\n\n" * 1800).ids)
+    assert fits.steps == pytest.approx(tokens / 32 / 4, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"device": "rtx 9999"}, "no GPU is known"),
+        ({"device": "b300"}, "are unknown; pass"),
+        ({"device": "sm_90"}, "are unknown; pass"),
+        ({"device": "cuda:7"}, "no such GPU"),
+        ({"data": "missing.jsonl"}, "tokens need a tokenizer"),
+        ({"limit_memory": MIB}, "leave limit_memory out"),
+        ({"batch_size": 4}, "batch_size"),
+        ({"tokens": 5000}, "5000"),
+    ],
+    ids=str,
+)
+def test_what_is_wrong_is_named(options: dict[str, Any], problem: str) -> None:
+    with pytest.raises((ConfigError, TypeError), match=problem):
+        fit(LLAMA, **{"device": "rtx 4090", **options})
+
+
+def test_data_that_cannot_be_read_are_named(model: Path) -> None:
+    with pytest.raises(ConfigError, match=r"missing\.jsonl"):
+        fit(model, data="missing.jsonl", device="rtx 4090")
+
+
+def test_the_command(model: Path, chats: Path) -> None:
+    """The table has a row per choice; --json has the same cells and the commands."""
+    result = run("plan", model, "--data", chats, "--device", "rtx4090", "--fit", "--lora", 8)
+    assert result.exit_code == 0, result.output
+    for text in ("fastest", "longest row", "least memory", "43.9 ms", "--lora 8", "RTX 4090"):
+        assert text in result.output
+    words = ("plan", model, "--tokens", 32, "--device", "16gb rtx 4060 ti", "--fit", "--json")
+    tables = [json.loads(line) for line in run(*words).output.splitlines()]
+    assert [row[""] for row in tables[0]["rows"]] == ["fastest", "longest row", "least memory"]
+    assert all("unsloth-cupy finetune" in row["command"] for row in tables[1]["rows"])
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        (("--fit", "--data-parallel", 2), "--data-parallel is not supported"),
+        (("--fit", "--zero", 1), "--zero is not supported"),
+        (("--fit", "--plot", "x.svg"), "--plot is not supported"),
+        (("--fit",), "no such GPU"),
+        (("--data", "x.jsonl"), "--data requires --fit"),
+        (("--host-memory", "1GiB"), "--host-memory requires --fit"),
+        (("--device", "rtx 9999"), "no GPU is known"),
+    ],
+    ids=str,
+)
+def test_wrong_options(words: tuple[Any, ...], problem: str, model: Path) -> None:
+    result = run("plan", model, *words)
+    assert_one_clear_error(result)
+    assert problem in result.output
+
+
+def test_a_named_card_is_in_the_table_of_a_plan(model: Path) -> None:
+    result = run("plan", model, "--tokens", 32, "--device", "rtx 5090")
+    assert result.exit_code == 0, result.output
+    assert "RTX 5090" in result.output
+
+
+def test_a_run_trains_with_the_settings_that_fit(
+    model: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``Settings(fit=True)``; given settings stay, and a resumed run has the same ones."""
+    monkeypatch.setattr(module, "card_here", lambda number: cards.card_named("rtx 4090"))
+    sizes = [0.55 * MIB]
+    monkeypatch.setattr(module, "device_memory", lambda device: (2**40, int(sizes[0])))
+    runs = []
+    for steps in (1, 2):
+        with gpu("80", devices=1) as machine:
+            machine.strict, machine.runs = False, True
+            settings = Settings(
+                fit=True, device="cuda", out=tmp_path / "run", steps=steps, lora=2, graph=False
+            )
+            Trainer(model, chats, settings, quiet=True).train()
+        stored = json.loads((tmp_path / "run" / "settings.json").read_text())
+        runs.append([stored[name] for name in ("lora", "batch", "accumulate", "recompute_every")])
+        sizes[0] = 2**36  # more memory is free later
+    lora, batch, accumulate, every = runs[0]
+    assert (lora, batch * accumulate) == (2, 4)
+    assert batch < 4 or every == 1
+    assert runs[1] == runs[0]
+
+
+def test_fit_needs_a_gpu_and_a_model(model: Path, chats: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="needs one GPU"):
+        Trainer(model, chats, Settings(fit=True, device="cpu", out=tmp_path), quiet=True).train()
+    with pytest.raises(ConfigError, match="needs an existing model"):
+        Trainer(data=chats, settings=Settings(fit=True, out=tmp_path), quiet=True).train()
+
+
+def test_offload_that_the_host_cannot_hold_ends_before_training() -> None:
+    sizes = limit.Sizes(parse(LLAMA), 4, 256, "cuda", exists=True)
+    settings = Settings(recompute_every=1, offload=True, dtype="bfloat16", host_memory=MIB)
+    with pytest.raises(DeviceMemoryError, match="host memory") as caught:
+        limit.checked_plan(sizes, settings.decided(new=False), 2**40)
+    assert caught.value.required > caught.value.available == MIB
+    limit.checked_plan(sizes, replace(settings, host_memory=2**30).decided(new=False), 2**40)
+
+
+def test_efficiencies_are_those_of_the_page() -> None:
+    """Each is the best bfloat16 row of its op; other ops have the median."""
+    rows = json.loads((ROOT / "docs" / "performance.json").read_text())
+    best = {
+        op: max(row["of_roofline"] for row in facts["rows"] if row["dtype"] == "bfloat16")
+        for op, facts in rows.items()
+        if any(row["dtype"] == "bfloat16" for row in facts["rows"])
+    }
+    for op, expected in cards.EFFICIENCY.items():
+        assert expected == pytest.approx(best[op], abs=0.006), op
+    assert pytest.approx(statistics.median(best.values()), abs=0.01) == cards.OTHER_OPS
+
+
+def test_the_measured_step_is_predicted_within_10_percent() -> None:
+    """The step of docs/examples/speed_of_a_model.py, which took 43.9 ms on an H200."""
+    values = {
+        "model_type": "llama", "hidden_size": 2048, "intermediate_size": 5632,
+        "vocab_size": 32768, "num_hidden_layers": 8, "num_attention_heads": 16,
+        "num_key_value_heads": 4, "rms_norm_eps": 1e-5, "max_position_embeddings": 4096,
+    }  # fmt: skip
+    explanation = explain_step(parse(values), batch=4, tokens=2048, dtype=BFLOAT16, device="h200")
+    assert explanation.seconds == pytest.approx(0.0397, rel=0.005)  # as ``plan --fit`` prints
+    assert explanation.seconds == pytest.approx(0.0439, rel=0.1)

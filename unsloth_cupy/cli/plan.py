@@ -256,8 +256,8 @@ def plan(
             raise ConfigError(
                 "plan: a plan with ranks needs an optimizer; leave --optimizer none out"
             )
-        tensor, pipeline, data, context, expert = (size or 1 for size in sizes)
-        layout = Layout(tensor, pipeline, data, int(zero), context, expert)
+        tensor, pipeline, replicas, context, expert = (size or 1 for size in sizes)
+        layout = Layout(tensor, pipeline, replicas, int(zero), context, expert)
         with _named(path):
             plans = plan_ranks(
                 values, layout, batch=batch, tokens=length, microbatches=options.pop("accumulate"),

@@ -172,7 +172,7 @@ def fit(
     tokens = tokens_of(settings.tokens, model.config.positions)
     settings = dataclasses.replace(settings, tokens=tokens)
     teachers = {} if settings.teacher is None else {"teacher": folder_of(settings.teacher)}
-    objective = next_token if method == "sft" else with_teacher(learning, teachers)
+    objective: Any = next_token if method == "sft" else with_teacher(learning, teachers)
     if learning.is_on_policy:
         objective = objective.sized(model.values)
     sizes = Sizes(
@@ -190,7 +190,8 @@ def fit(
             _command(candidate.settings, config, data, fixed),
         )  # fmt: skip
 
-    return Fits(*map(described, chosen), card, usable, bounds.host, tokens, steps)
+    fastest, longest, leanest = map(described, chosen)
+    return Fits(fastest, longest, leanest, card, usable, bounds.host, tokens, steps)
 
 
 def fitted(settings: Settings, data: Text | Records, source: Path | None, ranks: Any) -> Settings:

@@ -14,6 +14,7 @@ from unsloth_cupy import DeviceMemoryError, fit, plan_memory
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Settings, Trainer
+from unsloth_cupy.finetune.methods.registry import METHODS
 from unsloth_cupy.finetune.planning import fit as module
 from unsloth_cupy.finetune.run import limit, preparation
 from unsloth_cupy.memory.plan import plan_memory as plan_of_config
@@ -63,9 +64,12 @@ def test_a_plan_of_few_layers_gives_the_bytes_of_the_whole_model(family: str) ->
     assert actual == pytest.approx(measure(whole), rel=3e-3)  # arrays are rounded to 512 bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mib", "fixed"),
-    [(40, {}), (14, {}), (60, {"lora": None}), (10, {"quantize": "nf4", "lora": 4})],
+    Sample.one_in(
+        4, [(40, {}), (14, {}), (60, {"lora": None}), (10, {"quantize": "nf4", "lora": 4})]
+    ),
     ids=str,
 )
 def test_the_choices_fit_and_no_better_one_does(mib: int, fixed: dict[str, Any]) -> None:
@@ -105,12 +109,30 @@ def test_the_choices_fit_and_no_better_one_does(mib: int, fixed: dict[str, Any])
     assert fits.leanest.device_bytes <= 1.001 * min(total for total, *_ in found)
 
 
+@pytest.mark.parametrize("method", Sample.one_in(6, sorted(METHODS)))
+def test_every_method(method: str, tmp_path: Path) -> None:
+    options: dict[str, Any] = {"tokens": 64, "batch": 2}
+    if METHODS[method].is_on_policy:
+        (tmp_path / "r.py").write_text(
+            "def one(completions):\n    return [1.0] * len(completions)\n"
+        )
+        options |= {"reward": [f"{tmp_path}/r.py:one"], "max_new_tokens": 8, "samples": 2}
+    if "teacher" in METHODS[method].uses:
+        (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+        options["teacher"] = tmp_path
+    fits = fit(LLAMA, device="rtx 4090", method=method, **options)
+    assert fits.fastest.seconds > 0
+    assert f"--method {method}" in fits.fastest.command or method == "sft"
+
+
+@pytest.mark.slow
 def test_settings_that_fit_nothing_are_an_error_with_the_least() -> None:
     with pytest.raises(DeviceMemoryError, match="no settings fit") as caught:
         fit(LLAMA, device=card(1), tokens=256)
     assert caught.value.required > caught.value.available == pytest.approx(MIB, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_the_longest_row_fits_and_each_reason_is_true() -> None:
     """A longer row does not fit, and a step needs as many bytes without a setting as stated."""
     fits = fit(LLAMA, device=card(14), tokens=256, host_memory=2**40)
@@ -266,7 +288,7 @@ def test_a_run_trains_with_the_settings_that_fit(
     """``Settings(fit=True)``; given settings stay, and a resumed run has the same ones."""
     monkeypatch.setattr(module, "card_here", lambda number: cards.card_named("rtx 4090"))
     sizes = [0.55 * MIB]
-    monkeypatch.setattr(module, "device_memory", lambda device: (2**40, int(sizes[0])))
+    monkeypatch.setattr(module, "device_memory", lambda device: (2**40, round(sizes[0])))
     runs = []
     for steps in (1, 2):
         with gpu("80", devices=1) as machine:

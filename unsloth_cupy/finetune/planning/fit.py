@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 from ...errors import ConfigError, DeviceMemoryError
 from ...files import path_of, read_json
 from ...machine import device_memory, format_bytes
+from ...models.configs.heads import chosen
 from ...models.objective import next_token
 from ...models.parse import parse
 from ...profiling.cards import Card, card_here, card_named, card_of
@@ -126,7 +127,7 @@ def fit(
         requires a folder with a tokenizer.
     device : str or mapping
         Name of a card ("rtx4090", "a100 40gb"), "cuda" or "cuda:1" for a GPU of this machine, whose
-        free memory is the limit, or a mapping as in ``explain`` with ``memory`` in GiB.
+        free memory is a limit too, or a mapping as in ``explain`` with ``memory`` in GiB.
     method : str
         Training method.
     host_memory : int, optional
@@ -148,8 +149,15 @@ def fit(
         No settings fit; ``required`` is the least that a step needs.
     """
     card, usable = _card_of(device)
-    model = _model_of(config)
     settings = Settings(method=method, **fixed)
+    learning, steps, text = settings.learning, None, None
+    model = _model_of(config, learning.loading)
+    if data is not None:
+        is_read = isinstance(data, Text | Records)
+        text = data if is_read else find_data(data, (), "fit", method).read()
+    if isinstance(text, Records):  # the number of labels is that of the data
+        learning = learning.fitted(text, model.values)
+        model = _model_of(config, learning.loading)
     if settings.device != "auto" or settings.limit_memory is not None:
         raise ConfigError("fit(): pass the GPU as device=, and leave limit_memory out")
     if settings.lora is None and "lora" not in fixed and model.adapter is None:
@@ -159,14 +167,9 @@ def fit(
     kind = quantized_kind(
         model.folder, settings.quantize, settings.lora, model.adapter, model.stored
     )
-    learning = settings.learning
-    steps = None
-    if data is not None:
+    if text is not None:
         if model.folder is None:
             raise ConfigError("fit(data=...): tokens need a tokenizer; pass the folder of a model")
-        is_read = isinstance(data, Text | Records)
-        text = data if is_read else find_data(data, (), "fit", method).read()
-        learning = learning.fitted(text, model.values) if isinstance(text, Records) else learning
         size = measured(text, model.folder, settings, model.config, learning)
         settings, steps = dataclasses.replace(settings, tokens=size.tokens), size.steps(settings)
     tokens = tokens_of(settings.tokens, model.config.positions)
@@ -180,7 +183,7 @@ def fit(
         kind, objective,
     )  # fmt: skip
     bounds = Bounds(card, usable, for_offload(host_memory), model.config.positions)
-    chosen, every = _chosen(settings, sizes, bounds, fixed)
+    choices, every = _chosen(settings, sizes, bounds, fixed)
 
     def described(candidate: Candidate) -> Fit:
         return Fit(
@@ -190,7 +193,7 @@ def fit(
             _command(candidate.settings, config, data, fixed),
         )  # fmt: skip
 
-    fastest, longest, leanest = map(described, chosen)
+    fastest, longest, leanest = map(described, choices)
     return Fits(fastest, longest, leanest, card, usable, bounds.host, tokens, steps)
 
 
@@ -208,26 +211,26 @@ def fitted(settings: Settings, data: Text | Records, source: Path | None, ranks:
         source, data=data, device=ranks.device, method=settings.method,
         host_memory=settings.host_memory, **fixed,
     ).fastest  # fmt: skip
-    chosen = {name: getattr(best.settings, name) for name in CHOSEN}
-    changed = {name: value for name, value in chosen.items() if value != getattr(settings, name)}
+    own = {name: getattr(best.settings, name) for name in CHOSEN}
+    changed = {name: value for name, value in own.items() if value != getattr(settings, name)}
     hours = f", {best.hours:.1f} hours in all" if best.hours else ""
     reasons = "".join(f"\n  {reason}" for reason in best.reasons)
     announce(
         f"{call}: {named(**changed) or 'no change'}; a step needs {format_bytes(best.device_bytes)}"
         f" and is predicted to take {best.seconds:.2f} s{hours}{reasons}"
     )
-    return dataclasses.replace(settings, **chosen)
+    return dataclasses.replace(settings, **own)
 
 
 def _card_of(device: Any) -> tuple[Card, int]:
     """Return a card and the bytes that arrays may use."""
     if isinstance(device, str) and device.partition(":")[0] == "cuda":
         number = int(device.partition(":")[2] or 0)
-        free = device_memory(device)[1]
-        if free is None:
+        total, free = device_memory(device)
+        if total is None or free is None:
             cure = 'pass the name of a card, as in device="rtx4090"'
             raise ConfigError(f"fit(device={device!r}): this machine has no such GPU; {cure}")
-        card, usable = card_here(number), free
+        card, usable = card_here(number), min(free, round(USABLE * total))
     else:
         card = card_named(device) if isinstance(device, str) else card_of(device)
         usable = round(USABLE * (card.memory or 0) * 2**30)
@@ -238,16 +241,21 @@ def _card_of(device: Any) -> tuple[Card, int]:
     return card, usable
 
 
-def _model_of(config: Any) -> _Model:
+def _model_of(config: Any, loading: Mapping[str, Any]) -> _Model:
+    """Return a model without weights, with the head that a method loads it with."""
+    folder = None
     if isinstance(config, Mapping):
-        return _Model(None, config, parse(config), None, None)
-    config = path_of("fit", config)
-    path = config_file(config)
-    values = read_json(path)
-    if path == config:
+        values = config
+    else:
+        path = config_file(path_of("fit", config))
+        folder, values = (
+            None if path == Path(config) else model_folder(Path(config)),
+            read_json(path),
+        )
+    values = chosen(values, loading.get("head"), loading.get("labels")).values
+    if folder is None:
         return _Model(None, values, parse(values), None, None)
-    folder = model_folder(config)
-    return _Model(folder, values, *model_without_weights(folder))
+    return _Model(folder, values, *model_without_weights(folder, **loading))
 
 
 def _chosen(

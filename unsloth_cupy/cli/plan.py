@@ -122,11 +122,11 @@ RANK = 16  # LoRA rank in the comparison table, unless --lora sets one
 )  # fmt: skip
 @click.option(
     "--data", multiple=True, metavar="PATH...",
-    help="With --fit: training data, for the length of rows and the hours of training.",
+    help="Training data, from which --fit takes the length of rows and the number of steps.",
 )  # fmt: skip
 @option(
     "--host-memory", Size(),
-    "With --fit: host memory for --offload.  [default: 80 % of what is free]",
+    "Limit on the host memory of --offload, for --fit.  [default: 80 % of free memory]",
 )  # fmt: skip
 @option("--tensor-parallel", click.IntRange(1), "Number of ranks that split each weight.")
 @option("--pipeline-parallel", click.IntRange(1), "Number of ranks that split the layers.")
@@ -199,7 +199,7 @@ def plan(
     if fitting:
         fits = fit(
             config, data=data_of(data), device=device, method=method, host_memory=host_memory,
-            **given_settings(),
+            **settings_of_command(),
         )  # fmt: skip
         show_fits(machine.console(), fits, str(config))
         return
@@ -307,25 +307,25 @@ def device_and_card(name: str) -> tuple[str, dict[str, int]]:
     return "cuda", {} if card.memory is None else {card.name: round(card.memory * GB)}
 
 
-def given_settings() -> dict[str, Any]:
-    """Return the settings of a plan that are on the command line; raise for those of ranks."""
+def settings_of_command() -> dict[str, Any]:
+    """Return the settings on the command line of plan; raise for settings of ranks."""
     context = click.get_current_context()
-    given = {
+    settings = {
         name: value
         for name, value in context.params.items()
         if context.get_parameter_source(name) is ParameterSource.COMMANDLINE
     }
     for name in ("config", "fitting", "data", "device", "host_memory", "method"):
-        given.pop(name, None)
+        settings.pop(name, None)
     known = {field.name for field in dataclasses.fields(Settings)}
     ranks = {"zero", "chunks", "context_attention", "pipeline_schedule"}
-    ranks |= {name for name in given if name.endswith("_parallel")}
-    for name in given:
+    ranks |= {name for name in settings if name.endswith("_parallel")}
+    for name in settings:
         if name in ranks or name not in known:
             raise ConfigError(f"plan --fit: {named(name)} is not supported; leave it out")
-    if "state_bits" in given:
-        given["state_bits"] = int(given["state_bits"])
-    return given
+    if "state_bits" in settings:
+        settings["state_bits"] = int(settings["state_bits"])
+    return settings
 
 
 def _grid(layout: Layout) -> str:

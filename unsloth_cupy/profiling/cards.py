@@ -164,7 +164,7 @@ MEASURED: Mapping[str, dict[str, Any]] = {
     }
 }
 # Fractions of the H200's datasheet that the run above reached: 4224 of 4800 GB/s, 793 of 989.5.
-REACHED = {"memory": 0.88, "products": 0.80}
+FRACTIONS = {"memory": 0.88, "products": 0.80}
 # Fractions of the roofline that kernels of a training step reached on the H200: the best bfloat16
 # row of each op in docs/performance.json.  Products of cuBLAS define the rate of products: 1.
 EFFICIENCY: Mapping[str, float] = {

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from ..core.op import OPS
 from ..machine import format_bytes
 from .binary import Resources, occupancy, resources
-from .cards import EFFICIENCY, MEASURED, OTHER_OPS, REACHED, Card
+from .cards import EFFICIENCY, FRACTIONS, MEASURED, OTHER_OPS, Card
 
 
 class Launch(NamedTuple):
@@ -143,15 +143,12 @@ class Explanation:
 
     @property
     def seconds(self) -> float | None:
-        """The predicted time: each floor, divided by the fraction of it that such calls reach.
-
-        The fractions were measured on an H200.  None if a floor is unknown.
-        """
+        """The predicted time in seconds: the sum of floor / efficiency; None without a floor."""
         if self.card is None or self.floor is None:
             return None
-        reached = {} if self.card.name in MEASURED else REACHED
+        fractions = {} if self.card.name in MEASURED else FRACTIONS
         return sum(
-            step.floor / reached.get(step.bound, 1.0) / step.efficiency
+            step.floor / fractions.get(step.bound, 1.0) / step.efficiency
             for step in self.steps
             if step.floor
         )

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from ...core.dtypes import KERNEL_DTYPES, float_dtype
@@ -76,26 +76,25 @@ class Candidate:
     @cached_property
     def size(self) -> Bytes:
         """The planned bytes of a step."""
-        return self.bytes_of(self.settings.batch, self.sizes.tokens)
+        return self._planned(self.sizes.config, self.settings.batch, self.sizes.tokens)
 
-    def bytes_of(self, batch: int, tokens: int, *, accumulate: int | None = None) -> Bytes:
-        """Return the planned bytes of a step with a batch of rows of this length."""
-        changes = {} if accumulate is None else {"accumulate": accumulate}
+    def bytes_of(self, batch: int, tokens: int, *, accumulate: int = 1) -> Bytes:
+        """Return the bytes of a step with a batch of rows, from plans of fewer layers."""
+        each = partial(self._planned, batch=batch, tokens=tokens, accumulate=accumulate)
+        return Bytes(*self._measured(each))
 
-        def measure(config: Any) -> tuple[float, ...]:
-            sizes = self.sizes._replace(config=config, batch=batch, tokens=tokens)
-            plan = sizes.planned(self.plan, **changes)
-            return plan.total, plan.host, plan.weights
-
-        return Bytes(*self._measured(measure))
+    def _planned(self, config: Any, batch: int, tokens: int, **changes: Any) -> Bytes:
+        sizes = self.sizes._replace(config=config, batch=batch, tokens=tokens)
+        plan = sizes.planned(self.plan, **changes)
+        return Bytes(plan.total, plan.host, plan.weights)
 
     @cached_property
     def line(self) -> tuple[Bytes, Bytes]:
         """The bytes of one row, and what each further row adds."""
         batch, tokens = self.settings.batch, self.sizes.tokens
-        one = self.bytes_of(1, tokens, accumulate=1)
+        one = self.bytes_of(1, tokens)
         more = max(batch, 2)
-        all_rows = self.bytes_of(more, tokens, accumulate=1)
+        all_rows = self.bytes_of(more, tokens)
         pairs = zip(one, all_rows, strict=True)
         return one, Bytes(*((end - start) / (more - 1) for start, end in pairs))
 
@@ -173,9 +172,14 @@ class Candidate:
             most = min(most, int(bounds.host / host) // step * step)
 
         def planned(tokens: int) -> int:
-            return round(self.bytes_of(1, tokens, accumulate=1).device)
+            return round(self.bytes_of(1, tokens).device)
 
-        return Largest(planned, step, most)(bounds.device) if most else 0
+        rows = Largest(planned, step, most)(bounds.device) if most else 0
+        while (
+            rows and self._planned(self.sizes.config, 1, rows, accumulate=1).device > bounds.device
+        ):
+            rows = int(rows * (1 - CLOSE)) // step * step  # fewer layers have their peak elsewhere
+        return rows
 
     @property
     def _frozen(self) -> int:

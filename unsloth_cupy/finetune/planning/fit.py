@@ -152,6 +152,8 @@ def fit(
     settings = Settings(method=method, **fixed)
     learning, steps, text = settings.learning, None, None
     model = _model_of(config, learning.loading)
+    if data is not None and model.folder is None:
+        raise ConfigError("fit(data=...): tokens need a tokenizer; pass the folder of a model")
     if data is not None:
         is_read = isinstance(data, Text | Records)
         text = data if is_read else find_data(data, (), "fit", method).read()
@@ -167,9 +169,7 @@ def fit(
     kind = quantized_kind(
         model.folder, settings.quantize, settings.lora, model.adapter, model.stored
     )
-    if text is not None:
-        if model.folder is None:
-            raise ConfigError("fit(data=...): tokens need a tokenizer; pass the folder of a model")
+    if text is not None and model.folder is not None:
         size = measured(text, model.folder, settings, model.config, learning)
         settings, steps = dataclasses.replace(settings, tokens=size.tokens), size.steps(settings)
     tokens = tokens_of(settings.tokens, model.config.positions)
@@ -275,11 +275,15 @@ def _chosen(
         least = min([*single, *every], key=lambda each: each.estimate.device)
         small = [each for each in single if each.fits(bounds)]
         whole = [each for each in every if each.fits(bounds)]
-        if small or whole:
-            fastest = min(_largest(every, bounds, may_split), key=_cost)
-            leanest = min([*small, *whole], key=lambda each: each.estimate.device)
-            longest = max(small or whole, key=lambda each: each.about_longest(bounds))
-            return [fastest, longest, leanest], every
+        orders = (
+            sorted(_largest(every, bounds, may_split), key=_cost),
+            sorted(small or whole, key=lambda each: -each.about_longest(bounds)),
+            sorted([*small, *whole], key=lambda each: each.estimate.device),
+        )
+        planned = [next((e for e in order if bounds.holds(e.size)), None) for order in orders]
+        fitting = [each for each in planned if each is not None]
+        if len(fitting) == len(orders):
+            return fitting, every
     assert least is not None
     needs = f"{format_bytes(least.size.device)}, and {format_bytes(least.size.host)} of the host"
     raise DeviceMemoryError(

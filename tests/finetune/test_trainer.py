@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import os
 import re
 import subprocess
@@ -18,22 +19,28 @@ import pytest
 
 from unsloth_cupy import cosine_schedule, linear_schedule
 from unsloth_cupy.cli.finetune import finetune
-from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.errors import CommunicationError, ConfigError
 from unsloth_cupy.finetune import Listener, Run, Settings, Trainer
+from unsloth_cupy.finetune.data.text import Batch
 from unsloth_cupy.finetune.listener import announce
 from unsloth_cupy.finetune.naming import named
 from unsloth_cupy.finetune.run import checkpoints
 from unsloth_cupy.finetune.run import executor as module
+from unsloth_cupy.finetune.run import ranks as ranks_module
 from unsloth_cupy.finetune.run.executor import Executor, noisy, share_of
 from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.run.loop import Loop
+from unsloth_cupy.finetune.run.ranks import Ranks, alone, check_options, start
 from unsloth_cupy.finetune.run.rates import rate_of
 from unsloth_cupy.models import Transformer, create
 from unsloth_cupy.models.objective import next_token
 from unsloth_cupy.models.optimizers import undecayed
+from unsloth_cupy.parallel import SingleCommunicator
+from unsloth_cupy.parallel.grid import Grid
 
 from ..cli.test_cli import ROOT, assert_one_clear_error, numbers, run, weights
 from ..models.peers import CONFIGS, SIZES
+from ..parallel.threads import by_threads
 
 TINY: dict[str, Any] = {"batch": 2, "tokens": 16, "layers": 1, "hidden": 32, "vocabulary": 300}
 FLAGS = [word for name, value in TINY.items() for word in (f"--{name}", value)]
@@ -140,6 +147,321 @@ def test_a_run_says_how_much_room_it_needs(
     assert all(later == needed[1] < needed[0] for later in needed[1:])
 
 
+# ---- ranks --------------------------------------------------------------------------------------
+class Comm(SingleCommunicator):
+    """A communicator of this size, of which only this rank exists; it records its splits."""
+
+    def __init__(self, size: int = 1, rank: int = 0) -> None:
+        self.size, self.rank, self.splits = size, rank, list[int]()  # type: ignore[misc]
+        self.barriers, self.timeout = list[object](), 9.0
+
+    def split(self, color: int) -> "Comm":
+        self.splits.append(color)
+        return Comm()
+
+    def broadcast(self, x: Any, root: int = 0) -> Any:
+        return x + 1
+
+    def barrier(self) -> None:
+        self.barriers.append(self.timeout)
+
+
+def ranks_of(comm: Any = None, options: Any = (), **axes: tuple[int, int]) -> Ranks:
+    """Return the ranks of a grid whose axes have these sizes, at these places."""
+    each = {name: Comm(*axes.get(name, (1, 0))) for name in Grid._fields}
+    comm = comm or Comm(math.prod(axis.size for axis in each.values()), axes and 1 or 0)
+    return Ranks(comm, Grid(**each), **dict(options))
+
+
+def test_groups_of_a_grid() -> None:
+    for axes, losses, judges, whole in (
+        ({}, True, True, True),
+        ({"data": (2, 1)}, True, True, True),
+        ({"context": (2, 1)}, True, True, True),
+        ({"pipeline": (2, 0)}, False, True, False),
+        ({"pipeline": (2, 1)}, True, False, False),
+        ({"tensor": (2, 0)}, True, True, False),
+        ({"tensor": (2, 1)}, True, False, False),
+        ({"expert": (2, 1)}, True, True, False),
+    ):
+        ranks = ranks_of(**axes)
+        assert (ranks.losses, ranks.judges, ranks.whole) == (losses, judges, whole), axes
+        groups, names = ranks.groups, {"experts": "expert", "communicator": "tensor"}
+        for option in ("experts", "communicator", "pipeline"):
+            axis = names.get(option, option)
+            expected = getattr(groups, axis) if axis in axes else None
+            assert ranks.placing[option] is expected
+        assert (ranks.placing["chunks"], ranks.placing["parts"]) == (1, None)
+        assert (ranks.alone, ranks.first) == (not axes, not axes)
+        assert (ranks.failing is None) == (not axes)
+        assert ranks.comm.splits[-1:] == [0] * bool(axes)
+        assert (ranks.replicas is groups.data) == (not {"context", "expert"} & {*axes})
+    for zero, whole in ((0, True), (1, True), (3, False)):
+        ranks = ranks_of(options={"zero": zero}, data=(2, 0))
+        assert ranks.whole == whole
+        assert ranks.placing["parts"] is (ranks.replicas if zero == 3 else None)
+    for schedule, chunks, expected in (
+        (None, None, 1), ("1f1b", None, 1), ("interleaved", None, 2), ("interleaved", 3, 3),
+    ):  # fmt: skip
+        options = {"schedule": schedule, "chunks": chunks}
+        assert ranks_of(options=options).placing["chunks"] == expected
+
+
+def test_replicas_have_the_same_weights_and_data_ranks_other_rows() -> None:
+    """Colors of a split: equal for those that differ in data, context and experts alone."""
+    inner = {"tensor": (2, 1), "pipeline": (3, 2)}
+    assert ranks_of(**inner, context=(2, 1)).comm.splits == [5, 0]
+    ranks = ranks_of(**inner, context=(4, 3), expert=(2, 1))
+    assert ranks.comm.splits == [5, 5 * 4 + 3, 0]
+    assert ranks.replicas.splits == [1]  # type: ignore[attr-defined]
+
+
+def test_arrays_come_from_the_rank_that_judges() -> None:
+    assert ranks_of().judged(np.zeros(1)) == 0
+    assert ranks_of(tensor=(2, 1)).judged(np.zeros(1)) == 1
+    assert ranks_of(tensor=(2, 1), pipeline=(2, 0)).judged(np.zeros(1)) == 2
+    assert ranks_of(data=(2, 1)).judged(np.zeros(1)) == 0
+
+
+def test_values_and_requests_are_those_of_all_ranks() -> None:
+    values = (True, False, 7, -2.5, "", "\u00e9 of rank 0")
+
+    def rank(comm: Any) -> tuple[Any, ...]:
+        one = SingleCommunicator()
+        ranks, stop = Ranks(comm, Grid(comm, one, one, one, one)), Stop()
+        own = [ranks.broadcast(value if ranks.first else type(value)()) for value in values]
+        ranks.agree(stop)
+        stop.signal = 15 if comm.rank == 1 else None
+        try:
+            ranks.agree(stop)
+        except Interrupted:
+            return own, stop.signal
+        return own, None
+
+    for own, signal in by_threads(3, rank):
+        assert own == [*values]
+        assert [*map(type, own)] == [*map(type, values)]
+        assert signal == 15
+    stop = Stop()
+    stop.signal = 2
+    alone().agree(stop)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(
+    ("error", "all_fail", "others"),
+    [
+        (ConfigError("wrong"), True, ()), (ConfigError("wrong"), False, ()),
+        (OSError("wrong"), True, ()), (MemoryError("wrong"), True, ()),
+        (KeyError("wrong"), True, ()), (KeyError("wrong"), True, (KeyError,)),
+        (CommunicationError("wrong"), True, ()), ("told", True, ()),
+    ],
+)  # fmt: skip
+def test_an_error_of_a_rank_ends_all(
+    error: Any, all_fail: bool, others: Any, rank: int, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """Rank 0 raises what all ranks raise, if the user can mend it; else the hook prints it."""
+    hooked, told = list[Any](), error == "told"
+    if told:
+        error = CommunicationError("wrong")
+        error.told = True
+    monkeypatch.setattr(sys, "excepthook", lambda *given: hooked.append((*given, sys.stderr)))
+    ranks = ranks_of(Comm(2, rank))
+    if not all_fail:
+        monkeypatch.setattr(ranks.failing, "barrier", raises(CommunicationError("late")))
+    mendable = not isinstance(error, KeyError) or bool(others)
+    on_all = mendable and all_fail and not isinstance(error, CommunicationError)
+    expected = type(error) if on_all and rank == 0 else SystemExit
+    stderr = sys.stderr
+    with pytest.raises(expected) as caught, ranks.ending(*others):
+        print("said")
+        print("said", file=sys.stderr)
+        raise error
+    assert capsys.readouterr() == (("said\n", "said\n") if rank == 0 else ("", ""))
+    if expected is SystemExit:
+        assert caught.value.code == 1
+    assert len(hooked) == (not on_all)
+    for kind, value, trace, stream in hooked:
+        assert (kind, value) == (type(error), error)
+        assert (trace is None) == mendable
+        assert (stream is stderr) == (rank == 0 or not told), "another rank has printed it"
+    asked = mendable and not isinstance(error, CommunicationError)
+    assert ranks.failing.barriers == [1.0] * (asked and all_fail)
+    assert ranks.failing.timeout == (1.0 if asked else 9.0)
+
+
+def raises(error: Exception) -> Any:
+    def call(*_: Any, **__: Any) -> None:
+        raise error
+
+    return call
+
+
+def test_a_process_alone_raises_its_own_errors() -> None:
+    with pytest.raises(KeyError), alone().ending():
+        raise KeyError
+
+
+def test_rows_of_a_group_are_of_one_rank() -> None:
+    """With the rows before them: all ranks together have the batch."""
+    tokens = np.arange(12).reshape(6, 2)
+    rows = Batch(tokens, tokens + 50, None, 6, 12, 2, {"value": tokens + 90}, {"texts": tokens[0]})
+    packed = Batch(
+        np.arange(12)[None], np.arange(12)[None] + 50, np.array([0, 1, 2, 7, 9, 11, 12]), 6, 12, 2,
+        {"value": np.arange(12)[None] + 90}, {"texts": tokens[0]},
+    )  # fmt: skip
+    cuts = {id(rows): (0, 8, 12), id(packed): (0, 9, 12)}
+    for batch in (rows, packed):
+        for rank in range(2):
+            ranks = ranks_of(data=(2, rank))
+            start, stop = cuts[id(batch)][rank : rank + 2]
+            for own, first, last in (
+                (ranks.rows(batch), start, stop),
+                (ranks.rows(batch, before=True), 0, start),
+            ):
+                assert own.tokens.reshape(-1).tolist() == [*range(first, last)]
+                assert own.labels.reshape(-1).tolist() == [*range(first + 50, last + 50)]
+                assert own.beside["value"].reshape(-1).tolist() == [*range(first + 90, last + 90)]
+                assert own.facts is batch.facts
+                assert own.tokens.ndim == 2
+        assert alone().rows(batch) is batch
+        assert alone().rows(batch, before=True).tokens.size == 0
+    assert ranks_of(data=(2, 0)).rows(packed).offsets.tolist() == [0, 1, 2, 7, 9]  # type: ignore[union-attr]
+    assert ranks_of(data=(2, 1)).rows(packed).offsets.tolist() == [0, 2, 3]  # type: ignore[union-attr]
+
+
+def test_what_several_ranks_do_not_support() -> None:
+    fine: dict[str, Any] = {"limited": False, "offload": False, "find_nan": False}
+    two, three = ranks_of(data=(2, 1)), ranks_of(options={"zero": 3}, data=(2, 1))
+    two.check(2, 1, **fine | {"find_nan": True})
+    three.check(2, 1, **fine)
+    alone().check(1, 1, limited=True, offload=True, find_nan=True)
+    for ranks, batch, options, said in (
+        (two, 1, {}, "batch=1 is too small for 2 ranks of data_parallel; give batch=2 or more"),
+        (two, 2, {"limited": True}, "limit_memory is not supported on several ranks"),
+        (two, 2, {"offload": True}, "offload is not supported on several ranks"),
+        (three, 2, {"find_nan": True}, "zero=3 does not support find_nan: "),
+    ):
+        with pytest.raises(ConfigError, match=re.escape(said)):
+            ranks.check(batch, 1, **fine | options)
+    experts = ranks_of(expert=(2, 1))
+    experts.data = Comm(2, 1)
+    with pytest.raises(ConfigError, match="too small for 2 ranks of expert_parallel"):
+        experts.check(1, 1, **fine)
+    experts.check(1, 1, **fine, packed=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((1, 1, 0, None, None, None, 1, 1), ""), ((1, 1, 3, None, None, None, 1, 1), ""),
+        ((2, 2, 1, "1f1b", None, "ring", 3, 2), ""),
+        ((2, 1, 0, "interleaved", 3, None, 4, 1), ""),
+        ((1, 1, 3, None, None, None, 1, 2), "zero=3 does not support expert_parallel"),
+        ((1, 1, 0, "1f1b", None, None, 1, 1), "pipeline_schedule=1f1b needs several stages; give"),
+        ((2, 1, 0, "1f1b", 2, None, 2, 1), "chunks=2 needs the interleaved schedule; give"),
+        ((2, 1, 0, None, 2, None, 2, 1), "chunks=2 needs the interleaved schedule; give"),
+        ((3, 1, 0, "interleaved", None, None, 4, 1), "accumulate=4 is not a multiple of 3 ranks of"
+         " pipeline_parallel, as interleaved requires; give accumulate=6"),
+        ((1, 1, 0, None, None, "ring", 1, 1), "context_attention=ring needs several context ranks;"
+         " give context_parallel=2 or more"),
+        ((2, 1, 3, None, None, None, 2, 1), "zero=3 does not support pipeline_parallel: each"),
+    ],
+)  # fmt: skip
+def test_options_of_a_grid(options: Any, said: str) -> None:
+    if not said:
+        check_options(*options)
+        return
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        check_options(*options)
+
+
+LAUNCHERS = ("RANK", "WORLD_SIZE", "SLURM_PROCID", *ranks_module.MPI_RANKS, *ranks_module.UNDER_MPI)
+
+
+@pytest.mark.parametrize(
+    ("variables", "parallel", "kind", "prints"),
+    [
+        ({}, False, "single", True), ({}, True, "single", True),
+        ({"RANK": 1}, True, "single", True),
+        ({"RANK": 1, "WORLD_SIZE": 2}, False, "sockets", False),
+        ({"RANK": 0, "WORLD_SIZE": 2}, False, "sockets", True),
+        ({"SLURM_PROCID": 1}, False, "single", True), ({"SLURM_PROCID": 1}, True, "sockets", False),
+        ({"PMI_RANK": 1, "PMI_SIZE": 2}, False, "mpi", False),
+        ({"PMI_RANK": 0, "PMI_SIZE": 2}, False, "mpi", True),
+        ({"RANK": 0, "WORLD_SIZE": 2, "PMI_RANK": 1, "PMI_SIZE": 2}, False, "sockets", True),
+    ],
+)  # fmt: skip
+def test_a_launcher_starts_ranks(
+    variables: Any, parallel: bool, kind: str, prints: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Variables of Slurm count only for a command that asks for ranks."""
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(ranks_module, "MpiCommunicator", lambda timeout: ("mpi", timeout))
+    monkeypatch.setattr(
+        ranks_module.SocketCommunicator, "from_environment",
+        staticmethod(lambda timeout: ("sockets", timeout)),
+    )  # fmt: skip
+    started: Any = ranks_module._started(parallel, 3.0)
+    if kind == "single":
+        assert isinstance(started, SingleCommunicator)
+    else:
+        assert started == (kind, 3.0)
+    assert ranks_module.prints_errors(parallel=parallel) == prints
+
+
+@pytest.mark.parametrize("rank", [None, 0, 1])
+@pytest.mark.parametrize("asks", [False, True])
+def test_one_rank_says_why_ranks_do_not_start(
+    rank: int | None, asks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """None: the error is one of the launcher, and variables tell which rank this is."""
+    for name in LAUNCHERS:
+        monkeypatch.delenv(name, raising=False)
+    seen = list[Any]()
+
+    def started(parallel: bool, timeout: float) -> Comm:
+        seen.append((parallel, timeout))
+        if rank is None:
+            raise ConfigError("no launcher")
+        return Comm(3, rank)
+
+    monkeypatch.setattr(ranks_module, "_started", started)
+    sizes: Any = dict.fromkeys(("tensor", "pipeline", "data"))
+    sizes |= {"tensor": 2} if asks else {"data": 2}
+    with pytest.raises(SystemExit if rank else ConfigError) as caught:
+        start(**sizes, device="cpu", timeout=7.0)
+    assert seen == [(True, 7.0)]
+    if rank == 0:
+        grid = "tensor_parallel=2, pipeline_parallel=1, context_parallel=1, expert_parallel=1, "
+        grid += "data_parallel=1" if asks else ""
+        assert (grid if asks else "data_parallel=2") in str(caught.value)
+        assert "is not a grid of 3 ranks; start the run with mpiexec -n 2 " in str(caught.value)
+
+
+def test_ranks_of_a_grid_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    def started(parallel: bool, _: float) -> Comm:
+        seen.append(parallel)
+        return Comm(4, 1)
+
+    monkeypatch.setattr(ranks_module, "_started", started)
+    monkeypatch.setattr(ranks_module, "grid", lambda comm, **sizes: ranks_of(comm).groups)
+    none: Any = dict.fromkeys(("tensor", "pipeline", "data"))
+    for sizes in ({}, {"tensor": 2}, {"data": 4}, {"context": 4}, {"expert": 2, "pipeline": 2}):
+        assert start(**none | sizes, device="cpu").comm.size == 4
+    assert seen == [False, *[True] * 4]
+    with pytest.raises(SystemExit):
+        start(**none | {"data": 2}, device="cpu")
+    with pytest.raises(SystemExit):
+        start(**none, zero=1, device="cpu")
+
+
+# ---- runs ---------------------------------------------------------------------------------------
 class Recorder(Listener):
     """Writes down the events of a run, in their order."""
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import re
 import sys
 from base64 import b64decode
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 
+from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Listener, Lora, Run, Settings, Trainer, read_data
+from unsloth_cupy.finetune.methods.registry import MEASURES
 from unsloth_cupy.finetune.run import curve, printer, results, trainer
 from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.machine import SCREEN, echo, one_screen
@@ -288,3 +291,270 @@ def test_what_is_shown_fits_a_screen(count: int, size: int) -> None:
     assert fits(text)
     assert text.startswith("Name(")
     assert text.endswith(")")
+
+
+# ---- results that are read from the files of a run ---------------------------------------------
+LOGGED: list[dict[str, Any]] = [
+    {"step": 0, "held_out_loss": 4.0, "held_out_tokens": 9, "held_out_accuracy": 0.25},
+    {"step": 1, "loss": 3.5, "seconds": 2.0, "tokens_per_second": None, "memory_bytes": 3 << 20,
+     "planned_bytes": 3 << 10, "peak_bytes": 2 << 10},
+    {"step": 2, "loss": 3.0, "seconds": 1.0, "tokens_per_second": 100.0, "memory_bytes": 5 << 20,
+     "peak_bytes": 1 << 10, "accuracy": 0.5},
+    {"step": 2, "held_out_loss": 2.0, "held_out_tokens": 9, "held_out_accuracy": 0.75},
+    {"step": 3, "loss": 1.0, "seconds": 3.0, "tokens_per_second": 60.0, "memory_bytes": 4 << 20},
+    {"step": 3, "held_out_loss": 3.0, "held_out_tokens": 9, "held_out_accuracy": 0.5},
+]  # fmt: skip
+
+
+def logged(folder: Path, lines: list[dict[str, Any]] = LOGGED, **settings: Any) -> RunFolder:
+    files = RunFolder(folder)
+    folder.mkdir(exist_ok=True)
+    files.settings.write_text(json.dumps({"model": "base", **settings}))
+    files.log.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return files
+
+
+def table_of(files: RunFolder, capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
+    results.report(files)
+    rows = (re.findall(r"│ *([^│]*?) *│ *([^│]*?) *│", row)
+            for row in capsys.readouterr().out.splitlines())  # fmt: skip
+    return dict(row[0] for row in rows if row)
+
+
+def test_the_table_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("rich", reason="which prints it")
+    table = table_of(logged(tmp_path / "run"), capsys)
+    rows = {
+        "best step": "2 of 3 (evaluation loss 2.000)",
+        "evaluation loss": "4 -> 3",
+        "evaluation accuracy": "0.25 -> 0.5",
+        "time": "6 s for 3 steps, 70 tokens/s (without padding)",
+        "peak array memory": "planned 3.00 KiB, measured 2.00 KiB (+50.0 %)",
+        "peak process memory": "5.00 MiB",
+    }
+    assert {name: table.get(name) for name in rows} == rows
+    assert [*table] == [*rows, "model", "loss curve", "log"]
+    stopped = [*LOGGED[:2], {"step": 1, "stopped": "stopped at step 1: no"}]
+    table = table_of(logged(tmp_path / "one", stopped), capsys)
+    assert table["best step"] == "0 of 1 (evaluation loss 4.000)"
+    assert table["end"] == "stopped at step 1: no"
+    assert table["time"] == "2 s for 1 step"
+    best = table_of(logged(tmp_path / "best", keeps_best=True), capsys)
+    assert (best["evaluation loss"], best["evaluation accuracy"]) == ("4 -> 2", "0.25 -> 0.75")
+    without = [{n: v for n, v in line.items() if "_bytes" not in n or n == "memory_bytes"}
+               for line in LOGGED]  # fmt: skip
+    assert "peak array memory" not in table_of(logged(tmp_path / "plain", without), capsys)
+    with pytest.raises(ConfigError, match=r"log\.jsonl holds no evaluation; it is not the log of"):
+        results.report(logged(tmp_path / "none", LOGGED[1:3]))
+
+
+def test_losses_are_compared_with_the_baseline_or_the_model_before() -> None:
+    after: dict[str, Any] = {"held_out_loss": 2.0, "unigram_baseline": 2.5, "held_out_error": None}
+    before = {"held_out_loss": 3.0, "held_out_error": 0.5}
+
+    def losses(new: bool, **more: Any) -> dict[str, str]:
+        return dict(results.losses(before, after | more, of_new_model=new))
+
+    assert losses(True) == {
+        "unigram baseline": "2.500 nats per token",
+        "evaluation loss": "2.000 nats per token (0.500 below the baseline)",
+        "perplexity": "7.4 (baseline 12.2)",
+    }
+    higher = losses(True, held_out_loss=2.5)
+    assert higher["evaluation loss"] == "2.500 nats per token (0.000 above the baseline)"
+    assert losses(False) == {
+        "evaluation loss": "3.000 -> 2.000 nats per token", "perplexity": "20.1 -> 7.4",
+        "evaluation error": "0.5",
+    }  # fmt: skip
+    for new in (False, True):
+        other = losses(new, unigram_baseline=None, held_out_loss=0.000123456)
+        assert other == {"evaluation loss": "3 -> 0.0001235", "evaluation error": "0.5"}
+    assert losses(False, held_out_loss=1e9)["perplexity"] == f"20.1 -> {math.exp(700):.1f}"
+
+
+def test_results_for_programs(tmp_path: Path) -> None:
+    files = logged(tmp_path / "run")
+    assert results.results_of(files) == {
+        **LOGGED[4], **LOGGED[5], "seconds": 6.0, "best": LOGGED[3],
+        "model": str(files.model), "log": str(files.log),
+    }  # fmt: skip
+    empty = logged(tmp_path / "empty", [])
+    expected = {"seconds": 0, "best": None, "model": str(empty.model), "log": str(empty.log)}
+    assert results.results_of(empty) == expected
+
+
+def test_a_summary_is_cut_to_a_screen(tmp_path: Path) -> None:
+    rows = dict(results._facts(logged(tmp_path / "run")))
+    assert rows == {
+        "folder": str(tmp_path / "run"), "steps": "3, not finished",
+        "best step": "2 (evaluation loss 2)", "training loss": "3.5 -> 1",
+        "evaluation loss": "4 -> 3", "evaluation accuracy": "0.25 -> 0.5",
+    }  # fmt: skip
+    every = {f"held_out_{name}": 0.5 for name in MEASURES}
+    crowded = [{**LOGGED[3], **every, "step": step} for step in (1000, 2000)]
+    files = logged(tmp_path / "crowded", [*crowded, {"step": 2000, "stopped": "at 2000"}])
+    rows = dict(results._facts(files))
+    assert len(rows) == SCREEN[0] - len(results.CALLS) - 2
+    assert (rows["steps"], rows["end"]) == ("2,000, not finished", "at 2000")
+    assert rows["best step"].startswith("1,000 (")
+    (tmp_path / "crowded" / "model").mkdir()
+    assert dict(results._facts(files))["steps"] == "2,000, finished"
+    lines = results.summary(files, "name").splitlines()
+    assert len(lines) <= SCREEN[0]
+    assert lines[0] == "Run name"
+    assert lines[2].startswith("  steps" + " " * 16), "values stand in one column"
+
+
+@pytest.mark.parametrize("of_chats", [False, True])
+@pytest.mark.parametrize(
+    ("settings", "adapter", "expected"),
+    [
+        ({}, False, "generate;export --type q4_k_m"),
+        ({"eval": 0.1}, False, "generate;export --type q4_k_m"),
+        ({"eval": "e.jsonl"}, True, "generate;evaluate e.jsonl;merge;export --type q4_k_m"),
+        ({"eval": "e.jsonl", "method": "dpo"}, False, "generate;export --type q4_k_m"),
+        ({"merge_into": "nf4"}, True, "generate;merge"),
+        ({"merge_into": "q4_0"}, True, "generate;export"),
+        ({"method": "reward", "eval": "e.jsonl"}, False, "predict;evaluate e.jsonl"),
+        ({"method": "embed", "pooling": "last"}, False, "embeddings last"),
+        ({"method": "embed"}, False, "embeddings mean"),
+    ],
+)  # fmt: skip
+def test_the_commands_and_calls_after_a_run(
+    settings: Any, adapter: bool, expected: str, of_chats: bool, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    files = logged(tmp_path / "run", **settings)
+    files.model.mkdir()
+    if adapter:
+        (files.model / "adapter_config.json").write_text("{}")
+    monkeypatch.setattr(results, "Chat", lambda _: SimpleNamespace(stored=of_chats))
+    monkeypatch.setattr(
+        results, "model_without_weights", raises(ConfigError("the base is elsewhere"))
+    )
+    results.print_next_commands(files, err=False)
+    head, *commands = capsys.readouterr().out.splitlines()
+    assert head == "next:"
+    folder, use = files.folder, "--chat" if of_chats else "'Once upon a time'"
+    forms = {
+        "generate": f"unsloth-cupy generate {folder} {use}",
+        "evaluate e.jsonl": f"unsloth-cupy evaluate {folder} --data e.jsonl",
+        "merge": f"unsloth-cupy merge {folder} {folder}-merged",
+        "export --type q4_k_m": f"unsloth-cupy export {folder} {folder}.gguf --type q4_k_m"
+        " --modelfile",
+        "export": f"unsloth-cupy export {folder} {folder}.gguf --modelfile",
+    }
+    names = expected.split(";")
+    for name, command in zip(names, commands, strict=True):
+        if name in forms:
+            assert command == f"  {forms[name]}"
+        else:
+            assert command.startswith("  python -c ")
+            assert "".join(name.split(" ")[:1]) in command
+            assert f'pooling="{name.split(" ")[-1]}"' in command or name == "predict"
+    results.print_next_commands(files)
+    assert capsys.readouterr().out == ""
+    model, first, *calls = results._calls(files)
+    assert model == ("model", str(files.model))
+    use = '[{"role": "user", "content": "Hello"}]' if of_chats else '"Once upon a time"'
+    if names[0] == "generate":
+        assert first == ("next", f"run.model.generate_text({use})")
+    assert names[0].split(" ")[0] in first[1]
+    assert all(name == "" for name, _ in calls)
+    texts = [call for _, call in calls]
+    assert f'finetune.evaluate("{folder}", "held_out.jsonl")' == texts[0]
+    exports = [text for text in texts if "export_gguf" in text]
+    assert len(exports) == ("export" in expected)
+    assert all(("q4_k_m" in text) == ("q4_k_m" in expected) for text in exports)
+    merges = [text for text in texts if "merge" in text]
+    assert len(merges) == ("merge" in names)
+
+
+def raises(error: Exception) -> Any:
+    def call(*_: Any, **__: Any) -> None:
+        raise error
+
+    return call
+
+
+def test_what_llama_cpp_does_not_read_is_not_exported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(results, "model_without_weights", lambda _: SimpleNamespace(config=None))
+    for reason, count in (("", 1), ("of its norms", 0)):
+        monkeypatch.setattr("unsloth_cupy.models.gguf.export.why_no_file", lambda _, r=reason: r)
+        assert len(results.export_commands(Path("model"), Path("run"))) == count
+
+
+# ---- progress -----------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0, "0 s"), (59.4, "59 s"), (59.6, "1:00 min"), (185, "3:05 min"), (3599, "59:59 min"),
+     (3599.6, "1:00 h"), (8100, "2:15 h"), (8129, "2:15 h"), (36000, "10:00 h")],
+)  # fmt: skip
+def test_a_time_in_words(seconds: float, shown: str) -> None:
+    assert printer.duration(seconds) == shown
+
+
+def test_lines_of_progress(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """Without a terminal: a line in ten seconds, with running means and the time that is left."""
+    clock = [100.0]
+    monkeypatch.setattr(printer.time, "monotonic", lambda: clock[0])
+    shown = printer.Printer()
+    shown.began(10, 20)
+    line = {"step": 11, "loss": 2.0, "tokens_per_second": None, "memory_bytes": 1 << 20}
+    shown.step(line)
+    head = "step 11/20: loss 2.000, process memory 1.00 MiB, "
+    assert capsys.readouterr().err == f"{head}0 s left\n", "nothing was printed before"
+    clock[0] = 104.0
+    shown.step(line | {"step": 12, "loss": 3.0, "tokens_per_second": 50.0})
+    assert capsys.readouterr().err == ""
+    clock[0] = 110.0
+    shown.step(line | {"step": 13, "loss": 2.1, "tokens_per_second": 60.0, "kl": 0.5})
+    assert capsys.readouterr().err == ""
+    clock[0] = 112.0
+    shown.step(line | {"step": 14, "loss": 2.1, "idle_experts": 2})
+    assert capsys.readouterr().err == (
+        "step 14/20: loss 2.100, idle experts 2, 51 tokens/s, process memory 1.00 MiB, 18 s left\n"
+    )
+    evaluation = {"step": 14, "held_out_loss": 2.5, "held_out_accuracy": 0.25}
+    baseline = evaluation | {"unigram_baseline": 3.0}
+    for new, lines, expected in (
+        (True, (baseline, baseline), (" (unigram baseline 3.000)",) * 2),
+        (True, (evaluation, evaluation), ("", " (initially 2.500)")),
+        (False, (baseline, baseline), ("", " (initially 2.500)")),
+    ):
+        shown.first, shown.of_new_model = None, new
+        for each, more in zip(lines, expected, strict=True):
+            shown.evaluated(each)
+            kind = ", accuracy 0.250" + more if "initially" in more else more + ", accuracy 0.250"
+            text = f"step 14/20: evaluation loss 2.500{kind}\n"
+            assert capsys.readouterr().err == text
+    clock[0] = 121.0
+    shown.step(line | {"step": 15})
+    assert capsys.readouterr().err == "", "an evaluation is a line too"
+    shown.sampled(15, "a", "b\n")
+    assert capsys.readouterr().err == "step 15/20: sample 'a' -> 'b\\n'\n"
+    quiet = printer.Printer(quiet=True)
+    quiet.began(0, 2)
+    quiet.step(line)
+    quiet.evaluated(evaluation)
+    quiet.sampled(1, "a", "b")
+    quiet.finished(None)
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_lines_of_reading(quiet: bool, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    clock = [0.0]
+    monkeypatch.setattr(printer.time, "monotonic", lambda: clock[0])
+    shown = printer.Printer(quiet=quiet)
+    for context, expected in (
+        (shown.reading("a file", 8 << 10), "a file: 4.00 KiB of 8.00 KiB, 341 B/s\n"),
+        (shown.computing("reference", 8192), "reference: 4,096 tokens of 8,192 tokens, 341 tokens/s\n"),
+    ):
+        start = clock[0]
+        with context as count:
+            for seconds, said in ((5.0, ""), (10.0, ""), (12.0, expected), (22.0, "")):
+                clock[0] = start + seconds
+                count(1024 if seconds != 5 else 2048)
+                assert capsys.readouterr().err == ("" if quiet else said), seconds
+        clock[0] += 100

@@ -5,6 +5,7 @@ import dataclasses
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -14,6 +15,7 @@ import time
 import types
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +24,32 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Listener, Lora, Settings, Trainer
-from unsloth_cupy.finetune.run import interrupt
+from unsloth_cupy.finetune.data.iterables import NAME
+from unsloth_cupy.finetune.data.records import Records
+from unsloth_cupy.finetune.data.text import Text
+from unsloth_cupy.finetune.listener import hearing
+from unsloth_cupy.finetune.run import interrupt, run_folder
 from unsloth_cupy.finetune.run.loop import Loop
-from unsloth_cupy.finetune.run.resume import differences, own_settings
-from unsloth_cupy.finetune.run.run_folder import RunFolder, model_without_weights
+from unsloth_cupy.finetune.run.new_model import SIZES
+from unsloth_cupy.finetune.run.resume import (
+    differences,
+    own_settings,
+    read_settings,
+    requests_more,
+    stored_settings,
+)
+from unsloth_cupy.finetune.run.run_folder import (
+    RunFolder,
+    config_file,
+    fingerprints,
+    is_past_best,
+    log_reason,
+    model_folder,
+    model_without_weights,
+    words_folder,
+)
 from unsloth_cupy.models import load
 from unsloth_cupy.models.transformer import Transformer
 
@@ -541,3 +564,340 @@ def test_a_setting_that_is_not_given_is_that_of_the_run(field: Any) -> None:
     assert own_settings(settings, now | {field.name: "given"}, before) == {}
     actual = differences(before, now | {field.name: "given"}, ended=False)
     assert bool(actual) == (field.name not in ("recompute_every", "keep", "offload", "save_every"))
+
+
+# ---- files of a run, and the rules by which it goes on --------------------------------------------
+@pytest.mark.parametrize(
+    ("before", "now", "ended", "expected"),
+    [
+        ({"steps": 4}, {"steps": 4}, False, ""),
+        ({"steps": 4}, {"steps": 6}, False, "steps 4 (now 6)"),
+        ({"steps": 4}, {"steps": 6}, True, ""),
+        ({"steps": 4}, {"steps": 3}, True, "steps 4 (now 3)"),
+        ({"epochs": 1.0, "steps": None}, {"epochs": 2.0, "steps": None}, True, ""),
+        ({"epochs": None}, {"epochs": 2.0}, True, "epochs None (now 2.0)"),
+        ({"steps": 4, "evaluate_every": 1}, {"steps": 6, "evaluate_every": 2}, True, ""),
+        ({"steps": 4, "lr": 0.1}, {"steps": 6, "lr": 0.2}, True, "lr 0.1 (now 0.2)"),
+        ({}, {"lr": 0.2}, False, ""),
+        ({"keep": ["rope"]}, {"keep": ("rope",)}, False, ""),
+        ({"lora_targets": ["a"]}, {"lora_targets": ("a",)}, False, ""),
+        ({"text": "a"}, {"text": "b"}, False, "text a (now b)"),
+        (
+            {"text": "a", "text_sha256": "1", "text_bytes": 1000, "text_file": "/a"},
+            {"text": "a", "text_sha256": "2", "text_bytes": 2000, "text_file": "/a"},
+            False, "another text: /a has changed since (1,000 bytes then, 2,000 now)",
+        ),
+        (
+            {"text": "python-docs", "text_sha256": "1", "text_bytes": 1000},
+            {"text": "python-docs", "text_sha256": "2", "text_bytes": 1000},
+            False, "another text: Python's documentation has changed since (1,000 bytes both)",
+        ),
+        (
+            {"text": NAME, "text_sha256": "1"}, {"text": NAME, "text_sha256": "2"},
+            False, "another text: an iterable of rows has changed since (0 bytes both)",
+        ),
+        (
+            {"text": "a", "text_sha256": "1", "text_file": "/a"},
+            {"text": "b", "text_sha256": "2", "text_file": "/b"}, False,
+            "another text: /a (now /b)",
+        ),
+        (
+            {"text": "a", "text_sha256": "1", "text_file": "/a"},
+            {"text": "python-docs", "text_sha256": "2", "text_file": None}, False,
+            "another text: /a (now python-docs)",
+        ),
+        ({"base": None}, {"base": {}}, False, ""),
+        (
+            {"base": {"reward a/m": {"sha256": 1}, "new tokens": {"sha256": 1}}},
+            {"base": {"reward a/m": {"sha256": 1, "bytes": 2}, "new tokens": {"sha256": 2}}},
+            False, "new tokens has changed since",
+        ),
+        ({"base": {}}, {"base": {"the model": {"sha256": 1}}}, False,
+         "another base model: the model is new"),
+    ],
+)  # fmt: skip
+def test_what_differs_from_the_run_before(before: Any, now: Any, ended: bool, expected: str) -> None:
+    assert "; ".join(differences(before, now, ended=ended)) == expected
+
+
+def test_settings_of_before_stand_in_for_defaults() -> None:
+    before = {"steps": 9, "epochs": None, "evaluate_every": 3, "lr": 0.5, "dtype": "float32",
+              "method": "dpo", "base": "b", "eval": 0.1, "text": "a"}  # fmt: skip
+    whole = {"steps": 9, "evaluate_every": 3, "lr": 0.5, "dtype": "float32"}
+    none = dict.fromkeys(before)
+    assert own_settings(Settings(), none, before) == whole
+    assert own_settings(Settings(), before, before) == {"dtype": "float32"}
+    for given in ({"steps": 2}, {"epochs": 2.0}):
+        assert own_settings(Settings(**given), none, before) == {"lr": 0.5, "dtype": "float32"}
+    given = own_settings(Settings(lr=0.1), none, before)
+    assert given == {name: value for name, value in whole.items() if name != "lr"}
+
+
+def test_broken_settings_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "settings.json"
+    for text in ("[]", "{", '{"base": 1}', '{"base": {"a": 1}}', '{"steps": "4"}',
+                 '{"text_bytes": []}', '{"outlier": true}'):  # fmt: skip
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"settings\.json is broken; name a new folder with"):
+            read_settings(path)
+    values = {"base": None, "steps": None, "epochs": 1.5, "outlier": 1.0, "offload": True}
+    for offload in (True, None):
+        path.write_text(json.dumps(values | {"offload": offload}))
+        assert read_settings(path) == values | {"offload": offload}
+    path.write_text(json.dumps(values | {"offload": False, "base": {"a": {}}}))
+    assert read_settings(path) == {n: v for n, v in values.items() if n != "offload"} | {
+        "base": {"a": {}}
+    }
+    assert not requests_more({"steps": 4, "epochs": None}, {"steps": 4, "epochs": 2})
+    assert requests_more({"steps": 4}, {"steps": 5})
+    assert requests_more({"epochs": 1}, {"epochs": 1.5})
+
+
+def test_stored_settings_are_those_of_the_user(tmp_path: Path) -> None:
+    text = Text("a.txt", tmp_path / "a.txt", BytesIO, 14, 9, "words", "digest", "")
+    new = stored_settings(Settings(lr=0.5), text, None, {"a": 1})
+    assert new["model"] is None
+    assert new["text_file"] == str((tmp_path / "a.txt").resolve())
+    sizes = Settings().decided(new=True)
+    assert (new["steps"], new["evaluate_every"]) == (sizes.steps, sizes.evaluate_every)
+    assert {n: new[n] for n in SIZES} == SIZES
+    assert (new["base"], new["lr"], new["keeps_best"], new["reference"]) == ({"a": 1}, 0.5, 0, None)
+    assert not {"pack", "outlier", "out", "epochs"} & new.keys()
+    by_epochs = stored_settings(Settings(epochs=2.0, evaluate_every=3), text, None, {})
+    assert (by_epochs["steps"], by_epochs["epochs"], by_epochs["evaluate_every"]) == (None, 2.0, 3)
+    old = stored_settings(Settings(reference="there", patience=2), text, tmp_path, {})
+    assert (old["steps"], old["epochs"], old["evaluate_every"]) == (None, None, None)
+    assert old["model"] == str(tmp_path.resolve())
+    assert old["reference"] == str(Path("there").resolve())
+    assert old["keeps_best"]
+    assert not SIZES.keys() & old.keys()
+    assert stored_settings(Settings(steps=3), text, tmp_path, {})["steps"] == 3
+    rows: Any = Records.__new__(Records, *[()] * len(Records._fields))
+    rows = rows._replace(name="rows", path=None, size=1, digest="digest")
+    of_rows = stored_settings(Settings(), rows, tmp_path, {})
+    assert (of_rows["pack"], of_rows["tokens"], of_rows["outlier"]) == (True, None, 1.5)
+    assert of_rows["text_file"] is None
+    assert not stored_settings(Settings(pack=False), rows, tmp_path, {})["pack"]
+    assert stored_settings(Settings(pack=True, tokens=9), rows, None, {})["tokens"] == 9
+
+
+STEP = {"step": 1, "loss": 2.0, "seconds": 1, "tokens_per_second": None, "memory_bytes": 9}
+EVALUATED = {"step": 1, "held_out_loss": 2.0, "held_out_tokens": 5}
+
+
+@pytest.mark.parametrize(
+    ("line", "valid"),
+    [
+        (STEP, True), (STEP | {"kl": None, "gradient_norm": None}, True), (EVALUATED, True),
+        (EVALUATED | {"accuracy": None}, True), ({"step": 1, "stopped": "why"}, True),
+        ({"step": 1}, True), (STEP | {"loss": None}, False), (STEP | {"seconds": None}, False),
+        (STEP | {"kl": "x"}, False), (STEP | {"stopped": 1}, False), ([], False),
+        ({"loss": 1}, False), ({"step": 1.5}, False), ({"step": True}, False),
+        ({n: v for n, v in STEP.items() if n != "memory_bytes"}, False),
+        ({"step": 1, "held_out_loss": 2.0}, False), (EVALUATED | {"held_out_loss": None}, False),
+        (STEP | EVALUATED, True),
+    ],
+)  # fmt: skip
+def test_lines_of_a_log(line: Any, valid: bool, tmp_path: Path) -> None:
+    files = RunFolder(tmp_path)
+    assert files.lines() == []
+    files.log.write_text(json.dumps(STEP) + "\n" + json.dumps(line) + '\n{"step": 2')
+    if valid:
+        assert files.lines() == [STEP, line]
+        return
+    with pytest.raises(ConfigError, match=r"log\.jsonl:2 is broken; remove this line, or name a"):
+        files.lines()
+
+
+def test_a_log_is_trimmed_to_a_step(tmp_path: Path) -> None:
+    files = RunFolder(tmp_path)
+    lines = [EVALUATED | {"step": step, "held_out_loss": loss}
+             for step, loss in ((0, 3.0), (1, 1.0), (2, 1.0), (3, 2.0))]  # fmt: skip
+    for line in lines:
+        files.append(line)
+        files.append_sample({"step": line["step"], "text": "\u00e9"})
+    files.samples.write_bytes(files.samples.read_bytes() + b'[]\n{"step": "1"}\n\xff\n{"step": 1')
+    assert files.best() == lines[1], "the first of equal ones"
+    assert [files.evaluated(step) for step in (1, 4)] == [True, False]
+    files.trim(1)
+    assert files.lines() == lines[:2]
+    assert [*files.beside(files.samples)] == [{"step": n, "text": "\u00e9"} for n in (0, 1)]
+    assert not files.routing.exists()
+    files.append(STEP | {"step": 2})
+    assert not files.evaluated(2)
+    assert files.stopped is None
+    files.append({"step": 2, "stopped": "why"})
+    files.append(EVALUATED | {"step": 2})
+    assert files.stopped == "why", "evaluations come later"
+    files.append(STEP | {"step": 3})
+    assert files.stopped is None, "it went on"
+    assert RunFolder(tmp_path / "none").best() is None
+    assert RunFolder(tmp_path / "none").stopped is None
+
+
+def test_checkpoints_are_sorted_and_dropped(tmp_path: Path) -> None:
+    files = RunFolder(tmp_path)
+    assert files.newest_checkpoint() is None
+    names = [f"checkpoint-{step:08d}" for step in (9, 200, 1000)]
+    for name in [*names[::-1], "checkpoint-00002000.partial"]:
+        (tmp_path / name).mkdir()
+    assert [path.name for path in files.checkpoints()] == names
+    assert files.newest_checkpoint() == tmp_path / names[-1]
+    files.drop_checkpoints(before=names[1])
+    assert [path.name for path in files.checkpoints()] == names[1:]
+    files.drop_checkpoints()
+    assert [*tmp_path.iterdir()] == []
+    assert files.known() == {}
+    files.settings.write_text('{"model": null, "outlier": 2}')
+    assert files.known() == {}, "it has no run yet"
+    assert (files.outlier, files.of_new_model) == (2.0, True)
+    (tmp_path / names[0]).mkdir()
+    assert files.known() == {"model": None, "outlier": 2}
+    files.settings.write_text('{"model": "m"}')
+    assert (files.outlier, files.of_new_model) == (1.0, False)
+
+
+def claimed(folder: Path, **settings: Any) -> RunFolder:
+    files = RunFolder(folder)
+    with files.claimed({"text": "a", "steps": 4, "outlier": 1.5, **settings}):
+        files.append(STEP)
+    return files
+
+
+def test_a_folder_is_claimed_for_one_run(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="out=.*file is a file; name a folder"):
+        claimed(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"out=.*/in: Not a directory; name another folder"):
+        claimed(tmp_path / "file" / "in")
+    with pytest.raises(ConfigError, match="is not empty and holds no run; name a new folder"):
+        claimed(tmp_path)
+    folder = tmp_path / "a" / "run"
+    files = RunFolder(folder)
+    with pytest.raises(KeyError), files.claimed({}):
+        assert files.settings.is_file()
+        with pytest.raises(ConfigError, match="is in use by another run; name a new folder"):
+            claimed(folder)
+        for path in (files.samples, files.reference, files.rows):
+            path.touch()
+        files.best_model.mkdir()
+        raise KeyError
+    assert not folder.parent.exists(), "as it was: nothing has begun"
+    folder.parent.mkdir()
+    (folder.parent / "other").touch()
+    with files.claimed({}):
+        pass
+    assert [path.name for path in folder.parent.iterdir()] == ["other"]
+    (folder / "x.partial").mkdir(parents=True)
+    (folder / "settings.json").touch()
+    claimed(folder)
+    assert {path.name for path in folder.iterdir()} == {"settings.json", "log.jsonl"}
+    claimed(folder, steps=5)
+    assert json.loads(files.settings.read_text())["steps"] == 5, "without a checkpoint it is new"
+
+
+def test_a_run_takes_more_steps_once_it_has_ended(tmp_path: Path) -> None:
+    files = claimed(tmp_path / "run")
+    checkpoint = files.folder / "checkpoint-00000002"
+    checkpoint.mkdir()
+    before = files.settings.read_bytes()
+    same = "holds a run with {}; pass the same options to resume the run, or pass a new folder"
+    with pytest.raises(ConfigError, match=re.escape(same.format("steps 4 (now 6)"))):
+        claimed(files.folder, steps=6)
+    both = re.escape(same.format("text a (now b); steps 4 (now 6)"))
+    with pytest.raises(ConfigError, match=both):
+        claimed(files.folder, steps=6, text="b")
+    claimed(files.folder)
+    assert files.settings.read_bytes() == before
+    checkpoint.rename(files.folder / "checkpoint-00000004")
+    with pytest.raises(ConfigError, match="resume the run for more steps or epochs, or pass a new"):
+        claimed(files.folder, text="b")
+    claimed(files.folder, steps=6)
+    assert read_settings(files.settings)["steps"] == 6
+    files.model.mkdir()
+    files._write({"text": "a", "steps": 6})
+    claimed(files.folder, steps=7)
+    assert not files.model.exists()
+    assert read_settings(files.settings) == {"text": "a", "steps": 7, "outlier": 1.0}
+    files.model.mkdir()
+    files.drop_checkpoints()
+    claimed(files.folder, steps=7)
+    with pytest.raises(ConfigError, match="holds no checkpoint to resume from; name a new folder"):
+        claimed(files.folder, steps=8)
+    assert files.model.exists()
+
+
+def test_the_reason_of_an_end_is_logged_once(tmp_path: Path) -> None:
+    heard = list[str]()
+    listener = Listener()
+    listener.announce = heard.append  # type: ignore[method-assign]
+    files = RunFolder(tmp_path)
+    for step, loss in enumerate((3.0, 2.0, 1.95, 2.5)):
+        files.append(EVALUATED | {"step": step, "held_out_loss": loss})
+    best = "; the best step is 2 (1.950), whose model is saved"
+    for settings, past, reason in (
+        ({}, False, "requested by a callback"),
+        ({"keep_best": True}, False, f"requested by a callback{best}"),
+        ({"patience": 1}, True, f"no lower evaluation loss in 1 evaluation{best}"),
+        ({"patience": 2}, False, f"requested by a callback{best}"),
+        ({"patience": 2, "min_delta": 0.1}, True,
+         f"no lower evaluation loss (by 0.1) in 2 evaluations{best}"),
+    ):  # fmt: skip
+        plan = Settings(**settings).decided(new=True)
+        assert is_past_best(files, plan) == past
+        for _ in range(2):
+            with hearing(listener):
+                log_reason(files, plan, 3)
+        assert heard[-1] == heard[-2] == f"stopped at step 3: {reason}"
+        assert files.stopped == heard[-1]
+    assert len(files.lines()) == 4 + 5, "a reason that stands last is not repeated"
+
+
+def test_an_adapter_has_its_own_tokenizer_or_that_of_its_base(tmp_path: Path) -> None:
+    """And a run the folder of its model, or of its newest checkpoint."""
+    for name in ("base", "adapter", "run/model"):
+        (tmp_path / name).mkdir(parents=True)
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    (base / "config.json").write_text("{}")
+    (adapter / "adapter_config.json").write_text(
+        json.dumps({"base_model_name_or_path": str(base)})
+    )
+    assert words_folder(adapter) == base
+    assert words_folder(base) == base
+    other = shutil.copytree(base, tmp_path / "other")
+    assert words_folder(adapter, other) == other
+    (adapter / "tokenizer.json").write_text("{}")
+    assert words_folder(adapter) == words_folder(adapter, other) == adapter
+    assert config_file(base) == config_file(base / "config.json") == base / "config.json"
+    assert config_file(adapter) == base / "config.json"
+    assert model_folder(adapter) == adapter
+    model = tmp_path / "run" / "model"
+    (model / "config.json").write_text("{}")
+    assert model_folder(tmp_path / "run") == model
+    assert config_file(tmp_path / "run") == model / "config.json"
+    for path, said in (
+        (tmp_path / "none", "none does not exist; pass a folder that contains config.json"),
+        (tmp_path / "base" / "config.json", "is a file; name the folder that holds config.json"),
+        (tmp_path, "holds no config.json; name a Hugging Face model folder"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            model_folder(path)
+
+
+def test_files_are_read_again_if_they_have_changed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_folder, "BLOCK", 7)
+    content = {"config.json": b"{}", "a.safetensors": b"0123456789", "other.bin": b"x"}
+    for name, data in content.items():
+        (tmp_path / name).write_bytes(data)
+    known = fingerprints(tmp_path, {})
+    assert [*known] == ["a.safetensors", "config.json"]
+    for name, each in known.items():
+        assert each["sha256"] == hashlib.sha256(content[name]).hexdigest()
+        assert each["bytes"] == len(content[name])
+    told = {name: each | {"sha256": "known"} for name, each in known.items()}
+    assert fingerprints(tmp_path, told) == told, "they are not read"
+    for key in ("bytes", "changed", "inode"):
+        stale = {name: each | {key: 0} for name, each in told.items()}
+        assert fingerprints(tmp_path, stale) == known

@@ -3,16 +3,21 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import click
+import numpy as np
 import pytest
 
-from unsloth_cupy import DeviceMemoryError, machine, plan_memory
+from unsloth_cupy import CheckpointConfig, DeviceMemoryError, machine, plan_memory
 from unsloth_cupy.cli.options import Size
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune.methods.registry import METHODS
 from unsloth_cupy.finetune.run import limit, preparation
-from unsloth_cupy.finetune.run.limit import Memory, Sizes, checked_plan
+from unsloth_cupy.finetune.run.limit import Memory, Sizes, checked_plan, tokens_of, with_offload
 from unsloth_cupy.finetune.run.results import difference
 from unsloth_cupy.finetune.run.settings import Plan, Settings
 from unsloth_cupy.memory.ledger import MemoryPlan
@@ -320,3 +325,245 @@ def test_sizes(text: str, size: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(click.BadParameter, match="write one as 2GiB"):
         Size().convert(text, None, None)
+
+
+# ---- rules, with plans whose totals are given ----------------------------------------------------
+class Planned:
+    """The properties of a run, whose plans save given bytes for each changed setting."""
+
+    def __init__(self, saves: dict[str, int], total: int = 1000, **more: Any) -> None:
+        facts = {"device": None, "batch": 4, "tokens": 128, "exists": True, "adapter": None}
+        vars(self).update(facts | {"config": None} | more)
+        self.saves, self.total = saves, total
+
+    def planned(self, plan: Plan, **changes: Any) -> Any:
+        on = {**changes, **({"offload": True} if plan.offload else {})}
+        total = self.total - sum(self.saves.get(name, 0) for name in on)
+        first = SimpleNamespace(total=total, held={"weights": 5, "inputs": 7, "none": 0})
+        moments = {0: "layer 3"}
+        return SimpleNamespace(
+            total=total, host=total, moments=moments, peak=0,
+            beyond=lambda limit: first if total > limit else None,
+        )  # fmt: skip
+
+
+def cures_of(saves: dict[str, int], most: int, plan: Plan = PLAN, **more: Any) -> list[str]:
+    each: Any = Planned(saves, **more)
+    said = limit._cures(each, plan, each.planned(plan), most)
+    return said.split("; ") if said else []
+
+
+ALL = {"recompute_every": 500, "offload": 400, "dtype": 300, "batch": 200, "tokens": 100,
+       "state_bits": 50, "chunked_mlp": 40, "lora": 30}  # fmt: skip
+EACH = ["recompute_every=1 saves 500 B", "dtype=bfloat16 saves 300 B",
+        "batch=2, accumulate=2 saves 200 B", "tokens=64 saves 100 B", "state_bits=8 saves 50 B",
+        "chunked_mlp=True saves 40 B", "lora=8 saves 30 B"]  # fmt: skip
+
+
+def test_cures_are_those_that_a_run_can_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each that saves, the largest first; all together only if none is enough."""
+    monkeypatch.setattr("unsloth_cupy.models.layers.mlp_branch.check_chunked", lambda *_: None)
+    one = [f"{cure} and fits" for cure in EACH]
+    assert cures_of(ALL, 980) == one
+    assert cures_of(ALL, 600) == [*one[:1], *EACH[1:]]
+    assert cures_of(ALL, 500) == [*one[:1], *EACH[1:]]
+    together = (
+        "recompute_every=1, dtype=bfloat16, batch=2, accumulate=2, tokens=64, state_bits=8, lora=8"
+        " saves 1.15 KiB"
+    )
+    assert cures_of(ALL, 499) == [*EACH, f"{together} and fits"]
+    assert cures_of({"dtype": 30}, 499) == ["dtype=bfloat16 saves 30 B"], "no second name for it"
+    assert cures_of({"dtype": 30, "batch": -30}, 10) == ["dtype=bfloat16 saves 30 B"]
+    assert cures_of({}, 10) == []
+    several = cures_of({"dtype": 30, "batch": 20}, 10)
+    assert several[2:] == ["dtype=bfloat16, batch=2, accumulate=2 saves 50 B"]
+    done = replace(
+        PLAN, recompute_every=1, dtype="bfloat16", state_bits=8, chunked_mlp=True, accumulate=3
+    )
+    short = {"batch": 1, "tokens": 2}
+    assert cures_of(ALL, 980, done, **short) == []
+    assert cures_of(ALL, 980, done, batch=2, tokens=3) == [
+        "batch=1, accumulate=6 saves 200 B and fits", "tokens=1 saves 100 B and fits",
+    ]  # fmt: skip
+    assert cures_of(ALL, 980, done, batch=5, tokens=2)[0].startswith("batch=3, accumulate=6 ")
+    offload = ["offload=True saves 400 B and fits"]
+    assert cures_of(ALL, 980, done, device="cuda:0", **short) == offload
+    for other in ({"offload": True}, {"limit_memory": 9}, {"recompute_every": 2}):
+        some = cures_of(ALL, 980, replace(done, **other), device="cuda:0", **short)
+        assert not any(cure.startswith("offload") for cure in some)
+        assert bool(some) == ("recompute_every" in other)
+    assert cures_of(ALL, 980, replace(done, state_bits=32, optimizer="lion"), **short) == []
+    narrow = cures_of(ALL, 980, replace(done, state_bits=32), **short)
+    assert narrow == ["state_bits=8 saves 50 B and fits"]
+    plain = replace(done, chunked_mlp=False)
+    usual = ["chunked_mlp=True saves 40 B and fits", "lora=8 saves 30 B and fits"]
+    assert cures_of(ALL, 980, plain, **short) == usual
+    assert cures_of(ALL, 980, plain, exists=False, **short) == usual[:1]
+    assert cures_of(ALL, 980, plain, adapter=1, **short) == []
+    assert cures_of(ALL, 980, replace(plain, lora=2), **short) == []
+    fails = partial(raises, ConfigError("no gate"))
+    monkeypatch.setattr("unsloth_cupy.models.layers.mlp_branch.check_chunked", fails)
+    assert cures_of(ALL, 980, plain, **short) == usual[1:]
+
+
+def raises(error: Exception, *_: Any) -> None:
+    raise error
+
+
+def test_what_does_not_fit_is_said_with_its_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    each: Any = Planned({}, total=3 * MIB, batch=1, tokens=2, exists=False)
+    monkeypatch.setattr(limit, "_cures", lambda *_: "a cure")
+    with pytest.raises(DeviceMemoryError) as error:
+        checked_plan(each, PLAN, 2 * MIB)
+    message = str(error.value)
+    assert message.startswith("limit_memory 2.00 MiB: a step needs 3.00 MiB at its peak, in layer 3;")
+    assert "is the first op that does not fit, by 1.00 MiB (inputs 7 B, weights 5 B). a " in message
+    assert message.endswith(f"a cure; limit_memory={3 * MIB} would be enough")
+    monkeypatch.setattr(limit, "_cures", lambda *_: "")
+    with pytest.raises(DeviceMemoryError, match=r"B\)\. limit_memory="):
+        checked_plan(each, PLAN, 2 * MIB)
+    assert checked_plan(each, PLAN, 3 * MIB).total == 3 * MIB
+    heard = list[str]()
+    monkeypatch.setattr(limit, "announce", heard.append)
+    for memory, said in (((None, None), []), ((None, 3 * MIB), []),
+                         ((None, MIB), ["a step needs 3.00 MiB; 1.00 MiB are free now, of 0 B"]),
+                         ((3 * MIB, 3 * MIB), [])):  # fmt: skip
+        monkeypatch.setattr(limit, "device_memory", lambda _, memory=memory: memory)
+        heard.clear()
+        checked_plan(each, PLAN, None)
+        assert heard == said
+
+
+def test_inputs_are_offloaded_where_a_step_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard, whole = list[str](), [900]
+    monkeypatch.setattr(limit, "announce", heard.append)
+    monkeypatch.setattr(limit, "device_memory", lambda _: (whole[0], None))
+    plan, gpu = replace(PLAN, recompute_every=1), {"device": "cuda:0"}
+    saving: Any = Planned(ALL, **gpu)
+    assert with_offload(saving, plan) == replace(plan, offload=True)
+    assert heard == [
+        "offload=True: a step does not fit into the 900 B of the GPU without it; the inputs of"
+        " blocks need 600 B of host memory"
+    ]
+    heard.clear()
+    other: Any = Planned({"offload": 50}, **gpu)
+    host: Any = Planned(ALL)
+    for given, settings in (
+        (other, plan), (host, plan), (saving, PLAN), (saving, replace(plan, offload=False)),
+        (saving, replace(plan, offload=True)), (saving, replace(plan, limit_memory=9)),
+        (host, replace(plan, offload=False)),
+    ):  # fmt: skip
+        assert with_offload(given, settings) == settings
+    for whole[0] in (None, 1000):  # type: ignore[assignment]
+        assert with_offload(saving, plan) == plan
+    assert heard == []
+    with_offload(host, replace(plan, offload=True))
+    assert heard == ["offload=True has no effect on the CPU, whose arrays are on the host"]
+
+
+def test_rows_are_as_long_as_a_model_has_positions() -> None:
+    assert [tokens_of(None, 99), tokens_of(None, 9999), tokens_of(99, 99)] == [99, 2048, 99]
+    with pytest.raises(ConfigError, match="tokens=100 is more than the 99 positions of the model"):
+        tokens_of(100, 99)
+
+
+@pytest.mark.parametrize(
+    ("quantize", "lora", "adapter", "stored", "expected"),
+    [
+        (None, None, None, None, None), ("nf4", 4, None, None, "nf4"),
+        ("nf4", None, "own", None, "nf4"), (None, 4, None, "int8", "int8"),
+        (None, 4, None, "q8_0", "q8_0"), ("nf4", 4, None, "q8_0", "nf4"),
+        ("nf4", 4, None, "int8", "m is quantized already, as int8; leave quantize out"),
+        ("nf4", None, None, None, "quantize freezes the weights: add lora, as in lora=16"),
+        (None, None, None, "q8_0", "m is quantized, which freezes the weights: add lora"),
+    ],
+)  # fmt: skip
+def test_quantized_weights_are_frozen(
+    quantize: Any, lora: Any, adapter: Any, stored: Any, expected: str | None
+) -> None:
+    if expected is None or " " not in expected:
+        assert limit.quantized_kind("m", quantize, lora, adapter, stored) == expected
+        return
+    with pytest.raises(ConfigError, match=f"^{expected}"):
+        limit.quantized_kind("m", quantize, lora, adapter, stored)
+
+
+def test_the_passes_of_a_step_are_its_first_and_its_largest() -> None:
+    batches = [SimpleNamespace(tokens=np.zeros(n), n=n) for n in (3, 1, 2, 9, 8, 4, 7)]
+    data: Any = SimpleNamespace(batches=SimpleNamespace(at=batches.__getitem__))
+    method: Any = SimpleNamespace(inputs=lambda batch: batch, padded=lambda batch: batch.n)
+    for padded, step, accumulate, expected in (
+        (True, 0, 1, [3]), (True, 2, 1, [2]), (True, 0, 3, [3, 2]), (True, 1, 3, [9, 8]),
+        (False, 2, 2, [8, 4]),
+    ):  # fmt: skip
+        passes: Any = limit.passes_of(data, step, accumulate, method, padded=padded)
+        assert (passes if padded else [batch.n for batch in passes]) == expected
+
+
+@pytest.mark.parametrize("bytes_of", [None, lambda step: 100 + step])
+@pytest.mark.parametrize("maximum", [None, 50])
+@pytest.mark.parametrize("device", [None, "cuda:1"])
+def test_the_first_steps_and_the_largest_are_measured(
+    device: Any, maximum: Any, bytes_of: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a limit, all steps; steps on a GPU are not slower for it."""
+    events = list[str]()
+
+    class Pool:
+        peak = 7
+
+        def __enter__(self) -> None:
+            events.append("open")
+
+        def __exit__(self, *_: object) -> None:
+            events.append("close")
+
+        def reset_peak(self) -> None:
+            events.append("reset")
+
+    monkeypatch.setattr(limit, "memory_pool", lambda *_, **__: Pool())
+    planned: Any = SimpleNamespace(total=10)
+    memory = Memory(planned, maximum, device, largest=4, bytes_of=bytes_of)
+    lines = []
+    with memory.watched([]):
+        for step in range(6):
+            slow = memory.begin_step(step)
+            counted = step in (0, 1, 4) or maximum is not None
+            assert slow == (counted and (maximum, device) == (None, None))
+            lines.append(memory.end_step())
+            own = {} if bytes_of is None or step == 4 else {"planned_bytes": 100 + step}
+            expected = {"planned_bytes": 10, "peak_bytes": 7} | own
+            if step > 1 and step != 4 and bytes_of is not None:
+                del expected["planned_bytes"]
+            assert lines[-1] == (expected if counted else {})
+    usual = ["open", "reset", "reset", "close", "open", "reset", "close"]
+    assert events == (usual if maximum is None else ["open", *["reset"] * 6, "close"])
+    none = Memory(planned, None, device, counts=False)
+    with none.watched([]):
+        assert not none.begin_step()
+        assert none.end_step() == {}
+    assert len(events) in (7, 8)
+
+
+def test_a_step_with_noise_is_planned_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = dict[str, Any]()
+    monkeypatch.setattr(limit, "plan_memory", lambda config, **options: asked.update(options))
+    noise, plain = replace(PLAN, neftune=5.0), object()
+    sizes(objective=plain).planned(PLAN)
+    assert asked["objective"] is plain
+    assert asked["device"] == "cpu"
+    sizes(objective=plain, device="cuda:1").planned(noise)
+    assert asked["device"] == "cuda"
+    assert asked["objective"].func is limit.planned_with_noise
+    assert asked["objective"].args == (plain,)
+    assert not hasattr(asked["objective"], "full")
+    method = METHODS["dpo"]
+    sizes(objective=method).planned(noise)
+    assert asked["objective"].full == method.full
+    teacher: Any = SimpleNamespace(planned=lambda frozen: (frozen, "planned"))
+    sizes(objective=teacher).planned(noise)
+    assert asked["objective"].planned("model").args == (("model", "planned"),)
+    sizes().planned(replace(PLAN, recompute_every=2))
+    assert asked["recompute_every"] == CheckpointConfig(recompute_every=2)
+    sizes().planned(PLAN, recompute_every=1)
+    assert asked["recompute_every"] == 1

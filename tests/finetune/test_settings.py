@@ -205,6 +205,8 @@ CHECKED: list[tuple[dict[str, Any], Any, str]] = [  # settings, data, what is sa
     ({"loss": "ipo"}, ROWS, "method=sft does not use loss; leave it out, or choose "),
     ({"method": "dpo", "loss": "hinge"}, ROWS, ""),
     ({"method": "dpo", "loss": "kto"}, ROWS, "method=dpo has no loss=kto; choose from sigmoid, "),
+    ({"method": "distill"}, ROWS, "method=distill needs a teacher"),
+    ({"method": "grpo", "expert_parallel": 2}, ROWS, "expert_parallel=2 does not work with method"),
     ({"beta": 0.1}, ROWS, "method=sft does not use beta; leave it out, or choose "),
     ({"warmup": 1.5}, NEW, "warmup=1.5: pass a whole number, or a fraction below 1"),
     ({"warmup": 1}, NEW, ""),
@@ -319,6 +321,7 @@ def test_a_plan_has_what_settings_leave_open() -> None:
     assert dpo == pytest.approx([*METHODS["dpo"].rates])  # type: ignore[misc]
     assert [Settings(patience=1).keeps_best, Settings(keep_best=True).keeps_best] == [True, True]
     assert not Settings().keeps_best
+    Settings(method="distill").check_method(whole=False)
     assert Settings(decay="LINEAR", dtype="BFloat16").decided(new=True).decay == "linear"
     assert sorted(settings_module.NAMES) == sorted([*OPTIMIZERS, "adamw8bit"])
     assert Settings().precision == MixedPrecisionConfig("float32", loss_scale=65536.0)

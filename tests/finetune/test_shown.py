@@ -17,7 +17,7 @@ from unsloth_cupy.finetune import Listener, Lora, Run, Settings, Trainer, read_d
 from unsloth_cupy.finetune.methods.registry import MEASURES
 from unsloth_cupy.finetune.run import curve, printer, results, trainer
 from unsloth_cupy.finetune.run.run_folder import RunFolder
-from unsloth_cupy.machine import SCREEN, echo, one_screen
+from unsloth_cupy.machine import SCREEN, cut, echo, one_screen
 from unsloth_cupy.models import create, load, quantize
 
 from ..cli.test_cli import run as command
@@ -321,7 +321,9 @@ def table_of(files: RunFolder, capsys: pytest.CaptureFixture[str]) -> dict[str, 
     return dict(row[0] for row in rows if row)
 
 
-def test_the_table_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_of_a_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("rich", reason="which prints it")
     table = table_of(logged(tmp_path / "run"), capsys)
     rows = {
@@ -344,6 +346,16 @@ def test_the_table_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     without = [{n: v for n, v in line.items() if "_bytes" not in n or n == "memory_bytes"}
                for line in LOGGED]  # fmt: skip
     assert "peak array memory" not in table_of(logged(tmp_path / "plain", without), capsys)
+    measured = [{n: v for n, v in line.items() if n != "planned_bytes"} for line in LOGGED]
+    table = table_of(logged(tmp_path / "measured", measured), capsys)
+    assert table["peak array memory"] == "planned 0 B, measured 2.00 KiB (-100.0 %)"
+    monkeypatch.setenv("COLUMNS", "44")
+    results.report(logged(tmp_path / "[bold]"))
+    narrow = capsys.readouterr().out
+    assert narrow.count("peak process memory") == 1
+    shown = "".join(row.split("│")[2].strip() for row in narrow.splitlines() if "│" in row)
+    assert str(tmp_path / "[bold]" / "log.jsonl") in shown, "a long path is folded"
+    assert "best step" in narrow.splitlines()[1], "no line of titles"
     with pytest.raises(ConfigError, match=r"log\.jsonl holds no evaluation; it is not the log of"):
         results.report(logged(tmp_path / "none", LOGGED[1:3]))
 
@@ -383,7 +395,7 @@ def test_results_for_programs(tmp_path: Path) -> None:
     assert results.results_of(empty) == expected
 
 
-def test_a_summary_is_cut_to_a_screen(tmp_path: Path) -> None:
+def test_a_summary_is_cut_to_a_screen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = dict(results._facts(logged(tmp_path / "run")))
     assert rows == {
         "folder": str(tmp_path / "run"), "steps": "3, not finished",
@@ -397,12 +409,26 @@ def test_a_summary_is_cut_to_a_screen(tmp_path: Path) -> None:
     assert len(rows) == SCREEN[0] - len(results.CALLS) - 2
     assert (rows["steps"], rows["end"]) == ("2,000, not finished", "at 2000")
     assert rows["best step"].startswith("1,000 (")
-    (tmp_path / "crowded" / "model").mkdir()
-    assert dict(results._facts(files))["steps"] == "2,000, finished"
-    lines = results.summary(files, "name").splitlines()
-    assert len(lines) <= SCREEN[0]
-    assert lines[0] == "Run name"
-    assert lines[2].startswith("  steps" + " " * 16), "values stand in one column"
+    files.model.mkdir()
+    rows = dict(results._facts(files))
+    assert rows["steps"] == "2,000, finished"
+    (files.model / "adapter_config.json").write_text("{}")
+    monkeypatch.setattr(
+        results, "model_without_weights", raises(ConfigError("the base is elsewhere"))
+    )
+    lines, width = results.summary(files, "name").splitlines(), max(map(len, rows)) + 2
+    assert len(lines) == SCREEN[0]
+    assert lines[:3] == [
+        "Run name", cut(f"  {'folder':<{width}}{files.folder}", SCREEN[1]),
+        f"  {'steps':<{width}}2,000, finished",
+    ]  # fmt: skip
+    broken = raises(ConfigError("word " * 40))
+    monkeypatch.setattr(results, "_facts", broken)
+    head, _, *lines = results.summary(files, "name").splitlines()
+    assert lines == ["  problem  " + " ".join(["word"] * 16), *["           " + " ".join(
+        ["word"] * count) for count in (16, 8)]]  # fmt: skip
+    monkeypatch.setattr(results, "_facts", raises(OSError()))
+    assert results.summary(files, "name").splitlines()[2:] == ["  problem  OSError"]
 
 
 @pytest.mark.parametrize("of_chats", [False, True])

@@ -346,6 +346,19 @@ def test_what_several_ranks_do_not_support() -> None:
             ranks.check(batch, 1, **fine | options)
     experts = ranks_of(expert=(2, 1))
     experts.data = Comm(2, 1)
+    for options, said in (
+        ((None, 2, None), "chunks=2 needs the interleaved schedule"),
+        (("1f1b", None, None), "pipeline_schedule=1f1b needs several stages"),
+        ((None, None, "ring"), "context_attention=ring needs several context ranks"),
+    ):
+        given = dict(zip(("schedule", "chunks", "context_attention"), options, strict=True))
+        with pytest.raises(ConfigError, match=said):
+            ranks_of(options=given).check(1, 1, **fine)
+    with pytest.raises(ConfigError, match="zero=3 does not support expert_parallel"):
+        ranks_of(options={"zero": 3}, expert=(2, 1)).check(2, 1, **fine)
+    with pytest.raises(ConfigError, match="accumulate=3 is not a multiple of 2"):
+        ranks_of(options={"schedule": "interleaved"}, pipeline=(2, 1)).check(2, 3, **fine)
+    assert ranks_of(options={"problem": "one GPU"}).problem == "one GPU"
     with pytest.raises(ConfigError, match="too small for 2 ranks of expert_parallel"):
         experts.check(1, 1, **fine)
     experts.check(1, 1, **fine, packed=True)

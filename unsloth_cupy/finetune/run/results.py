@@ -130,8 +130,8 @@ def _facts(run: RunFolder) -> list[tuple[str, str]]:
     steps = [line for line in lines if "loss" in line]
     held_out, best = [line for line in lines if "held_out_loss" in line], run.best()
     state = "finished" if run.finished else "not finished"
-    rows = [("folder", str(run.folder)), ("steps", f"{lines[-1]['step']:,}" if lines else "none")]
-    rows[-1] = ("steps", f"{rows[-1][1]}, {state}")
+    step = f"{lines[-1]['step']:,}" if lines else "none"
+    rows = [("folder", str(run.folder)), ("steps", f"{step}, {state}")]
     if best is not None:
         rows.append(
             ("best step", f"{best['step']:,} (evaluation loss {best['held_out_loss']:.4g})")

@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from base64 import b64decode
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -584,3 +585,155 @@ def test_lines_of_reading(quiet: bool, monkeypatch: pytest.MonkeyPatch, capsys: 
                 count(1024 if seconds != 5 else 2048)
                 assert capsys.readouterr().err == ("" if quiet else said), seconds
         clock[0] += 100
+
+
+@pytest.mark.parametrize(
+    ("terminal", "in_notebook", "quiet", "tqdm", "shown"),
+    [
+        (True, False, False, True, True), (True, False, False, False, False),
+        (True, False, True, True, False), (False, False, False, True, False),
+        (False, True, False, True, True), (False, True, True, True, False),
+    ],
+)  # fmt: skip
+def test_where_a_bar_is_shown(
+    terminal: bool, in_notebook: bool, quiet: bool, tqdm: bool, shown: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(sys, "stderr", Terminal() if terminal else io.StringIO())
+    monkeypatch.setattr(printer, "in_notebook", lambda: in_notebook)
+    monkeypatch.setattr(printer, "find_spec", lambda name: name if tqdm else None)
+    own = printer.Printer(quiet=quiet)
+    assert (own.terminal, own.err) == (shown, not in_notebook)
+    monkeypatch.setattr(sys, "stderr", object())
+    assert own.terminal == shown
+    assert not printer.Printer().terminal or in_notebook, "a stream without isatty"
+
+
+def test_a_bar_shows_steps_and_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    events = list[Any]()
+
+    class Bar:
+        def __init__(self, **options: Any) -> None:
+            events.append(options)
+
+        def __getattr__(self, name: str) -> Any:
+            return lambda *given, **more: events.append((name, *given, *more.values()))
+
+        def __enter__(self) -> Any:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            events.append("closed")
+
+    own = printer.Printer()
+    own.terminal, own.err = True, True
+    monkeypatch.setattr(own, "_bar", Bar)
+    with own.reading("a\rfile", 9) as count:
+        count(4)
+    form = {"total": 9, "desc": r"a\rfile", "unit": "B", "unit_scale": True, "leave": False}
+    assert events == [form | {"delay": 1.0}, ("update", 4), "closed"]
+    events.clear()
+    own.began(2, 8)
+    own.step({"step": 3, "loss": 2.0, "tokens_per_second": 7.0, "memory_bytes": 1024})
+    own.sampled(3, "a", "b")
+    own.ended(SimpleNamespace(files=SimpleNamespace(lines=lambda: []), loop=None))
+    now = "loss 2.000, 7 tokens/s, process memory 1.00 KiB"
+    assert events == [
+        {"total": 8, "initial": 2, "unit": " steps"}, ("set_postfix_str", now, False),
+        ("update",), ("write", "step 3/8: sample 'a' -> 'b'", sys.stderr), ("close",),
+    ]  # fmt: skip
+
+
+def test_a_run_is_drawn_by_its_first_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    drawn = list[Any]()
+    monkeypatch.setattr(printer, "draw_curve", lambda *given: drawn.append(given))
+    monkeypatch.setattr(printer, "draw_routing", lambda *given: drawn.append(given))
+    files = logged(tmp_path / "run", [LOGGED[0]])
+
+    def run(first: bool | None) -> Any:
+        loop = None if first is None else SimpleNamespace(ranks=SimpleNamespace(first=first))
+        return SimpleNamespace(files=files, loop=loop, name="name", folder=files.folder)
+
+    own, curve = printer.Printer(), (files.curve, files.lines(), "name")
+    for first in (None, False):
+        own.prepared(run(first))
+        own.ended(run(first))
+    assert drawn == []
+    assert (own.first, own.of_new_model) == (None, True)
+    own.prepared(run(True))
+    assert (own.first, own.of_new_model) == (4.0, False), "of a run that goes on"
+    own.ended(run(True))
+    files.routing.touch()
+    own.ended(run(True))
+    assert drawn == [curve, curve], "no routes are known yet"
+    routes = {"step": 1, "layers": [0], "tokens": [[1]]}
+    files.append_routes(routes)
+    own.ended(run(True))
+    assert drawn[3] == (files.routing_picture, [routes], "name")
+    monkeypatch.setattr(printer, "draw_curve", raises(ValueError("no font")))
+    own.ended(run(True))
+    said = f"could not draw the plots in {files.folder}: no font\n"
+    assert capsys.readouterr().err == said
+
+
+def test_a_finished_run_shows_its_results(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    """A sample of a language model alone, and only after training."""
+    seen = list[Any]()
+    monkeypatch.setattr(printer, "report", lambda files: seen.append("report"))
+    monkeypatch.setattr(printer, "sample", lambda loop: seen.append("sample"))
+    commands = lambda files, err: seen.append(("commands", err))  # noqa: E731
+    monkeypatch.setattr(printer, "print_next_commands", commands)
+
+    def loop(head: str | None) -> Any:
+        stop = SimpleNamespace(interruptible_block=lambda *words: seen.append(words) or nullcontext())
+        return SimpleNamespace(method=SimpleNamespace(head=head), stop=stop)
+
+    ends = ("without the sample; the model is saved", "after the sample; the model is saved")
+    for each, expected in (
+        (None, ["report"]), (loop("none"), ["report"]), (loop(None), ["report", ends, "sample"]),
+    ):  # fmt: skip
+        run: Any = SimpleNamespace(loop=each, folder="there", files=None)
+        seen.clear()
+        printer.Printer().finished(run)
+        assert seen == [*expected, ("commands", True)]
+        shown = capsys.readouterr().out
+        again = "the run in there is finished; increase steps or epochs to continue it,\n"
+        again += "or set another out to start a new run\n\n"
+        assert shown == (again if each is None else "")
+    seen.clear()
+    monkeypatch.setattr(printer, "find_spec", lambda _: None)
+    printer.Printer().finished(run)
+    assert seen == [ends, "sample", ("commands", True)]
+    assert "there" in capsys.readouterr().out
+
+
+def test_a_sample_is_an_answer_or_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    streamed = list[Any]()
+    monkeypatch.setattr(results, "stream_text", lambda *given, **more: streamed.append((given, more)))
+    tokenizer = SimpleNamespace(
+        decode=lambda tokens, skip_special_tokens: f"{tokens} {skip_special_tokens}"
+    )
+    model = SimpleNamespace(config=SimpleNamespace(positions=4), tokenizer="own")
+
+    def sample(prompt: list[int], first: list[int] | None) -> list[str]:
+        parts = None if first is None else [None, [SimpleNamespace(tokens=first)]]
+        data = SimpleNamespace(prompt=prompt, examples=parts)
+        results.sample(SimpleNamespace(
+            model=model, tokenizer=tokenizer, training_data=data, plan=SimpleNamespace(seed=5)
+        ))  # type: ignore[arg-type]  # fmt: skip
+        shown: list[str] = capsys.readouterr().out.splitlines()
+        return shown
+
+    rule, answer = "-" * 80, "--- answer ".ljust(80, "-")
+    title = "--- sample: answer to the first evaluation prompt ".ljust(80, "-")
+    assert sample([1, 2], [1, 2, 3]) == [title, "[1, 2] False", answer, rule]
+    title = "--- sample: continued evaluation text ".ljust(80, "-")
+    assert sample([1, 2], [1, 2]) == [title, f"[1, 2] True{rule}"]
+    assert sample([1, 2, 3, 4, 5], None) == [title, f"[1, 2, 3] True{rule}"], "room for one more"
+    assert [given for given, _ in streamed] == [
+        (model, "own", tokens) for tokens in ([1, 2], [1, 2], [1, 2, 3])
+    ]
+    options = {"max_new_tokens": results.NEW, "temperature": results.TEMPERATURE, "seed": 5}
+    assert all(more == options for _, more in streamed)

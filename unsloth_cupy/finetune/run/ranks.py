@@ -216,8 +216,6 @@ class Ranks:
 
     def _all_fail(self) -> bool:
         """Return whether all ranks fail within ``MOMENT``: all of them reach this barrier."""
-        if self.failing is None:
-            return False
         self.failing.timeout = MOMENT
         try:
             self.failing.barrier()

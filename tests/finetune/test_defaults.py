@@ -7,7 +7,10 @@ import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,14 +19,21 @@ import pytest
 from unsloth_cupy import machine, models
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Lora, Run, Settings, Trainer, evaluate
-from unsloth_cupy.finetune.listener import Listener
+from unsloth_cupy.finetune.data.records import Records
+from unsloth_cupy.finetune.data.text import Text
+from unsloth_cupy.finetune.listener import Listener, hearing
+from unsloth_cupy.finetune.methods.registry import METHODS
 from unsloth_cupy.finetune.run import preparation
 from unsloth_cupy.finetune.run.preparation import dtype_of
 from unsloth_cupy.finetune.run.resume import OUTLIER
+from unsloth_cupy.finetune.run.settings import Plan
 from unsloth_cupy.models.adapters.adapter_base import cached
+from unsloth_cupy.models.configs.names import TABLE
+from unsloth_cupy.models.parse import parse
 
 from ..cli.test_cli import assert_one_clear_error, run
 from ..machines.stand_in import gpu
+from ..models.peers import CONFIGS, SIZES
 
 
 class Words(Listener):
@@ -339,3 +349,279 @@ def test_without_a_gpu_nothing_is_said_of_one(
     assert machine.resolve_device("auto") == (None, "")
     assert machine.resolve_device("cpu") == machine.resolve_device(None) == (None, "")
     assert machine.resolve_device("cuda:1") == ("cuda:1", "")
+
+
+# ---- rules of the preparation -------------------------------------------------------------------
+def plan_of(**settings: Any) -> Plan:
+    return Settings(**settings).decided(new=False)
+
+
+RECORDS: Any = Records(None, "rows", "digest", 1, [], [])
+TEXT: Any = Text("a.txt", None, BytesIO, 1, 1, "", "digest", "")
+
+
+@pytest.mark.parametrize(
+    ("text", "pack", "method", "pad", "expected"),
+    [
+        (RECORDS, None, "sft", 7, (True, 7)), (RECORDS, True, "sft", 8, (True, 8)),
+        (RECORDS, False, "sft", 9, (False, 0)), (RECORDS, None, "sft", None, (True, 0)),
+        (RECORDS, None, "grpo", 7, (False, 7)), (RECORDS, None, "dpo", 10, (True, 0)),
+        (TEXT, None, "sft", 0, (False, 0)),
+    ],
+)  # fmt: skip
+def test_the_shape_of_a_batch(
+    text: Any, pack: bool | None, method: str, pad: int | None, expected: tuple[bool, int]
+) -> None:
+    """Padding is a token that the model has."""
+    config: Any = SimpleNamespace(pad_token=pad, vocab=9)
+    own = METHODS[method]
+    shape = preparation.shape_of(plan_of(pack=pack, batch=3, tokens=8), text, config, own)
+    assert shape == (3, 8, expected[0], expected[1], own)
+
+
+@pytest.mark.parametrize(
+    ("number", "shown"),
+    [
+        (0, "0"), (999, "999"), (1000, "1.00k"), (9994, "9.99k"), (9996, "10.0k"),
+        (99_940, "99.9k"), (99_960, "100k"), (999_499, "999k"), (999_501, "1.00M"),
+        (1_437_184, "1.44M"), (999_500_000, "1.00B"), (123_000_000_000, "123B"),
+    ],
+)  # fmt: skip
+def test_a_number_in_three_digits(number: int, shown: str) -> None:
+    assert preparation.compact(number) == shown
+
+
+def test_parameters_are_counted_over_all_ranks() -> None:
+    trained = {"a": np.zeros((2, 3)), "b": np.zeros(4)}
+    model: Any = SimpleNamespace(trainable=trained, division=None)
+    assert preparation.trainable_count(model) == 10
+    assert preparation.trainable_count(model, ["b", "c"]) == 4
+    assert preparation.trainable_count(model, []) == 0
+    model.division = SimpleNamespace(whole_shape=lambda name, shape: (2, *shape), stages=None)
+    assert preparation.trainable_count(model) == 20
+    model.division.stages = SimpleNamespace(
+        comm=SimpleNamespace(all_reduce=lambda counts: counts + 1)
+    )
+    assert preparation.trainable_count(model, ["a"]) == 13
+
+
+@pytest.mark.parametrize(
+    ("end", "known", "stored", "expected"),
+    [
+        (7, (), {}, {"eos_token_id": 7}), (7, (7,), {}, {"eos_token_id": 7}),
+        (7, (3,), {}, {"eos_token_id": [3, 7]}), (7, (3, 7), {}, {"eos_token_id": [3, 7]}),
+        (7, (), {"eos_token_id": 1, "top_k": 2}, {"eos_token_id": 7, "top_k": 2}),
+        (None, (3,), {"top_k": 2}, None), (ConfigError("refused"), (3,), {}, None),
+    ],
+)  # fmt: skip
+def test_a_model_ends_where_its_answers_end(
+    end: Any, known: Any, stored: Any, expected: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def ending(chat: Any, tokenizer: Any, tokens: Any) -> Any:
+        if isinstance(end, ConfigError):
+            raise end
+        assert tokens == known
+        return SimpleNamespace(token=end)
+
+    monkeypatch.setattr(preparation, "ending", ending)
+    chat: Any = None
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(end_tokens=known),
+        texts={"generation_config.json": stored} if stored else {},
+    )
+    files = preparation.ends_file(model, chat, None)
+    if expected is None:
+        assert files == {}
+    else:
+        assert {name: json.loads(text) for name, text in files.items()} == {
+            "generation_config.json": expected
+        }
+
+
+@pytest.mark.parametrize("dropout", [None, 0.0, 0.5])
+@pytest.mark.parametrize("asked", [0.0, 0.5])
+@pytest.mark.parametrize("divided", [False, True])
+def test_ranks_that_split_a_model_have_no_dropout(
+    divided: bool, asked: float, dropout: float | None
+) -> None:
+    adapter = None if dropout is None else SimpleNamespace(dropout=dropout, into=None)
+    sizes = list[int]()
+    model: Any = SimpleNamespace(
+        config=SimpleNamespace(vocab=9), division=1 if divided else None, adapter=adapter,
+        resize=sizes.append,
+    )  # fmt: skip
+    plan = plan_of(lora=None if adapter else 2, lora_dropout=asked)
+    for rows_ in (9, 10):
+        if divided and (asked or dropout):
+            cure = "set it to 0 in adapter_config.json" if dropout else "leave lora_dropout out"
+            said = "lora_dropout is not supported when ranks split the model; " + cure
+            with pytest.raises(ConfigError, match=re.escape(said)):
+                preparation.add_adapters(model, plan, rows_, new=False)
+        else:
+            preparation.add_adapters(model, plan, rows_, new=False)
+    assert sizes == [10], "a table grows for new tokens"
+
+
+def test_new_adapters_are_in_the_order_of_a_file() -> None:
+    config = SimpleNamespace(vocab=9)
+    for settings, new, added in (({"lora": 2}, True, 1), ({"lora": 2}, False, 0), ({}, True, 0)):
+        given = list[Any]()
+        model: Any = SimpleNamespace(config=config, division=None, adapter=None)
+
+        def add(model: Any = model, given: Any = given, **options: Any) -> None:
+            given.append(options)
+            model.adapter = SimpleNamespace(parameters={"b": 1, "a": 2}, into=None)
+
+        model.add_adapter = add
+        plan = plan_of(seed=4, **settings)
+        lora: Any = SimpleNamespace(options=lambda config, tokens: {"rank": 2, "tokens": tokens})
+        plan_: Any = SimpleNamespace(
+            adapters=plan.adapters and lora, trained_tokens=(5,), seed=4, lora_dropout=0.0,
+            merge_into=None,
+        )  # fmt: skip
+        preparation.add_adapters(model, plan_, 9, new=new)
+        assert given == [{"rank": 2, "tokens": (5,), "seed": 4}] * added
+        if added:
+            assert [*model.adapter.parameters] == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("own", "asked", "through", "said"),
+    [
+        (None, None, None, ""), (None, "nf4", "nf4", ""), ("q4_0", None, None, ""),
+        ("q4_0", "q4_0", None, ""), ("q4_0", "other name", None, ""),
+        ("q4_0", "nf4", None, "merge_into=nf4: the adapter was trained through q4_0; leave merge_i"),
+    ],
+)  # fmt: skip
+def test_an_adapter_is_trained_through_one_quantizer(
+    own: Any, asked: Any, through: Any, said: str
+) -> None:
+    heard, used = Words(), list[str]()
+    kinds = {kind: SimpleNamespace(kind=kind, names=(kind, "other name")) for kind in ("q4_0", "nf4")}
+    adapter = SimpleNamespace(into=None if own is None else kinds[own])
+    model: Any = SimpleNamespace(adapter=adapter)
+
+    def train_through(kind: str) -> None:
+        used.append(kind)
+        adapter.into = kinds[kind]
+
+    model.train_through = train_through
+    plan: Any = SimpleNamespace(merge_into=asked)
+    with hearing(heard):
+        if said:
+            with pytest.raises(ConfigError, match=re.escape(said)):
+                preparation._train_through(model, plan)
+        else:
+            preparation._train_through(model, plan)
+    assert used == ([] if through is None else [through])
+    kind = through or own
+    note = f"training through the {kind} quantizer: use the merged file, not the adapter alone"
+    assert heard.said == ([note] if kind and not said else [])
+    none: Any = SimpleNamespace(adapter=None)
+    preparation._train_through(none, plan)
+
+
+def test_tokens_that_are_new_are_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "add_tokens", lambda tokenizer, file: [3, 9])
+    whole: Any = SimpleNamespace(whole=True)
+    split: Any = SimpleNamespace(whole=False)
+    config = parse(SIZES | CONFIGS["llama"] | {"vocab_size": 9})
+    settings = Settings(new_tokens="signs.txt")
+    assert preparation.with_new_tokens(Settings(), None, config, None, split) == (Settings(), config)
+    changed, wider = preparation.with_new_tokens(settings, None, config, None, whole)
+    assert (changed.trained_tokens, wider.vocab) == ([3, 9], 64)
+    with pytest.raises(ConfigError, match="new_tokens=signs.txt: each rank stores a part of the"):
+        preparation.with_new_tokens(settings, None, config, None, split)
+    table = replace(config, vocab=10)
+    assert preparation.with_new_tokens(settings, None, table, None, split)[1].vocab == 10
+    for known, fits in (((3, 9, 1), True), ((3,), False), (None, False)):
+        tokens = {} if known is None else {TABLE: known}
+        adapter = SimpleNamespace(tokens=tokens)
+        if fits:
+            preparation.with_new_tokens(settings, None, config, adapter, whole)
+            continue
+        with pytest.raises(ConfigError, match="the model has adapters that do not train these tok"):
+            preparation.with_new_tokens(settings, None, config, adapter, whole)
+
+
+@pytest.mark.parametrize(
+    ("settings", "new", "expected", "said"),
+    [
+        ({"steps": 9}, False, 9, "noted"), ({}, True, 1200, "noted"),
+        ({"epochs": 2}, False, 20, "noted; training for 2.0 epochs = 20 steps"),
+        ({"epochs": 2, "accumulate": 3}, False, 7, "noted; training for 2.0 epochs = 7 steps"),
+        ({"epochs": 0.01}, False, 1, "noted; training for 0.01 epochs = 1 steps"),
+        ({}, False, 30, "noted; training for 3.0 epochs = 30 steps (set epochs or steps to change)"),
+    ],
+)  # fmt: skip
+def test_the_steps_of_a_run(settings: Any, new: bool, expected: int, said: str) -> None:
+    heard = Words()
+    data: Any = SimpleNamespace(note="noted", batches=SimpleNamespace(count=lambda n: int(10 * n)))
+    each = Settings(**settings)
+    with hearing(heard):
+        plan = preparation.with_steps(each, each.decided(new=new), data, new=new)
+    assert plan.steps == expected
+    assert heard.said == [said]
+    data.note = ""
+    heard.said.clear()
+    with hearing(heard):
+        preparation.with_steps(Settings(steps=2), each.decided(new=new), data, new=new)
+    assert heard.said == []
+
+
+@pytest.mark.parametrize(("batches", "epochs"), [(333, 3), (334, 2), (500, 2), (501, 1), (5000, 1)])
+def test_epochs_of_a_default_have_1000_steps_at_most(batches: int, epochs: int) -> None:
+    data: Any = SimpleNamespace(note="", batches=SimpleNamespace(count=lambda n: int(batches * n)))
+    plan = preparation.with_steps(Settings(), plan_of(), data, new=False)
+    assert plan.steps == epochs * batches
+
+
+@pytest.mark.parametrize("method", ["sft", "grpo"])
+@pytest.mark.parametrize("alone", [True, False])
+@pytest.mark.parametrize("device", [None, "cuda:0"])
+@pytest.mark.parametrize("graph", [None, False])
+def test_the_largest_step_is_planned(
+    graph: bool | None, device: str | None, alone: bool, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    padded_ = list[bool]()
+
+    def passes_of(lines: Any, step: int, accumulate: int, own: Any, *, padded: bool) -> list[int]:
+        padded_.append(padded)
+        return [step]
+
+    monkeypatch.setattr(preparation, "passes_of", passes_of)
+    monkeypatch.setattr(preparation, "with_offload", lambda sizes, plan: replace(plan, offload=True))
+    checked = lambda sizes, plan, limit: ("checked", sizes.inputs, limit)  # noqa: E731
+    monkeypatch.setattr(preparation, "checked_plan", checked)
+    monkeypatch.setattr(preparation, "Memory", lambda *given, **more: (given, more))
+
+    class Of:
+        def __init__(self, inputs: Any = ()) -> None:
+            self.inputs, self.device, self.objective = inputs, device, METHODS["dpo"]
+
+        def _replace(self, inputs: Any) -> Any:
+            return Of(inputs)
+
+        def planned(self, plan: Any) -> Any:
+            return SimpleNamespace(total={3: 50, 5: 70, 9: 60}[self.inputs[0]] if self.inputs else 1)
+
+    for steps, number in (([3, 5, 9], 5), ([3], 3)):
+        lines: Any = SimpleNamespace(
+            batches=SimpleNamespace(largest=lambda *_, steps=steps: steps)
+        )
+        ranks: Any = SimpleNamespace(alone=alone, whole=True)
+        plan = plan_of(method=method, graph=graph, limit_memory=99)
+        padded_.clear()
+        sizes: Any = Of()
+        changed, memory = preparation.planned_memory(sizes, plan, ranks, lines)
+        by_lines = alone and method == "sft"
+        assert changed.offload is (True if alone else None)
+        (step_plan, limit, place), options = memory  # type: ignore[misc]
+        assert (limit, place, options["counts"]) == (99, device, alone)  # type: ignore[has-type]
+        assert step_plan == ("checked", [number] if by_lines else (), 99)  # type: ignore[has-type]
+        assert options["largest"] == (number if by_lines else 0)  # type: ignore[has-type]
+        assert (options["bytes_of"] is None) != by_lines  # type: ignore[has-type]
+        assert {*padded_} == ({device is not None and graph is None} if by_lines else set())
+        ranks.whole = False
+        _, memory = preparation.planned_memory(sizes, plan, ranks, None)
+        assert memory[0][0].total == 1  # type: ignore[index]

@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 
 # Steps measured without a limit: all steps need the same memory, and counting slows small ops.
 COUNTED = 2
-ADAPTER_RANK = 8  # LoRA rank that an error message proposes
 TOKENS = 2048  # default length of a row, if the model has as many positions
 PINNED = 0.8  # part of the host's free memory that offload may use: other programs need some
 # changes of settings that save memory
-ADAPTERS: Mapping[str, Any] = {"lora": ADAPTER_RANK}
+ADAPTERS: Mapping[str, Any] = {"lora": 8}
 CHUNKED: Mapping[str, Any] = {"chunked_mlp": True}
 
 

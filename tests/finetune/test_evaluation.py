@@ -1,12 +1,15 @@
 """Evaluations: a file or share of one's own, metrics, early stopping, and the best model."""
 
+import dataclasses
 import gc
 import json
 import math
 import re
 import shutil
 import weakref
+from io import BytesIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,11 +17,16 @@ import pytest
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Lora, Run, Settings, Trainer, evaluate
-from unsloth_cupy.finetune.run import metrics
+from unsloth_cupy.finetune.data.records import Record, Records
+from unsloth_cupy.finetune.data.text import Text
+from unsloth_cupy.finetune.methods.registry import METHODS
+from unsloth_cupy.finetune.run import evaluation, metrics, samples
+from unsloth_cupy.finetune.run.evaluation import Evaluation
 from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.run.loop import Loop
 from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.models import Transformer, load
+from unsloth_cupy.models.configs.heads import CAUSAL, NONE, SEQUENCE
 
 from ..cli.test_cli import assert_one_clear_error, numbers, run, weights
 from ..conftest import FOLDER
@@ -409,3 +417,198 @@ def test_the_command_evaluates_each_source(
     assert_one_clear_error(run("evaluate", copied, "--data", text), "tokenizer.json")
     with pytest.raises(ConfigError, match="name at least one file"):
         evaluate(base, [])
+
+
+# ---- rules of an evaluation -----------------------------------------------------------------------
+def record(line: int) -> Record:
+    return Record(line, [], "", f"text {line}")
+
+
+def records(*lines: int, held_out: tuple[int, ...] = (), **more: Any) -> Records:
+    train, other = ([*map(record, each)] for each in (lines, held_out))
+    return Records(Path("a.jsonl"), "a", "digest", 9, train, other, **more)
+
+
+def test_evaluation_data_are_a_share_or_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    heard = list[str]()
+    monkeypatch.setattr(evaluation, "announce", heard.append)
+    own, other = records(3, 1, held_out=(2,), method="dpo"), records(5, held_out=(4,), note="noted")
+    assert evaluation.held_out_of(own, None) == (own, {})
+    data, facts = evaluation.held_out_of(own, other)
+    assert isinstance(data, Records)
+    assert [each.line for each in data.train] == [1, 2, 3]
+    assert [each.line for each in data.held_out] == [-4, -5], "lines of the other file"
+    assert data.evaluated is other
+    assert facts == {"eval": str(Path("a.jsonl").resolve()), "eval_sha256": "digest"}
+    assert heard == ["evaluation data: noted"]
+    unnamed = evaluation.held_out_of(own, other._replace(path=None))[1]
+    assert unnamed == {"eval": None, "eval_sha256": "digest"}
+    data, facts = evaluation.held_out_of(records(*range(1, 41)), 0.25)
+    assert isinstance(data, Records)
+    assert (len(data.held_out), facts) == (10, {"eval": 0.25})
+    words = Text("b", Path("b.txt"), lambda: BytesIO(b"a b"), 3, 2, "b", "other", "noted")
+    data, facts = evaluation.held_out_of(words, words._replace(path=Path("c.txt")))
+    assert isinstance(data, Text)
+    assert (data.held_out, data.cut, data.note, data.path) == ("a b", 3, "", Path("b.txt"))
+    assert facts["eval_sha256"] == "other"
+    for one, two in ((words, own), (own, words)):
+        with pytest.raises(ConfigError, match=r"a\.jsonl has rows, and b\.txt is running text"):
+            evaluation.held_out_of(one, two)
+    assert evaluation.whole(words) == words._replace(held_out="a b", note="")
+    every = evaluation.whole(own)
+    assert isinstance(every, Records)
+    assert every.train == every.held_out
+    assert [each.line for each in every.train] == [1, 2, 3]
+
+
+def test_sources_of_an_evaluation(tmp_path: Path) -> None:
+    own, row = records(1), [{"prompt": "a", "completion": "b"}]
+    assert evaluation._sources(own) == [own]
+    assert evaluation._sources(row) == [row]
+    assert evaluation._sources("a.txt") == [Path("a.txt")]
+    assert evaluation._sources(tmp_path) == [tmp_path]
+    assert evaluation._sources(("a.txt", tmp_path)) == [Path("a.txt"), tmp_path]
+    for empty in ([], ()):
+        with pytest.raises(ConfigError, match=r"evaluate\(data=\[\]\): name at least one file"):
+            evaluation._sources(empty)
+
+
+@pytest.mark.parametrize(
+    ("head", "names", "method"),
+    [
+        (CAUSAL, None, "sft"), (NONE, None, "embed"), (SEQUENCE, {"0": "reward"}, "reward"),
+        (SEQUENCE, {"0": "a", "1": "b"}, "classify"), (SEQUENCE, None, "classify"),
+        (SEQUENCE, {"0": "reward", "1": "b"}, "classify"),
+    ],
+)  # fmt: skip
+def test_a_model_is_evaluated_by_the_method_of_its_head(
+    head: str, names: Any, method: str, tmp_path: Path
+) -> None:
+    model: Any = SimpleNamespace(head=head, texts={"config.json": {"id2label": names}})
+    assert evaluation.method_of(model) == method
+    chosen = evaluation.of_itself(method, model, tmp_path)
+    assert chosen.head in (None, head)
+    wrong = "sft" if head != CAUSAL else "classify"
+    with pytest.raises(ConfigError, match=f"method='{wrong}'.*: it needs the head .* has {head}; "):
+        evaluation.of_itself(wrong, model, tmp_path)
+    for name, said in (
+        ("dpo", "it compares with another model, which only training has"),
+        ("kto", "it compares with another model"), ("distill", "it compares with another model"),
+        ("grpo", "it .*; "), ("rloo", "it .*; "), ("other", "choose from sft"),
+    ):  # fmt: skip
+        with pytest.raises(ConfigError, match=said):
+            evaluation.of_itself(name, model, tmp_path)
+
+
+def test_an_evaluation_has_means_over_all_labels() -> None:
+    plain: Any = SimpleNamespace(sums=0)
+    parts = [np.array([3.0, 6.0, 1.0, 3.0]), np.array([1.0, 2.0, 1.0, 1.0])]
+    actual = evaluation._evaluation("a", parts, plain)
+    assert actual == Evaluation("a", 4, 2.0, math.exp(2.0), 0.5, 1.0)
+    assert evaluation._evaluation("a", [np.zeros(4)], plain).loss == 0
+    reward = METHODS["reward"]
+    sums = [np.array([2.0, 1.0, 30.0, 2.0, *np.arange(reward.sums)]) for _ in range(2)]
+    actual = evaluation._evaluation("a", sums, reward)
+    assert (actual.tokens, actual.loss, actual.perplexity) == (60, 0.5, None)
+    total = reward.joined([np.arange(reward.sums)] * 2)
+    assert actual.measures == {"pairs": 4} | reward.measures(total)
+    empty = np.array([0.0, 0.0, 0.0, 0.0, *np.zeros(reward.sums)])
+    assert evaluation._evaluation("a", [empty], reward).loss == 0
+
+
+@pytest.mark.parametrize("vocab", [8, 9])
+def test_batches_of_an_evaluation_are_padded_by_a_token_of_the_model(
+    vocab: int, base: Path, lines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And rows are as long as asked for, or as 2048 and the positions allow."""
+    shapes = list[Any]()
+
+    def stops(data: Any, tokenizer: Any, config: Any, shape: Any, *_: Any) -> None:
+        shapes.append(shape)
+        raise KeyError
+
+    monkeypatch.setattr(evaluation, "from_records", stops)
+    model = load(base)
+    for pad, tokens, expected in ((None, 7, 0), (vocab, 7, 0), (vocab - 1, None, vocab - 1)):
+        model.config = dataclasses.replace(model.config, pad_token=pad, vocab=vocab, positions=50)
+        with pytest.raises(KeyError):
+            evaluate(model, lines, tokens=tokens, batch=3)
+        assert shapes[-1][:4] == (3, tokens or 50, True, expected)
+
+
+def test_measures_of_tokens() -> None:
+    counts = metrics.Counts(3.0, 2.0)
+    assert metrics.measures(2.0, counts, 4, of_next_token=True) == {
+        "perplexity": math.exp(2.0), "token_accuracy": 0.75, "entropy": 0.5,
+    }  # fmt: skip
+    assert metrics.measures(2.0, counts, 4, of_next_token=False) == {
+        "token_accuracy": 0.75, "entropy": 0.5,
+    }  # fmt: skip
+    assert metrics.measures(1e9, metrics.Counts(), 4, of_next_token=True) == {
+        "perplexity": math.exp(700.0)
+    }
+    model: Any = SimpleNamespace(config=None)
+    assert all(map(math.isnan, metrics.Watch(model).counts({})))
+
+
+@pytest.mark.parametrize(
+    ("chats", "prompt", "fits"), [(False, 0, False), (False, 1, True), (False, 9, True),
+                                  (False, 10, False), (True, 1, True), (True, 10, False)]
+)  # fmt: skip
+def test_prompts_leave_a_position(chats: bool, prompt: int, fits: bool) -> None:
+    seen = list[Any]()
+
+    def encode(text: str, **options: Any) -> Any:
+        seen.append((text, options))
+        return SimpleNamespace(ids=[1] * prompt)
+
+    chat = SimpleNamespace(asked=lambda talk: f"asked {talk[0]['content']}")
+    loop = SimpleNamespace(
+        tokenizer=SimpleNamespace(encode=encode), chat=chat if chats else None,
+        model=SimpleNamespace(config=SimpleNamespace(positions=10)),
+        plan=SimpleNamespace(sample_prompt=["hello"], method="sft"),
+        ranks=SimpleNamespace(whole=True), method=SimpleNamespace(head=None),
+    )  # fmt: skip
+    if fits:
+        samples.check_prompts(loop)
+        assert samples.prompt_tokens(loop, "hello") == [1] * prompt
+    else:
+        said = f"sample_prompt=hello has {prompt} tokens, and the model 10 positions; give another"
+        with pytest.raises(ConfigError, match=said):
+            samples.check_prompts(loop)
+    options = {"add_special_tokens": False}
+    assert seen[0] == (("asked hello", options) if chats else ("hello", {}))
+    for values, said in (
+        ({"ranks": SimpleNamespace(whole=False)}, "sample_prompt is not supported when ranks split"),
+        ({"method": SimpleNamespace(head=CAUSAL)}, "sample_prompt needs a language model, which m"),
+    ):
+        each = SimpleNamespace(**vars(loop) | values)
+        with pytest.raises(ConfigError, match=said):
+            samples.check_prompts(each)
+        each.plan = SimpleNamespace(sample_prompt=[], method="sft")
+        samples.check_prompts(each)
+
+
+def test_samples_are_of_the_first_rank() -> None:
+    written, asked = list[Any](), list[Any]()
+
+    def stream(tokens: Any, *, max_new_tokens: int) -> Any:
+        asked.append((tokens.tolist(), max_new_tokens))
+        return iter([np.array([5]), np.array([2]), np.array([6])])
+
+    def loop(first: bool, positions: int) -> Any:
+        config = SimpleNamespace(positions=positions, end_tokens=(2,))
+        return SimpleNamespace(
+            tokenizer=SimpleNamespace(encode=lambda _: SimpleNamespace(ids=[1, 3]), decode=str),
+            model=SimpleNamespace(config=config, stream=stream, table=np.zeros(1)), chat=None,
+            plan=SimpleNamespace(sample_prompt=["hello"]), ranks=SimpleNamespace(first=first),
+            step=4, run=SimpleNamespace(append_sample=written.append),
+            listener=SimpleNamespace(sampled=lambda *given: written.append(given)),
+        )  # fmt: skip
+
+    samples.write_samples(loop(False, 99))
+    assert written == []
+    samples.write_samples(loop(True, 99))
+    assert written == [{"step": 4, "prompt": "hello", "text": "[5, 6]"}, (4, "hello", "[5, 6]")]
+    samples.write_samples(loop(True, 10))
+    assert asked == [([[1, 3]], 60), ([[1, 3]], 8)]

@@ -37,7 +37,7 @@ from ..methods.registry import METHODS
 from ..naming import named
 from .limit import tokens_of
 from .metrics import Watch, perplexity
-from .preparation import device_name
+from .preparation import device_name, padding
 from .run_folder import model_folder, words_folder
 from .settings import Settings
 
@@ -190,8 +190,7 @@ def evaluate(
                 announce(model.origin)
         config = model.config
         length = tokens_of(tokens, config.positions)
-        pad = config.pad_token
-        pad = pad if pad is not None and pad < config.vocab else 0
+        pad = padding(config)
         name = method_of(model) if method is None else method
         chosen = of_itself(name, model, source)
         result, every = list[Evaluation](), list[Any]()
@@ -273,8 +272,7 @@ def _sums(model: "Transformer", batch: Batch, method: Any) -> Any:
         count = arrays["count"]
         loss = float(method(model, **arrays, sink=sink)) * count
         return np.array([count, loss, batch.real, batch.label_count, *to_numpy(sink[0])])
-    named_arrays = {"tokens": batch.tokens, "labels": batch.labels, "offsets": batch.offsets}
-    arrays = placed(named_arrays, model.table)
+    arrays = placed(method.inputs(batch), model.table)
     watch = Watch(model)
     loss = float(watch.view.loss(**arrays, count=1))
     return np.array([batch.label_count, loss, *watch.counts(arrays)])

@@ -452,10 +452,15 @@ def ends_file(model: models.Transformer, chat: Chat, tokenizer: Any) -> dict[str
 
 def shape_of(plan: Plan, text: Text | Records, config: "Config", method: Method) -> Shape:
     """Return the shape of a batch."""
-    pad, pack = config.pad_token, isinstance(text, Records) and plan.pack is not False
-    pad = pad if pad is not None and pad < config.vocab else 0
+    pack = isinstance(text, Records) and plan.pack is not False
     pack = pack and not method.is_on_policy  # a batch has a fixed number of prompts
-    return Shape(plan.batch, plan.tokens, pack, pad, method)
+    return Shape(plan.batch, plan.tokens, pack, padding(config), method)
+
+
+def padding(config: "Config") -> int:
+    """Return the padding token of a model; 0 if it has none, or one without a row in the table."""
+    pad = config.pad_token
+    return pad if pad is not None and pad < config.vocab else 0
 
 
 def with_new_tokens(

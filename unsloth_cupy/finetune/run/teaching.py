@@ -34,7 +34,7 @@ from ..methods.taught import FILE, TEXT, digest_of, vocabulary_of
 from ..naming import named
 from .evaluation import whole
 from .metrics import CHUNK
-from .preparation import with_tokens
+from .preparation import padding, with_tokens
 from .reference import frozen
 from .run_folder import model_folder, words_folder
 from .settings import Settings
@@ -109,8 +109,7 @@ def teach(
         teacher = frozen(source, None, device)
         config = teacher.config
         settings = with_tokens(Settings(tokens=tokens), records, tokenizer, chat, config)
-        pad = config.pad_token if config.pad_token is not None else 0
-        shape = Shape(batch, settings.tokens or 0, True, min(pad, config.vocab - 1))
+        shape = Shape(batch, settings.tokens or 0, True, padding(config))
         announce(records.note)
         every: Any = whole(records)
         examples = from_records(every, tokenizer, config, shape, 0, chat).examples[0]

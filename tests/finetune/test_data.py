@@ -14,10 +14,12 @@ import subprocess
 import sys
 import time
 import tracemalloc
+from array import array
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import date
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +34,9 @@ from unsloth_cupy.finetune.data.forms import content_of, is_header
 from unsloth_cupy.finetune.data.messages import LEARNED
 from unsloth_cupy.finetune.data.records import Record, Records, Stored
 from unsloth_cupy.finetune.data.text import Text
+from unsloth_cupy.finetune.listener import Listener, hearing
+from unsloth_cupy.finetune.run import data_report
+from unsloth_cupy.finetune.run.data_report import Piece
 from unsloth_cupy.models.text.chat import REASONING
 
 from ..cli.test_cli import GOLDEN, LLAMA, assert_one_clear_error, run
@@ -1380,6 +1385,72 @@ class TestReport:
         asked = [int(record.messages[0]["content"]) for record in data.train]
         assert (report.train, report.counted) == (len(asked), len(asked))
         assert report.unlearned == sum(i % 3 > 0 for i in asked) > 0
+
+    def test_a_sample_of_many_rows_is_counted(self) -> None:
+        """Equally far apart, each with its place and value; of a text, its first paragraphs."""
+        train = [Record(n, [], "", f"text {n}", value=n or None) for n in range(1, 11)]
+        train[0] = train[0]._replace(value=None)
+        data = Records(None, "rows", "digest", 100, train, [])
+        seen = list[Any]()
+        listener = Listener()
+        listener.reading = lambda what, size: nullcontext(  # type: ignore[method-assign]
+            lambda count: seen.append((what, size, count))
+        )
+        for most, lines in ((None, [*range(1, 11)]), (3, [1, 5, 9]), (10, [*range(1, 11)]),
+                            (9, [1, 3, 5, 7, 9]), (1, [1])):  # fmt: skip
+            seen.clear()
+            with hearing(listener):
+                chosen = [*data_report._records(data, most)]
+            assert [record.line for _, record in chosen] == lines
+            places = [data.place(n) + (f", {n}" if n > 1 else "") for n in lines]
+            assert [where for where, _ in chosen] == places
+            assert seen == [("counting", 100, 100 // len(lines))] * len(lines)
+        words = b"first\n\n \n\nsecond\n\nthird"
+        text = Text("a", None, lambda: BytesIO(words), len(words), len(words), "", "digest", "")
+        for most, numbers in ((None, [1, 3, 4]), (2, [1, 3])):
+            each = [*data_report._records(text, most)]
+            assert [record.line for _, record in each] == numbers
+            assert [where for where, _ in each] == [f"a, paragraph {n}" for n in numbers]
+            assert [record.answer for _, record in each] == ["first", "second", "third"][:most]
+
+    def test_lengths_and_the_beginning_of_a_text(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Bins begin at powers of two; an example ends in the piece that is too long."""
+        histogram = data_report._histogram(array("q", [0, 1, 2, 3, 4, 7, 8]))
+        assert histogram == [(0, 1, 2), (2, 3, 2), (4, 7, 2), (8, 15, 1)]
+        assert data_report._histogram(array("q", [5, 17])) == [(4, 7, 1), (8, 15, 0), (16, 31, 1)]
+        monkeypatch.setattr(data_report, "LONGEST_EXAMPLE", 5)
+        one, two, three = (Piece(text, text == "de") for text in ("abc", "de", "fg"))
+        end = Piece(" ...", False)
+        assert data_report._begin([one, two]) == [one, two]
+        assert data_report._begin([one, three, three]) == [one, three, Piece("", False), end]
+        assert data_report._begin([one, one]) == [one, Piece("ab", False), end]
+        assert data_report._begin([Piece("abcdef", True)]) == [Piece("abcde", True), end]
+
+    def test_all_numbers_of_a_report(self) -> None:
+        weights = [1, 0, None]
+        rows = [
+            Record(n, [ASK, SAY | ({} if weight is None else {"weight": weight})], "", "")
+            for n, weight in enumerate(weights, 1)
+        ]
+        rows.append(Record(4, [], "ask", "answer"))
+        data = Records(None, "rows", "digest", 9, rows, rows[:1], note="noted", forms={"chat": 4})
+        report = inspect_data(data, examples=2)
+        asked, said = len(ASK["content"]), len(SAY["content"])
+        assert report[:6] == ("noted", {"chat": 4}, 4, 1, "characters", 4)
+        assert (report.learned, report.unlearned) == (2 * said + 6, 1)
+        assert report.total == 3 * (asked + said) + 9
+        assert {*report.lengths} == {"least", "median", "99 %", "most"}
+        sizes = sorted([*[asked + said] * 3, 9])
+        expected = [sizes[0], sizes[2], sizes[3], sizes[3]]
+        assert [*report.lengths.values()] == expected
+        assert len(report.examples) == 2
+        for empty in (data._replace(train=[]), Text("a", None, BytesIO, 0, 0, "", "digest", "")):
+            with pytest.raises(ConfigError, match="holds no text to train on"):
+                inspect_data(empty)
+        words = Text("a", None, lambda: BytesIO(b"one\n\nthree"), 10, 10, "", "digest", "")
+        report = inspect_data(words)
+        assert report[:6] == ("a: running text, all tokens are targets", {"text": 1}, 2, 0,
+                              "characters", 2)  # fmt: skip
 
     def test_running_text(self, tmp_path: Path) -> None:
         report = inspect_data(_text(tmp_path))

@@ -497,7 +497,9 @@ def test_an_adapter_is_trained_through_one_quantizer(
     own: Any, asked: Any, through: Any, said: str
 ) -> None:
     heard, used = Words(), list[str]()
-    kinds = {kind: SimpleNamespace(kind=kind, names=(kind, "other name")) for kind in ("q4_0", "nf4")}
+    kinds = {
+        kind: SimpleNamespace(kind=kind, names=(kind, "other name")) for kind in ("q4_0", "nf4")
+    }
     adapter = SimpleNamespace(into=None if own is None else kinds[own])
     model: Any = SimpleNamespace(adapter=adapter)
 
@@ -527,7 +529,10 @@ def test_tokens_that_are_new_are_trained(tmp_path: Path, monkeypatch: pytest.Mon
     split: Any = SimpleNamespace(whole=False)
     config = parse(SIZES | CONFIGS["llama"] | {"vocab_size": 9})
     settings = Settings(new_tokens="signs.txt")
-    assert preparation.with_new_tokens(Settings(), None, config, None, split) == (Settings(), config)
+    assert preparation.with_new_tokens(Settings(), None, config, None, split) == (
+        Settings(),
+        config,
+    )
     changed, wider = preparation.with_new_tokens(settings, None, config, None, whole)
     assert (changed.trained_tokens, wider.vocab) == ([3, 9], 64)
     with pytest.raises(ConfigError, match="new_tokens=signs.txt: each rank stores a part of the"):
@@ -581,7 +586,11 @@ def test_epochs_of_a_default_have_1000_steps_at_most(batches: int, epochs: int) 
 @pytest.mark.parametrize("device", [None, "cuda:0"])
 @pytest.mark.parametrize("graph", [None, False])
 def test_the_largest_step_is_planned(
-    graph: bool | None, device: str | None, alone: bool, method: str, monkeypatch: pytest.MonkeyPatch
+    graph: bool | None,
+    device: str | None,
+    alone: bool,
+    method: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     padded_ = list[bool]()
 
@@ -590,7 +599,9 @@ def test_the_largest_step_is_planned(
         return [step]
 
     monkeypatch.setattr(preparation, "passes_of", passes_of)
-    monkeypatch.setattr(preparation, "with_offload", lambda sizes, plan: replace(plan, offload=True))
+    monkeypatch.setattr(
+        preparation, "with_offload", lambda sizes, plan: replace(plan, offload=True)
+    )
     checked = lambda sizes, plan, limit: ("checked", sizes.inputs, limit)  # noqa: E731
     monkeypatch.setattr(preparation, "checked_plan", checked)
     monkeypatch.setattr(preparation, "Memory", lambda *given, **more: (given, more))
@@ -603,12 +614,12 @@ def test_the_largest_step_is_planned(
             return Of(inputs)
 
         def planned(self, plan: Any) -> Any:
-            return SimpleNamespace(total={3: 50, 5: 70, 9: 60}[self.inputs[0]] if self.inputs else 1)
+            return SimpleNamespace(
+                total={3: 50, 5: 70, 9: 60}[self.inputs[0]] if self.inputs else 1
+            )
 
     for steps, number in (([3, 5, 9], 5), ([3], 3)):
-        lines: Any = SimpleNamespace(
-            batches=SimpleNamespace(largest=lambda *_, steps=steps: steps)
-        )
+        lines: Any = SimpleNamespace(batches=SimpleNamespace(largest=lambda *_, steps=steps: steps))
         ranks: Any = SimpleNamespace(alone=alone, whole=True)
         plan = plan_of(method=method, graph=graph, limit_memory=99)
         padded_.clear()

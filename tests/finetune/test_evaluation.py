@@ -579,7 +579,10 @@ def test_prompts_leave_a_position(chats: bool, prompt: int, fits: bool) -> None:
     options = {"add_special_tokens": False}
     assert seen[0] == (("asked hello", options) if chats else ("hello", {}))
     for values, said in (
-        ({"ranks": SimpleNamespace(whole=False)}, "sample_prompt is not supported when ranks split"),
+        (
+            {"ranks": SimpleNamespace(whole=False)},
+            "sample_prompt is not supported when ranks split",
+        ),
         ({"method": SimpleNamespace(head=CAUSAL)}, "sample_prompt needs a language model, which m"),
     ):
         each = SimpleNamespace(**vars(loop) | values)

@@ -616,7 +616,9 @@ def test_a_setting_that_is_not_given_is_that_of_the_run(field: Any) -> None:
          "another base model: the model is new"),
     ],
 )  # fmt: skip
-def test_what_differs_from_the_run_before(before: Any, now: Any, ended: bool, expected: str) -> None:
+def test_what_differs_from_the_run_before(
+    before: Any, now: Any, ended: bool, expected: str
+) -> None:
     assert "; ".join(differences(before, now, ended=ended)) == expected
 
 
@@ -859,9 +861,7 @@ def test_an_adapter_has_its_own_tokenizer_or_that_of_its_base(tmp_path: Path) ->
         (tmp_path / name).mkdir(parents=True)
     base, adapter = tmp_path / "base", tmp_path / "adapter"
     (base / "config.json").write_text("{}")
-    (adapter / "adapter_config.json").write_text(
-        json.dumps({"base_model_name_or_path": str(base)})
-    )
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
     assert words_folder(adapter) == base
     assert words_folder(base) == base
     other = shutil.copytree(base, tmp_path / "other")

@@ -416,9 +416,14 @@ def test_what_does_not_fit_is_said_with_its_numbers(monkeypatch: pytest.MonkeyPa
     with pytest.raises(DeviceMemoryError) as error:
         checked_plan(each, PLAN, 2 * MIB)
     message = str(error.value)
-    assert message.startswith("limit_memory 2.00 MiB: a step needs 3.00 MiB at its peak, in layer 3;")
+    assert message.startswith(
+        "limit_memory 2.00 MiB: a step needs 3.00 MiB at its peak, in layer 3;"
+    )
     assert "is the first op that does not fit, by 1.00 MiB (inputs 7 B, weights 5 B). a " in message
     assert message.endswith(f"a cure; limit_memory={3 * MIB} would be enough")
+    large: Any = Planned({}, total=100 * MIB)
+    with pytest.raises(DeviceMemoryError, match=f"limit_memory={102 * MIB} would"):
+        checked_plan(large, PLAN, MIB)  # a plan is exact to 2 %
     monkeypatch.setattr(limit, "_cures", lambda *_: "")
     with pytest.raises(DeviceMemoryError, match=r"B\)\. limit_memory="):
         checked_plan(each, PLAN, 2 * MIB)

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from weakref import ref
 
@@ -14,6 +15,7 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Lora, Run, Settings, Trainer
 from unsloth_cupy.finetune.listener import Listener
 from unsloth_cupy.finetune.lora import check_learns
+from unsloth_cupy.finetune.run import new_tokens
 from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.run.loop import Loop
 from unsloth_cupy.models import Transformer, create, load, merge, quantize
@@ -317,6 +319,49 @@ def test_files_of_tokens_that_are_wrong(
     with pytest.raises(ConfigError, match=re.escape(said)):
         trained(base, text, tmp_path / "run", Lora(4), new_tokens=signs)
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("", []), ("a", ["a"]), ("a\n", ["a"]), ("a\n\n", ["a", ""]), ("a\r\nb\r\n", ["a", "b"]),
+        (" a \nb", [" a ", "b"]), ("\n", [""]), ("a\rb\n", ["a\rb"]),
+    ],
+)  # fmt: skip
+def test_lines_of_a_file_of_tokens(text: str, lines: list[str], tmp_path: Path) -> None:
+    (tmp_path / "signs.txt").write_bytes(text.encode())
+    assert new_tokens.read_lines(tmp_path / "signs.txt") == lines
+
+
+@pytest.mark.parametrize(
+    ("tokens", "rows"), [([3], 99), ([98, 4], 99), ([99], 128), ([127], 128), ([5, 128], 192)]
+)
+def test_a_table_grows_to_a_multiple_of_64(tokens: list[int], rows: int) -> None:
+    config: Any = SimpleNamespace(vocab=99)
+    assert new_tokens.rows_with(config, tokens) == rows
+
+
+@pytest.mark.parametrize("of_rows", [False, True])
+def test_new_tokens_are_counted_in_the_training_data(
+    of_rows: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(new_tokens, "COUNTED", 4)
+    tokens = np.array([1, 9, 9, 3, 8, 1, 9, 50, 7, 9, 2], np.int32)
+    examples = [SimpleNamespace(tokens=tokens.tobytes(), kind=np.int32)] if of_rows else None
+    data: Any = SimpleNamespace(examples=examples, batches=SimpleNamespace(tokens=tokens))
+    names: Any = SimpleNamespace(id_to_token=lambda token: f"<{token}>")
+    parts = [part.tolist() for part in new_tokens.parts_of(data)]
+    whole = tokens.tolist()
+    assert parts == ([whole] if of_rows else [whole[:4], whole[4:8], whole[8:]])
+    for chosen, said in (
+        ([9, 3], "2 new tokens occur 5 times in the training data"),
+        ([9, 10], "2 new tokens occur 4 times in the training data, 1 of them do not occur: '<10>'"),
+        ([50, *range(60, 65)], "6 new tokens occur 1 times in the training data, 5 of them do not"
+         " occur: '<60>', '<61>', '<62>', '<63>', '<64>'"),
+        ([*range(60, 66)], "6 new tokens occur 0 times in the training data, 6 of them do not"
+         " occur: '<60>', '<61>', '<62>', '<63>', '<64>', ..."),
+    ):  # fmt: skip
+        assert new_tokens.account(names, chosen, data) == said
 
 
 def test_tables_have_a_rate_of_their_own(base: Path, text: Path, tmp_path: Path) -> None:

@@ -111,6 +111,33 @@ def test_a_picture_shows_layers_and_experts(
     np.testing.assert_allclose(shown[1], 0)
     np.testing.assert_allclose(shown[0], np.log2([40 / 16, 1 / 16, 10 / 16, 14 / 16]))
     assert [label.get_text() for label in axes.get_yticklabels()] == ["1", "3"]
+    assert axes.get_title(loc="left") == "a run: experts up to step 9"
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("expert", "layer")
+    assert axes.images[0].get_clim() == (-3, 3), "an eighth to eight times an equal share"
+    ticks = axes.get_xticks()
+    assert (ticks == ticks.round()).all()
+    bar = kept[0].axes[1]
+    assert bar.get_yticks().tolist() == [-3, -1, 0, 1, 3]
+    texts = [label.get_text() for label in bar.get_yticklabels()]
+    assert texts == ["1/8 or less", "1/2", "1", "2", "8 or more"]
+    assert bar.get_ylabel() == "tokens relative to an equal share"
+
+
+def test_a_picture_of_many_layers_names_eight(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[Any] = []
+    monkeypatch.setattr(routing, "save_picture", lambda figure, path: kept.append(figure))
+    for count, named in ((1, ["0"]), (9, ["0", "10", "20", "30", "40", "50", "60", "80"]),
+                         (15, [str(20 * n) for n in range(8)])):  # fmt: skip
+        line = {"step": 1, "layers": [*range(0, 10 * count, 10)], "tokens": [[1, 0]] * count}
+        draw_routing(tmp_path / "routing.png", [line], "a run")
+        axes = kept[-1].axes[0]
+        labels = [label.get_text() for label in axes.get_yticklabels()]
+        assert labels == named
+        assert [10 * place for place in axes.get_yticks()] == [*map(int, named)]
+        assert kept[-1].get_size_inches().tolist() == [8, 1.8 + 0.16 * max(6, count)]
+        assert axes.images[0].get_array().tolist()[0] == [1, -4], "no logarithm of 0"
 
 
 def test_progress_says_the_load() -> None:

@@ -286,7 +286,7 @@ def test_settings_that_need_or_exclude_each_other(
         ({"seed": 2**63 - 1}, ""),
         ({"seed": 2**63}, f"seed={2**63}: give a whole number of 0 or more"),
         ({"weight_decay": 1e300}, ""),
-            ({"reward": print}, "Settings(reward=): pass a function to Trainer(reward=)"),
+        ({"reward": print}, "Settings(reward=): pass a function to Trainer(reward=)"),
         ({"reward": ["a.py:f", print]}, "Settings(reward=): pass a function to Trainer(reward=)"),
     ],
 )
@@ -303,7 +303,12 @@ def test_values_and_optimizers_that_exclude_each_other(settings: dict[str, Any],
 def test_a_plan_has_what_settings_leave_open() -> None:
     plan = Settings(seed=3).decided(new=True)
     assert (plan.data_seed, plan.decay, plan.tokens, plan.dtype) == (3, "cosine", 128, "float32")
-    assert (plan.state_bits, plan.quantize, plan.checkpoint, plan.adapters) == (32, None, None, None)
+    assert (plan.state_bits, plan.quantize, plan.checkpoint, plan.adapters) == (
+        32,
+        None,
+        None,
+        None,
+    )
     given = Settings(
         seed=3, data_seed=0, decay="linear", tokens=9, dtype="float16", state_bits=8,
         quantize="nf4", lora=2, recompute_every=2, keep=("rope",), offload=True,

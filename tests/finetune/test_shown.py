@@ -11,6 +11,7 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from unsloth_cupy.errors import ConfigError
@@ -576,7 +577,10 @@ def test_lines_of_reading(quiet: bool, monkeypatch: pytest.MonkeyPatch, capsys: 
     shown = printer.Printer(quiet=quiet)
     for context, expected in (
         (shown.reading("a file", 8 << 10), "a file: 4.00 KiB of 8.00 KiB, 341 B/s\n"),
-        (shown.computing("reference", 8192), "reference: 4,096 tokens of 8,192 tokens, 341 tokens/s\n"),
+        (
+            shown.computing("reference", 8192),
+            "reference: 4,096 tokens of 8,192 tokens, 341 tokens/s\n",
+        ),
     ):
         start = clock[0]
         with context as count:
@@ -687,7 +691,9 @@ def test_a_finished_run_shows_its_results(monkeypatch: pytest.MonkeyPatch, capsy
     monkeypatch.setattr(printer, "print_next_commands", commands)
 
     def loop(head: str | None) -> Any:
-        stop = SimpleNamespace(interruptible_block=lambda *words: seen.append(words) or nullcontext())
+        stop = SimpleNamespace(
+            interruptible_block=lambda *words: seen.append(words) or nullcontext()
+        )
         return SimpleNamespace(method=SimpleNamespace(head=head), stop=stop)
 
     ends = ("without the sample; the model is saved", "after the sample; the model is saved")
@@ -711,7 +717,9 @@ def test_a_finished_run_shows_its_results(monkeypatch: pytest.MonkeyPatch, capsy
 
 def test_a_sample_is_an_answer_or_goes_on(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
     streamed = list[Any]()
-    monkeypatch.setattr(results, "stream_text", lambda *given, **more: streamed.append((given, more)))
+    monkeypatch.setattr(
+        results, "stream_text", lambda *given, **more: streamed.append((given, more))
+    )
     tokenizer = SimpleNamespace(
         decode=lambda tokens, skip_special_tokens: f"{tokens} {skip_special_tokens}"
     )
@@ -737,3 +745,54 @@ def test_a_sample_is_an_answer_or_goes_on(monkeypatch: pytest.MonkeyPatch, capsy
     ]
     options = {"max_new_tokens": results.NEW, "temperature": results.TEMPERATURE, "seed": 5}
     assert all(more == options for _, more in streamed)
+
+
+# ---- pictures -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("count", [1, 40, 100, 149])
+def test_a_smoothed_loss_is_a_mean_of_its_neighbours(count: int) -> None:
+    """With the weights of a Hann window, and fewer neighbours at both ends."""
+    draw = np.random.default_rng(0).normal(size=count)
+    actual, reach = curve.smooth(draw), int(0.02 * count)
+    weights = np.hanning(2 * reach + 3)[1:-1]
+    for place in range(count):
+        near = range(max(0, place - reach), min(count, place + reach + 1))
+        w = np.array([weights[n - place + reach] for n in near])
+        assert actual[place] == pytest.approx((w * draw[near.start : near.stop]).sum() / w.sum())
+    assert len(actual) == count
+    np.testing.assert_allclose(curve.smooth(np.ones(count)), 1)
+
+
+def test_measures_of_steps_are_lines_and_of_evaluations_points() -> None:
+    pytest.importorskip("matplotlib", reason="needs the extra `curve`")
+    lines: list[dict[str, Any]] = [
+        {"step": 1, "loss": 2.0, "reward_chosen": 0.5, "reward_rejected": -0.5},
+        {"step": 2, "loss": 1.0, "reward_chosen": 1.5, "reward_rejected": None},
+        {"step": 2, "held_out_loss": 1.0, "held_out_reward_rejected": -2.0},
+    ]
+    figure = curve.curve_of(lines, "a title")
+    losses, (panel,) = figure.axes[0], figure.axes[1:]
+    drawn = [
+        (each.get_label(), each.get_linestyle(), each.get_marker(), each.get_alpha(), each.get_color(),
+         each.get_xydata().tolist())
+        for each in panel.get_lines()
+    ]  # fmt: skip
+    assert drawn == [
+        ("reward chosen", "-", "None", 1, curve.TRAIN, [[1, 0.5], [2, 1.5]]),
+        ("reward rejected", "-", "None", 0.45, curve.TRAIN, [[1, -0.5]]),
+        ("evaluation reward rejected", "None", "o", 0.45, curve.HELD_OUT, [[2, -2.0]]),
+    ]
+    assert panel.get_ylabel() == "reward"
+    assert losses.get_title(loc="left") == "a title"
+    assert losses.get_xlabel() == "step"
+    texts = [text.get_text() for text in losses.get_legend().get_texts()]
+    assert texts == ["training", "evaluation: 1.00"]
+    for axes in figure.axes:
+        assert axes.get_legend() is not None
+        assert not axes.spines["top"].get_visible()
+        assert axes.spines["left"].get_visible()
+        ticks = axes.get_xticks()
+        assert (ticks == ticks.round()).all(), "steps are whole numbers"
+    only = curve.curve_of([{"step": 1, "held_out_loss": 1.0}], "a title").axes[0]
+    assert [each.get_label() for each in only.get_lines()] == ["evaluation: 1.00"]
+    none = curve.curve_of([], "").axes[0]
+    assert (none.get_lines()[:], none.get_legend()) == ([], None)

@@ -326,7 +326,11 @@ def test_passes_of_a_step(pads: bool, settings: Any, drops: bool, padded: bool) 
     )  # fmt: skip
 
     def rows(batch: Batch, *, before: bool = False) -> Batch:
-        return batch._replace(tokens=batch.tokens[:, :3] if batch.real == 7 else none) if before else batch
+        return (
+            batch._replace(tokens=batch.tokens[:, :3] if batch.real == 7 else none)
+            if before
+            else batch
+        )
 
     ranks = SimpleNamespace(rows=rows, replicas=SimpleNamespace(all_reduce=None))
     each = state(

@@ -144,7 +144,7 @@ def _records(data: Text | Records, most: int | None) -> Iterator[tuple[str, Reco
         step = 1 if most is None else max(1, -(-len(data.train) // most))
         size = len(range(0, len(data.train), step))
         chosen = (data.train[number] for number in range(0, len(data.train), step))
-        share = range(data.size // size)
+        share = range(data.size // max(size, 1))
         for _, record in reading(((share, record) for record in chosen), data.size, "counting"):
             known = "" if record.value is None else f", {shown(record.value)}"
             yield data.place(record.line) + known, record

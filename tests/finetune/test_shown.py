@@ -515,7 +515,7 @@ def test_what_llama_cpp_does_not_read_is_not_exported(monkeypatch: pytest.Monkey
 # ---- progress -----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("seconds", "shown"),
-    [(0, "0 s"), (59.4, "59 s"), (59.6, "1:00 min"), (185, "3:05 min"), (3599, "59:59 min"),
+    [(0.4, "0 s"), (60, "1:00 min"), (360_000, "100:00 h"), (59.4, "59 s"), (59.6, "1:00 min"), (185, "3:05 min"), (3599, "59:59 min"),
      (3599.6, "1:00 h"), (8100, "2:15 h"), (8129, "2:15 h"), (36000, "10:00 h")],
 )  # fmt: skip
 def test_a_time_in_words(seconds: float, shown: str) -> None:

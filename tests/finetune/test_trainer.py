@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import click
 import numpy as np
 import pytest
 
-from unsloth_cupy import cosine_schedule, linear_schedule
+from unsloth_cupy import AdamW, cosine_schedule, linear_schedule
 from unsloth_cupy.cli.finetune import finetune
 from unsloth_cupy.errors import CommunicationError, ConfigError
 from unsloth_cupy.finetune import Listener, Run, Settings, Trainer
@@ -27,16 +28,19 @@ from unsloth_cupy.finetune.naming import named
 from unsloth_cupy.finetune.run import checkpoints
 from unsloth_cupy.finetune.run import executor as module
 from unsloth_cupy.finetune.run import ranks as ranks_module
+from unsloth_cupy.finetune.run.checkpoints import Checkpoints
 from unsloth_cupy.finetune.run.executor import Executor, noisy, share_of
 from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.run.loop import Loop
 from unsloth_cupy.finetune.run.ranks import Ranks, alone, check_options, start
 from unsloth_cupy.finetune.run.rates import rate_of
+from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.models import Transformer, create
 from unsloth_cupy.models.objective import next_token
 from unsloth_cupy.models.optimizers import undecayed
 from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.parallel.grid import Grid
+from unsloth_cupy.training.precision import DTYPES
 
 from ..cli.test_cli import ROOT, assert_one_clear_error, numbers, run, weights
 from ..models.peers import CONFIGS, SIZES
@@ -169,7 +173,7 @@ class Comm(SingleCommunicator):
 def ranks_of(comm: Any = None, options: Any = (), **axes: tuple[int, int]) -> Ranks:
     """Return the ranks of a grid whose axes have these sizes, at these places."""
     each = {name: Comm(*axes.get(name, (1, 0))) for name in Grid._fields}
-    comm = comm or Comm(math.prod(axis.size for axis in each.values()), axes and 1 or 0)
+    comm = comm or Comm(math.prod(axis.size for axis in each.values()), int(bool(axes)))
     return Ranks(comm, Grid(**each), **dict(options))
 
 
@@ -273,10 +277,15 @@ def test_an_error_of_a_rank_ends_all(
     on_all = mendable and all_fail and not isinstance(error, CommunicationError)
     expected = type(error) if on_all and rank == 0 else SystemExit
     stderr = sys.stderr
-    with pytest.raises(expected) as caught, ranks.ending(*others):
-        print("said")
-        print("said", file=sys.stderr)
-        raise error
+
+    def work() -> None:
+        with ranks.ending(*others):
+            print("said")
+            print("said", file=sys.stderr)
+            raise error
+
+    with pytest.raises(expected) as caught:
+        work()
     assert capsys.readouterr() == (("said\n", "said\n") if rank == 0 else ("", ""))
     if expected is SystemExit:
         assert caught.value.code == 1
@@ -472,6 +481,301 @@ def test_ranks_of_a_grid_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
         start(**none | {"data": 2}, device="cpu")
     with pytest.raises(SystemExit):
         start(**none, zero=1, device="cpu")
+
+
+# ---- checkpoints --------------------------------------------------------------------------------
+def checkpoints_of(folder: Path, **values: Any) -> Any:
+    """Return the checkpoints of a run that trains two arrays; values are those of its parts."""
+    parameters = {"a": np.ones((2, 3), np.float32), "b": np.ones(4, np.float32)}
+    saved = list[Any]()
+
+    def on_tape(whole: Any, step: Any) -> Any:
+        return SimpleNamespace(save=lambda path: saved.append(whole) or path.mkdir(exist_ok=True))
+
+    model = SimpleNamespace(
+        adapter=None, division=None, table=parameters["a"], step=None, on_tape=on_tape, saved=saved,
+        config=SimpleNamespace(dtype_of=lambda name, dtype: dtype),
+    )  # fmt: skip
+    ranks = SimpleNamespace(
+        first=True, comm=Comm(), zero=0, replicas=SimpleNamespace(size=4, rank=0)
+    )
+    executor = SimpleNamespace(
+        model=model, ranks=ranks, gathered=lambda named: named, own=lambda named, narrow: named
+    )
+    each = {
+        "run": RunFolder(folder), "executor": executor, "optimizer": AdamW(parameters, lr=0.1),
+        "scaler": SimpleNamespace(value=8.0, good=3, skipped=2), "fixed": {"c": np.zeros(1)},
+        "method": SimpleNamespace(updates=lambda accumulate: 2, files=lambda _: {}, names=()),
+        "plan": Settings(seed=5).decided(new=True),
+        "tokenizer": SimpleNamespace(to_str=lambda pretty: "{}"), "files": {"x/y.json": "y"},
+    }  # fmt: skip
+    return Checkpoints(**each | values)
+
+
+@pytest.mark.parametrize("step", [3, 4])
+def test_a_checkpoint_is_read_as_it_was_written(step: int, tmp_path: Path) -> None:
+    """Answers too, while later steps reuse them."""
+    one = checkpoints_of(tmp_path)
+    one.optimizer.step({"a": np.ones((2, 3), np.float32), "b": np.arange(4, dtype=np.float32)})
+    tokens = np.arange(6).reshape(2, 3)
+    answers = [Batch(tokens + n, tokens, None, 4, 6, 2, {"value": tokens}) for n in range(2)]
+    one.answers += answers
+    one.write(step, 12.5)
+    path = tmp_path / f"checkpoint-0000000{step}"
+    assert one.path(step) == path
+    assert one.untested_checkpoint == path.name
+    (whole,) = one.model.saved
+    assert whole.keys() == {"a", "b", "c"}, "with arrays that are not trained"
+    assert (path / "x" / "y.json").read_text() == "y"
+    progress = json.loads((path / "trainer.json").read_text())
+    scaler = {"value": 8.0, "good": 3, "skipped": 2}
+    assert progress == {"step": step, "seed": 5, "seconds": 12.5, "scaler": scaler}
+    assert (path / "answers.safetensors").exists() == (step == 3)
+    other = checkpoints_of(tmp_path, scaler=SimpleNamespace(value=0, good=0, skipped=0))
+    assert other.read(path) == (step, 12.5)
+    assert vars(other.scaler) == scaler
+    assert (other.resumed_step, other.untested_checkpoint) == (step, path.name)
+    assert len(other.answers) == (2 if step == 3 else 0)
+    for actual, expected in zip(other.answers, answers, strict=False):
+        np.testing.assert_array_equal(actual.tokens, expected.tokens)
+        assert actual[3:6] == expected[3:6]
+    states = (each.optimizer.state() for each in (one, other))
+    for (name, actual), (_, expected) in zip(*(state.items() for state in states), strict=True):
+        np.testing.assert_array_equal(actual, expected, err_msg=name)
+    one.write(step, 13.0)
+    assert json.loads((path / "trainer.json").read_text())["seconds"] == 13.0, "in its place"
+    for name, content in (("trainer.json", "{}"), ("trainer.json", "["),
+                          ("optimizer.safetensors", "x"), ("trainer.json", None)):  # fmt: skip
+        before = (path / name).read_bytes()
+        (path / name).unlink()
+        if content is not None:
+            (path / name).write_text(content)
+        with pytest.raises(ConfigError, match=f"{path} cannot be resumed from: .*; delete it to st"):
+            checkpoints_of(tmp_path).read(path)
+        (path / name).write_bytes(before)
+    fresh = checkpoints_of(tmp_path)
+    assert (fresh.resumed_step, fresh.untested_checkpoint, fresh.answers) == (-1, None, [])
+
+
+def test_older_checkpoints_stay_until_a_step_succeeds(tmp_path: Path) -> None:
+    each = checkpoints_of(tmp_path)
+    assert each.last_good() is None
+    each.tested()
+    for step in (1, 2):
+        each.path(step).mkdir()
+    each.untested_checkpoint = "checkpoint-00000002"
+    assert each.last_good() == each.path(1)
+    each.ranks.first = False
+    each.tested()
+    assert each.path(1).exists()
+    assert each.last_good() == each.path(2)
+    each.ranks.first, each.untested_checkpoint = True, "checkpoint-00000002"
+    each.tested()
+    assert (each.path(1).exists(), each.path(2).exists()) == (False, True)
+    assert each.untested_checkpoint is None
+
+
+def test_arrays_of_other_ranks_need_room_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    needed = list[Any]()
+    monkeypatch.setattr(checkpoints, "check_room", lambda *given: needed.append(given))
+    each = checkpoints_of(tmp_path)
+    weights_, averages = each.part().sizes
+    assert weights_ == 4 * (6 + 4)
+    assert averages == sum(array.nbytes for array in each.optimizer.state().values()) > 2 * weights_ - 1
+    for zero, step, best, expected in (
+        (0, 0, False, 2 * (weights_ + averages) + weights_),
+        (0, 3, False, weights_ + averages + weights_),
+        (0, 3, True, weights_ + averages + 2 * weights_),
+        (1, 3, False, 4 * (weights_ + averages + weights_)),
+    ):
+        each.ranks.zero = zero
+        each.plan = Settings(keep_best=best).decided(new=True)
+        each.check_room(step)
+        call = ("finetune", tmp_path, expected, "the run, with two checkpoints,")
+        assert needed.pop() == call
+    assert each.broken() is None
+    each.optimizer.parameters["b"][1] = np.inf
+    assert each.broken() == "b"
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_a_model_is_saved_in_the_dtype_of_the_settings(adapted: bool, tmp_path: Path) -> None:
+    each = checkpoints_of(tmp_path)
+    saved = list[Any]()
+    names = SimpleNamespace(updates=None, files=lambda _: {"more.txt": "m"}, names=("one", "two"))
+    each.method = names
+    each.model.texts = {"config.json": {"id2label": 1}}
+    if adapted:
+        held = lambda whole: SimpleNamespace(save=lambda *given: saved.append((whole, *given)))  # noqa: E731
+        each.model.adapter = SimpleNamespace(holding=held)
+        each.model.grown_tables = lambda: {"table": np.ones(2, np.float32)}
+        each.fixed = {}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "old").touch()
+    (tmp_path / "x").mkdir()
+    before = Path.mkdir
+    each.files = {"x/y.json": "y"}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Path, "mkdir", lambda self, *given, **more: before(self, *given, **more))
+        if adapted:
+            each.model.adapter.holding = lambda whole: SimpleNamespace(
+                save=lambda path, tables: saved.append((whole, tables)) or path.mkdir()
+            )
+        each.write_model(folder, "bfloat16")
+    whole = saved[0][0] if adapted else each.model.saved[0]
+    assert {array.dtype.name for array in whole.values()} == {"bfloat16"}
+    assert whole.keys() == ({"a", "b"} if adapted else {"a", "b", "c"})
+    if adapted:
+        assert saved[0][1].keys() == {"table"}
+    assert (folder / "config.json").exists() == adapted, "an adapter has no labels of its own"
+    assert not (folder / "old").exists()
+    assert (folder / "more.txt").read_text() == "m"
+    assert (folder / "x" / "y.json").read_text() == "y"
+    each.optimizer.parameters["b"][1] = 1e30
+    with pytest.raises(ConfigError, match="b overflows in float16; give another save_dtype"):
+        each.write_model(folder, "float16")
+    each.ranks.first = False
+    each.write_model(folder, "float32")
+    assert each.ranks.comm.barriers == [9.0] * 2, "ranks wait until a model is written"
+    assert len(saved if adapted else each.model.saved) == 1
+
+
+# ---- what the executor computes -------------------------------------------------------------------
+def test_several_weights_in_a_norm_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of ranks that split a model: parts are summed, and whole arrays have their shares."""
+    squared = {"whole": 9.0, "part": 16.0, "expert": 144.0}
+    monkeypatch.setattr(module, "squares", lambda flat, *_: squared[flat])
+
+    class Group:
+        def __init__(self, factor: float) -> None:
+            self.factor = factor
+
+        def all_reduce(self, array: Any) -> Any:
+            return array * self.factor
+
+    replicas, same, outer, stage = Group(2.0), Group(3.0), Group(4.0), Group(5.0)
+    places = {"part": (0, (1,)), "expert": (0, (1,)), "whole": None}
+    names = {**squared}
+    gradients: Any = {name: name for name in names}
+
+    class Name(str):
+        shape = (1,)
+
+        def reshape(self, *_: int) -> str:
+            return str(self)
+
+    gradients = {name: Name(name) for name in names}
+    for stages, experts, norm in (
+        (None, None, (9 + 2 * 160) * 4), (SimpleNamespace(comm=stage), None, (9 + 2 * 160) * 20),
+        (None, 1, (9 + 2 * 16 + 3 * 144) * 4),
+    ):  # fmt: skip
+        division = SimpleNamespace(
+            groups=[outer], stages=stages, experts=experts, shares=lambda name: [],
+            of_experts=lambda name: name == "expert",
+        )  # fmt: skip
+        executor: Any = SimpleNamespace(
+            model=SimpleNamespace(division=division), parts=1, states=None, replicas=replicas,
+            ranks=SimpleNamespace(same=same), _place=places.get,
+        )  # fmt: skip
+        size = math.sqrt(norm)
+        for most, scale in ((2 * size, 1.0), (size / 4, 1.0), (size / 4, 8.0), (size / 8, 8.0)):
+            scaler: Any = SimpleNamespace(value=scale)
+            measure = Executor.measured(executor, gradients, most, scaler)
+            assert measure.norm == pytest.approx(size / scale)
+            clipped = min(1.0, most / (size / scale))
+            assert measure.factor == pytest.approx(clipped / scale)
+            assert measure.finite
+    executor.parts = None
+    measure = Executor.measured(executor, gradients, 1e9, scaler)
+    assert measure.norm == pytest.approx(math.sqrt(9 * 4) / 8), "no rank holds parts"
+
+
+@pytest.mark.parametrize("stages", [None, 1])
+@pytest.mark.parametrize("parts", [None, 1])
+def test_who_makes_the_copies_of_a_dtype(
+    parts: Any, stages: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "compute_copies", lambda weights, dtype: (weights, dtype))
+    own = parts and SimpleNamespace(compute_copies=lambda dtype: ("parts", dtype))
+    stage = stages and SimpleNamespace(dtype=None)
+    model = SimpleNamespace(narrowed=lambda dtype: f"narrowed {dtype.name}")
+    executor: Any = SimpleNamespace(stages=stage, parts=own, model=model)
+    copies = Executor.copies(executor, "bfloat16")
+    assert copies == ("parts" if parts else "narrowed bfloat16", "bfloat16")
+    assert not stages or stage.dtype == DTYPES["bfloat16"]
+
+
+def test_what_pads_and_drops() -> None:
+    adapter: Any
+    for adapter, drops in ((None, False), (0.0, False), (0.5, True)):
+        held = None if adapter is None else SimpleNamespace(dropout=adapter)
+        executor: Any = SimpleNamespace(model=SimpleNamespace(adapter=held))
+        assert Executor.drops.fget(executor) == drops  # type: ignore[attr-defined]
+    plain = {"division": None, "context": None, "gather": None, "table": object(), "graph": True}
+    for change, pads in (
+        ({}, True), ({"graph": False}, False), ({"division": 1}, False), ({"context": 1}, False),
+        ({"gather": 1}, False), ({"table": np.zeros(1)}, False),
+    ):  # fmt: skip
+        values = plain | change
+        executor = SimpleNamespace(model=SimpleNamespace(**values), graph=values["graph"])
+        assert Executor.pads.fget(executor) == pads  # type: ignore[attr-defined]
+
+
+def test_sums_are_over_ranks_once() -> None:
+    """And a pipeline yields the whole batch, which is no mean of several."""
+    def passes() -> Iterator[Any]:
+        return iter([(loss, {"a": np.ones(2, np.float32)}) for loss in (2.0, 4.0)])
+
+    doubled = SimpleNamespace(
+        sums=lambda sums: {n: a * 2 for n, a in sums.items()}, all_reduce=lambda array: array * 2
+    )
+    thrice = SimpleNamespace(sums=lambda sums: {n: a * 3 for n, a in sums.items()})
+    for data, states, loss, value in (
+        (None, None, 6.0, 2.0), (doubled, None, 12.0, 4.0), (doubled, thrice, 12.0, 6.0),
+        (None, thrice, 6.0, 2.0),
+    ):  # fmt: skip
+        executor: Any = SimpleNamespace(
+            stages=None, graph=False, data_parallel=data, states=states, replicas=doubled
+        )
+        actual, sums = Executor.summed(executor, passes(), 2)
+        assert actual == loss
+        np.testing.assert_array_equal(sums["a"], value)
+    executor = SimpleNamespace(stages=1, graph=False, data_parallel=None)
+    assert Executor.summed(executor, iter([(2.0, {})]), 2)[0] == 2.0
+    ranks = SimpleNamespace(groups=SimpleNamespace(pipeline=SimpleNamespace(size=1)))
+    executor = SimpleNamespace(ranks=ranks, replicas=doubled)
+    assert Executor.over_all(executor, 1.0) == 2.0
+    ranks.groups.pipeline = SimpleNamespace(size=2, all_reduce=lambda array: array * 5)
+    assert Executor.over_all(executor, 1.0) == 10.0
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("largest", [0, 1])
+def test_batches_of_an_evaluation_are_divided(together: bool, largest: int) -> None:
+    """With collective operations, a rank without a batch computes one too."""
+    every = np.zeros((3, 3))
+    counts = list[int]()
+    for rank in range(2):
+        asked = list[int]()
+
+        def own(batch: Any, sums: int, asked: Any = asked) -> tuple[float, ...]:
+            asked.append(batch)
+            return float(batch), 2.0 * batch, 4.0 * batch
+
+        executor: Any = SimpleNamespace(
+            data=SimpleNamespace(size=2, rank=rank), together=together, largest=largest,
+            model=SimpleNamespace(division=None), _held_out=own,
+            replicas=SimpleNamespace(all_reduce=lambda results: results),
+            ranks=SimpleNamespace(groups=SimpleNamespace(context=SimpleNamespace(size=4))),
+        )  # fmt: skip
+        every += Executor.held_out(executor, [1, 2, 3], 2)  # type: ignore[list-item]
+        counts.append(len(asked))
+    last = 1.0 if largest else 4.0
+    np.testing.assert_array_equal(every, [[n, 2 * n, last * n] for n in (1, 2, 3)])
+    assert counts == [2, 2 if together else 1]
 
 
 # ---- runs ---------------------------------------------------------------------------------------

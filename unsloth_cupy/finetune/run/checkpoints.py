@@ -10,6 +10,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import numpy as np
+
 from ...errors import ConfigError
 from ...files import atomic_path, check_room, read_json, remove
 from ...models.folders.checkpoint_files import opened, write_tensors
@@ -229,7 +231,8 @@ class Checkpoints:
         written = {**self.fixed, **trained}
         if dtype != "float32":
             kinds = {name: model.config.dtype_of(name, DTYPES[dtype]) for name in written}
-            written = {name: array.astype(kinds[name]) for name, array in written.items()}
+            with np.errstate(over="ignore"):  # the next line checks for it
+                written = {name: array.astype(kinds[name]) for name, array in written.items()}
             broken = [name for name, array in written.items() if not fine(name, array)]
             if broken:
                 cure = f"give another {named('save_dtype')}"

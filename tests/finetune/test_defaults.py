@@ -490,7 +490,7 @@ def test_new_adapters_are_in_the_order_of_a_file() -> None:
     [
         (None, None, None, ""), (None, "nf4", "nf4", ""), ("q4_0", None, None, ""),
         ("q4_0", "q4_0", None, ""), ("q4_0", "other name", None, ""),
-        ("q4_0", "nf4", None, "merge_into=nf4: the adapter was trained through q4_0; leave merge_i"),
+        ("q4_0", "nf4", None, "merge_into=nf4: the adapter was trained through q4_0; leave merge"),
     ],
 )  # fmt: skip
 def test_an_adapter_is_trained_through_one_quantizer(
@@ -535,7 +535,7 @@ def test_tokens_that_are_new_are_trained(tmp_path: Path, monkeypatch: pytest.Mon
     )
     changed, wider = preparation.with_new_tokens(settings, None, config, None, whole)
     assert (changed.trained_tokens, wider.vocab) == ([3, 9], 64)
-    with pytest.raises(ConfigError, match="new_tokens=signs.txt: each rank stores a part of the"):
+    with pytest.raises(ConfigError, match=r"new_tokens=signs\.txt: each rank stores a part of the"):
         preparation.with_new_tokens(settings, None, config, None, split)
     table = replace(config, vocab=10)
     assert preparation.with_new_tokens(settings, None, table, None, split)[1].vocab == 10
@@ -556,7 +556,8 @@ def test_tokens_that_are_new_are_trained(tmp_path: Path, monkeypatch: pytest.Mon
         ({"epochs": 2}, False, 20, "noted; training for 2.0 epochs = 20 steps"),
         ({"epochs": 2, "accumulate": 3}, False, 7, "noted; training for 2.0 epochs = 7 steps"),
         ({"epochs": 0.01}, False, 1, "noted; training for 0.01 epochs = 1 steps"),
-        ({}, False, 30, "noted; training for 3.0 epochs = 30 steps (set epochs or steps to change)"),
+        ({}, False, 30,
+         "noted; training for 3.0 epochs = 30 steps (set epochs or steps to change)"),
     ],
 )  # fmt: skip
 def test_the_steps_of_a_run(settings: Any, new: bool, expected: int, said: str) -> None:

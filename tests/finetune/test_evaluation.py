@@ -419,7 +419,7 @@ def test_the_command_evaluates_each_source(
         evaluate(base, [])
 
 
-# ---- rules of an evaluation -----------------------------------------------------------------------
+# ---- rules of an evaluation ---------------------------------------------------------------------
 def record(line: int) -> Record:
     return Record(line, [], "", f"text {line}")
 

@@ -566,7 +566,7 @@ def test_a_setting_that_is_not_given_is_that_of_the_run(field: Any) -> None:
     assert bool(actual) == (field.name not in ("recompute_every", "keep", "offload", "save_every"))
 
 
-# ---- files of a run, and the rules by which it goes on --------------------------------------------
+# ---- files of a run, and the rules by which it goes on ------------------------------------------
 @pytest.mark.parametrize(
     ("before", "now", "ended", "expected"),
     [
@@ -665,6 +665,11 @@ def test_stored_settings_are_those_of_the_user(tmp_path: Path) -> None:
     assert {n: new[n] for n in SIZES} == SIZES
     assert (new["base"], new["lr"], new["keeps_best"], new["reference"]) == ({"a": 1}, 0.5, 0, None)
     assert not {"pack", "outlier", "out", "epochs"} & new.keys()
+    assert {"loss_scale", "dynamic_scaling", "keep", "lora", "trained_tokens"} & new.keys() == {
+        "loss_scale", "dynamic_scaling", "keep", "lora",
+    }  # fmt: skip
+    rates = [stored_settings(Settings(), text, source, {})["lr"] for source in (None, tmp_path)]
+    assert rates == [4e-3, 1e-4]
     by_epochs = stored_settings(Settings(epochs=2.0, evaluate_every=3), text, None, {})
     assert (by_epochs["steps"], by_epochs["epochs"], by_epochs["evaluate_every"]) == (None, 2.0, 3)
     old = stored_settings(Settings(reference="there", patience=2), text, tmp_path, {})
@@ -768,7 +773,7 @@ def claimed(folder: Path, **settings: Any) -> RunFolder:
 
 def test_a_folder_is_claimed_for_one_run(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="out=.*file is a file; name a folder"):
+    with pytest.raises(ConfigError, match=r"out=.*file is a file; name a folder"):
         claimed(tmp_path / "file")
     with pytest.raises(ConfigError, match=r"out=.*/in: Not a directory; name another folder"):
         claimed(tmp_path / "file" / "in")
@@ -776,19 +781,18 @@ def test_a_folder_is_claimed_for_one_run(tmp_path: Path) -> None:
         claimed(tmp_path)
     folder = tmp_path / "a" / "run"
     files = RunFolder(folder)
-    with pytest.raises(KeyError), files.claimed({}):
+    with files.claimed({}):
         assert files.settings.is_file()
         with pytest.raises(ConfigError, match="is in use by another run; name a new folder"):
             claimed(folder)
         for path in (files.samples, files.reference, files.rows):
             path.touch()
         files.best_model.mkdir()
-        raise KeyError
     assert not folder.parent.exists(), "as it was: nothing has begun"
     folder.parent.mkdir()
     (folder.parent / "other").touch()
-    with files.claimed({}):
-        pass
+    with pytest.raises(KeyError), files.claimed({}):
+        raise KeyError
     assert [path.name for path in folder.parent.iterdir()] == ["other"]
     (folder / "x.partial").mkdir(parents=True)
     (folder / "settings.json").touch()

@@ -355,7 +355,8 @@ def test_new_tokens_are_counted_in_the_training_data(
     assert parts == ([whole] if of_rows else [whole[:4], whole[4:8], whole[8:]])
     for chosen, said in (
         ([9, 3], "2 new tokens occur 5 times in the training data"),
-        ([9, 10], "2 new tokens occur 4 times in the training data, 1 of them do not occur: '<10>'"),
+        ([9, 10], "2 new tokens occur 4 times in the training data, 1 of them do not occur:"
+         " '<10>'"),
         ([50, *range(60, 65)], "6 new tokens occur 1 times in the training data, 5 of them do not"
          " occur: '<60>', '<61>', '<62>', '<63>', '<64>'"),
         ([*range(60, 66)], "6 new tokens occur 0 times in the training data, 6 of them do not"

@@ -426,7 +426,7 @@ def test_a_summary_is_cut_to_a_screen(tmp_path: Path, monkeypatch: pytest.Monkey
     ]  # fmt: skip
     broken = raises(ConfigError("word " * 40))
     monkeypatch.setattr(results, "_facts", broken)
-    head, _, *lines = results.summary(files, "name").splitlines()
+    _, _, *lines = results.summary(files, "name").splitlines()
     assert lines == ["  problem  " + " ".join(["word"] * 16), *["           " + " ".join(
         ["word"] * count) for count in (16, 8)]]  # fmt: skip
     monkeypatch.setattr(results, "_facts", raises(OSError()))
@@ -473,13 +473,13 @@ def test_the_commands_and_calls_after_a_run(
         "export": f"unsloth-cupy export {folder} {folder}.gguf --modelfile",
     }
     names = expected.split(";")
-    for name, command in zip(names, commands, strict=True):
+    for name, line in zip(names, commands, strict=True):
         if name in forms:
-            assert command == f"  {forms[name]}"
+            assert line == f"  {forms[name]}"
         else:
-            assert command.startswith("  python -c ")
-            assert "".join(name.split(" ")[:1]) in command
-            assert f'pooling="{name.split(" ")[-1]}"' in command or name == "predict"
+            assert line.startswith("  python -c ")
+            assert name.split(" ")[0] in line
+            assert f'pooling="{name.split(" ")[-1]}"' in line or name == "predict"
     results.print_next_commands(files)
     assert capsys.readouterr().out == ""
     model, first, *calls = results._calls(files)
@@ -515,7 +515,8 @@ def test_what_llama_cpp_does_not_read_is_not_exported(monkeypatch: pytest.Monkey
 # ---- progress -----------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("seconds", "shown"),
-    [(0.4, "0 s"), (60, "1:00 min"), (360_000, "100:00 h"), (59.4, "59 s"), (59.6, "1:00 min"), (185, "3:05 min"), (3599, "59:59 min"),
+    [(0.4, "0 s"), (60, "1:00 min"), (360_000, "100:00 h"), (59.4, "59 s"), (59.6, "1:00 min"),
+     (185, "3:05 min"), (3599, "59:59 min"),
      (3599.6, "1:00 h"), (8100, "2:15 h"), (8129, "2:15 h"), (36000, "10:00 h")],
 )  # fmt: skip
 def test_a_time_in_words(seconds: float, shown: str) -> None:
@@ -772,8 +773,8 @@ def test_measures_of_steps_are_lines_and_of_evaluations_points() -> None:
     figure = curve.curve_of(lines, "a title")
     losses, (panel,) = figure.axes[0], figure.axes[1:]
     drawn = [
-        (each.get_label(), each.get_linestyle(), each.get_marker(), each.get_alpha(), each.get_color(),
-         each.get_xydata().tolist())
+        (each.get_label(), each.get_linestyle(), each.get_marker(), each.get_alpha(),
+         each.get_color(), each.get_xydata().tolist())
         for each in panel.get_lines()
     ]  # fmt: skip
     assert drawn == [

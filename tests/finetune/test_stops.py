@@ -184,7 +184,7 @@ def test_skipped_steps_of_float16_are_no_error(
     assert logs[0][-2]["skipped_steps"] > 0
 
 
-# ---- rules of the loop ----------------------------------------------------------------------------
+# ---- rules of the loop --------------------------------------------------------------------------
 class Fake(SimpleNamespace):
     """The state that a method of ``Loop`` reads; other methods are those of ``Loop``."""
 
@@ -201,7 +201,7 @@ def state(**values: Any) -> Any:
         "checkpoints": SimpleNamespace(last_good=lambda: None),
         "model": SimpleNamespace(parameters={}, trainable={}, adapter=None),
         "ranks": SimpleNamespace(first=True, broadcast=lambda value: value),
-        "training_data": SimpleNamespace(batches=SimpleNamespace(where=lambda number: f"at {number}")),
+        "training_data": SimpleNamespace(batches=SimpleNamespace(where="at {}".format)),
         "method": METHODS["sft"],
     }  # fmt: skip
     return Fake(**each | values)
@@ -320,7 +320,8 @@ def test_passes_of_a_step(pads: bool, settings: Any, drops: bool, padded: bool) 
     method = SimpleNamespace(
         first=lambda step, accumulate: step * accumulate, is_on_policy=False, sums=0,
         before=lambda model, rows, _: {"beta": len(rows)}, constants=("beta",),
-        padded=lambda batch: batch._replace(real=-1), counts=lambda batches: {"count": len(batches)},
+        padded=lambda batch: batch._replace(real=-1),
+        counts=lambda batches: {"count": len(batches)},
         inputs=lambda batch: {"tokens": batch.tokens if batch.real > 0 else -batch.tokens},
         joined=lambda parts, replicas: parts, measures=lambda parts, **numbers: numbers,
     )  # fmt: skip
@@ -432,7 +433,7 @@ def test_the_best_model_is_saved(loss: float, best: float | None, first: bool, s
     each = state(
         run=SimpleNamespace(best=lambda: line, best_model="best"),
         checkpoints=SimpleNamespace(write_model=lambda *given: written.append(given)),
-        stop=SimpleNamespace(uninterruptible=lambda text: written.append(text)),
+        stop=SimpleNamespace(uninterruptible=written.append),
     )  # fmt: skip
     each._keep_if_best(loss)
     said = ["after saving the best model (step 4)", ("best", "float32")]

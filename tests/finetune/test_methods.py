@@ -6,6 +6,7 @@ import re
 import shutil
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,17 +30,20 @@ from unsloth_cupy.finetune.data.preferences import pair_of
 from unsloth_cupy.finetune.data.records import Records
 from unsloth_cupy.finetune.data.rows import KINDS
 from unsloth_cupy.finetune.data.text import Batch
+from unsloth_cupy.finetune.data.training_data import Example, Examples, Shape, consecutive
 from unsloth_cupy.finetune.methods.distillation import Distill
 from unsloth_cupy.finetune.methods.registry import METHODS, OPTIONS, Options
 from unsloth_cupy.finetune.methods.taught import Taught
-from unsloth_cupy.finetune.run import printer
+from unsloth_cupy.finetune.run import printer, reference
 from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.run.run_folder import RunFolder
-from unsloth_cupy.models import Transformer, load
+from unsloth_cupy.models import Transformer, create, load
+from unsloth_cupy.parallel import SingleCommunicator
 
 from ..cli.test_cli import assert_one_clear_error, run
 from ..golden import generate_methods as golden
 from ..harness.sampling import Sample
+from ..models.peers import CONFIGS, SIZES
 from ..parallel.ranks import by_sockets
 
 LLAMA = Path(golden.__file__).parent / "models" / "llama"
@@ -844,3 +848,111 @@ def test_options_of_methods_are_declared_where_methods_are() -> None:
     assert actual == [each.name for each in dataclasses.fields(Options)]
     assert sorted(actual) == sorted(["method", *OPTIONS])
     assert actual[:2] == ["method", "loss"]
+
+
+# ---- log-probabilities under a reference model ---------------------------------------------------
+class DataRanks(SingleCommunicator):
+    """One of several data ranks; the others add nothing."""
+
+    def __init__(self, size: int, rank: int) -> None:
+        self.size, self.rank = size, rank  # type: ignore[misc]
+
+
+def examples_of(*lengths: int) -> Examples:
+    draw, each = np.random.default_rng(0), Examples(np.dtype(np.uint16))
+    for line, length in enumerate(lengths, 5):
+        tokens = draw.integers(3, 90, length)
+        each.append(Example(tokens, tokens, line))
+    return each
+
+
+def test_data_ranks_share_the_reference() -> None:
+    """A token has the log-probability that the tokens of its own text before it give it."""
+    model = create(CONFIGS["llama"] | SIZES, seed=0)
+    part = examples_of(5, 3, 1, 6, 4)
+    shape = Shape(1, 8, True, 0, METHODS["dpo"])
+    expected = np.zeros(19)
+    for n in range(5):
+        logits = model.logits(part[n].tokens[None])[0].astype(np.float64)
+        logs = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+        chosen = logs[np.arange(len(logits) - 1), part[n].tokens[1:]]
+        expected[part.ends[n] + 1 : part.ends[n + 1]] = chosen
+    for size in (1, 2, 3):
+        total = np.zeros(19)
+        for rank in range(size):
+            ranks: Any = SimpleNamespace(data=DataRanks(size, rank))
+            reference.compute(model, [part], shape, ranks)
+            assert part.reference is not None
+            total += part.reference
+        np.testing.assert_allclose(total, expected, atol=1e-5)
+    calls = list[int]()
+    batches = [*consecutive(part, shape._replace(method=METHODS["sft"]))]
+    for together in ("gather", "expert_ranks", None):
+        counts = []
+        for rank in range(2):
+            calls.clear()
+
+            def log_probs(tokens: Any, **_: Any) -> Any:
+                calls.append(1)
+                return SimpleNamespace(log_probs=np.zeros((1, tokens.size - 1)))
+
+            fake: Any = SimpleNamespace(table=model.table, gather=None, expert_ranks=None,
+                                        config=model.config, log_probs=log_probs)  # fmt: skip
+            if together is not None:
+                setattr(fake, together, 1)
+            reference.compute(fake, [part], shape, SimpleNamespace(data=DataRanks(2, rank)))  # type: ignore[arg-type]
+            counts.append(len(calls))
+        odd = len(batches) % 2
+        assert counts == [len(batches) // 2 + odd, len(batches) // 2 + odd * (together is not None)]
+    broken: Any = SimpleNamespace(**vars(fake) | {"log_probs": lambda tokens, **_: SimpleNamespace(
+        log_probs=np.where(tokens[:, 1:] == part[3].tokens[2], np.nan, 0.0))})  # fmt: skip
+    with pytest.raises(
+        ConfigError, match="line 8 of the data: the log-probability of a token of th"
+    ):
+        reference.compute(broken, [part], shape, SimpleNamespace(data=DataRanks(1, 0)))  # type: ignore[arg-type]
+
+
+def test_a_stored_reference_is_of_these_texts_and_this_model(tmp_path: Path) -> None:
+    files = RunFolder(tmp_path)
+    parts = [examples_of(3, 2), examples_of(4)]
+    assert not reference.take_stored(files, parts, "model")
+    for part in parts:
+        part.reference = np.arange(part.ends[-1], dtype=np.float32)
+    reference.store(files, parts, "model")
+    again = [examples_of(3, 2), examples_of(4)]
+    assert not reference.take_stored(files, again, "another")
+    assert not reference.take_stored(files, [examples_of(3, 3), again[1]], "model")
+    other = examples_of(3, 2)
+    other.learned[0] ^= 1
+    assert not reference.take_stored(files, [other, again[1]], "model")
+    assert again[0].reference is None
+    assert reference.take_stored(files, again, "model")
+    for actual, expected in zip(again, parts, strict=True):
+        np.testing.assert_array_equal(actual.reference, expected.reference)
+    files.reference.write_bytes(files.reference.read_bytes()[:-4])
+    assert not reference.take_stored(files, again, "model"), "it is computed again"
+
+
+@pytest.mark.parametrize(
+    ("goes_on", "stored", "origin", "folder", "expected", "computed"),
+    [
+        (True, True, "m", None, True, False), (False, True, "m", None, False, False),
+        (True, False, "m", None, True, True), (False, False, "m", "r", True, True),
+        (True, False, None, None, False, False), (False, False, None, None, False, False),
+    ],
+)  # fmt: skip
+def test_where_a_reference_comes_from(
+    goes_on: bool, stored: bool, origin: Any, folder: Any, expected: bool, computed: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    seen = list[Any]()
+    monkeypatch.setattr(reference, "take_stored", lambda *_: stored)
+    monkeypatch.setattr(reference, "compute", lambda *given: seen.append(given))
+    monkeypatch.setattr(reference, "frozen", lambda *given, **more: (*given, more))
+    ranks: Any = SimpleNamespace(placing={"parts": 1, "pipeline": 2}, device=None)
+    plan: Any = SimpleNamespace(reference=folder, dtype="float32")
+    none: Any = None
+    known = reference.reference_known(none, plan, [], origin, none, ranks, goes_on=goes_on)
+    assert known == expected
+    frozen = ("m", "float32", None, {"parts": None, "pipeline": 2})
+    assert seen == ([(frozen, [], None, ranks)] if computed else [])

@@ -138,7 +138,7 @@ def take_stored(run: RunFolder, parts: Sequence[Examples], origin: Any) -> bool:
             if file.get_tensor("digest").tobytes() != digest_of(parts, origin).tobytes():
                 return False
             stored = [file.get_tensor(name) for name in PARTS]
-    except (OSError, SafetensorError):
+    except (ConfigError, OSError, SafetensorError):  # it is computed again
         return False
     for part, each in zip(parts, stored, strict=True):
         part.reference = each

@@ -39,6 +39,7 @@ from unsloth_cupy.finetune.run.ranks import Ranks, alone, check_options, start
 from unsloth_cupy.finetune.run.rates import rate_of
 from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.models import Transformer, create
+from unsloth_cupy.models.folders.checkpoint_files import opened
 from unsloth_cupy.models.objective import next_token
 from unsloth_cupy.models.optimizers import undecayed
 from unsloth_cupy.parallel import SingleCommunicator
@@ -495,6 +496,10 @@ def checkpoints_of(folder: Path, **values: Any) -> Any:
     def on_tape(whole: Any, step: Any) -> Any:
         return SimpleNamespace(save=lambda path: saved.append(whole) or path.mkdir(exist_ok=True))
 
+    def gathered(named: Any) -> Any:
+        assert not named.keys() & {"steps", "groups"}, "these are of all ranks"
+        return named if ranks.first else None
+
     model = SimpleNamespace(
         adapter=None, division=None, table=parameters["a"], step=None, on_tape=on_tape, saved=saved,
         config=SimpleNamespace(dtype_of=lambda name, dtype: dtype),
@@ -503,10 +508,12 @@ def checkpoints_of(folder: Path, **values: Any) -> Any:
         first=True, comm=Comm(), zero=0, replicas=SimpleNamespace(size=4, rank=0)
     )
     executor = SimpleNamespace(
-        model=model, ranks=ranks, gathered=lambda named: named, own=lambda named, narrow: named
+        model=model, ranks=ranks, gathered=gathered, own=lambda named, narrow: named
     )
     each = {
-        "run": RunFolder(folder), "executor": executor, "optimizer": AdamW(parameters, lr=0.1),
+        "run": RunFolder(folder), "executor": executor, "optimizer": AdamW(
+            parameters, lr=0.1, groups=[{"names": ["b"], "weight_decay": 0.0}]
+        ),
         "scaler": SimpleNamespace(value=8.0, good=3, skipped=2), "fixed": {"c": np.zeros(1)},
         "method": SimpleNamespace(updates=lambda accumulate: 2, files=lambda _: {}, names=()),
         "plan": Settings(seed=5).decided(new=True),
@@ -556,6 +563,12 @@ def test_a_checkpoint_is_read_as_it_was_written(step: int, tmp_path: Path) -> No
         with pytest.raises(ConfigError, match=f"{path} cannot be resumed from: .*; delete it to"):
             checkpoints_of(tmp_path).read(path)
         (path / name).write_bytes(before)
+    with opened(path / "optimizer.safetensors") as file:
+        assert "groups" not in file.keys()  # noqa: SIM118 -- no mapping
+    one.ranks.first = False
+    one.write(6, 14.0)
+    assert not one.path(6).exists(), "rank 0 writes it"
+    assert one.untested_checkpoint == "checkpoint-00000006"
     fresh = checkpoints_of(tmp_path)
     assert (fresh.resumed_step, fresh.untested_checkpoint, fresh.answers) == (-1, None, [])
 

@@ -536,6 +536,29 @@ def test_batches_of_an_evaluation_are_padded_by_a_token_of_the_model(
         assert shapes[-1][:4] == (3, tokens or 50, True, expected)
 
 
+def test_an_evaluation_names_device_and_origin(
+    base: Path, text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heard, model = list[str](), load(base)
+    monkeypatch.setattr(evaluation, "announce", heard.append)
+    monkeypatch.setattr(evaluation.models, "load", lambda *_, **__: model)
+    monkeypatch.setattr(evaluation, "resolve_device", lambda _: (None, "the GPU is too old"))
+    for origin in ("", "from a file"):
+        model.origin = origin
+        evaluate(base, text, tokens=16)
+        assert heard[0] == "the GPU is too old"
+        assert heard[1].startswith("evaluating on ")
+        assert heard[2:] == [origin] * bool(origin)
+        heard.clear()
+    evaluate(model, text, tokens=16)
+    assert heard == []
+    model.folder = None
+    with pytest.raises(
+        ConfigError, match="evaluate: the model has no folder, and no tokenizer; lo"
+    ):
+        evaluate(model, text)
+
+
 def test_measures_of_tokens() -> None:
     counts = metrics.Counts(3.0, 2.0)
     assert metrics.measures(2.0, counts, 4, of_next_token=True) == {

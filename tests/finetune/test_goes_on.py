@@ -838,6 +838,7 @@ def test_the_reason_of_an_end_is_logged_once(tmp_path: Path) -> None:
     listener = Listener()
     listener.announce = heard.append  # type: ignore[method-assign]
     files = RunFolder(tmp_path)
+    assert not is_past_best(files, Settings(patience=1).decided(new=True)), "no evaluation yet"
     for step, loss in enumerate((3.0, 2.0, 1.95, 2.5)):
         files.append(EVALUATED | {"step": step, "held_out_loss": loss})
     best = "; the best step is 2 (1.950), whose model is saved"

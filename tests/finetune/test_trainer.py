@@ -5,6 +5,7 @@ import hashlib
 import json
 import math
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -487,6 +488,70 @@ def test_ranks_of_a_grid_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
         start(**none, zero=1, device="cpu")
 
 
+@pytest.mark.parametrize(
+    ("asked", "usable", "others", "device", "said"),
+    [
+        ("auto", [True, True], [1], "cuda", "why"), ("auto", [True], [0], None, "2 ranks have 1"),
+        ("auto", [True, True], [], None, "2 ranks have 1 GPU; start one rank per GPU, or set dev"),
+        ("auto", [False, False], [], None, "why"), ("auto", [], [], None, "why"),
+        ("cpu", [True], [1], "told", "why"), ("alone", [True], [1], "told", "why"),
+    ],
+)  # fmt: skip
+def test_each_rank_has_a_gpu_or_none_has(
+    asked: str, usable: Any, others: Any, device: str | None, said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    devices = [SimpleNamespace(is_usable=each, address=n) for n, each in enumerate(usable)]
+    monkeypatch.setattr(ranks_module, "gpus", lambda: (devices, "none"))
+    monkeypatch.setattr(ranks_module, "local_rank", lambda _: 2)
+    monkeypatch.setattr(ranks_module, "resolve_device", lambda _: ("told", "why"))
+    comm = Comm(2, 0)
+    monkeypatch.setattr(ranks_module, "MpiCommunicator", Socket if asked == "alone" else Comm)
+    asked = "auto" if asked == "alone" else asked
+    sent = list[Any]()
+
+    def all_gather(own: Any, axis: int = 0) -> Any:
+        sent.append(own)
+        return np.array([*own, *others])
+
+    monkeypatch.setattr(comm, "all_gather", all_gather, raising=False)
+    result = ranks_module._device(asked, comm)
+    assert result[0] == device
+    assert said in result[1]
+    assert all(own.shape == (1,) for own in sent)
+    place = (
+        hashlib.sha256(f"{platform.node()} 0".encode()).digest()[:8] if any(usable) else bytes(8)
+    )
+    assert [own.tobytes() for own in sent] == [place] * len(sent)
+
+
+class Socket:
+    """A communicator that is not the one of the test."""
+
+
+@pytest.mark.parametrize(("size", "device", "placed"), [
+    (1, None, None), (1, "cuda:1", "cuda:1"), (2, None, None), (2, "cuda", "cuda:7"),
+])  # fmt: skip
+def test_a_rank_is_on_the_gpu_of_its_process(
+    size: int, device: str | None, placed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cupy = SimpleNamespace(cuda=SimpleNamespace(runtime=SimpleNamespace(getDevice=lambda: 7)))
+    monkeypatch.setattr(ranks_module.gpu, "cupy", lambda: cupy)
+    monkeypatch.setattr(ranks_module, "grid", lambda comm, **sizes: ranks_of(data=(2, 0)).groups)
+    sizes = dict.fromkeys(("tensor", "pipeline", "context", "expert"), 1)
+    ranks = ranks_module._ranks(Comm(size), sizes, None, device, 1, {})
+    assert (ranks.device, ranks.zero) == (placed, 1)
+    for axis in ("context", "expert"):
+        groups = ranks_of(**{axis: (2, 0)}).groups
+        monkeypatch.setattr(ranks_module, "grid", lambda comm, groups=groups, **sizes: groups)
+        assert ranks_module._ranks(Comm(size), sizes, None, None, 1, {}).zero == 1
+    monkeypatch.setattr(ranks_module, "grid", lambda comm, **sizes: ranks_of(tensor=(2, 0)).groups)
+    with pytest.raises(
+        ConfigError, match="zero=1 needs several data ranks; start more ranks, with"
+    ):
+        ranks_module._ranks(Comm(size), sizes, None, None, 1, {})
+
+
 # ---- checkpoints --------------------------------------------------------------------------------
 def checkpoints_of(folder: Path, **values: Any) -> Any:
     """Return the checkpoints of a run that trains two arrays; values are those of its parts."""
@@ -520,6 +585,18 @@ def checkpoints_of(folder: Path, **values: Any) -> Any:
         "tokenizer": SimpleNamespace(to_str=lambda pretty: "{}"), "files": {"x/y.json": "y"},
     }  # fmt: skip
     return Checkpoints(**each | values)
+
+
+@pytest.mark.parametrize("bits", [32, 8])
+def test_narrow_averages_stay_narrow(bits: int, tmp_path: Path) -> None:
+    each = checkpoints_of(tmp_path)
+    narrow = list[Any]()
+    each.executor.own = lambda named, names: narrow.append({*names}) or named
+    parameters = {"a": np.ones((64, 64), np.float32), "b": np.ones(4, np.float32)}
+    each.optimizer = AdamW(parameters, lr=0.1, state_bits=bits)
+    each.write(4, 1.0)
+    each.read(each.path(4))
+    assert narrow == [{"a"} if bits == 8 else set()] * 2
 
 
 @pytest.mark.parametrize("step", [3, 4])

@@ -375,6 +375,10 @@ def test_cures_are_those_that_a_run_can_use(monkeypatch: pytest.MonkeyPatch) -> 
     assert cures_of({"dtype": 30}, 499) == ["dtype=bfloat16 saves 30 B"], "no second name for it"
     assert cures_of({"dtype": 30, "batch": -30}, 10) == ["dtype=bfloat16 saves 30 B"]
     assert cures_of({}, 10) == []
+    equal = cures_of({"dtype": 30, "batch": 30}, 980)
+    assert [cure.partition("=")[0] for cure in equal] == ["batch", "dtype"], "by their names"
+    *_, without_lora = cures_of(ALL, 10, exists=False)
+    assert "state_bits=8, chunked_mlp=True saves" in without_lora
     several = cures_of({"dtype": 30, "batch": 20}, 10)
     assert several[2:] == ["dtype=bfloat16, batch=2, accumulate=2 saves 50 B"]
     done = replace(

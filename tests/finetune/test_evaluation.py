@@ -536,6 +536,32 @@ def test_batches_of_an_evaluation_are_padded_by_a_token_of_the_model(
         assert shapes[-1][:4] == (3, tokens or 50, True, expected)
 
 
+def test_rows_are_those_that_the_head_was_trained_on(
+    base: Path, text: Path, lines: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load(base)
+    model.config = dataclasses.replace(model.config, labels=2)
+
+    def reads(*_: Any) -> None:
+        raise KeyError("reads")
+
+    monkeypatch.setattr(evaluation, "from_records", reads)
+    for names, summary, said in (
+        (("a",), "1 class", f"{lines} has 1 class, the model 2 outputs; give the model's own rows"),
+        (("a",), "", f"{lines} has pairs, the model 2 outputs; give the model's own rows"),
+        (("a", "b"), "2 classes", "reads"), ((), "", "reads"),
+    ):  # fmt: skip
+        own = SimpleNamespace(names=names, summary=summary)
+        chosen = SimpleNamespace(fitted=lambda *_, own=own: own, sums=1)
+        monkeypatch.setattr(evaluation, "of_itself", lambda *_, chosen=chosen: chosen)
+        with pytest.raises(KeyError if said == "reads" else ConfigError, match=re.escape(said)):
+            evaluate(model, lines)
+        with pytest.raises(
+            ConfigError, match=f"{text} is running text, which only sft reads; give"
+        ):
+            evaluate(model, text)
+
+
 def test_an_evaluation_names_device_and_origin(
     base: Path, text: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -333,7 +333,7 @@ def test_the_table_of_a_run(
         "evaluation loss": "4 -> 3",
         "evaluation accuracy": "0.25 -> 0.5",
         "time": "6 s for 3 steps, 70 tokens/s (without padding)",
-        "peak array memory": "planned 3.00 KiB, measured 2.00 KiB (+50.0 %)",
+        "peak array memory": "planned 3.00 KiB, measured 2.00 KiB (plan 50.00 % higher)",
         "peak process memory": "5.00 MiB",
     }
     assert {name: table.get(name) for name in rows} == rows

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
@@ -142,9 +143,12 @@ def with_offload(sizes: Sizes, plan: "Plan") -> "Plan":
 
 
 def for_offload(limit: int | None) -> int:
-    """Return the bytes of host memory that offload may use."""
+    """Return the bytes of host memory that offload may use; unknown memory is no limit."""
+    if limit is not None:
+        return limit
     whole, free = device_memory(None)
-    return round(PINNED * (free or whole or 0)) if limit is None else limit
+    known = whole if free is None else free
+    return sys.maxsize if known is None else round(PINNED * known)
 
 
 def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
@@ -159,8 +163,7 @@ def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
         ``required`` is the peak of a step, ``available`` the limit.
     """
     step_plan = sizes.planned(plan)
-    host = for_offload(plan.host_memory)
-    if step_plan.host > host:
+    if step_plan.host and step_plan.host > (host := for_offload(plan.host_memory)):
         needed = f"the inputs of blocks need {format_bytes(step_plan.host)} of host memory"
         cure = f"leave {named('offload')} out, use shorter rows, or raise {named('host_memory')}"
         raise DeviceMemoryError(

@@ -18,7 +18,7 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.methods.registry import METHODS
 from unsloth_cupy.finetune.run import limit, preparation
 from unsloth_cupy.finetune.run.limit import Memory, Sizes, checked_plan, tokens_of, with_offload
-from unsloth_cupy.finetune.run.results import difference
+from unsloth_cupy.finetune.run.results import difference, time_of
 from unsloth_cupy.finetune.run.settings import Plan, Settings
 from unsloth_cupy.memory.ledger import MemoryPlan
 from unsloth_cupy.models.parse import parse
@@ -245,6 +245,24 @@ def test_nothing_is_trained_beyond_the_limit(tmp_path: Path) -> None:
 )
 def test_the_difference_of_a_plan_has_no_sign(planned: int, measured: int, expected: str) -> None:
     assert difference(planned, measured) == expected
+
+
+@pytest.mark.parametrize(
+    ("speeds", "expected"),
+    [
+        ([50.0, 50.0], "8 s for 2 steps, 50 tokens/s (without padding)"),
+        (
+            [None, None, 100.0, 50.0],
+            "16 s for 4 steps, 75 tokens/s"
+            " (without padding, and without the 2 steps that measured memory)",
+        ),
+        ([None, None], "8 s for 2 steps"),
+    ],
+)
+def test_the_speed_names_the_steps_that_it_leaves_out(
+    speeds: list[float | None], expected: str
+) -> None:
+    assert time_of([{"seconds": 4.0, "tokens_per_second": each} for each in speeds]) == expected
 
 
 @pytest.mark.slow

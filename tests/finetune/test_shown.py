@@ -350,7 +350,7 @@ def test_the_table_of_a_run(
     assert "peak array memory" not in table_of(logged(tmp_path / "plain", without), capsys)
     measured = [{n: v for n, v in line.items() if n != "planned_bytes"} for line in LOGGED]
     table = table_of(logged(tmp_path / "measured", measured), capsys)
-    assert table["peak array memory"] == "planned 0 B, measured 2.00 KiB (-100.0 %)"
+    assert table["peak array memory"] == "planned 0 B, measured 2.00 KiB (plan 100.00 % lower)"
     monkeypatch.setenv("COLUMNS", "44")
     results.report(logged(tmp_path / "[bold]"))
     narrow = capsys.readouterr().out

@@ -3,7 +3,7 @@
 import json
 import math
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,13 +49,7 @@ def report(run: RunFolder) -> None:
     )  # measures of the saved model
     for row in losses(evaluations[0], after, of_new_model=run.of_new_model):
         table.add_row(*row)
-    seconds, timed = sum(line["seconds"] for line in steps), [*filter(is_timed, steps)]
-    text = f"{seconds:.0f} s for {len(steps)} step{'s' * (len(steps) > 1)}"
-    if timed:
-        tokens = sum(line["tokens_per_second"] * line["seconds"] for line in timed)
-        speed = tokens / sum(line["seconds"] for line in timed)
-        text += f", {speed:.0f} tokens/s (without padding)"
-    table.add_row("time", text)
+    table.add_row("time", time_of(steps))
     counted = [line for line in steps if "peak_bytes" in line]
     if counted:
         planned = max(line.get("planned_bytes", 0) for line in counted)
@@ -68,6 +62,20 @@ def report(run: RunFolder) -> None:
     table.add_row("loss curve", str(run.curve))
     table.add_row("log", str(run.log))
     console(markup=False).print(table)
+
+
+def time_of(steps: Sequence[dict[str, Any]]) -> str:
+    """Return the time of all steps, and the speed of the steps that are timed."""
+    seconds, timed = sum(line["seconds"] for line in steps), [*filter(is_timed, steps)]
+    text = f"{seconds:.0f} s for {len(steps)} step{'s' * (len(steps) > 1)}"
+    if timed:
+        tokens = sum(line["tokens_per_second"] * line["seconds"] for line in timed)
+        speed = tokens / sum(line["seconds"] for line in timed)
+        text += f", {speed:.0f} tokens/s (without padding"
+        if slowed := len(steps) - len(timed):
+            text += f", and without the {slowed} step{'s' * (slowed > 1)} that measured memory"
+        text += ")"
+    return text
 
 
 def difference(planned: int, measured: int) -> str:

@@ -146,8 +146,8 @@ class Settings(Options):
 
     steps: int | None = setting(
         "training",
-        "Number of optimizer steps.  [default: 3 epochs, or 2 or 1 if 3 are more than 1000 steps;"
-        f" {STEPS} steps for a new model]",
+        "Number of optimizer steps.  [default: 3 epochs, 2 if 3 are more than 1000 steps, 1 if 2"
+        f" are too; {STEPS} steps for a new model]",
         least=1,
     )
     epochs: float | None = setting(
@@ -182,7 +182,10 @@ class Settings(Options):
         "adamw", choices=NAMES,
     )  # fmt: skip
     weight_decay: float = setting(
-        "training", "Weight decay; each step multiplies it by the learning rate.", 0.1, least=0
+        "training",
+        "Weight decay, as in AdamW: each step multiplies weights by 1 - learning rate * decay.",
+        0.1,
+        least=0,
     )
     decay_all: bool = setting(
         "training", "Also apply weight decay to norms, biases and embeddings.", False, rare=True

@@ -566,7 +566,7 @@ def dense_layers(experts: Experts) -> tuple[int, int]:
 
 
 def warnings_of(config: Config, known: Architecture) -> Iterator[str]:
-    """Yield notes about what llama.cpp computes differently for some inputs."""
+    """Yield notes about what llama.cpp computes differently."""
     rope, _ = ropes(config)
     kind = scaling_of(rope)
     if config.activation == "relu2" and known.name == "bitnet":

@@ -15,7 +15,7 @@
 //   a token that a distribution excludes adds nothing to the sum over that distribution
 //
 //   traffic     a pass reads rows * COLUMNS * (sizeof(T) + sizeof(U)); the gradient is written once
-//               forward 2 passes, backward 2 (KIND 0, 4) or 3; with KIND 4 forward 1
+//               forward 1 pass (KIND 0, 1, 4) or 2, backward 2 or 3 (KIND 2, 3)
 //   constants   T, U, B, C      dtypes of the logits, of the teacher's, and of both biases
 //               G               that of the gradient
 //               COLUMNS, LANES, RAGGED, SOFTCAP    see common/logits.cuh
@@ -24,9 +24,11 @@
 //               THREADS         threads of a block
 //               KIND
 //
-//   The trick: every function of both distributions needs the sums of both softmaxes first, so the
-//   row is read again, and nothing between the passes goes to memory.  The gradient may overwrite
-//   the logits: each thread writes what no other reads.
+//   The trick: KIND 0 and 1 are the mean of a - b + log(sum(exp(b)) / sum(exp(a))) over the softmax
+//   of a, where a and b are logits less their maxima.  A thread sums exp(a) (a - b) beside both
+//   softmaxes, and rescales it as their maxima grow: one pass.  Other functions of both
+//   distributions need both sums first, so the row is read again, and nothing between the passes
+//   goes to memory.  The gradient may overwrite the logits: each thread writes what no other reads.
 #include <common/math.cuh>
 #include <common/logits.cuh>
 #include <common/reduce.cuh>
@@ -89,20 +91,51 @@ DEVICE void over_row(const Sides &of, const Options &o, Use use) {
 struct Softmax { float top, reciprocal; };
 
 // Both softmaxes of a row; with them log(s / t) = (z - s.top) - (z of the teacher - t.top) + shift.
-struct Pair { Softmax s, t; float shift; };
+// With KIND 0 and 1, `loss` is that of the row.
+struct Pair { Softmax s, t; float shift, loss; };
 
-// The softmaxes of a row, in all of its threads.
+// Values whose softmax is needed: the largest so far, and the sum of exp(value - top).
+struct Sum { float top = LOWEST, sum = 0; };
+
+// The sum of exp(a) (a - b) for other maxima: a and b are values of `over` and `under` less their
+// maxima, which were `old` and `before`.  A weight of 0 is no product with an infinite difference.
+DEVICE float moved(float dot, const Sum &old, const Sum &before, float top, float under_top) {
+    const float by = exp_below(old.top - top);
+    return by > 0 ? by * (dot + old.sum * ((old.top - top) - (before.top - under_top))) : 0.0f;
+}
+
+// The softmaxes of a row and, with LOSS, the loss of KIND 0 or 1, in all of its threads.
+template <bool LOSS>
 DEVICE Pair softmaxes(bool any, const Sides &of, const Options &o) {
     __shared__ Exchange<2 * WARPS> exchange, other;
-    float top = LOWEST, sum = 0, teacher_top = LOWEST, teacher_sum = 0;
+    __shared__ Exchange<LOSS ? WARPS : 1> dots;
+    Sum over, under;  // of the distribution that weights the logarithms, and of the other one
+    float dot = 0;
     if (any)
         over_row(of, o, [&](int, const float (&z)[LANES], const float (&teacher)[LANES]) {
-            absorb(top, sum, z);
-            absorb(teacher_top, teacher_sum, teacher);
+            const float (&a)[LANES] = REVERSE ? z : teacher, (&b)[LANES] = REVERSE ? teacher : z;
+            const Sum old = over, before = under;
+            absorb(over.top, over.sum, a);
+            absorb(under.top, under.sum, b);
+            if constexpr (LOSS) {
+                dot = moved(dot, old, before, over.top, under.top);
+#pragma unroll
+                for (int j = 0; j < LANES; j++) {
+                    const float weight = exp_below(a[j] - over.top);
+                    if (weight > 0) dot += weight * ((a[j] - over.top) - (b[j] - under.top));
+                }
+            }
         });
-    row_exp_sum<ROW_THREADS>(top, sum, exchange);
-    row_exp_sum<ROW_THREADS>(teacher_top, teacher_sum, other);
-    return {{top, 1 / sum}, {teacher_top, 1 / teacher_sum}, logf(teacher_sum / sum)};
+    const Sum old = over, before = under;
+    row_exp_sum<ROW_THREADS>(over.top, over.sum, exchange);
+    row_exp_sum<ROW_THREADS>(under.top, under.sum, other);
+    float loss = 0;
+    if constexpr (LOSS) {
+        dot = row_sum<ROW_THREADS>(moved(dot, old, before, over.top, under.top), dots);
+        loss = dot / over.sum + logf(under.sum / over.sum);
+    }
+    const Sum &s = REVERSE ? over : under, &t = REVERSE ? under : over;
+    return {{s.top, 1 / s.sum}, {t.top, 1 / t.sum}, logf(t.sum / s.sum), loss};
 }
 
 // One token: its probabilities, and log(s / t), which is NaN or infinite if one of them is 0.
@@ -120,13 +153,9 @@ DEVICE float log_of_mean(float p, const Token &of, const Options &o) {
     return p > 0 && m != 0 ? logf(__fdividef(p, m)) : 0.0f;
 }
 
-// What a token adds to the loss of its row.
+// What a token adds to the loss of its row, with KIND 2 and 3.
 DEVICE float loss_of(const Token &of, const Options &o) {
-    if constexpr (FORWARD) {
-        return of.t * (of.t > 0 ? -of.log_ratio : 0.0f);
-    } else if constexpr (REVERSE) {
-        return of.s * (of.s > 0 ? of.log_ratio : 0.0f);
-    } else if constexpr (BETWEEN) {
+    if constexpr (BETWEEN) {
         return o.beta * of.t * log_of_mean(of.t, of, o) + o.rest * of.s * log_of_mean(of.s, of, o);
     } else {
         return 0.5f * fabsf(of.s - of.t);
@@ -214,9 +243,11 @@ divergence_forward(const T *__restrict__ logits, const U *__restrict__ teacher,
     float sum = 0;
     if constexpr (COSINE) {
         sum = 1 - angle_of(row < rows, of, o).cosine;
+    } else if constexpr (FORWARD || REVERSE) {
+        sum = softmaxes<true>(row < rows, of, o).loss;
     } else {
         __shared__ Exchange<WARPS> exchange;
-        const Pair pair = softmaxes(row < rows, of, o);
+        const Pair pair = softmaxes<false>(row < rows, of, o);
         if (row < rows)
             over_row(of, o, [&](int, const float (&z)[LANES], const float (&teacher)[LANES]) {
 #pragma unroll
@@ -250,9 +281,9 @@ divergence_backward(const T *logits, const U *__restrict__ teacher, const B *__r
             store_row(dlogits, of.start, column, z);
         });
     } else {
-        const Pair pair = softmaxes(row < rows, of, o);
-        float mean = 0;  // of f
-        if constexpr (!FORWARD) {
+        const Pair pair = softmaxes<REVERSE>(row < rows, of, o);
+        float mean = pair.loss;  // of f
+        if constexpr (BETWEEN || TVD) {
             __shared__ Exchange<WARPS> exchange;
             if (row < rows)
                 over_row(of, o, [&](int, const float (&z)[LANES], const float (&teacher)[LANES]) {

@@ -138,6 +138,26 @@ def test_excluded_tokens(options: Any, kernel: bool) -> None:
         assert np.isfinite(gradient).all() == (beta != 1)
 
 
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+@pytest.mark.parametrize("vocab", [40, 1032, 4099])
+def test_maxima_that_grow_along_a_row(vocab: int, beta: float) -> None:
+    """The kernel rescales its sum as both maxima grow, whichever grows first and how far."""
+    rng = np.random.default_rng(vocab)
+    noise, up = rng.standard_normal((2, vocab)), np.linspace(-300, 300, vocab)
+    late = np.where(np.arange(vocab) < vocab // 2, -200, 0)  # below the range of probabilities
+    sides = [(up, up), (up, -up), (-up, up), (up + 1000, up - 500), (late, late), (up, late)]
+    rows = np.array(sides).transpose(1, 0, 2) + noise[:, None]
+    rows[:, -1, 1::2] = -np.inf  # of both
+    student, teacher = rows.astype("f")
+    expected = uc.divergence_forward(*rows.astype("f").astype(float), beta=beta)
+    divisor = student if beta == 0 else teacher
+    divisor[4, :2] = -np.inf  # excluded, where the other distribution has probability 0
+    with emulator():
+        loss = uc.divergence_forward(student, teacher, beta=beta)
+    limit = np.finfo("f").eps * np.log2(vocab)  # of sums by a tree
+    assert (np.abs(loss - expected) <= limit * np.maximum(1, expected)).all()
+
+
 SIZES = (0.0, 1e-40, 1e-30, 1e-20, 1e-12, 3e-9, 3e-8, 1e-3, 1.0, 1e12, 1e19, 1e30, 3e37)
 
 

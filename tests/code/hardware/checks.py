@@ -5,6 +5,8 @@
     repeat CLASS  a class of tests/ops whose kernels have counters, clusters or turns: a thousand
                   launches of each case while another stream is busy, all with the same bits
     memcheck ops  a small call of each op under compute-sanitizer, all in one process; initcheck too
+    racecheck primitives
+                  racecheck's summary of two kernels in which an mbarrier orders all accesses
 
 FILE lists the steps that are done, and what they say.  A step that detects an error ends the
 process.
@@ -38,12 +40,17 @@ from unsloth_cupy.ops.common import counters
 from ...harness import parity
 from ...machines import stand_in
 from ..programs import variants
+from .__main__ import run
 from .fixtures import ROOT
+from .primitives import launch
 
 SMALL = Scale(tokens=64, hidden=64, inner=96, vocab=80, heads=4, kv_heads=2, dim=32)
 LARGE = DEVICE_SCALES[-1]
 NEAR = 2e-2  # of a row's norm: the result's rounding to bfloat16, and those inside
 TIMES = 1000
+# Primitives whose warps use one box in turns, in an order that mbarriers alone define: filled by
+# stores, and by a bulk copy.
+ORDERED = ("mbarrier phases", "mbarrier phases of bulk copies")
 
 
 def kernels() -> list[str]:
@@ -214,9 +221,25 @@ def sanitized(tool: str, report: Path) -> str:
     return lines[-1].strip("= ") if lines else "nothing"
 
 
+def raced(report: Path) -> str:
+    """Return racecheck's summary of each primitive of ORDERED, and write its whole reports."""
+    if not shutil.which("compute-sanitizer"):
+        return "no compute-sanitizer here"
+    summaries = []
+    with report.open("w") as output:
+        for name in ORDERED:
+            own = [sys.executable, "-m", "tests.code.hardware.checks", "--primitive", name]
+            command = ["compute-sanitizer", "--tool", "racecheck", *own]
+            process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+            output.write(f"{name}\n{process.stdout}{process.stderr}\n")
+            lines = [line for line in process.stdout.splitlines() if "SUMMARY" in line]
+            summaries.append(f"{name}: {lines[-1].strip('= ') if lines else 'no summary'}")
+    return "; ".join(summaries)
+
+
 def names() -> list[str]:
     """Return the steps: first the tools that have not run, then the fastest to find a fault."""
-    tools = ["memcheck ops", "initcheck ops"]
+    tools = ["racecheck primitives", "memcheck ops", "initcheck ops"]
     return [*tools, *(f"large {name}" for name in kernels()), *(f"repeat {k}" for k in classes())]
 
 
@@ -232,7 +255,8 @@ def do(step: str, folder: Path) -> str:
         return large(of, LARGE, cupy().asarray, cupy().random.default_rng(0))
     if what == "repeat":
         return repeat(of)
-    return sanitized(what, folder / f"{what}.txt")
+    report = folder / f"{what}.txt"
+    return raced(report) if what == "racecheck" else sanitized(what, report)
 
 
 def rates() -> str:
@@ -248,6 +272,7 @@ def main() -> None:
     parser.add_argument("folder", type=Path, nargs="?", help="the folder for reports of tools")
     parser.add_argument("steps", nargs="*", metavar="STEP", help="such as 'large rope'")
     parser.add_argument("--json", type=Path, help="the file that lists the steps that are done")
+    parser.add_argument("--primitive", help="only launch this primitive")
     for name in ("small", "rates"):
         parser.add_argument(f"--{name}", action="store_true", help="only make these calls")
     args = parser.parse_args()
@@ -255,6 +280,8 @@ def main() -> None:
         return small()
     if args.rates:
         return print(rates())
+    if args.primitive:
+        return print(*run(launch(args.primitive)).values())
     said: dict[str, str] = {}
     for step in ("", *args.steps):
         if step:

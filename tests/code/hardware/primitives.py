@@ -346,6 +346,13 @@ def mbarrier_phases(rng: np.random.Generator) -> Launch:
     return Launch("primitives.cu", "handed_over", 1, 64, args, {1: x[:, ::-1].copy()})
 
 
+@primitive(90, name="mbarrier phases of bulk copies")
+def mbarrier_copies(rng: np.random.Generator) -> Launch:
+    words = rng.integers(0, 1 << 32, (5, 32), np.uint32)
+    args = (words, np.zeros_like(words), np.int32(5))
+    return Launch("cluster.cu", "refilled", 1, 64, args, {1: words[:, ::-1].copy()})
+
+
 @primitive(80, name="votes of a block")
 def block_votes(rng: np.random.Generator) -> Launch:
     x = rng.integers(0, 9, 64).astype(np.int32)

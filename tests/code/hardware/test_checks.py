@@ -18,6 +18,7 @@ from ...harness.parity import Case, judge_kernels
 from ...machines.stand_in import gpu
 from ..programs.variants import declared
 from . import checks, kept_cases
+from .primitives import PRIMITIVES
 from .test_session import tool
 
 
@@ -106,6 +107,17 @@ def test_steps_are_told_with_what_they_say(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(SystemExit, match="memcheck: ended with 9\n========= Invalid read"):
         checks.do("memcheck ops", tmp_path)
     assert checks.process_of("large rope") == "large"
+
+
+def test_hazards_of_primitives_are_an_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said = 'echo "========= Race"\necho "========= RACECHECK SUMMARY: $# words"\nexit 1'
+    tool(tmp_path, monkeypatch, "compute-sanitizer", said)
+    answer = checks.do("racecheck primitives", tmp_path)
+    assert answer.count("RACECHECK SUMMARY: 7 words") == len(checks.ORDERED)
+    assert (tmp_path / "racecheck.txt").read_text().count("Race\n") == len(checks.ORDERED)
+    assert {*checks.ORDERED} <= {*PRIMITIVES}
 
 
 def test_runs_that_differ_are_kept_too(tmp_path: Path) -> None:

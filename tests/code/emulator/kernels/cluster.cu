@@ -32,6 +32,30 @@ KERNEL(64) bulk(const unsigned *in, unsigned *out) {
   }
 }
 
+// Each round, a thread fills a box by a bulk copy, a warp reads it, and the next copy overwrites it.
+KERNEL(64) refilled(const unsigned *in, unsigned *out, int rounds) {
+  __shared__ __align__(16) unsigned box[32];
+  __shared__ uint64_t full, empty;
+  prepare(&full, 1);
+  prepare(&empty, 1);
+  __syncthreads();
+  const int lane = threadIdx.x % 32;
+  if (threadIdx.x < 32) {
+    for (int r = 0; r < rounds; r++) {
+      mbarrier_wait(&full, r & 1);
+      out[r * 32 + lane] = box[31 - lane];
+      __syncwarp();
+      if (lane == 0) mbarrier_arrive(&empty);
+    }
+  } else if (lane == 0) {
+    for (int r = 0; r < rounds; r++) {
+      if (r) mbarrier_wait(&empty, (r - 1) & 1);
+      mbarrier_arrive_expect_tx(&full, sizeof box);
+      bulk_load(box, in + r * 32, sizeof box, &full);
+    }
+  }
+}
+
 // Every block adds its tile of 8 rows by 16 to the same place.
 template <class T>
 DEVICE void add_tile(const TensorMap &sum, const T *in) {

@@ -4,7 +4,7 @@
 //              + sum of x[r, c] * codes[o, c] over the columns c of list) * absmax[o] / 127
 //
 //   or, with one scale for all outputs, (sum of x_codes[r, i] * codes[o, i]) * (scales[r] * scale)
-//   + bias[o]
+//   + bias[o]; LARGEST stands for 127
 //
 //   traffic     (rows + outputs) * inputs of codes, again for each column or row of tiles, from L2;
 //               rows * outputs * sizeof(T)
@@ -16,6 +16,7 @@
 //               WIDE           inputs, and addresses, are multiples of 16
 //               OUTLIERS       a list is given
 //               PAIRS          the number of outputs is even
+//               LARGEST        the code of absmax: 127, or 1 for codes -1, 0 and 1
 //               ONE            absmax is one scale
 //               BIAS           a bias is given, with one scale
 //
@@ -142,7 +143,7 @@ int8_linear(const signed char *__restrict__ x_codes, const float *__restrict__ s
 #pragma unroll
             for (int e = 0; e < 2; e++) {
                 const int at = min(o + e, outputs - 1);
-                both[e] = ONE ? result[n][e] : result[n][e] * divided_by<127>((float)absmax[at]);
+                both[e] = ONE ? result[n][e] : result[n][e] * divided_by<LARGEST>((float)absmax[at]);
                 if constexpr (BIAS) both[e] += (float)bias[at];
             }
             if constexpr (PAIRS) store(to, both);

@@ -330,8 +330,13 @@ ternary_linear(const X *x, const float *x_scale, const unsigned char *planes, co
             float sum = 0;
 #pragma unroll
             for (int k = 0; k < WK; k++) sum += partial[(k * ROWS + n) * PITCH + i % M];
-            if constexpr (!GROUPED) sum *= (float)scale[(long long)to * scale_step];
-            if constexpr (INT8) sum *= x_scale[first_row + n];
+            const float factor = GROUPED ? 1.0f : (float)scale[(long long)to * scale_step];
+            if constexpr (INT8) {  // the order of int8_linear.cu, which computes many rows
+                const float own = x_scale[first_row + n];
+                sum = GROUPED || scale_step == 0 ? sum * (own * factor) : sum * own * factor;
+            } else {
+                sum *= factor;
+            }
             y[(first_row + n) * outputs + to] = (T)(sum * Codes<X>::FACTOR);
         }
         if constexpr (!WHOLE) return;

@@ -76,6 +76,7 @@ class TestTernaryLinear(KernelParity):
             (13, 4096, False),
             (4, 4096, True),
             (256, 4096, False),
+            (4096, 4096, False),
         )
     )
     options = ({"int8": False}, {"int8": True})
@@ -121,10 +122,30 @@ class TestTernaryLinearOfIntegers(KernelParity):
         case("many rows", [70], 133, 600, int8=True),
         case("many rows, odd", [17], 9, 77, int8=True, per_row=False),
         case("many rows, in groups", [65], 130, 400, group=256, int8=True),
+        case("rows of an int8 product", [257], 70, 112, int8=True),
+        case("rows of an int8 product, one scale", [2, 150], 5, 48, int8=True, per_row=False),
     )
     test_gradient_matches_finite_differences = None  # it passes straight through: below
     test_rounds_once = None  # at a tie, float32 and float64 fall to different sides
     test_any_strides = None  # as above
+
+
+@pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
+@pytest.mark.parametrize("per_row", [False, True])
+@pytest.mark.parametrize("inputs", [16, 272])
+def test_a_row_of_integers_has_the_bits_of_other_kernels(
+    dtype: Any, per_row: bool, inputs: int
+) -> None:
+    """One, nine and 65 rows read the planes; more are a product of codes of one byte."""
+    rng = np.random.default_rng(inputs)
+    planes = planes_of(codes(rng, 34, inputs))
+    scale = rng.random((34, 1) if per_row else (1, 1), np.float32)
+    x = drawn(300, inputs, dtype=dtype)
+    with emulator():
+        whole = ternary_linear_forward(x, planes, scale, int8=True)
+        for rows in (1, 9, 65):
+            part = ternary_linear_forward(x[:rows], planes, scale, int8=True)
+            np.testing.assert_array_equal(part, whole[:rows])
 
 
 @pytest.mark.slow

@@ -81,6 +81,7 @@ def constants(
     outliers: bool,
     pairs: bool,
     one_scale: bool = False,
+    largest: int = 127,
 ) -> Constants:
     """Return the constants of int8_linear.cu for the dtypes of y, absmax and bias (or None).
 
@@ -102,6 +103,7 @@ def constants(
         WIDE=wide,
         OUTLIERS=outliers,
         PAIRS=pairs,
+        LARGEST=largest,
         ONE=one_scale,
         BIAS=bias is not None,
     )
@@ -116,12 +118,14 @@ def launch_product(
     *,
     outliers: Any = None,
     one_scale: bool = False,
+    largest: int = 127,
     bias: Array | None = None,
 ) -> None:
     """Write the scaled product of codes to y by the kernel.
 
-    ``outliers`` is x, the list of its outlier columns and the length of that list.  With
-    ``one_scale``, absmax is a single scale for all outputs, and there may be a bias.
+    ``outliers`` is x, the list of its outlier columns and the length of that list.  absmax has the
+    values of the code ``largest``.  With ``one_scale``, it is a single scale for all outputs, and
+    there may be a bias.
     """
     outputs, inputs = codes.shape
     rows = x_codes.size // inputs
@@ -129,7 +133,7 @@ def launch_product(
     dtypes = y.dtype, absmax.dtype, None if bias is None else bias.dtype
     # copies of 16 bytes; stores of two results
     wide, pairs = lanes(inputs, codes) == 16, outputs % 2 == 0
-    chosen = constants(tiles, dtypes, wide, outliers is not None, pairs, one_scale)
+    chosen = constants(tiles, dtypes, wide, outliers is not None, pairs, one_scale, largest)
     kernel = load("int8_linear.cu", "int8_linear", y, chosen)
     blocks = -(-rows // tiles.rows) * -(-outputs // tiles.outputs)
     kernel[blocks, tiles.threads, tiles.bytes](

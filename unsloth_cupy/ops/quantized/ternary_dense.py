@@ -9,17 +9,19 @@ from typing import Any
 import numpy as np
 
 from ...core.arrays import empty, lanes
-from ...core.dtypes import KERNEL_DTYPES, Array
+from ...core.dtypes import FLOAT32, KERNEL_DTYPES, Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
 from ...errors import ShapeError
+from ..common.int8_codes import INT8
 from ..common.no_kernel import no_kernel
 from ._planes import WORD, dense, row_bytes
 from .weight import on_gpu
 
 THREADS = 256
 EIGHT = 8  # columns of a byte
+CHUNK = 16  # columns of 16 bytes of codes
 
 
 def dense_part(
@@ -88,6 +90,19 @@ def _launch(w: Array, planes: Array, scale: Array, row: int, column: int, group:
         int(scale.size > groups),
     )
     return w
+
+
+def launch_codes(planes: Array, columns: int) -> Array:
+    """Return the codes of a weight, (outputs, columns) int8; columns are a multiple of CHUNK."""
+    outputs, _, plane_bytes = planes.shape
+    codes = empty((outputs, columns), INT8, like=planes)
+    kernel = load(
+        "ternary_dense.cu", "ternary_codes", planes, _constants(FLOAT32, FLOAT32, 1, False)
+    )
+    chunks = columns // CHUNK
+    blocks = -(-chunks // THREADS)
+    kernel[outputs * blocks, THREADS](planes, codes, chunks, blocks, plane_bytes)
+    return codes
 
 
 @cache

@@ -26,11 +26,16 @@ from ..common.int8_codes import quantized
 from ..common.no_kernel import no_kernel
 from ..linear.linear import linear
 from ._int8_rows import launch_quantize
+from ._int8_tiles import launch_product
 from ._planes import row_blocks, row_bytes, scales_by_row
 from .ternary import ACTIVATIONS, FEW, GROUP_STEP, Ternary
-from .ternary_dense import dense_part
+from .ternary_dense import CHUNK, dense_part, launch_codes
 
 COLUMNS = 512  # columns that a warp processes at a time, as in the kernel
+# Most rows for which the planes are read; for more, they are converted to codes of one byte in each
+# call.  On sm_90 a product of 16 x 8 x 32 takes 3.4 instructions of a warp instead of 7.6, which is
+# what the conversion takes at 152 rows; at 268 rows it is the time that memory takes for the codes.
+MANY = 256
 PAD = 4  # floats of padding per row of sums, as in the kernel: no two lanes share a bank
 
 
@@ -180,6 +185,11 @@ def _launch(
     if int8:
         values, factors, _ = launch_quantize(x)
     y = empty((*x.shape[:-1], outputs), x.dtype, like=x)
+    if rows > MANY and groups == 1 and inputs % CHUNK == 0:
+        weight, factor = launch_codes(planes, inputs), scale.reshape(scale.size)
+        one = scale.size == 1
+        launch_product(y, values, factors, weight, factor, one_scale=one, largest=1)
+        return y
     device, wide = limits(x), lanes(inputs, values) * values.dtype.itemsize >= 16
     chosen, shared = _constants(
         *(values.dtype, x.dtype, scale.dtype, rows if rows <= FEW else None, inputs, device.shared),
@@ -209,7 +219,8 @@ def _constants(
         <= 8     1, 1, 8     1, 1, 8    1, 1, 4     share the columns: all SMs have loads in flight,
         <= 16    2, 1, 8     2, 1, 4    2, 1, 2     even for few outputs
         more     8, 8, 1                            64 rows by 128 outputs: weights are decoded
-                                                    once for 64 rows
+                                                    once for 64 rows; up to MANY rows, if
+                                                    int8_linear.cu can take more
 
     Few rows stay in shared memory for all outputs of a block (WHOLE), if they take less than half
     of the shared memory of an SM, ``sm_bytes``.  Then 24 warps of an SM read ahead, or 16 where

@@ -16,6 +16,8 @@
 //               BIAS, INITIAL, SILU
 //               PACKED, I    see common/texts.cuh
 //
+//   x may be columns of a wider array.
+//
 //   The trick: a thread walks along a tile of tokens and keeps the last WIDTH inputs of its
 //   channels in a ring of registers, so that each is read once, some tokens before it is needed; so
 //   it does with du in backward, for which it walks WIDTH - 1 tokens beyond its tile.  Sums for dw
@@ -29,7 +31,7 @@ constexpr int BEFORE = WIDTH - 1;  // inputs before a token that it needs
 // replaces in the window, so that moving on costs nothing.  Inputs are fetched AHEAD tokens before
 // they are needed: a divisor of a round, with few enough registers.
 constexpr int ROUND = WIDTH < 3 ? 4 : WIDTH;
-constexpr int AHEAD = WIDTH < 5 ? ROUND : WIDTH % 2 == 0 ? 2 : 1;
+constexpr int AHEAD = WIDTH < 5 ? ROUND : WIDTH % 2 == 0 && WIDTH * sizeof(T) < 32 ? 2 : 1;
 constexpr int AHEAD_BACKWARD = sizeof(T) == 4 && AHEAD % 2 == 0 ? AHEAD / 2 : AHEAD;
 using Values = float[LANES];
 
@@ -41,6 +43,7 @@ DEVICE float sigmoid_in_t(float u) {
 struct Sizes {
     long long tokens, each, tiles;  // of all texts; of a text, unless PACKED
     int texts, channels, blocks, tile;  // blocks along the channels; tokens of a tile
+    int pitch;                          // values from a token of x to the next
 };
 
 // What a thread reads: its channels, and its place in the grid.
@@ -72,7 +75,7 @@ struct Part {
     }
     // The inputs at a token of this text, or before it.
     DEVICE void read(Values &to, long long token) const {
-        if (token >= start) return load(to, x + token * s.channels + channel);
+        if (token >= start) return load(to, x + token * s.pitch + channel);
 #pragma unroll
         for (int j = 0; j < LANES; j++)
             to[j] = INITIAL ? (float)initial[kept(j) + BEFORE - (int)(start - token)] : 0.0f;
@@ -89,10 +92,10 @@ struct Part {
 
 // The values of the next COUNT tokens, or of those that are left.
 template <int COUNT>
-DEVICE void fetch_some(Vector<T, LANES> (&to)[COUNT], const T *from, int left, int channels) {
+DEVICE void fetch_some(Vector<T, LANES> (&to)[COUNT], const T *from, int left, int pitch) {
 #pragma unroll
     for (int i = 0; i < COUNT; i++)
-        if (i < left) fetch(to[i], from + i * channels);
+        if (i < left) fetch(to[i], from + i * pitch);
 }
 
 // The place in a window of the input that is multiplied by tap i, for the n-th token of a walk.
@@ -143,18 +146,18 @@ causal_conv(const T *__restrict__ x, const W *__restrict__ weight, const B *__re
         Values window[WIDTH];
         part.find(token);
         part.open(window, token);
-        const T *from = x + token * s.channels + channel;
+        const T *from = x + token * s.pitch + channel;
         T *to = y + token * s.channels + channel;
         int left = (int)(min(part.stop, end) - token);
         token += left;
         Vector<T, LANES> next[AHEAD];
-        fetch_some(next, from, left, s.channels);
+        fetch_some(next, from, left, s.pitch);
         for (; left > 0; left -= ROUND) {
 #pragma unroll
             for (int i = 0; i < ROUND; i++) {
                 if (i >= left) break;
                 widen(window[place(i, BEFORE)], next[i % AHEAD]);
-                if (i + AHEAD < left) fetch(next[i % AHEAD], from + (i + AHEAD) * s.channels);
+                if (i + AHEAD < left) fetch(next[i % AHEAD], from + (i + AHEAD) * s.pitch);
                 Values sums;
 #pragma unroll
                 for (int j = 0; j < LANES; j++) {
@@ -163,7 +166,7 @@ causal_conv(const T *__restrict__ x, const W *__restrict__ weight, const B *__re
                 }
                 store(to + i * s.channels, sums);
             }
-            from += ROUND * s.channels;
+            from += ROUND * s.pitch;
             to += ROUND * s.channels;
         }
     }
@@ -225,7 +228,7 @@ causal_conv_backward(const T *__restrict__ dy, const T *__restrict__ dfinal,
         part.find(token);
         part.open(window, token);
         const long long at = token * s.channels + channel;
-        const T *from = x + at, *dy_from = dy + at;
+        const T *from = x + token * s.pitch + channel, *dy_from = dy + at;
         T *to = dx + at - BEFORE * s.channels;
         // Tokens whose dw is of this tile, and dx; those that it walks along; those of the text.
         const int own = (int)(min(part.stop, end) - token), steps = own + BEFORE;
@@ -233,7 +236,7 @@ causal_conv_backward(const T *__restrict__ dy, const T *__restrict__ dfinal,
         token += own;
         Values later[WIDTH];  // du of the last tokens
         Vector<T, LANES> next[AHEAD_BACKWARD], next_dy[AHEAD_BACKWARD];
-        fetch_some(next, from, inside, s.channels);
+        fetch_some(next, from, inside, s.pitch);
         fetch_some(next_dy, dy_from, inside, s.channels);
         for (int round = 0; round < steps; round += ROUND) {
 #pragma unroll
@@ -245,7 +248,7 @@ causal_conv_backward(const T *__restrict__ dy, const T *__restrict__ dfinal,
                     widen(window[place(i, BEFORE)], next[i % AHEAD_BACKWARD]);
                     widen(du, next_dy[i % AHEAD_BACKWARD]);
                     if (round + ahead < inside) {
-                        fetch(next[i % AHEAD_BACKWARD], from + ahead * s.channels);
+                        fetch(next[i % AHEAD_BACKWARD], from + ahead * s.pitch);
                         fetch(next_dy[i % AHEAD_BACKWARD], dy_from + ahead * s.channels);
                     }
                     slopes(du, window, i, taps);
@@ -274,7 +277,7 @@ causal_conv_backward(const T *__restrict__ dy, const T *__restrict__ dfinal,
                 }
                 store(to + i * s.channels, sums);
             }
-            from += ROUND * s.channels;
+            from += ROUND * s.pitch;
             dy_from += ROUND * s.channels;
             to += ROUND * s.channels;
         }

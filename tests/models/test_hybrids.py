@@ -1,6 +1,7 @@
 """Models with delta rules: states in caches, packing, adapters, plans, and what is refused."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,13 +9,17 @@ import safetensors.numpy
 from safetensors import safe_open
 
 from unsloth_cupy import CheckpointConfig, PagedKVCache
+from unsloth_cupy.core import op
 from unsloth_cupy.errors import ConfigError, RangeError
 from unsloth_cupy.inference.kv_cache import KVCache
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.configs.families import FAMILIES
 from unsloth_cupy.models.parse import parse
 from unsloth_cupy.parallel import SingleCommunicator
+from unsloth_cupy.training import tape
 
+from ..machines.stand_in import gpu
+from .peers import CONFIGS as PLAIN
 from .peers import MIXTURES, RELATIVES, SIZES, YARN, make
 
 
@@ -63,6 +68,36 @@ def test_packed_texts_padding_and_caches(label):
     assert again == loss
     for name, gradient in gradients.items():
         np.testing.assert_array_equal(actual[name], gradient, err_msg=name)
+
+
+@pytest.mark.parametrize("label", ["mamba2", "qwen3_next", "kimi_linear", "phi3"])
+def test_parts_of_a_projection_are_neither_copied_nor_added(label, monkeypatch):
+    """A convolution reads columns where a product wrote them; gradients of parts are one array."""
+    real = SimpleNamespace(called=tape.called, add_up=tape.add_up, contiguous=op.contiguous)
+    names, added, copied = [""], set(), set()
+
+    def called(op, values, options):
+        names.append(op.__name__)
+        return real.called(op, values, options)
+
+    def add_up(a, b):
+        added.update(names[-1:] if a is not None else [])
+        return real.add_up(a, b)
+
+    def contiguous(array):
+        copied.update([] if array is None or array.flags.c_contiguous else names[-1:])
+        return real.contiguous(array)
+
+    monkeypatch.setattr(tape, "called", called)
+    monkeypatch.setattr(tape, "add_up", add_up)
+    monkeypatch.setattr(op, "contiguous", contiguous)
+    with gpu(devices=1) as machine:
+        machine.strict = False
+        model = create(CONFIGS.get(label) or SIZES | PLAIN[label], seed=0, device="cuda")
+        model.loss_and_gradients(*[machine.place(TOKENS)] * 2)
+    assert len(names) > 40
+    assert not added & {"columns_backward", "index_backward"}
+    assert not copied & {"causal_conv", "causal_conv_backward"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from ...ops.position.rope import rope
 from ...ops.position.rope_qk import rope_qk
 from .call import Call
 from .delta_layer import delta_layer
-from .elements import gated
+from .elements import gated, split
 from .latent_attention import latent_attention_heads
 from .norms import divided_norm, head_norm
 from .state_space_layer import state_space_layer
@@ -39,11 +39,7 @@ def _attention(call: Call, layer: int, module: str, x: Any) -> Any:
         return _output(call, module, out)
     if "qkv" in config.fused:
         (fused,) = call.project(call.parameters, [module + "qkv_proj"], x)
-        q, k, v = (
-            fused[..., :queries],
-            fused[..., queries : queries + keys],
-            fused[..., queries + keys :],
-        )
+        q, k, v = split(fused, (queries, keys, keys))
     else:
         names = [f"{module}{name}_proj" for name in "qkv"]
         q, k, v = call.project(call.parameters, names, x)
@@ -54,7 +50,7 @@ def _attention(call: Call, layer: int, module: str, x: Any) -> Any:
     # (batch, tokens, heads, dim), or 2 * dim with a gate
     q, gate = q.reshape(batch, tokens, config.heads, q.shape[-1] // config.heads), None
     if config.gated:  # query and gate of a head are neighbours in the projection
-        q, gate = q[..., : config.dim], q[..., config.dim :]
+        q, gate = split(q, (config.dim, config.dim))
     k = k.reshape(batch, tokens, config.kv_heads, config.dim)
     v = v.reshape(batch, tokens, config.kv_heads, config.dim)
     q, k = _placed(call, layer, module, q, k, v)

@@ -15,7 +15,6 @@ changes neither.
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -87,10 +86,9 @@ def _projected(call: Any, rule: Delta, module: str, x: Any) -> list[Any]:
     rows, groups = x.shape[:2], rule.value_heads // rule.key_heads
     many = many.reshape(*rows, rule.key_heads, many.shape[-1] // rule.key_heads)
     few = few.reshape(*rows, rule.key_heads, 2 * groups)
-    first, values = 2 * rule.key_dim, groups * rule.value_dim  # where v begins, and its length
-    ends = (0, rule.key_dim, first, first + values, first + 2 * values)
-    q, k, v, z = (many[..., a:b] for a, b in pairwise(ends))
-    b, a = few[..., :groups], few[..., groups:]
+    values = groups * rule.value_dim
+    q, k, v, z = split(many, (rule.key_dim, rule.key_dim, values, values))
+    b, a = split(few, (groups, groups))
     q, k, v, z, b, a = (
         each.reshape(*rows, rule.key_heads * each.shape[-1]) for each in (q, k, v, z, b, a)
     )  # (batch, tokens, heads * dim) each

@@ -10,6 +10,7 @@ from ...core.arrays import rounded
 from ...core.dtypes import FLOAT32
 from ...ops.activations.geglu import geglu
 from ...ops.activations.swiglu import sigmoid
+from ...ops.elements.cast import PARTS, concatenate
 from ...parallel.taped import taped, value_of
 
 
@@ -67,6 +68,9 @@ def split(x: Any, sizes: Sequence[int]) -> Any:
 
     def back(*arguments: Any) -> dict[str, Any]:
         dx, (*dys, _) = np.empty_like(value), arguments
+        if len(dys) <= PARTS and all(dy is not None for dy in dys):
+            concatenate(dys, dx)  # one launch
+            return {"x": dx}
         for place, dy in zip(places, dys, strict=True):
             dx[..., place] = 0 if dy is None else dy
         return {"x": dx}
@@ -84,6 +88,16 @@ def without_padding(x: Any, mask: Any) -> Any:
     return taped("without_padding", masked(value_of(x)), lambda dy, wanted: {"x": masked(dy)}, x=x)
 
 
+def joined(values: Sequence[Any]) -> Any:
+    """Return arrays of one dtype joined along the last axis."""
+    if len(values) > PARTS:
+        return np.concatenate(values, axis=-1)
+    shape = *values[0].shape[:-1], sum(value.shape[-1] for value in values)
+    whole = np.empty_like(values[0], shape=shape)
+    concatenate(values, whole)
+    return whole
+
+
 def beside(*parts: Any) -> Any:
     """Return arrays joined along the last axis."""
     values = [value_of(part) for part in parts]
@@ -92,8 +106,8 @@ def beside(*parts: Any) -> Any:
     places = {n: slice(*each) for n, each in zip(names, pairwise(ends), strict=True)}
     return taped(
         "beside",
-        np.concatenate(values, axis=-1),
-        lambda dy, wanted: {n: dy[..., places[n]].copy() for n in wanted},
+        joined(values),
+        lambda dy, wanted: {n: dy[..., places[n]] for n in wanted},
         **dict(zip(names, parts, strict=True)),
     )
 

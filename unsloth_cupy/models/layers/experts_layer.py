@@ -29,7 +29,7 @@ from ..adapters.outer_weights import made_of
 from ..adapters.through import through_stack
 from ..configs.config import CORRECTION, LATENT, Experts
 from .call import Call
-from .elements import clamped_swiglu, stacked
+from .elements import clamped_swiglu, split, stacked
 from .expert_ranks import at_their_ranks, balance_of, sums_of_balance
 from .sorted_rows import by_expert
 
@@ -94,16 +94,17 @@ def adapted_experts(
     sorted_rows, offsets = by_expert(chosen, parameters[names[0]].shape[0])
     product = partial(_product, parameters, stacks, offsets)
     both = product(names[0], sorted_rows.gathered(rows))
-    gate, up = both[..., : experts.inner], both[..., experts.inner :]
-    match experts.activation:
-        case "relu2":
-            act = relu2(both)
-        case "swiglu_clamped":
-            act = clamped_swiglu(gate, up, **experts.clamps)
-        case "swiglu":
-            act = swiglu(gate, up)
-        case name:
-            act = geglu(gate, up, approximate=name == "geglu_tanh")
+    if experts.activation == "relu2":
+        act = relu2(both)
+    else:
+        gate, up = split(both, (experts.inner, experts.inner))
+        match experts.activation:
+            case "swiglu_clamped":
+                act = clamped_swiglu(gate, up, **experts.clamps)
+            case "swiglu":
+                act = swiglu(gate, up)
+            case name:
+                act = geglu(gate, up, approximate=name == "geglu_tanh")
     out = product(names[1], act)
     weights = routes.weights.reshape(-1, chosen.shape[-1])
     return sorted_rows.summed(out, weights).reshape(*x.shape)

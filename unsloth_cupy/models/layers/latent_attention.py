@@ -25,6 +25,7 @@ from ...parallel.taped import taped, value_of
 from ...placement import check_library
 from ..configs.config import INNER_EPS, Config, Latent
 from ..ranks.division import entered
+from .elements import split
 
 
 def latent_attention_heads(call: Any, latent: Latent, layer: int, module: str, x: Any) -> Any:
@@ -44,13 +45,11 @@ def latent_attention_heads(call: Any, latent: Latent, layer: int, module: str, x
         (both,) = call.project(parameters, names, x)
         (q,) = call.project(parameters, [f"{module}q_proj"], entered(ranks, x))
     q = q.reshape(batch, tokens, config.heads, latent.dim)
-    short = rms_norm(
-        both[..., : latent.rank], parameters[f"{module}kv_a_layernorm.weight"], eps=INNER_EPS
-    )
-    short = entered(ranks, short)
-    rotated = entered(ranks, both[..., latent.rank :])
+    short, rotated = split(both, (latent.rank, latent.rotated))
+    short = rms_norm(short, parameters[f"{module}kv_a_layernorm.weight"], eps=INNER_EPS)
+    short, rotated = entered(ranks, short), entered(ranks, rotated)
     rotated = rotated.reshape(batch, tokens, 1, latent.rotated)
-    turned = q[..., latent.plain :]
+    q, turned = split(q, (latent.plain, latent.rotated))
     if config.rotates(layer):
         cos, sin, *_ = tables[config.layer_types[layer]]
         turned, rotated = rope_qk(
@@ -80,14 +79,14 @@ def _absorbed(
     row: Array,
     options: Mapping[str, Any],
 ) -> Array:
-    """Append rows to the latent cache, and return the attention of q to all its rows."""
+    """Append rows to the latent cache; return the attention of q and turned to all its rows."""
     batch, tokens, heads, _ = q.shape
     rank, plain = latent.rank, latent.plain
     weight = call.attention.whole(call.parameters, f"{module}kv_b_proj.weight")
     weight = weight.reshape(heads, plain + latent.value, rank)  # B_k, then B_v, of each head
     query = empty((batch, tokens, heads, rank + latent.rotated), q.dtype, like=q)
     query[..., rank:] = turned
-    gemm(_by_head(q)[..., :plain], weight[:, :plain], out=_by_head(query)[..., :rank])
+    gemm(_by_head(q), weight[:, :plain], out=_by_head(query)[..., :rank])
     sums = call.attention.latents.attend(layer, query, row, None, **options)
     out = empty((batch, tokens, heads, latent.value), q.dtype, like=q)
     gemm(_by_head(sums), weight[:, plain:].swapaxes(1, 2), out=_by_head(out))
@@ -104,12 +103,10 @@ def _padded(q: Any, turned: Any, latent: Latent, dim: int) -> Any:
     """Return queries with ``dim`` elements per head: plain part, rotated part, zeros."""
     values, plain, end = value_of(q), latent.plain, latent.dim
     y = np.zeros_like(values, shape=(*values.shape[:-1], dim))
-    y[..., :plain], y[..., plain:end] = values[..., :plain], value_of(turned)
+    y[..., :plain], y[..., plain:end] = values, value_of(turned)
 
     def back(dy: Any, wanted: Any) -> Mapping[str, Any]:
-        dq = np.zeros_like(values)
-        dq[..., :plain] = dy[..., :plain]
-        return {"q": dq, "turned": dy[..., plain:end].copy()}
+        return {"q": dy[..., :plain], "turned": dy[..., plain:end]}
 
     return taped("latent_attention", y, back, q=q, turned=turned)
 

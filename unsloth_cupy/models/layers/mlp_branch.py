@@ -12,7 +12,7 @@ from ...ops.elements.arithmetic import add, multiply, scale
 from ..adapters.adapter import Adapter
 from ..configs.config import BUFFERS, Config
 from .call import Call
-from .elements import gated, gelu
+from .elements import gated, gelu, split
 from .experts_layer import experts_of_tokens
 from .norms import divided_norm
 
@@ -41,7 +41,7 @@ def _dense_mlp(call: Call, module: str, x: Any) -> Any:
     if "mlp" in config.fused:
         (fused,) = call.project(parameters, [module + names.gate_up], x)
         inner = fused.shape[-1] // 2
-        gate, up = fused[..., :inner], fused[..., inner:]
+        gate, up = split(fused, (inner, inner))
     elif config.gate:
         gate, up = call.project(parameters, [module + "gate_proj", module + names.up], x)
     else:

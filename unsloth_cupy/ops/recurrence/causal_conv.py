@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.arrays import empty, lanes
+from ...core.arrays import contiguous, empty, lanes
 from ...core.dtypes import FLOAT32, Array
 from ...core.kernel import load
 from ...core.op import op
@@ -21,6 +21,7 @@ from ...errors import ConfigError
 from ..activations.swiglu import sigmoid
 from ..common.columns import column_sums
 from ..common.no_kernel import no_kernel
+from ..common.strides import pitch_of, spanned
 from ..linear.linear import flat
 from ._texts import check_texts, count_of, ends, offsets_of, tile_of
 
@@ -101,7 +102,7 @@ def causal_conv(
     return y.reshape(x.shape), texts.final()
 
 
-@causal_conv.kernel
+@causal_conv.kernel(strided=("x",))
 def _launch(
     x: Array,
     weight: Array,
@@ -117,12 +118,13 @@ def _launch(
     y = empty(x.shape, x.dtype, like=x)
     final = empty((texts, channels, width - 1), x.dtype, like=x)
     # a thread keeps the last inputs of its channels in registers: fewer channels, if there are many
-    vector = min(8 if width <= 4 else 4, lanes(channels, x, y))
+    view, pitch = _tokens(x)
+    vector = min(8 if width <= 4 else 4, lanes(channels | pitch, view, y))
     flags = initial is not None, activation is not None
     chosen = _constants(x.dtype, *_dtypes(weight, bias, offsets), width, vector, *flags)
-    sizes, blocks = _sizes(x, texts, vector)
+    sizes, blocks = _sizes(x, texts, vector, pitch)
     kernel = load("causal_conv.cu", "causal_conv", x, chosen)
-    kernel[blocks, THREADS](x, weight, bias, initial, offsets, y, final, sizes)
+    kernel[blocks, THREADS](view, weight, bias, initial, offsets, y, final, sizes)
     return y, final
 
 
@@ -157,7 +159,7 @@ def causal_conv_backward(
     return dx.reshape(x.shape), dweight, dbias, None if initial is None else dinitial
 
 
-@causal_conv_backward.kernel
+@causal_conv_backward.kernel(strided=("x",))
 def _launch_backward(
     dy: Array,
     dfinal: Array | None,
@@ -174,14 +176,15 @@ def _launch_backward(
     dx = empty(x.shape, x.dtype, like=x)
     dinitial = None if initial is None else empty(initial.shape, x.dtype, like=x)
     # half as many channels as in forward: sums of dweight take registers, too
-    vector = min(4 if width <= 4 else 2, lanes(channels, x, dy, dx))
+    view, pitch = _tokens(x)
+    vector = min(4 if width <= 4 else 2, lanes(channels | pitch, view, dy, dx))
     flags = initial is not None, activation is not None
     chosen = _constants(x.dtype, *_dtypes(weight, bias, offsets), width, vector, *flags)
-    sizes, blocks = _sizes(x, texts, vector)
+    sizes, blocks = _sizes(x, texts, vector, pitch)
     taps = empty((1, sizes["tiles"], channels * width), FLOAT32, like=x)
     sums: Any = None if bias is None else empty((1, sizes["tiles"], channels), FLOAT32, like=x)
     kernel = load("causal_conv.cu", "causal_conv_backward", x, chosen)
-    arrays = dy, dfinal, x, weight, bias, initial, offsets
+    arrays = dy, dfinal, view, weight, bias, initial, offsets
     kernel[blocks, THREADS](*arrays, dx, dinitial, taps, sums, sizes)
     dweight = empty(weight.shape, weight.dtype, like=x)
     column_sums(taps, dweight, None)
@@ -228,14 +231,21 @@ def _constants(
     )
 
 
-def _sizes(x: Array, texts: int, vector: int) -> tuple[dict[str, int], int]:
+def _tokens(x: Array) -> tuple[Array, int]:
+    """Return x for a kernel, and the values from a token to the next; x may be columns."""
+    pitch = 0 if x.flags.c_contiguous else pitch_of(x)
+    return (spanned(x), pitch) if pitch > 0 else (contiguous(x), x.shape[-1])
+
+
+def _sizes(x: Array, texts: int, vector: int, pitch: int) -> tuple[dict[str, int], int]:
     """Return the struct Sizes of causal_conv.cu, and the number of blocks."""
     (batch, tokens, channels) = x.shape
     blocks = -(-channels // (vector * THREADS))
     tile = tile_of(batch * tokens, blocks, x)
     tiles = -(-batch * tokens // tile)
     sizes = {"tokens": batch * tokens, "each": tokens, "texts": texts, "channels": channels}
-    return {**sizes, "blocks": blocks, "tile": tile, "tiles": tiles}, blocks * (tiles + texts)
+    sizes |= {"blocks": blocks, "tile": tile, "tiles": tiles, "pitch": pitch}
+    return sizes, blocks * (tiles + texts)
 
 
 class Texts:

@@ -181,7 +181,8 @@ def _launch(
         return no_kernel(many if rows > FEW and not int8 else step)
     if aligned < 4 or x.ndim * outputs == 0:
         return no_kernel("rows of the planes are not aligned to 4 bytes")
-    factors, values = None, x
+    factors: Any = None
+    values = x
     if int8:
         values, factors, _ = launch_quantize(x)
     y = empty((*x.shape[:-1], outputs), x.dtype, like=x)

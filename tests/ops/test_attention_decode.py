@@ -107,7 +107,11 @@ def left_out(rng: np.random.Generator) -> np.ndarray:
 class TestAttentionPaged(KernelParity):
     op = "attention_paged_forward"
     machine = {"processors": 132}  # noqa: RUF012
-    sizes = ({"page": 1, "keys": 16}, {})
+    sizes = (
+        {"page": 1, "keys": 16, "queries": 19},
+        {"queries": 19},
+        {"queries": 512, "dropout": 0.0},  # pages are gathered, which dropout prevents
+    )
     options = ({}, EVERY)
     test_gradient_matches_finite_differences = None  # it has none
     test_rounds_once = None  # test_attention_paged.py

@@ -22,11 +22,15 @@ def scaled(count: int, page: int) -> Any:
 class TestAttentionPagedInt8(KernelParity):
     op = "attention_paged_int8_forward"
     machine = {"processors": 132}  # noqa: RUF012
-    sizes = (
-        {"page": 1, "keys": 16, "dim": 128, "value_dim": 128},
-        {"page": 16, "dim": 64, "value_dim": 64},
-        {"page": 16, "dim": 128, "value_dim": 128},
-        {"page": 16, "dim": 256, "value_dim": 256},
+    sizes = tuple(
+        {"page": page, "dim": dim, "value_dim": dim, "queries": queries, **more}
+        for page, dim, queries, more in (
+            (1, 128, 19, {"keys": 16}),
+            (16, 64, 19, {}),
+            (16, 128, 19, {}),
+            (16, 128, 512, {}),  # pages are gathered
+            (16, 256, 19, {}),
+        )
     )
     options = ({},)
     test_gradient_matches_finite_differences = None  # it has none
@@ -84,10 +88,12 @@ def test_explain_tells_why_heads_have_no_kernel(dim: int) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("queries", [1, 64])
 @pytest.mark.parametrize("dtype", KERNEL_DTYPES, ids=str)
-def test_equals_attention_over_the_dequantized_pages(dtype: Any) -> None:
+def test_equals_attention_over_the_dequantized_pages(dtype: Any, queries: int) -> None:
+    """By the kernel for few queries, and over gathered pages."""
     rng = np.random.default_rng(0)
-    q = rng.standard_normal((2, 1, 4, 64)).astype(dtype)
+    q = rng.standard_normal((2, queries, 4, 64)).astype(dtype)
     codes = rng.integers(-127, 128, (2, 6, 16, 2, 64), np.int8)
     scales = (rng.random((2, 6, 16, 2)) / 100).astype(np.float32)
     k, v = codes * scales[..., None]

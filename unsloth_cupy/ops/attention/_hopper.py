@@ -94,15 +94,27 @@ def forward_tiles(q: Array, v: Array, call: KernelOptions) -> Forward | None:
     return tiles if room and warpgroups(q) else None
 
 
+def empty_results(q: Array, value_dim: int) -> tuple[Array, Array]:
+    """Return new arrays for out and lse."""
+    *batch, queries, heads, _ = q.shape
+    lse = empty((*batch, heads, queries), np.float32, like=q)
+    return empty((*batch, queries, heads, value_dim), q.dtype, like=q), lse
+
+
 def launch_on_warpgroups(
-    q: Array, k: Array, v: Array, sinks: Array | None, call: KernelOptions, own: Forward
+    q: Array,
+    k: Array,
+    v: Array,
+    sinks: Array | None,
+    call: KernelOptions,
+    own: Forward,
+    results: tuple[Array, Array] | None,
 ) -> Any:
     """Launch attention_forward_sm90.cu."""
     *batch, queries, heads, dim = q.shape
     keys, kv_heads, value_dim = v.shape[-3:]
     q, k, v = map(mappable, (q, k, v))
-    out = empty((*batch, queries, heads, value_dim), q.dtype, like=q)
-    lse = empty((*batch, heads, queries), np.float32, like=q)
+    out, lse = results or empty_results(q, value_dim)
     chosen = constants(own, **call.constants, S=q.dtype if sinks is None else sinks.dtype)
     blocks, total = -(-queries // own.rows) + call.numbers["sequences"], math.prod(batch) * heads
     streamed = keys * (dim + value_dim) * q.dtype.itemsize

@@ -46,8 +46,9 @@ def attention_paged_int8_forward(
 ) -> tuple[Array, Array]:
     """Return out and lse of attention_paged_forward, for keys and values times their scales.
 
-    The kernel for few queries runs all calls, except head dims that are not multiples of 16, and
-    float32 with head dims above 128 and a mask, bias or dropout.
+    The kernel for few queries multiplies codes of keys exactly.  It supports neither head dims that
+    are not multiples of 16, nor float32 with head dims above 128 and a mask, bias or dropout.  For
+    many queries on a GPU, keys times their scales are rounded to the dtype of q.
     """
     arrays = mask, bias, alibi, sinks, None, query_start, None
     options = Options(*arrays, causal, window, scale, softcap, dropout, seed)

@@ -13,15 +13,17 @@
 //               WARPS, RESIDENT      warps of a block; blocks that an SM must hold
 //               ROW_WARPS, KEY_WARPS warps along the rows and the keys of scores; the others take
 //                                    turns along the depth
-//               FAN                  partial results that a block merges
+//               FAN                  partial results that are merged into one
+//               MERGERS              threads of a block of latent_merge
 //               PAGED, MASK, CAUSAL
 //
 //   The trick: all heads read the same row, so heads and queries are rows of one product, and a
 //   tile in shared memory serves scores and values: nothing is read twice.  Warps divide scores
 //   by rows and keys, and values by columns; probabilities pass through shared memory.  Chunks
-//   begin at fixed keys and their parts are merged in their order, FAN at a time, by the last block
-//   of these to arrive: the result of a sequence does not depend on the batch, on unused room after
-//   its keys, or on pages.
+//   begin at fixed keys and their parts are merged in their order, FAN at a time: the result of a
+//   sequence does not depend on the batch, on unused room after its keys, or on pages.  Launches of
+//   latent_merge divide the rows and columns of parts among many blocks: a part of 64 rows has 132
+//   KB, and one block would read 32 of them longer than it takes to compute one.
 #include <common/parts.cuh>
 #include <common/tile.cuh>
 
@@ -161,16 +163,43 @@ struct Call {
     int mask_key;
 };
 
-// parts      (sequences, slots, rows, Part::PITCH), with two chunks or more: a slot for each chunk,
-//            then for each FAN of these, and so on
-// arrived    (sequences, slots), zeros on entry and on exit: the last arrival resets a counter
+// What a block works on: rows of a batch element, and how many of its chunks hold keys for them.
+struct Work {
+    int first_row, rows, batch;  // a row is query * heads + head
+    int length, last_key, stop;  // last_key: the last that the first query sees, if CAUSAL
+    int seen;                    // chunks; at least one block always goes on
+
+    // `number` counts the blocks of rows of all batch elements.
+    DEVICE Work(int number, const L *lengths, const Call &call) {
+        const int all_rows = call.heads * call.queries, row_blocks = (all_rows + ROWS - 1) / ROWS;
+        batch = number / row_blocks, first_row = number % row_blocks * ROWS;
+        rows = min(ROWS, all_rows - first_row);
+        length = (int)max(0ll, min((long long)call.keys, (long long)lengths[batch]));
+        last_key = length - call.queries;
+        const int bottom = (first_row + rows - 1) / call.heads;
+        stop = CAUSAL ? min(length, last_key + bottom + 1) : length;
+        seen = max(1, (stop + call.chunk - 1) / call.chunk);
+    }
+    DEVICE T *row_of_out(T *out, int row, const Call &call) const {
+        return out + ((long long)batch * call.heads * call.queries + first_row + row) * RANK;
+    }
+    DEVICE void put_lse(float *lse, int row, float top, float sum, const Call &call) const {
+        const int query = (first_row + row) / call.heads, head = (first_row + row) % call.heads;
+        lse[((long long)batch * call.heads + head) * call.queries + query] = log_sum_exp(top, sum);
+    }
+};
+DEVICE int floats_of_part(const Call &call) {
+    return min(ROWS, call.heads * call.queries) * Part::PITCH;
+}
+
+// parts      (blocks of rows, slots, rows, Part::PITCH), with two chunks or more: a slot for each
+//            chunk, then for each FAN of these, and so on
 KERNEL(32 * WARPS, RESIDENT)
 latent_attention(const T *__restrict__ q, const T *__restrict__ latents,
                  const L *__restrict__ lengths, const G *__restrict__ page_table,
                  const bool *__restrict__ mask, T *__restrict__ out, float *__restrict__ lse,
-                 float *parts, unsigned *arrived, const __grid_constant__ Call call) {
+                 float *__restrict__ parts, const __grid_constant__ Call call) {
     DYNAMIC_SHARED(T, memory);
-    __shared__ bool last;
     const LatentTile query_tile{memory};
     T *const ring = memory + ROWS * LatentTile::PITCH;
     const ChanceTile chances{ring + STAGES * STAGE};
@@ -179,16 +208,13 @@ latent_attention(const T *__restrict__ q, const T *__restrict__ latents,
     float *const sums = rescales + ROWS;
 
     const int lane = threadIdx.x % 32, warp = own_warp();
-    const int heads = call.heads, queries = call.queries, chunks = call.chunks;
-    const int all_rows = heads * queries, row_blocks = (all_rows + ROWS - 1) / ROWS;
-    const int first_row = blockIdx.x % row_blocks * ROWS;  // a row is query * heads + head
-    const int rows = min(ROWS, all_rows - first_row);
-    const int batch = blockIdx.x / row_blocks / chunks, chunk = blockIdx.x / row_blocks % chunks;
-    const int length = (int)max(0ll, min((long long)call.keys, (long long)lengths[batch]));
-    const int last_key = length - queries;  // that the first query sees, if CAUSAL
-    const int bottom = (first_row + rows - 1) / heads;
-    const int stop = CAUSAL ? min(length, last_key + bottom + 1) : length;
-    const int seen = max(1, (stop + call.chunk - 1) / call.chunk);  // at least one block always goes on
+    const int heads = call.heads, chunks = call.chunks, all_rows = heads * call.queries;
+    const int row_blocks = (all_rows + ROWS - 1) / ROWS;
+    const int chunk = blockIdx.x / row_blocks % chunks;
+    const int number = blockIdx.x / row_blocks / chunks * row_blocks + blockIdx.x % row_blocks;
+    const Work work(number, lengths, call);
+    const int first_row = work.first_row, rows = work.rows, batch = work.batch, seen = work.seen;
+    const int length = work.length, last_key = work.last_key, stop = work.stop;
     if (chunk >= seen) return;
     const int begin = chunk * call.chunk, end = min(stop, begin + call.chunk);
 
@@ -299,21 +325,12 @@ latent_attention(const T *__restrict__ q, const T *__restrict__ latents,
         sums[own_row] = sum;
     }
     __syncthreads();
-    // a row of out, and of lse
-    auto row_of_out = [&](int row) {
-        return out + ((long long)batch * all_rows + first_row + row) * RANK;
-    };
-    auto put_lse = [&](int row, float top, float sum) {
-        const int query = (first_row + row) / heads, head = (first_row + row) % heads;
-        lse[((long long)batch * heads + head) * queries + query] = log_sum_exp(top, sum);
-    };
-    const int part = min(ROWS, all_rows) * Part::PITCH;  // floats
-    const long long sequence = (long long)batch * row_blocks + blockIdx.x % row_blocks;
-    long long slot = sequence * call.slots;  // of the first part of this level
+    float *const own_part =
+        parts + ((long long)number * call.slots + chunk) * floats_of_part(call);
     each_row<ALL>([&](int m, int half) {
         const int row = m * 16 + half * 8 + lane / 4;
         if (row >= rows) return;
-        float *const to = parts + (slot + chunk) * part + row * Part::PITCH;
+        float *const to = own_part + row * Part::PITCH;
         const float factor = sums[row] == 0 ? 0.0f : 1 / sums[row];
 #pragma unroll
         for (int n = 0; n < SHARE * 2; n++) {
@@ -324,7 +341,7 @@ latent_attention(const T *__restrict__ q, const T *__restrict__ latents,
                 *reinterpret_cast<float2 *>(to + at) = make_float2(first, second);
             } else {
                 const float both[2] = {first * factor, second * factor};
-                store(row_of_out(row) + at, both);
+                store(work.row_of_out(out, row, call) + at, both);
             }
         }
         if (warp == 0 && lane % 4 == 0) {
@@ -332,30 +349,35 @@ latent_attention(const T *__restrict__ q, const T *__restrict__ latents,
                 to[Part::TOP] = rescales[row];
                 to[Part::SUM] = sums[row];
             } else {
-                put_lse(row, rescales[row], sums[row]);
+                work.put_lse(lse, row, rescales[row], sums[row], call);
             }
         }
     });
+}
 
-    // merge parts of other blocks, which barriers and fences make visible to this one
-    for (int node = chunk, nodes = seen; nodes > 1;) {
-        node /= FAN;
-        const float *const from = parts + (slot + node * FAN) * part;
-        const int several = min(FAN, nodes - node * FAN);
-        slot += nodes, nodes = (nodes + FAN - 1) / FAN;
-        __syncthreads();
-        if (!last_to_arrive(arrived + slot + node, several, last)) return;
-        for (int i = threadIdx.x; i < rows * Part::QUADS; i += THREADS) {
-            const int row = i / Part::QUADS, column = i % Part::QUADS * 4;
-            Merged m = Part::merged<8>(from + row * Part::PITCH, column, several, part);
-            if (nodes > 1) {
-                Part::put(parts + (slot + node) * part + row * Part::PITCH, column, m);
-                continue;
-            }
+// Merge the parts of a level, FAN chunks or results of the level before, four columns a thread.
+KERNEL(MERGERS)
+latent_merge(const L *__restrict__ lengths, float *parts, T *__restrict__ out,
+             float *__restrict__ lse, const __grid_constant__ Call call, int level) {
+    const int part = floats_of_part(call);
+    const int slices = (part / Part::PITCH * Part::QUADS + MERGERS - 1) / MERGERS;
+    int most = call.chunks;  // results of this level
+    for (int i = 0; i <= level; i++) most = (most + FAN - 1) / FAN;
+    const int node = blockIdx.x / slices % most, number = blockIdx.x / slices / most;
+    const Work work(number, lengths, call);
+    long long slot = (long long)number * call.slots;  // of the first part to merge
+    int nodes = work.seen;
+    for (int i = 0; i < level; i++) slot += nodes, nodes = (nodes + FAN - 1) / FAN;
+    const int results = (nodes + FAN - 1) / FAN;
+    const int i = blockIdx.x % slices * MERGERS + threadIdx.x;
+    const int row = i / Part::QUADS, column = i % Part::QUADS * 4;
+    if (nodes == 1 || node >= results || row >= work.rows) return;
+    Merged m = Part::merged<8>(parts + (slot + node * FAN) * part + row * Part::PITCH, column,
+                               min(FAN, nodes - node * FAN), part);
+    if (results > 1)
+        return Part::put(parts + (slot + nodes + node) * part + row * Part::PITCH, column, m);
 #pragma unroll
-            for (int j = 0; j < 4; j++) m.value[j] = m.sum == 0 ? 0.0f : m.value[j] / m.sum;
-            store(row_of_out(row) + column, m.value);
-            if (column == 0) put_lse(row, m.top, m.sum);
-        }
-    }
+    for (int j = 0; j < 4; j++) m.value[j] = m.sum == 0 ? 0.0f : m.value[j] / m.sum;
+    store(work.row_of_out(out, row, call) + column, m.value);
+    if (column == 0) work.put_lse(lse, row, m.top, m.sum, call);
 }

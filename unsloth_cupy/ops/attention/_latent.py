@@ -13,12 +13,11 @@ from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.source import Constants
 from ...core.target import Limits, limits
-from ..common.counters import counters
 from ..common.no_kernel import no_kernel
 from ..common.strides import broadcast_strides, in_chunks, spanned
 from ._options import FARTHEST, LOG2E, row_bytes
 
-FAN = 32  # partial results that a block merges
+FAN, MERGERS = 32, 256  # partial results that are merged into one; threads of a block that merges
 STATIC = 128  # bytes of static shared memory of a block, besides the dynamic part
 WIDEST = 128  # the most float32 sums of the output in the registers of a thread
 
@@ -100,6 +99,7 @@ def constants(tiles: Tiles, **named: Any) -> Constants:
         ROW_WARPS=tiles.row_warps,
         KEY_WARPS=tiles.key_warps,
         FAN=FAN,
+        MERGERS=MERGERS,
         **named,
     )
 
@@ -157,19 +157,15 @@ def launch_latent(
     sequences = batch * -(-rows // tiles.rows)
     out = empty((batch, queries, heads, rank), q.dtype, like=q)
     lse = empty((batch, heads, queries), np.float32, like=q)
-    slots, parts, arrived = chunks, None, None
-    if chunks > 1:  # a tree: FAN partial results are merged into one, again and again
-        merged = chunks
-        while merged > 1:
-            merged = -(-merged // FAN)
-            slots += merged
-        part = min(tiles.rows, rows), rank + 4
-        parts = empty((sequences, slots, *part), np.float32, like=q)
-        arrived = counters(sequences * slots, like=q)
+    part = min(tiles.rows, rows), rank + 4
+    merged = [chunks]  # a tree: FAN partial results are merged into one, again and again
+    while merged[-1] > 1:
+        merged.append(-(-merged[-1] // FAN))
+    parts = empty((sequences, sum(merged), *part), np.float32, like=q) if chunks > 1 else None
     strides = broadcast_strides(mask)
     numbers = {"heads": heads, "queries": queries, "keys": keys, "chunk": chunk, "chunks": chunks}
     numbers |= {
-        "slots": slots,
+        "slots": sum(merged),
         "page": page,
         "row_pages": row_pages,
         "pages": pages,
@@ -179,6 +175,10 @@ def launch_latent(
     numbers |= dict(zip(names, strides, strict=True))
     kernel = load("latent_attention.cu", "latent_attention", q, named)
     kernel[sequences * chunks, 32 * tiles.warps, shared](
-        q, latents, lengths, page_table, mask, out, lse, parts, arrived, numbers
+        q, latents, lengths, page_table, mask, out, lse, parts, numbers
     )
+    for level, results in enumerate(merged[1:]):
+        kernel = load("latent_attention.cu", "latent_merge", q, named)
+        slices = -(-part[0] * (rank // 4) // MERGERS)
+        kernel[sequences * results * slices, MERGERS](lengths, parts, out, lse, numbers, level)
     return out, lse

@@ -15,6 +15,7 @@
 //   constants   T            dtype of dout, q, k and v: of 16 bits
 //               DIM          columns of q and k: 64 or 128; columns of v are a multiple of 64
 //               FINAL        there is a gradient of the last states
+//               EXACT        parts of what states depend on: 3 or 2
 //               and those of common/delta_chunk.cuh; CHANNELS is off
 //
 //   The trick: as in gated_delta_rule_mma.cu, the gradient of a state stays in registers for a whole

@@ -10,12 +10,14 @@
 //                                   v and out once; with BACKWARD k alone and 16 KB, and U and
 //                                   states, written
 //   products    of a chunk and 16 values, in m16n8k16, with DIM 128: K S and K^T U 192 each, Q S 128,
-//               T B 120, P U 60; in float16 320, 320, 192, 120, 60
+//               T B 120, P U 60; in float16 320, 320, 192, 120, 60; with EXACT 2, in bfloat16 128,
+//               128, 128, 60, 60
 //   constants   T            dtype of q, k and v: of 16 bits
 //               DIM          columns of q and k: 64 or 128; columns of v are a multiple of 64
 //               INITIAL      there are states before the texts
 //               BACKWARD     for backward: P^T and T^T are written, not P; U and the states before
 //                            chunks, not out
+//               EXACT        parts of what states depend on: 3 or 2
 //               and those of common/delta_chunk.cuh; CHANNELS is off
 //
 //   The trick: a warp owns 16 columns and 64 rows of a state, transposed, in registers, for a whole
@@ -23,7 +25,7 @@
 //   first operand of the next, so that states are never in shared memory.  They are as exact as in
 //   float32: a float32 is the sum of three bfloat16, and products of such parts are exact.  Three
 //   are multiplied with k (two parts if it is float16), six pairs with T; parts below the last bit
-//   are left out, and those of out are two.  T and P are stored as the operands of lanes.
+//   are left out, and those of out are two.  With EXACT 2 the lowest part of a state is left out.  T and P are stored as the operands of lanes.
 #include <common/delta_mma.cuh>
 #include <common/delta_step.cuh>
 

@@ -10,7 +10,7 @@
 constexpr int STRIPES = CHUNK / 16;  // of 16 tokens
 constexpr int BLOCKS = STRIPES * (STRIPES + 1) / 2;  // of 16 x 16, on and below the diagonal
 constexpr int PLANE = BLOCKS * 32;   // uint4 of one part of a triangle
-constexpr int EXACT = 3, SHORT = 2;  // parts of what states depend on, of what out does
+constexpr int SHORT = 2;             // parts of what out depends on
 using Rows = Tile<T, DIM>;           // q or k
 
 DEVICE int block_of(int row, int column) { return row * (row + 1) / 2 + column; }

@@ -2,6 +2,7 @@
 // state and the triangles of a chunk.
 //
 //   constants   BACKWARD    for the gradients
+//               EXACT       parts of what states depend on: 3, as exact as float32, or 2
 //               and those of common/chunk_mma.cuh
 #pragma once
 #include <common/chunk_mma.cuh>

@@ -8,6 +8,7 @@
 #include <common/chunk_mma.cuh>
 #include <common/vector.cuh>
 
+constexpr int EXACT = 3;          // parts of what states depend on
 constexpr int WARPS = 4, THREADS = 32 * WARPS;
 constexpr int WIDE = 16 * WARPS;  // columns of x of a block
 constexpr int SLABS = DIM / 64;   // of 64 rows of a state

@@ -13,13 +13,14 @@ from unsloth_cupy.errors import ConfigError, RangeError, ShapeError
 
 from ..conftest import FOLDER
 from ..golden.golden import OpCase, op_cases
-from ..harness.parity import Case, KernelParity, emulator
+from ..harness.parity import EPS, Case, KernelParity, emulator
 from ..machines.stand_in import gpu
 from .golden_cases import agree, both_dtypes, cast
 
 # The public names, as other people's programs call them.
 PUBLIC = (
-    "gated_delta_rule(q, k, v, decay, beta, *, initial=None, offsets=None, chunk=64, scale=None)",
+    "gated_delta_rule(q, k, v, decay, beta, *, initial=None, offsets=None, chunk=64, scale=None, "
+    "precision='highest')",
 )
 
 CASES = [*op_cases(FOLDER / "ops_next", "delta")]
@@ -66,10 +67,15 @@ class TestGatedDeltaRule(KernelParity):
             **{"batch": 1, "tokens": tokens, "heads": 2, "value_heads": 4, "states": 1, "texts": 1},
             **{"dim": dim, "value_dim": value_dim},
             **({"decays": dim} if channels else {}),
+            **how,
         }
-        for channels, tokens, dim, value_dim in (
-            *((False, 128, 64, 64), (False, 128, 128, 128), (True, 128, 128, 128)),
-            *((False, 1, 128, 128), (True, 1, 128, 128), (False, 64, 9, 7), (True, 64, 9, 7)),
+        for channels, tokens, dim, value_dim, how in (
+            (False, 128, 64, 64, {}),
+            (False, 128, 128, 128, {"precision": "high"}),
+            (False, 128, 128, 128, {}),
+            (True, 128, 128, 128, {}),
+            *((channels, 1, 128, 128, {}) for channels in (False, True)),
+            *((channels, 64, 9, 7, {}) for channels in (False, True)),
         )
     )
     options = ({"chunk": 64},)
@@ -149,6 +155,32 @@ class TestGatedDeltaRuleOnTensorCores(KernelParity):
         forward = [f"delta_chunks{suffix}", f"delta_states{suffix}"]
         gradients = [f"delta_{part}_gradients{suffix}" for part in ("state", "chunk")]
         assert names == [*forward, *forward, *gradients]
+
+    @pytest.mark.slow
+    @pytest.mark.parametrize("dim", [64, 128])
+    @pytest.mark.parametrize("dtype", KERNEL_DTYPES[:2], ids=str)
+    def test_precision(self, dtype: Any, dim: int) -> None:
+        """With two parts a product is off by up to 2^-16 of its terms, and three follow each other.
+
+        The sums of these terms are as large as results, and no product cancels.
+        """
+        errors = {}
+        for precision in ("high", "highest"):
+            own = case("", 1, 1, dim, 64, 70, given=["initial"], precision=precision)
+            forward = own.draw(OPS[self.op], dtype)
+            results = forward.run()
+            for call in (forward, forward.backward(results, forward.seeds(results, every=True))):
+                exact, plain = call.cast(np.float64).run(), call.run()
+                with emulator(check=False):
+                    kernel = call.run()
+                for name, array in kernel.items():
+                    size = np.abs(exact[name]).max()
+                    error = np.abs(array.astype(np.float64) - exact[name]).max() / size
+                    own_error = np.abs(plain[name].astype(np.float64) - exact[name]).max() / size
+                    bound = 2 * own_error + 4 * EPS[array.dtype.name] + 3 * 2.0**-16
+                    assert error <= bound, (precision, name)
+                    errors[precision, name] = error
+        assert errors["highest", "final"] < errors["high", "final"] / 8
 
     def test_float32_beside_16_bits(self) -> None:
         """Gradients of decays and shares of float32 are sums of products in two parts."""
@@ -508,6 +540,8 @@ def test_wrong_calls() -> None:
     decay = np.zeros((2, 6, 2), np.float32)
     with pytest.raises(ConfigError, match=r"chunk=0; pass an integer of 1 or more, such as 64"):
         uc.gated_delta_rule(q, q, q, decay, decay, chunk=0)
+    with pytest.raises(ConfigError, match=r"precision='low'; choose from highest, high"):
+        uc.gated_delta_rule(q, q, q, decay, decay, precision="low")
     with pytest.raises(ShapeError, match=r"batch=2; with offsets it must be 1: pass reshape\(1,"):
         uc.gated_delta_rule(q, q, q, decay, decay, offsets=np.array([0, 6]))
     one = [a[:1] for a in (q, q, q, decay, decay)]

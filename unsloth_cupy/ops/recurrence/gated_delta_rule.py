@@ -29,7 +29,8 @@ from ._chunks import Chunks, select
 from ._texts import check_texts, count_of, ends, offsets_of
 
 CHUNK, THREADS, COLUMNS, SLAB = 64, 256, 32, 32  # as in common/delta.cuh
-PIECES = 26368, 46848  # bytes of struct Pieces in common/delta_mma.cuh, forward and backward
+PARTS = {"highest": 3, "high": 2}  # by precision: bfloat16 numbers whose sum stands for a float32
+PLANE = 5120  # bytes of one part of a triangle of a chunk
 KEPT = 2**25  # bytes of chunks that backward in NumPy stores at a time: 32 MiB
 WIDEST = 128  # the most columns of q and k: a chunk of them, and a state, are in shared memory
 
@@ -54,6 +55,7 @@ def gated_delta_rule(
     offsets: Array | None = None,
     chunk: int = 64,
     scale: float | None = None,
+    precision: str = "highest",
 ) -> tuple[Array, Array]:
     """Run the gated delta rule along the tokens of each text.
 
@@ -81,6 +83,11 @@ def gated_delta_rule(
         rounding.  The kernels support only 64.
     scale : float, optional
         ``1 / sqrt(dim)`` by default.
+    precision : {"highest", "high"}
+        How exact products with states are on tensor cores, for inputs of 16 bits: "highest" as in
+        float32, with three bfloat16 numbers in place of each float32; "high" with two, which leaves
+        out up to 2^-16 of each term of a product, 1/128 of a rounding of bfloat16.  Others are as
+        exact as with "highest".
 
     Returns
     -------
@@ -93,7 +100,7 @@ def gated_delta_rule(
     RangeError
         Offsets do not rise from 0 to the number of tokens.  On a GPU the host does not read them.
     ConfigError
-        chunk is below 1.
+        chunk is below 1, or there is no such precision.
     ShapeError, DTypeError
         The arrays do not fit each other; the message shows the whole call.
 
@@ -140,6 +147,7 @@ def _launch(
     offsets: Array | None,
     chunk: int,
     scale: float | None,
+    precision: str,
 ) -> Any:
     if (reason := _without_kernel(q, chunk)) is not None:
         return no_kernel(reason)
@@ -156,7 +164,7 @@ def _launch(
         return out, final
     if _has_products(q, k, v, decay):
         inputs, results = (q, k, v, decay, beta, initial, offsets), (out, final, None, None)
-        _states_of_products(*inputs, chosen, sizes, results)
+        _states_of_products(*inputs, _of_products(chosen, precision), sizes, results)
         return out, final
     scores, solve, _, *factors = _of_chunks(q, k, decay, beta, offsets, chosen, sizes)
     kernel = load("gated_delta_rule.cu", "delta_states", q, chosen)
@@ -181,6 +189,7 @@ def gated_delta_rule_backward(
     *,
     chunk: int = 64,
     scale: float | None = None,
+    precision: str = "highest",
 ) -> tuple[Array, Array, Array, Array, Array, Array | None]:
     """Return the gradients of q, k, v, decay, beta and initial; a dfinal of None counts as 0."""
     call = "gated_delta_rule_backward"
@@ -227,6 +236,7 @@ def _launch_backward(
     offsets: Array | None,
     chunk: int,
     scale: float | None,
+    precision: str,
 ) -> Any:
     if (reason := _without_kernel(q, chunk)) is not None:
         return no_kernel(reason)
@@ -245,14 +255,16 @@ def _launch_backward(
             empty((slots, value_heads, n, value_dim), np.dtype("uint32"), like=q) for n in columns
         )
         results = None, None, u, states
+        forward, own = (_of_products(each, precision) for each in (forward, backward))
         pieces = _states_of_products(*inputs, initial, offsets, forward, sizes, results)
-        file, own = "gated_delta_rule_backward_mma.cu", _without(backward, "LANES")
+        file = "gated_delta_rule_backward_mma.cu"
         kernel = load(file, "delta_state_gradients_mma", q, own)
-        kernel[texts * value_heads * sizes["tiles"], 128, _shared_of_products(dim, "gradients")](
+        shared = _shared_of_products(dim, own["EXACT"], "gradients")
+        kernel[texts * value_heads * sizes["tiles"], 128, shared](
             dout, dfinal, q, k, offsets, pieces, db, dstates, dv, dinitial, sizes
         )
         kernel = load(file, "delta_chunk_gradients_mma", q, own)
-        kernel[slots * q.shape[2], THREADS, _shared_of_products(dim, "chunks")](
+        kernel[slots * q.shape[2], THREADS, _shared_of_products(dim, own["EXACT"], "chunks")](
             *(dout, *inputs, offsets, u, db, states, dstates, dq, dk, ddecay, dbeta, sizes)
         )
         return *gradients, dinitial
@@ -293,7 +305,9 @@ def _launch_backward(
 
 
 # ---- checks and what both directions need --------------------------------------------------------
-def _check(call: str, q: Any, decay: Any, initial: Any, offsets: Any, chunk: Any) -> None:
+def _check(
+    call: str, q: Any, decay: Any, initial: Any, offsets: Any, chunk: Any, precision: Any
+) -> None:
     """Raise unless each text has a state, a chunk has tokens, and decays fit keys."""
     channels, dim = decay.shape[3:], q.shape[3:]
     if channels and channels != dim:
@@ -302,6 +316,8 @@ def _check(call: str, q: Any, decay: Any, initial: Any, offsets: Any, chunk: Any
         raise ShapeError(problem, expected=dim[0], actual=channels[0])
     if type(chunk) is not int or chunk < 1:
         raise ConfigError(f"{call}: chunk={chunk!r}; pass an integer of 1 or more, such as 64")
+    if precision not in PARTS:
+        raise ConfigError(f"{call}: precision={precision!r}; choose from {', '.join(PARTS)}")
     check_texts(call, q, initial, offsets)
 
 
@@ -372,6 +388,12 @@ def _without(chosen: Constants, *names: str) -> Constants:
     return Constants(**{n: x for n, x in chosen.items() if n not in names})
 
 
+@functools.cache
+def _of_products(chosen: Constants, precision: str) -> Constants:
+    """Return the constants of the kernels on tensor cores."""
+    return Constants(**_without(chosen, "LANES"), EXACT=PARTS[precision])
+
+
 def _of_channels(chosen: Constants) -> Constants:
     """Return the constants of gated_delta_rule_channels.cu."""
     return _without(chosen, "LANES", "INITIAL")
@@ -433,14 +455,14 @@ def _states_of_products(
     ``results`` are (out, final, None, None) or, for backward, (None, None, U, states of chunks).
     """
     (value_heads, value_dim), dim, slots = v.shape[2:], q.shape[3], _slots(q, offsets)
-    file, own, backward = "gated_delta_rule_mma.cu", _without(chosen, "LANES"), chosen["BACKWARD"]
+    file, parts, backward = "gated_delta_rule_mma.cu", chosen["EXACT"], chosen["BACKWARD"]
     sizes["tiles"] = value_dim * dim // 4096  # 64 columns of values, or 32 where dim is 128
-    pieces = empty((slots, value_heads, PIECES[backward] // 4), FLOAT32, like=q)
-    kernel = load(file, "delta_chunks_mma", q, own)
+    pieces = empty((slots, value_heads, _piece_bytes(parts, backward) // 4), FLOAT32, like=q)
+    kernel = load(file, "delta_chunks_mma", q, chosen)
     kernel[slots * q.shape[2], 128](q, k, decay, beta, offsets, pieces, sizes)
-    kernel = load(file, "delta_states_mma", q, own)
+    kernel = load(file, "delta_states_mma", q, chosen)
     blocks = sizes["texts"] * value_heads * sizes["tiles"]
-    kernel[blocks, 128, _shared_of_products(dim, "backward" if backward else "states")](
+    kernel[blocks, 128, _shared_of_products(dim, parts, "backward" if backward else "states")](
         *(q, k, v, decay, beta, initial, offsets, pieces, *results, sizes)
     )
     return pieces
@@ -492,14 +514,20 @@ def _shared(dim: int, values: int) -> int:
     return 4 * (keys + square + depth * COLUMNS + values * CHUNK * COLUMNS)
 
 
-def _shared_of_products(dim: int, kernel: str) -> int:
+def _piece_bytes(parts: int, backward: bool) -> int:
+    """Return the bytes of struct Pieces of common/delta_mma.cuh: triangles and three factors."""
+    triangles = 3 * parts if backward else parts + 2
+    return triangles * PLANE + 3 * CHUNK * 4
+
+
+def _shared_of_products(dim: int, parts: int, kernel: str) -> int:
     """Return the bytes of shared memory of a kernel on tensor cores: the size of its struct."""
     of_values, exchanged = (5120, 16384) if dim == 128 else (8192, 16)
-    rows, solve, factors, stage = 2 * CHUNK * dim, 15360, 768, 14336 + 128 * dim
+    rows, solve, factors, stage = 2 * CHUNK * dim, parts * PLANE, 768, 14336 + 128 * dim
     return {
-        "states": 3 * rows + of_values + exchanged + PIECES[0],
+        "states": 3 * rows + of_values + exchanged + _piece_bytes(parts, backward=False),
         "backward": 2 * rows + 16 + of_values + exchanged + solve + factors,
-        "gradients": 3 * rows + of_values + PIECES[1] - solve,
+        "gradients": 3 * rows + of_values + _piece_bytes(parts, backward=True) - solve,
         "chunks": 2 * rows + max(2 * stage, 51200),  # the ring, and later pairs of tokens
     }[kernel]
 

@@ -17,7 +17,7 @@ from unsloth_cupy.cli.options import Size
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.methods.registry import METHODS
 from unsloth_cupy.finetune.run import limit, preparation
-from unsloth_cupy.finetune.run.limit import Memory, Sizes, checked_plan, tokens_of, with_offload
+from unsloth_cupy.finetune.run.limit import Memory, Sizes, checked_plan, tokens_of, with_savings
 from unsloth_cupy.finetune.run.results import difference, time_of
 from unsloth_cupy.finetune.run.settings import Plan, Settings
 from unsloth_cupy.memory.ledger import MemoryPlan
@@ -157,15 +157,31 @@ def test_a_switch_that_is_on_is_no_cure() -> None:
 
 
 @pytest.mark.slow
-def test_chunked_mlps_are_no_cure_where_they_cannot_be() -> None:
+def test_chunked_mlps_are_a_cure_for_every_model_and_with_adapters() -> None:
     *single, together, _ = cures(PLAN).split("; ")
     assert any(cure.startswith("chunked_mlp=True saves") for cure in single)
     assert "lora=8" in together
-    assert "chunked_mlp" not in together, "adapters are on MLPs"
-    assert "chunked_mlp" in cures(PLAN, exists=False).split("; ")[-2]
-    assert "lora" not in cures(replace(PLAN, chunked_mlp=True))
-    assert "chunked_mlp" not in cures(replace(PLAN, lora=8))
-    assert "chunked_mlp" not in cures(PLAN, config=parse(GEMMA))
+    assert "lora" in cures(replace(PLAN, chunked_mlp=True))
+    assert "chunked_mlp" in cures(replace(PLAN, lora=8))
+    assert "chunked_mlp" in cures(PLAN, config=parse(GEMMA))
+
+
+@pytest.mark.parametrize("given", [{}, {"chunked_mlp": False}, {"offload": False}])
+@pytest.mark.parametrize("every", [None, 1])
+def test_savings_are_used_where_a_step_does_not_fit_without(
+    given: dict[str, Any], every: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first change that fits of chunks, offload and both, of those that are not settings."""
+    facts, plan = sizes(device="cuda", tokens=512), replace(PLAN, recompute_every=every, **given)
+    options = [{"chunked_mlp": True}, {"offload": True}, {"chunked_mlp": True, "offload": True}]
+    options = [each for each in options if not each.keys() & given.keys()]
+    if every is None:
+        options = [each for each in options if "offload" not in each]
+    totals = [facts.planned(plan, **each).total for each in ({}, *options)]
+    for memory in (*totals, min(totals) - 1):
+        monkeypatch.setattr(limit, "device_memory", lambda _, memory=memory: (memory, memory))
+        fitting = [n for n, total in zip(({}, *options), totals, strict=True) if total <= memory]
+        assert with_savings(facts, plan) == replace(plan, **(fitting[0] if fitting else {}))
 
 
 @pytest.mark.parametrize("device", [None, "cuda:1"])
@@ -467,7 +483,7 @@ def test_inputs_are_offloaded_where_a_step_does_not_fit(monkeypatch: pytest.Monk
     monkeypatch.setattr(limit, "device_memory", lambda _: (whole[0], None))
     plan, gpu = replace(PLAN, recompute_every=1), {"device": "cuda:0"}
     saving: Any = Planned(ALL, **gpu)
-    assert with_offload(saving, plan) == replace(plan, offload=True)
+    assert with_savings(saving, plan) == replace(plan, offload=True)
     assert heard == [
         "offload=True: a step does not fit into the 900 B of the GPU without it; the inputs of"
         " blocks need 600 B of host memory"
@@ -480,11 +496,11 @@ def test_inputs_are_offloaded_where_a_step_does_not_fit(monkeypatch: pytest.Monk
         (saving, replace(plan, offload=True)), (saving, replace(plan, limit_memory=9)),
         (host, replace(plan, offload=False)),
     ):  # fmt: skip
-        assert with_offload(given, settings) == settings
+        assert with_savings(given, settings) == settings
     for whole[0] in (None, 1000):  # type: ignore[assignment]
-        assert with_offload(saving, plan) == plan
+        assert with_savings(saving, plan) == plan
     assert heard == []
-    with_offload(host, replace(plan, offload=True))
+    with_savings(host, replace(plan, offload=True))
     assert heard == ["offload=True has no effect on the CPU, whose arrays are on the host"]
 
 

@@ -171,6 +171,8 @@ def test_the_peak_is_as_planned(
     planned = plan_memory(config, batch=BATCH, tokens=TOKENS, device="cpu", **options)
     peak, ops = measured(config, **given)
     assert planned.total == pytest.approx(peak, rel=0.02)  # what plans promise
+    if way in CHUNKED:  # all chunks are alike: the plan has the moments of one
+        return
     moments = planned.moments[: len(ops)]
     assert [moment.op for moment in moments] == [op for op, _ in ops]
     for moment, (_, held) in zip(moments, ops, strict=True):
@@ -346,7 +348,9 @@ def test_parts_add_up_to_the_peak() -> None:
 def test_activations_are_told_by_layer() -> None:
     whole = plan_memory(LLAMA, batch=2, tokens=64, dtype="float32", device="cpu")
     assert whole.layers.keys() == {"embedding", "layer 0", "layer 1", "layer 2", "head"}
-    assert whole.layers["layer 1"] == whole.layers["layer 2"]
+    row = 2 * 64 * 256 * 4  # the embedding is layer 0's residual; the last norm reads layer 2's end
+    layers = [whole.layers[f"layer {n}"] for n in range(3)]
+    assert layers == [layers[1] - row, layers[1], layers[1] + row]
     assert sum(whole.layers.values()) == whole.activations
     less = plan_memory(LLAMA, batch=2, tokens=64, dtype="float32", device="cpu", recompute_every=1)
     kept = 2 * 2 * 64 * 256 * 4  # branch and stream of a block
@@ -362,8 +366,6 @@ def test_chunked_mlps_keep_no_inner_activation() -> None:
     )
     inner = 3 * 2 * 64 * 640 * 4  # gate, up, and what down reads, of a layer
     assert whole.layers["layer 1"] - less.layers["layer 1"] == inner
-    with pytest.raises(ConfigError, match="chunked_mlp: the MLP of a gemma2 model has the activ"):
-        plan_memory(GEMMA, batch=2, tokens=64, dtype="float32", chunked_mlp=True)
 
 
 def test_logits_are_at_most_a_chunk() -> None:

@@ -1,4 +1,4 @@
-"""Models whose MLPs are computed by chunks of rows, and again on the way back."""
+"""Models whose MLPs and experts are computed by chunks of rows, and again on the way back."""
 
 import tracemalloc
 from typing import Any
@@ -6,38 +6,128 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import CheckpointConfig, KVCache, swiglu_mlp
+from unsloth_cupy import CheckpointConfig
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.models import Transformer, create
-from unsloth_cupy.models.layers import mlp_branch
-from unsloth_cupy.training import tape
+from unsloth_cupy.models import Transformer, create, quantize
+from unsloth_cupy.models.adapters.adapter import linear_layers
+from unsloth_cupy.models.layers import experts_layer, mlp_branch
+from unsloth_cupy.training import chunks, tape
 
-from ..harness.whole_models import allowed_error, judge_gradients, largest_error, widened
+from ..harness.sampling import Sample
+from ..harness.whole_models import (
+    allowed_error,
+    in_float64,
+    judge_gradients,
+    largest_error,
+    widened,
+)
 from ..machines.stand_in import gpu
-from .peers import CONFIGS, SIZES
+from .peers import CONFIGS, MIXTURES, RELATIVES, SIZES
 from .test_packed import model_of
 
 TOKENS = np.random.default_rng(0).integers(3, 97, (6, 14))  # 84 rows: chunks of 32, 32 and 20
 KINDS = ["llama", "qwen2", "qwen3", "mistral", "phi3", "olmo2"]
-OTHERS = ["gemma", "gemma gelu", "gemma2", "gemma3", "llama biases", "bitnet"]
+FAMILIES = CONFIGS | RELATIVES | MIXTURES
+WAYS: dict[str, dict[str, Any]] = {
+    "all weights": {},
+    "LoRA": {"rank": 3},
+    "DoRA": {"rank": 3, "dora": True},
+    "dropout": {"rank": 3, "dropout": 0.5},
+    "nf4": {"rank": 3},
+}
 
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The rows that swiglu_mlp was given, call by call."""
+    """The number of rows of a chunk, for each MLP and each layer of experts in chunks."""
     calls: list[int] = []
 
-    def counting(x: Any, *weights: Any) -> Any:
-        calls.append(x.shape[0] * x.shape[1])
-        return swiglu_mlp(x, *weights)
+    def counting(function: Any, rows: Any, parameters: Any, size: int, **options: Any) -> Any:
+        calls.append(size)
+        return chunks.in_chunks(function, rows, parameters, size, **options)
 
-    monkeypatch.setattr(mlp_branch, "swiglu_mlp", counting)
+    for module in (mlp_branch, experts_layer):
+        monkeypatch.setattr(module, "in_chunks", counting)
     return calls
 
 
 def chunked(model: Transformer) -> Transformer:
     model.chunked_mlp = True
     return model
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("label", Sample.one_in(12, FAMILIES))
+def test_every_mlp_in_chunks_is_the_whole_one(label: str, way: str, called: list[int]) -> None:
+    """Loss and gradients differ by the order of sums alone, for every family and kind of layer."""
+    model = create(SIZES | FAMILIES[label], seed=0, dtype="float32")
+    if way == "nf4":
+        quantize(model, "nf4", least=0)
+    if WAYS[way]:
+        layers = {name.rpartition(".")[2] for name in linear_layers(model.config)}
+        only_rank = way in ("LoRA", "nf4")  # stacks of experts have neither DoRA nor dropout
+        model.add_adapter(**WAYS[way], targets=None if only_rank else sorted(layers))
+        for array in model.adapter.parameters.values():
+            array[...] += np.random.default_rng(1).standard_normal(array.shape) / 8
+    step: dict[str, Any] = {"tokens": TOKENS, "labels": TOKENS}
+    step |= {"seed": 5} if way == "dropout" else {}
+    model.chunked_mlp = False
+    plain_loss, plain = model.loss_and_gradients(**step)
+    assert not called
+    with in_float64(model):
+        exact_loss, exact = model.loss_and_gradients(**step)
+    loss, gradients = chunked(model).loss_and_gradients(**step)
+    assert called or model.config.model_type == "mamba2", "which has no MLP"
+    assert abs(float(loss) - exact_loss) <= allowed_error(plain_loss, exact_loss)
+    judge_gradients(gradients, plain, exact)
+    again, recomputed = model.loss_and_gradients(**step, checkpoint=CheckpointConfig())
+    assert again == loss
+    for name, gradient in gradients.items():
+        np.testing.assert_array_equal(recomputed[name], gradient, err_msg=name)
+
+
+@pytest.mark.parametrize("every", [1, 2])
+def test_rows_beyond_a_chunk_are_in_chunks_by_default(
+    every: int, called: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where blocks are recomputed, and without a tape; rows within a chunk keep their bits."""
+    model = create(SIZES | CONFIGS["llama"], seed=0, dtype="float32")
+    model.add_adapter(3)
+    parts = CheckpointConfig(recompute_every=every)
+    plain = model.loss_and_gradients(TOKENS, TOKENS, checkpoint=parts)
+    model.logits(TOKENS)
+    assert not called
+    row = model.config.inner * 4
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 84 * row)
+    model.loss_and_gradients(TOKENS, TOKENS, checkpoint=parts)
+    assert not called, "84 rows are one chunk"
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 40 * row)
+    model.loss_and_gradients(TOKENS, TOKENS)
+    assert not called, "all activations are stored"
+    adapters = 3 * 3 * (model.config.hidden + model.config.inner) * 4
+    assert adapters < 40 * row
+    loss, gradients = model.loss_and_gradients(TOKENS, TOKENS, checkpoint=parts)
+    assert called == [40] * 2 * model.config.layers
+    assert float(loss) == pytest.approx(float(plain[0]), rel=1e-6)
+    assert largest_error(gradients, plain[1]) < 1e-5
+    called.clear()
+    model.logits(TOKENS)
+    assert called == [40] * model.config.layers
+    model.chunked_mlp = False
+    model.loss_and_gradients(TOKENS, TOKENS, checkpoint=parts)
+    assert len(called) == model.config.layers
+
+
+def test_sums_of_gradients_are_no_larger_than_a_chunk(
+    called: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All weights of an MLP have large float32 sums: then chunks are as large."""
+    model = create(SIZES | CONFIGS["llama"], seed=0, dtype="float32")
+    sums = 3 * model.config.hidden * model.config.inner * 4
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 1)
+    model.loss_and_gradients(TOKENS, TOKENS, checkpoint=CheckpointConfig())
+    size = sums // (model.config.inner * 4)
+    assert called == ([size] * 2 * model.config.layers if size < TOKENS.size else [])
 
 
 @pytest.mark.slow
@@ -52,14 +142,17 @@ def test_loss_and_gradients_are_those_of_the_whole(
     wide = widened(model_of(label, dtype, None))
     exact_loss, exact = wide.loss_and_gradients(TOKENS, TOKENS)
     actual_loss, actual = chunked(wide).loss_and_gradients(TOKENS, TOKENS)
-    assert called == [84] * wide.config.layers
+    assert called == [32] * wide.config.layers
     assert float(actual_loss) == pytest.approx(float(exact_loss), rel=1e-12)
     assert largest_error(actual, exact) < 1e-12
     first, gradients = chunked(model).loss_and_gradients(TOKENS, TOKENS)
     assert chunked(model).loss(TOKENS, TOKENS) == first
     judge_gradients(gradients, plain, exact, dtype)
     assert abs(float(first) - exact_loss) <= allowed_error(plain_loss, exact_loss, dtype=dtype)
-    for config in (CheckpointConfig(), CheckpointConfig(recompute_every=2, keep=("swiglu_mlp",))):
+    for config in (
+        CheckpointConfig(),
+        CheckpointConfig(recompute_every=2, keep=("attention_forward",)),
+    ):
         loss, again = model.loss_and_gradients(TOKENS, TOKENS, checkpoint=config)
         assert loss == first
         for name, gradient in gradients.items():
@@ -89,26 +182,15 @@ def test_adapters_may_sit_beside_the_mlp(called: list[int]) -> None:
     assert largest_error(actual[1], expected[1]) < 1e-12
 
 
-@pytest.mark.parametrize("target", ["gate_proj", "up_proj", "down_proj"])
-def test_adapters_inside_the_mlp_are_refused(target: str) -> None:
-    model = chunked(create(SIZES | CONFIGS["llama"], seed=0))
-    model.add_adapter(3, targets=(target,))
-    with pytest.raises(ConfigError, match=rf"adapter on model.layers.0.mlp.{target}"):
-        model.loss_and_gradients(TOKENS, TOKENS)
-
-
-@pytest.mark.parametrize("label", OTHERS)
-def test_other_mlps_are_refused_before_anything_is_done(label: str) -> None:
-    model = chunked(create(SIZES | CONFIGS[label], seed=0, dtype="float32"))
-    config = model.config
-    cache = KVCache(config.layers, 6, 32, config.kv_heads, config.dim, dtype="float32")
-    mask = np.ones(TOKENS.shape, int)
-    mask[0, 0] = 0
-    why = "biases inside" if label == "llama biases" else f"activation {config.activation}"
-    with pytest.raises(ConfigError, match=rf"chunked_mlp: .*{why}.*; leave it out"):
-        model.logits(TOKENS, mask=mask, cache=cache)
-    assert not cache.padded
-    assert not cache.length
+def test_rows_of_several_adapters_are_not_chunked(called: list[int]) -> None:
+    model = create(SIZES | CONFIGS["llama"], seed=0)
+    for name in ("one", "other"):
+        model.add_adapter(3, name=name)
+    rows = model.by_rows(["one", "other"] * 3)
+    rows.logits(TOKENS)
+    assert not called
+    with pytest.raises(ConfigError, match="chunked_mlp: each row of the batch has its own adapter"):
+        chunked(rows).logits(TOKENS)
 
 
 @pytest.mark.slow
@@ -129,7 +211,8 @@ def test_no_inner_activation_is_kept() -> None:
 
     whole = peak()
     chunked(model)
-    assert whole - peak() >= 8 * 3 * rows.size * 176 * 4
+    of_a_chunk = 6 * 32 * 176 * 4  # these and their gradients
+    assert whole - peak() >= 8 * 3 * rows.size * 176 * 4 - of_a_chunk
 
 
 @pytest.mark.parametrize("label", ["llama", "phi3"])

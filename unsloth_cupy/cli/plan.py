@@ -105,8 +105,9 @@ RANK = 16  # LoRA rank in the comparison table, unless --lora sets one
     " with several ranks.",
 )  # fmt: skip
 @click.option(
-    "--chunked-mlp", is_flag=True,
-    help="Compute MLPs in chunks, and recompute them in the backward pass.",
+    "--chunked-mlp/--no-chunked-mlp", default=None,
+    help="Compute MLPs and experts in chunks of rows.  [default: where blocks are recomputed and"
+    " rows exceed a chunk]",
 )  # fmt: skip
 @option("--accumulate", click.IntRange(1), "Gradient accumulation: number of batches per step.", 1)
 @option(
@@ -171,7 +172,7 @@ def plan(
     merge_into: str | None,
     recompute_every: int | None,
     offload: bool,
-    chunked_mlp: bool,
+    chunked_mlp: bool | None,
     accumulate: int,
     device: str,
     fitting: bool,

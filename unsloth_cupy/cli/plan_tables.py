@@ -12,6 +12,7 @@ from ..profiling.explanation import time
 
 CARDS = (8, 16, 24, 48, 80, 141)  # GB, common memory sizes of GPUs
 GB = 2**30
+BEYOND = 4  # each plan of a longer row takes longer, as its rotary tables are computed
 LARGEST = 4  # number of ops whose workspaces are shown
 HOLDS = {
     "weights": "weights of the forward pass, including adapters",
@@ -40,7 +41,7 @@ def options_text(options: Mapping[str, Any]) -> str:
     return (
         text
         + ", offload" * options.get("offload", False)
-        + ", chunked MLP" * options["chunked_mlp"]
+        + ", chunked MLP" * bool(options["chunked_mlp"])
     )
 
 
@@ -117,11 +118,8 @@ def training_methods(
     sizes += [] if here is None else [(f"here: {here / GB:.1f} GB", here)]
     for method, changes in (
         ("all weights", {"rank": None, "quantization": None}),
-        (f"--lora {rank}", {"rank": rank, "quantization": None, "chunked_mlp": False}),
-        (
-            f"--quantize {kind} --lora {rank}",
-            {"rank": rank, "quantization": kind, "chunked_mlp": False},
-        ),
+        (f"--lora {rank}", {"rank": rank, "quantization": None}),
+        (f"--quantize {kind} --lora {rank}", {"rank": rank, "quantization": kind}),
     ):
         total = planned(**changes, merge_into=None).total
         fits = [(size, name) for name, size in sizes if total <= size]
@@ -197,7 +195,8 @@ def cards(
 ) -> Any:
     """Return the table of the largest batches and longest rows that fit each card.
 
-    ``positions`` limits the length of rows; ``named`` are the bytes of a card by its name.
+    ``positions`` limits the length of rows; if the rows of this step have more, BEYOND times them.
+    ``named`` are the bytes of a card by its name.
     """
     from rich.table import Table
 
@@ -208,8 +207,8 @@ def cards(
     table.add_column(f"longest rows in a batch of {batch}", justify="right")
     total = planned(batch, tokens).total
     by_batch = Largest(lambda rows: planned(rows, tokens).total)
-    step = min(64, positions)
-    by_tokens = Largest(lambda length: planned(batch, length).total, step, positions)
+    step, most = min(64, positions), positions if tokens <= positions else BEYOND * tokens
+    by_tokens = Largest(lambda length: planned(batch, length).total, step, most)
     sizes = [*named.items()]
     sizes += [] if here is None else [(f"here: {here / GB:.1f} GB", here)]
     for name, limit in [*sizes, *((f"{size} GB", size * GB) for size in CARDS)]:

@@ -44,7 +44,11 @@ from .progress import progress
     click.IntRange(1),
     "Gradient checkpointing: store the input of one block in N.",
 )
-@click.option("--chunked-mlp", is_flag=True, help="Compute MLPs in chunks, and again in backward.")
+@click.option(
+    "--chunked-mlp/--no-chunked-mlp", default=None,
+    help="Compute MLPs and experts in chunks of rows.  [default: where blocks are recomputed and"
+    " rows exceed a chunk]",
+)  # fmt: skip
 @option("--accumulate", click.IntRange(1), "Gradient accumulation: number of batches per step.", 1)
 @option("--processes", click.IntRange(1), "Number of compiler processes.  [default: one per core]")
 def precompile(
@@ -58,7 +62,7 @@ def precompile(
     optimizer: str,
     state_bits: str,
     recompute_every: int | None,
-    chunked_mlp: bool,
+    chunked_mlp: bool | None,
     accumulate: int,
     processes: int | None,
 ) -> None:

@@ -48,7 +48,7 @@ def plan_memory(
     recompute_every: int | CheckpointConfig | None = None,
     accumulate: int = 1,
     offload: bool = False,
-    chunked_mlp: bool = False,
+    chunked_mlp: bool | None = None,
     adapter: "Adapter | None" = None,
     quantization: str | None = None,
     tensor_parallel: int = 1,
@@ -87,8 +87,9 @@ def plan_memory(
     offload : bool
         Whether the inputs of recomputed segments are stored in the memory of the host; it requires
         ``recompute_every``.
-    chunked_mlp : bool
-        Whether ``swiglu_mlp`` computes the MLPs in chunks of rows.
+    chunked_mlp : bool, optional
+        Whether MLPs and experts are computed in chunks of rows.  None: as in a model, where rows
+        exceed a chunk and blocks are recomputed.
     adapter : Adapter, optional
         ``model.adapter``, in place of ``rank``: train this adapter, on the layers that it adapts.
     quantization : str, optional
@@ -122,7 +123,7 @@ def plan_memory(
     Raises
     ------
     ConfigError
-        The config or an option is invalid, or the model does not use ``swiglu_mlp``.
+        The config or an option is invalid.
     ShapeError
         An array would be too large.
     """

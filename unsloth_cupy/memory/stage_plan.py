@@ -74,7 +74,7 @@ class Job(NamedTuple):
     rank: int | None = None
     adapter: Adapter | None = None
     quantization: str | None = None
-    chunked_mlp: bool = False
+    chunked_mlp: bool | None = None
     chunks: int = 1
     context_attention: str = "ring"
     objective: Any = next_token

@@ -22,6 +22,7 @@ from ..placement import on_gpu_of_attribute, to_device_of
 from ..training.tape import Tape
 from ..training.variable import Var
 from .adapters.adapter import Adapter, Seeds
+from .adapters.many import ByRows
 from .adapters.through import file_weights
 from .any_library import to_torch
 from .configs.config import CORRECTION, Config
@@ -33,7 +34,6 @@ from .layers.block import blocks, embedded, rope_rows
 from .layers.call import Attention, Call, Gather, Mixtures, Recurrence, no_states
 from .layers.context import Context, own_tokens, token_numbers
 from .layers.head import logits_of
-from .layers.mlp_branch import check_chunked
 from .layers.norms import join
 from .layers.positions import Angles, check, places
 from .objective import Reached, TrainingStep, start_of_backward
@@ -54,10 +54,10 @@ class Network(Summary):
         again.
     adapter : Adapter or None
         Low-rank weights added to linear layers; with an adapter the parameters are frozen.
-    chunked_mlp : bool
-        Whether ``swiglu_mlp`` computes the MLPs: by chunks of rows, recomputed in backward.
-        Initially False.  Calls raise a ConfigError for an MLP with another activation, or with a
-        norm, biases, an adapter or BitNet's rounding inside.
+    chunked_mlp : bool or None
+        Whether MLPs and experts are computed in chunks of rows, and again in backward: see
+        ``training.chunks.chunk_of``.  None, initially: where rows exceed a chunk (128 MiB of an
+        inner array) and it costs no further product: in recomputed blocks and without a tape.
     invariant : bool
         Whether the bits of a text's hidden states, logits and ``log_probs`` depend on this text
         alone: not on the batch, padding, packing, or earlier contents of a cache.  Initially False.
@@ -101,7 +101,8 @@ class Network(Summary):
         self.context_attention = "ring"
         self.parts: Parts | None = None
         self.gather: Gather | None = None
-        self.chunked_mlp = self.invariant = False
+        self.chunked_mlp: bool | None = None
+        self.invariant = False
         self._make_tables()
 
     def _make_tables(self) -> None:
@@ -259,8 +260,10 @@ class Network(Summary):
             raise ConfigError(f"Transformer: the cache has latent={cache.latent}; {cure}")
         if not isinstance(seed, Seeds | None) and not is_integer(seed):
             raise ConfigError(f"Transformer: seed={seed!r}; pass an integer, 0 or more")
-        if self.chunked_mlp:
-            check_chunked(self.config, self.adapter)
+        if self.chunked_mlp and isinstance(self.adapter, ByRows):
+            cure = "leave it out, or make a batch of one adapter: set_adapter(name)"
+            problem = "each row of the batch has its own adapter, which a chunk of rows may mix"
+            raise ConfigError(f"chunked_mlp: {problem}; {cure}")
         if self.invariant:
             divided = self.division is not None or context is not None
             check_invariant(self.config, divided, rows, mask)
@@ -288,7 +291,8 @@ class Network(Summary):
             self.config, used, project, attention,
             Mixtures(stacks, routers, routes, self.expert_ranks),
             Recurrence(getattr(rows, "recurrent", no_states), mask, where.offsets),
-            self.chunked_mlp, self.slices, self.gather, context,
+            False if isinstance(self.adapter, ByRows) else self.chunked_mlp,
+            self.slices, self.gather, context,
         )  # fmt: skip
 
     def report_routes(self, call: Call, before: int = 0) -> None:

@@ -113,7 +113,7 @@ def checkpoint(
     tape, inputs = variables[0].tape, {var.index: var for var in variables}
     if any(var.tape is not tape for var in variables):
         raise GradientError("checkpoint: arguments are on two tapes; watch them on one")
-    first = _First(frozenset(keep))
+    first = FirstCall(frozenset(keep))
     watched = {index: first.watch(var.value) for index, var in inputs.items()}
     result = function(
         *_mapped(args, Var, lambda var: watched[var.index]),
@@ -141,7 +141,7 @@ class Recomputed(NamedTuple):
     call: tuple[Any, Any]  # args and options, a _Slot in the place of every Var
     values: dict[Any, Any]  # values of the Vars in ``call``, by index
     outputs: dict[str, int]
-    first: "_First"
+    first: "FirstCall"
 
     @property
     def inputs(self) -> dict[str, int]:
@@ -150,7 +150,21 @@ class Recomputed(NamedTuple):
 
     def add_back(self, take: dict[str, Any], inputs: dict[str, int], grads: Gradients) -> None:
         """Call the function again, and propagate gradients from its results to its arguments."""
-        again = _Again(self.first)
+        again = SecondCall(self.first)
+        indices, returned = self._recorded(again)
+        # gradients that the arguments already have are the first summands: same order, same bits
+        inside = {inner: grads.pop(i) for i, inner in indices.items() if i in grads}
+        for name, grad in take.items():
+            if grad is not None:
+                inside[returned[name]] = add_up(inside.get(returned[name]), grad)
+        again.walk_back(inside, {indices[i] for i in inputs.values()})
+        grads |= {i: inside[inner] for i, inner in indices.items() if inner in inside}
+
+    def _recorded(self, again: "SecondCall") -> tuple[dict[Any, int], dict[str, int]]:
+        """Call the function on a tape; return the indices of its arguments and of its results.
+
+        The tape stores the arrays that backward reads, and no others outlive the call.
+        """
         watched = {i: again.watch(_back(value)) for i, value in self.values.items()}
         args, options = _mapped(self.call, _Slot, lambda slot: watched[slot.var])
         result = self.function(*args, **options)
@@ -159,13 +173,7 @@ class Recomputed(NamedTuple):
             raise GradientError(
                 "checkpoint: the second call of the function returned other results"
             )
-        # gradients that the arguments already have are the first summands: same order, same bits
-        inside = {var.index: grads.pop(i) for i, var in watched.items() if i in grads}
-        for name, grad in take.items():
-            if grad is not None:
-                inside[returned[name]] = add_up(inside.get(returned[name]), grad)
-        again.walk_back(inside, {watched[i].index for i in inputs.values()})
-        grads |= {i: inside[var.index] for i, var in watched.items() if var.index in inside}
+        return {i: var.index for i, var in watched.items()}, returned
 
 
 class _Slot(NamedTuple):
@@ -174,7 +182,7 @@ class _Slot(NamedTuple):
     var: int
 
 
-class _First(Tape):
+class FirstCall(Tape):
     """The tape of the first call, which stores only the results of the ops in ``keep``."""
 
     def __init__(self, keep: frozenset[str]) -> None:
@@ -192,10 +200,10 @@ class _First(Tape):
         """Drop the entry instead of recording it."""
 
 
-class _Again(Tape):
+class SecondCall(Tape):
     """The tape of the second call, which reuses the results that the first tape stored."""
 
-    def __init__(self, first: _First) -> None:
+    def __init__(self, first: FirstCall) -> None:
         super().__init__()
         self.keep, self.results = first.keep, first.results.copy()
 

@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Collection, Sequence
 from contextlib import nullcontext
 from contextvars import ContextVar
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,6 +52,7 @@ class Entry(NamedTuple):
             problem = f"{op.called} has no gradient{why}; compute the loss without it"
             raise GradientError(problem)
         known = self.values | {"d" + name: grad for name, grad in take.items()}
+        known |= {n: known[h] for n, h in _alike(backward).items() if n in self.inputs}
         for operand in backward.contract.inputs:
             if known.get(operand.name) is None and not operand.optional:  # the output was not used
                 known[operand.name] = full_like(self.values[operand.name[1:]], 0)
@@ -217,9 +219,10 @@ class Tape:
         results = result if type(result) is tuple else (result,)
         outputs = [None if value is None else Var(value, self) for value in results]
         names = [operand.name for operand in op.contract.outputs]
+        named = zip((*op.names, *names), (*values, *results), strict=True)
         entry = Entry(
             op,
-            {**dict(zip(op.names, values, strict=True)), **dict(zip(names, results, strict=True))},
+            {name: value for name, value in named if name in _read(op, op.backward)},
             {n: a.index for n, a in zip(op.names, arrays, strict=True) if type(a) is Var},
             {n: v.index for n, v in zip(names, outputs, strict=True) if v is not None},
             dict(options),
@@ -236,6 +239,26 @@ class Tape:
         if (marks := choices.get()) or self.choices:
             self.choices[len(self.entries)] = marks
         self.entries.append(entry)
+
+
+@cache
+def _read(op: Any, backward: Any) -> frozenset[str]:
+    """Return the names of inputs and outputs that a backward op reads: only these are stored.
+
+    Where an op has several outputs, backward may get zeros in the shape of one that is not used.
+    """
+    outputs = [operand.name for operand in op.contract.outputs]
+    if backward is None:
+        return frozenset((*op.names, *outputs))
+    upstream = (each for each in backward.contract.inputs if not each.optional)
+    zeros = {each.name[1:] for each in upstream if each.name[0] == "d"} & {*outputs}
+    return frozenset(backward.names) - {*_alike(backward)} | (zeros if len(outputs) > 1 else set())
+
+
+def _alike(backward: Any) -> dict[str, str]:
+    """Return the inputs that a backward op only compares with None, and an array of each shape."""
+    alike: dict[str, str] = backward.facts.get("alike", {})
+    return alike
 
 
 def called(op: Any, values: list[Any], options: dict[str, Any]) -> Any:

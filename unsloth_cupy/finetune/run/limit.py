@@ -3,8 +3,9 @@
 import dataclasses
 import importlib
 import sys
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -99,11 +100,15 @@ def tokens_of(tokens: int | None, positions: int) -> int:
     return tokens
 
 
-def check_tokens(tokens: int, positions: int) -> None:
-    """Raise a ConfigError if rows are longer than the positions of the model."""
+def check_tokens(tokens: int, positions: int, model: str = "the model") -> None:
+    """Warn if rows are longer than the positions of a model: rotary angles go on beyond them."""
     if tokens > positions:
-        most = f"the {positions} positions of the model"
-        raise ConfigError(f"{named(tokens=tokens)} is more than {most}")
+        warnings.warn(
+            f"{named(tokens=tokens)} exceeds the {positions} positions that {model} was trained for"
+            " (max_position_embeddings); tokens beyond them need training, or a rope_scaling in"
+            " config.json",
+            stacklevel=2,
+        )
 
 
 def quantized_kind(
@@ -122,24 +127,27 @@ def quantized_kind(
     return kind
 
 
-def with_offload(sizes: Sizes, plan: "Plan") -> "Plan":
-    """Return the settings with offload, if a step does not fit into the GPU without it."""
+def with_savings(sizes: Sizes, plan: "Plan") -> "Plan":
+    """Return the settings with chunked MLPs or offload, if a step does not fit the GPU without."""
     if plan.offload and sizes.device is None:
         announce(f"{named(offload=True)} has no effect on the CPU, whose arrays are on the host")
-    if plan.offload is not None or None in (plan.recompute_every, sizes.device):
+    changes: list[dict[str, Any]] = [{"chunked_mlp": True}] * (plan.chunked_mlp is None)
+    if plan.offload is None and plan.recompute_every is not None:
+        changes += [{"offload": True}, *({**each, "offload": True} for each in changes)]
+    if not changes or sizes.device is None or plan.limit_memory is not None:
         return plan
     whole, _ = device_memory(sizes.device)
-    if plan.limit_memory is not None or whole is None or not sizes.planned(plan).beyond(whole):
+    if whole is None or not sizes.planned(plan).beyond(whole):
         return plan
-    changed = dataclasses.replace(plan, offload=True)
-    step_plan = sizes.planned(changed)
-    if step_plan.beyond(whole) or step_plan.host > for_offload(plan.host_memory):
-        return plan
-    announce(
-        f"{named(offload=True)}: a step does not fit into the {format_bytes(whole)} of the GPU"
-        f" without it; the inputs of blocks need {format_bytes(step_plan.host)} of host memory"
-    )
-    return changed
+    for change in changes:
+        step_plan = sizes.planned(changed := dataclasses.replace(plan, **change))
+        host = step_plan.host
+        if not step_plan.beyond(whole) and host <= (for_offload(plan.host_memory) if host else 0):
+            needed = f"; the inputs of blocks need {format_bytes(host)} of host memory"
+            message = f"a step does not fit into the {format_bytes(whole)} of the GPU without it"
+            announce(f"{named(**change)}: {message}{needed * bool(host)}")
+            return changed
+    return plan
 
 
 def for_offload(limit: int | None) -> int:
@@ -215,8 +223,6 @@ def _cures(sizes: Sizes, plan: "Plan", step_plan: MemoryPlan, limit: int) -> str
 
     All changes together are listed only if no single change is enough.
     """
-    from ...models.layers.mlp_branch import check_chunked
-
     changes: list[Mapping[str, Any]] = []
     if plan.recompute_every != 1:
         changes.append({"recompute_every": 1})
@@ -231,18 +237,14 @@ def _cures(sizes: Sizes, plan: "Plan", step_plan: MemoryPlan, limit: int) -> str
     if plan.state_bits == 32 and plan.kind == "adamw":
         changes.append({"state_bits": 8})
     adapted = plan.lora is not None or sizes.adapter is not None
-    if not (adapted or plan.chunked_mlp):
-        with suppress(ConfigError):  # this kind of MLP has no chunked form
-            check_chunked(sizes.config, None)
-            changes.append(CHUNKED)
-    if sizes.exists and not (adapted or plan.chunked_mlp):
+    if not plan.chunked_mlp:
+        changes.append(CHUNKED)
+    if sizes.exists and not adapted:
         changes.append(ADAPTERS)
     totals = [(sizes.planned(plan, **change).total, named(**change), change) for change in changes]
     useful = sorted((each for each in totals if each[0] < step_plan.total), key=itemgetter(0, 1))
     if useful and useful[0][0] > limit:  # no change alone is enough
         chosen = [change for _, _, change in useful]
-        if ADAPTERS in chosen and CHUNKED in chosen:  # not both: adapters are on MLPs
-            chosen.remove(CHUNKED)
         together: dict[str, Any] = {}
         for change in chosen:
             together |= change

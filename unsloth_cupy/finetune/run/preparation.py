@@ -50,7 +50,7 @@ from .limit import (
     checked_plan,
     passes_of,
     quantized_kind,
-    with_offload,
+    with_savings,
 )
 from .loop import Loop
 from .new_model import ONLINE, SIZES, small_llama
@@ -164,12 +164,12 @@ def prepare(
 def planned_memory(
     sizes: Sizes, plan: Plan, ranks: Ranks, lines: TrainingData | None
 ) -> tuple[Plan, Memory]:
-    """Return the settings, with offload if needed, and the memory measurement of steps.
+    """Return the settings, changed if a step needs that, and the memory measurement of steps.
 
     Steps on ``lines`` differ in size: on a single rank, their actual batches are planned instead of
     full rows.
     """
-    plan = with_offload(sizes, plan) if ranks.alone else plan
+    plan = with_savings(sizes, plan) if ranks.alone else plan
     limit, device, largest, bytes_of = plan.limit_memory, sizes.device, 0, None
     if ranks.alone and lines is not None and not METHODS[plan.method].is_on_policy:
 

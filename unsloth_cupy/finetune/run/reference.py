@@ -28,6 +28,7 @@ from ..methods.method import FOLDERS, placed, starts_of
 from ..methods.registry import METHODS
 from ..methods.taught import is_taught, read_taught
 from ..naming import named
+from .limit import check_tokens
 from .run_folder import RunFolder, model_folder, model_without_weights, words_folder
 
 if TYPE_CHECKING:
@@ -69,9 +70,7 @@ def other_models(plan: "Plan", tokenizer: Any, vocab: int) -> dict[str, Path]:
         if config.vocab < min(vocab, max(ours.values()) + 1):
             rows = f"has {config.vocab} rows in its table for {len(ours)} tokens"
             raise ConfigError(f"{shown} {rows}; copy it again")
-        if config.positions < plan.tokens:
-            cure = f"give {named(tokens=config.positions)} at most"
-            raise ConfigError(f"{shown} has {config.positions} positions; {cure}")
+        check_tokens(plan.tokens, config.positions, shown)
     return folders
 
 

@@ -292,10 +292,11 @@ class Settings(Options):
         kept=False,
         rare=True,
     )
-    chunked_mlp: bool = setting(
+    chunked_mlp: bool | None = setting(
         "memory",
-        "Compute MLPs in chunks, and recompute them in the backward pass; saves memory.",
-        False,
+        "Compute MLPs and experts in chunks of rows, and again in backward; saves memory."
+        "  [default: where blocks are recomputed and rows exceed a chunk, or a step does not fit"
+        " into the GPU otherwise]",
         rare=True,
     )
     state_bits: int = setting(

@@ -178,14 +178,20 @@ class Adapter:
         x: Any,
         seed: int | Seeds | None,
         numbers: Array | None = None,
+        part: slice | None = None,
     ) -> list[Any]:
         """Return the outputs of the linear layers ``modules`` for the input x, with their adapters.
 
         ``parameters`` holds the weights of the layers and of the adapters, by name.  Without
         dropout one ``lora_linears`` reads x once for all adapters.  With dropout each adapter has
         its own mask, drawn from the number of the token in the batch: see ``token_numbers``.
+        ``part`` is the slice of all tokens that x has.
         """
         dropout = self.dropout if seed is not None else 0.0
+        if part is not None and numbers is not None:
+            numbers = numbers.reshape(-1)[part]
+        elif part is not None and dropout:
+            numbers = np.arange(part.start, part.stop, dtype=np.int32, like=value_of(x))
         if numbers is not None:
             numbers = numbers.reshape(x.shape[:-1])
         if is_fixed():  # sum the dx of these layers first, as in a batch with several adapters

@@ -107,6 +107,8 @@ def project_of(
 ) -> Project:
     """Return the function ``(parameters, names, x)`` that computes the linear layers of a call.
 
+    Its option ``part`` is a slice of all tokens, in order, if x has only these.
+
     ``tokens`` is (rows, tokens).  ``first`` is the number of the first token: see
     ``token_numbers``.
     """
@@ -118,7 +120,9 @@ def project_of(
     return partial(_rounded, division) if config.bit_layers else _plain
 
 
-def _plain(parameters: Mapping[str, Any], names: Sequence[str], x: Any) -> list[Any]:
+def _plain(
+    parameters: Mapping[str, Any], names: Sequence[str], x: Any, part: slice | None = None
+) -> list[Any]:
     """Return the outputs of dense or quantized layers for one input.
 
     Weights that are rows of one stored matrix need one product instead of one per layer.
@@ -131,7 +135,11 @@ def _plain(parameters: Mapping[str, Any], names: Sequence[str], x: Any) -> list[
 
 
 def _rounded(
-    division: Division | None, parameters: Mapping[str, Any], names: Sequence[str], x: Any
+    division: Division | None,
+    parameters: Mapping[str, Any],
+    names: Sequence[str],
+    x: Any,
+    part: slice | None = None,
 ) -> list[Any]:
     """Return the outputs of BitNet layers, which round weights and inputs."""
     layers = [(f"{n}.weight", parameters.get(f"{n}.bias")) for n in names]

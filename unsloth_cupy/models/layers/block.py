@@ -113,18 +113,22 @@ def _part(call: Call, layers: range, branch: Any, stream: Any) -> tuple[Any, Any
     if call.gather is not None:
         call = call._replace(parameters=call.gather(call.parameters))
     for layer in layers:
-        branch, stream = block(call, layer, branch, stream)
+        branch, stream = block(call, layer, branch, stream, layer == layers[-1])
     return branch, stream, call.experts.routers
 
 
-def block(call: Call, layer: int, branch: Any, stream: Any) -> tuple[Any, Any]:
-    """Return the output of a block as (branch, stream); the next op computes their sum."""
+def block(call: Call, layer: int, branch: Any, stream: Any, last: bool = False) -> tuple[Any, Any]:
+    """Return the output of a block as (branch, stream); the next op computes their sum.
+
+    ``last``: nothing reads the output within the same checkpoint.
+    """
     norms, prefix, config = call.config.norms_of(layer), f"model.layers.{layer}.", call.config
     x, stream = join(call, prefix, norms.before_attention, branch, stream)
     ranks = call.division
     if config.single:
-        run = mlp_branch if config.layer_types[layer] == MLP else attention_branch
-        return run(call, layer, prefix, x), stream
+        if config.layer_types[layer] == MLP:
+            return mlp_branch(call, layer, prefix, x, last), stream
+        return attention_branch(call, layer, prefix, x), stream
     if config.parallel:
         x = entered(ranks, x)
         branch = add(attention_branch(call, layer, prefix, x), mlp_branch(call, layer, prefix, x))
@@ -134,7 +138,8 @@ def block(call: Call, layer: int, branch: Any, stream: Any) -> tuple[Any, Any]:
     branch = joined(ranks, attention_branch(call, layer, prefix, entering))
     branch = _scaled(norm_of(call, prefix, norms.after_attention, branch), config.residual_scale)
     x, stream = join(call, prefix, norms.before_mlp, branch, stream)
-    branch = joined(ranks, mlp_branch(call, layer, prefix, entered(ranks, x)))
+    unread = last and ranks is None and norms.after_mlp is None and config.residual_scale == 1
+    branch = joined(ranks, mlp_branch(call, layer, prefix, entered(ranks, x), unread))
     branch = _scaled(norm_of(call, prefix, norms.after_mlp, branch), config.residual_scale)
     return branch, stream
 

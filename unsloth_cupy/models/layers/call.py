@@ -1,18 +1,19 @@
 """The inputs that all blocks of one call share."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from ...core.dtypes import Array
 from ...parallel.communicator import Communicator
 from ..adapters.adapter_stacks import Adapted
 from ..configs.config import Config
+from ..configs.names import ADAPTED
 from ..ranks.division import Division
 from .context import Context
 
 Attend = Callable[..., Array]  # (layer, q, k, v, **options of attention): see attending.py
 Turn = Callable[..., tuple[Any, Any]]  # (layer, q, k, v, cos, sin, positions)
-Project = Callable[[Mapping[str, Any], Sequence[str], Any], list[Any]]  # (parameters, names, x)
+Project = Callable[..., list[Any]]  # (parameters, names, x, part=slice): x is a part of all rows
 Whole = Callable[[Mapping[str, Any], str], Any]  # (parameters, name): a weight with its adapter
 Gather = Callable[[Mapping[str, Any]], dict[str, Any]]
 
@@ -71,7 +72,7 @@ class Call(NamedTuple):
     attention: Attention
     experts: Mixtures = Mixtures()
     recurrence: Recurrence = Recurrence()
-    chunked_mlp: bool = False
+    chunked_mlp: bool | None = None
     division: Division | None = None  # with it, config and parameters are this rank's part
     gather: Gather | None = None  # gathers the parameters of a block from the parts of all ranks
     context: Context | None = None  # if ranks divide the tokens
@@ -82,3 +83,9 @@ class Call(NamedTuple):
         options: dict[str, Any] = {"causal": True, "scale": self.config.scale}
         options |= {"softcap": self.config.softcap}
         return options | {"window": None if window is None else (window - 1, 0)}
+
+
+def parameters_of(call: Call, module: str) -> dict[str, Any]:
+    """Return the parameters of a module and of its adapters."""
+    prefixes = module, ADAPTED + module
+    return {name: each for name, each in call.parameters.items() if name.startswith(prefixes)}

@@ -24,11 +24,12 @@ from ...ops.experts.route import Routes, route, route_backward, weights_of
 from ...ops.experts.router_losses import balance_loss
 from ...parallel.communicator import Communicator
 from ...parallel.taped import taped, value_of
+from ...training.chunks import chunk_of, in_chunks
 from ..adapters.adapter_stacks import Adapted
 from ..adapters.outer_weights import made_of
 from ..adapters.through import through_stack
 from ..configs.config import CORRECTION, LATENT, Experts
-from .call import Call
+from .call import Call, parameters_of
 from .elements import clamped_swiglu, split, stacked
 from .expert_ranks import at_their_ranks, balance_of, sums_of_balance
 from .sorted_rows import by_expert
@@ -57,7 +58,11 @@ def experts_of_tokens(call: Call, layer: int, module: str, x: Any) -> Any:
     if experts.latent is not None:
         (x,) = call.project(parameters, [into], x)
 
-    def computed(x: Any, routes: Routes) -> Any:
+    own = parameters_of(call, f"{module}experts")
+
+    def of_rows(parameters: Mapping[str, Any], part: slice, rows: Sequence[Any]) -> Any:
+        x, chosen, weights = rows
+        routes = Routes(chosen, weights)
         if gate_up in stacks or down in stacks:
             return adapted_experts(parameters, stacks, experts, (gate_up, down), x, routes)
         return experts_mlp(
@@ -70,6 +75,13 @@ def experts_of_tokens(call: Call, layer: int, module: str, x: Any) -> Any:
             activation=experts.activation,
             **experts.clamps,
         )
+
+    def computed(x: Any, routes: Routes) -> Any:
+        k, inner = routes.experts.shape[-1], parameters[down].shape[-1]
+        size = chunk_of(call.chunked_mlp, x, own.values(), k * inner)
+        if size is None:
+            return of_rows(own, slice(None), (x, *routes))
+        return in_chunks(of_rows, (x, *routes), own, size)
 
     if ranks is None:
         y = computed(x, routes)

@@ -1,27 +1,30 @@
 """The MLP branch of a block: dense, or a mixture of experts."""
 
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from ...errors import ConfigError
 from ...ops.activations.geglu import geglu
 from ...ops.activations.relu2 import relu2
 from ...ops.activations.swiglu import swiglu
-from ...ops.activations.swiglu_mlp import swiglu_mlp
 from ...ops.activations.xielu import xielu
 from ...ops.elements.arithmetic import add, multiply, scale
-from ..adapters.adapter import Adapter
-from ..configs.config import BUFFERS, Config
-from .call import Call
+from ...training.chunks import chunk_of, in_chunks
+from ..configs.config import BUFFERS
+from .call import Call, parameters_of
 from .elements import gated, gelu, split
 from .experts_layer import experts_of_tokens
 from .norms import divided_norm
 
 
-def mlp_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
-    """Return the output of a dense MLP or of a mixture of experts for normalised x."""
+def mlp_branch(call: Call, layer: int, prefix: str, x: Any, unread: bool = False) -> Any:
+    """Return the output of a dense MLP or of a mixture of experts for normalised x.
+
+    ``unread``: see ``in_chunks``.
+    """
     experts = call.config.experts
     if experts is None or not experts.sparse[layer]:
-        return _dense_mlp(call, f"{prefix}{call.config.names.mlp}.", x)
+        return _dense_mlp(call, f"{prefix}{call.config.names.mlp}.", x, unread)
     module = f"{prefix}{experts.module}."
     y = experts_of_tokens(call, layer, module, x)
     if not experts.shared:
@@ -33,11 +36,24 @@ def mlp_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
     return add(y, shared)
 
 
-def _dense_mlp(call: Call, module: str, x: Any) -> Any:
-    """Return the output of a dense MLP for normalised x."""
+def _dense_mlp(call: Call, module: str, x: Any, unread: bool = False) -> Any:
+    """Return the output of a dense MLP for normalised x, by chunks of rows where they are many."""
+    parameters = parameters_of(call, module)
+    inner = parameters[f"{module}{call.config.names.down}.weight"].shape[-1]
+    size = chunk_of(call.chunked_mlp, x, parameters.values(), inner)
+    if size is None:
+        return _of_rows(call, module, x)
+
+    def of_part(parameters: Mapping[str, Any], part: slice, rows: Sequence[Any]) -> Any:
+        project = partial(call.project, part=part)
+        return _of_rows(call._replace(parameters=parameters, project=project), module, *rows)
+
+    return in_chunks(of_part, [x], parameters, size, unread=unread)
+
+
+def _of_rows(call: Call, module: str, x: Any) -> Any:
+    """Return the output of a dense MLP for rows of normalised x."""
     config, names, parameters = call.config, call.config.names, call.parameters
-    if call.chunked_mlp:
-        return swiglu_mlp(x, *_mlp_weights(call, module))
     if "mlp" in config.fused:
         (fused,) = call.project(parameters, [module + names.gate_up], x)
         inner = fused.shape[-1] // 2
@@ -64,46 +80,3 @@ def _dense_mlp(call: Call, module: str, x: Any) -> Any:
         y = divided_norm(call, module, "ffn_sub_norm", y)
     (y,) = call.project(parameters, [module + names.down], y)
     return y if config.down_scale == 1 else scale(y, factor=config.down_scale)
-
-
-def _mlp_weights(call: Call, module: str) -> tuple[Any, Any, Any]:
-    """Return the weights of gate, up and down; fused checkpoints store gate and up together."""
-    config, parameters = call.config, call.parameters
-    down = parameters[f"{module}{config.names.down}.weight"]
-    if "mlp" not in config.fused:
-        up = parameters[f"{module}{config.names.up}.weight"]
-        return parameters[module + "gate_proj.weight"], up, down
-    shape, size = (config.inner, config.hidden), config.inner * config.hidden
-    # (1, 2 * inner * hidden): a tape can only slice the last axis
-    fused = parameters[f"{module}{config.names.gate_up}.weight"].reshape(1, -1)
-    return fused[..., :size].reshape(*shape), fused[..., size:].reshape(*shape), down
-
-
-def check_chunked(config: Config, adapter: Adapter | None) -> None:
-    """Raise a ConfigError unless ``swiglu_mlp`` can compute the MLPs of this model."""
-    adapted = (
-        []
-        if adapter is None
-        else [name for name in adapter.scales if f".{config.names.mlp}." in name]
-    )
-    kind = f"the MLP of a {config.model_type} model"
-    if config.experts is not None:
-        problem = f"{kind} has experts"
-    elif config.bit_layers:
-        problem = f"{kind} rounds its weights as BitNet does"
-    elif not config.gate:
-        problem = f"{kind} has no gate"
-    elif config.activation != "silu":
-        problem = f"{kind} has the activation {config.activation}, not silu"
-    elif (config.gate_scale, config.down_scale) != (1, 1):
-        problem = f"{kind} multiplies its gate or its output"
-    elif config.sub_norms or config.mlp_bias:
-        problem = f"{kind} has {'a norm' if config.sub_norms else 'biases'} inside"
-    elif adapted:
-        problem = f"there is an adapter on {adapted[0]}, inside the MLP"
-    else:
-        return
-    raise ConfigError(
-        f"chunked_mlp: {problem}, which swiglu_mlp does not compute; leave it out, and checkpoint"
-        " every block instead"
-    )

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from unsloth_cupy import experts_mlp_backward, experts_mlp_forward, route
 from unsloth_cupy.core import kernel as core_kernel
 from unsloth_cupy.core import replay
 from unsloth_cupy.core import target as core_target
@@ -352,8 +353,13 @@ def test_counters_wrap(keys: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(used) >= len(calls)
 
 
+@pytest.mark.parametrize("freed", [replay.FREED, 0])
 @pytest.mark.parametrize("name", LAUNCHED)
-def test_every_launch_is_recorded_and_starts_the_same(name: str) -> None:
+def test_every_launch_is_recorded_and_starts_the_same(
+    name: str, freed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the replay frees each array after its last start."""
+    monkeypatch.setattr(replay, "FREED", freed)
     with gpu() as machine:
         for dtype in (np.dtype("float16"), np.dtype("float32")):
             call = call_of(name, machine.place, dtype)
@@ -392,6 +398,26 @@ def test_no_call_keeps_memory(name: str) -> None:
             assert calls[0] == calls[1] == calls[2]
     finally:
         gc.enable()
+
+
+def test_a_replay_holds_no_more_than_the_launch() -> None:
+    """The launches of experts free their inner arrays between products."""
+    draw = np.random.default_rng(0).standard_normal
+    with gpu("90", devices=1) as machine:
+        shapes = (4096, 128), (4, 1024, 128), (4, 128, 512), (4096, 4)
+        x, gate_up, down, logits = (machine.place(draw(each).astype("float16")) for each in shapes)
+        routes, peaks = route(logits, k=2), list[tuple[int, int]]()
+        for _ in range(4):
+            before = machine.peak = machine.held
+            y, *stored = experts_mlp_forward(x, gate_up, down, *routes)
+            forward = machine.peak - before
+            before = machine.peak = machine.held
+            experts_mlp_backward(y, x, gate_up, down, *routes, None, None, *stored)
+            peaks.append((forward, machine.peak - before))
+            del y, stored
+    assert peaks[2] == peaks[3]
+    for replayed, launched in zip(peaks[2], peaks[0], strict=True):
+        assert replayed <= launched
 
 
 @pytest.mark.slow

@@ -7,10 +7,12 @@ allocations and kernel starts are recorded, and later calls replay them.  A laun
 anything else of an array, for instance to copy or sum it, is not recorded and runs in each call.
 """
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import accumulate
 from typing import Any, NoReturn
 
 import numpy as np
@@ -23,6 +25,7 @@ Run = Callable[[list[Any], dict[str, Any]], Any]  # (arrays, options)
 # Recordings per form of call; beyond it all are dropped, as each value of an option, such as the
 # learning rate of a step, is a key of its own.
 KEPT = 256
+FREED = 2**20  # bytes; a replay that would save fewer frees its arrays at the end, in less host time
 # Settings besides the arguments of a call that launches read, such as an AttentionConfig.
 choices: ContextVar[tuple[Any, ...]] = ContextVar("choices", default=())
 FIXED = "fixed order"  # in choices: the order in which a row is summed depends only on that row
@@ -175,9 +178,15 @@ class Recording:
         def picker(values: Sequence[Any]) -> Callable[[list[Any]], Any]:
             return operator.itemgetter(*map(number_of, values))
 
-        results = picker(result if type(result) is tuple else (result,))
+        returned = result if type(result) is tuple else (result,)
+        results = picker(returned)
         starts = [(*start[:3], picker(start[3]), start[4]) for start in self.starts]
         forms = self.forms
+        uses = [[*map(number_of, start[3])] for start in self.starts]
+        if (spans := self._spans(uses, [*map(number_of, returned)])) is not None:
+            before = len(self.arrays) - len(forms)
+            steps = [(*start, *span) for start, span in zip(starts, spans, strict=True)]
+            return _freeing(steps, forms, before, fixed, results)
         views = any(new is None for new, *_ in forms)  # few have views: the others need no loop
 
         def replay(arrays: list[Any], options: dict[str, Any]) -> Any:
@@ -193,6 +202,64 @@ class Recording:
             return results(live)
 
         return replay
+
+    def _spans(
+        self, uses: list[list[int]], returned: list[int]
+    ) -> list[tuple[list[int], list[int]]] | None:
+        """Return which ``forms`` to allocate before each start, and which to free after it.
+
+        None: to hold all of them to the end takes less than FREED bytes more.
+        """
+        if not uses:
+            return None
+        before, bases = len(self.arrays) - len(self.forms), dict[int, int]()
+        for n, (new, one, _) in enumerate(self.forms):  # a view is in the memory of another array
+            bases[before + n] = before + n if new is not None else bases.get(one, one)
+        last, places = len(uses) - 1, dict[int, list[int]]()  # the starts that use an array
+        for place, numbers in [*enumerate(uses), (last, returned)]:
+            for number in {*numbers, *(bases[n] for n in numbers if n in bases)}:
+                places.setdefault(number, []).append(place)
+        kept = {bases.get(number, number) for number in returned}
+        makes: list[list[int]] = [[] for _ in uses]
+        frees: list[list[int]] = [[] for _ in uses]
+        changes = [0] * (len(uses) + 1)
+        for n, (new, shape, dtype) in enumerate(self.forms):
+            base = bases[before + n]
+            start, stop = places.get(before + n, [0])[0], places.get(base, [0])[-1]
+            makes[start].append(n)
+            size = 0 if new is None else math.prod(shape) * dtype.itemsize
+            changes[start] += size
+            if base not in kept:
+                frees[stop].append(n)
+                changes[stop + 1] -= size
+        peak = max(accumulate(changes))
+        whole = sum(
+            math.prod(shape) * dtype.itemsize for new, shape, dtype in self.forms if new is not None
+        )
+        return [*zip(makes, frees, strict=True)] if whole - peak >= FREED else None
+
+
+def _freeing(
+    steps: Sequence[tuple[Any, ...]],
+    forms: Sequence[tuple[Any, Any, Any]],
+    before: int,
+    fixed: Sequence[Any],
+    results: Callable[[list[Any]], Any],
+) -> Run:
+    """Return a replay that allocates before each start, and frees after it."""
+
+    def replay(arrays: list[Any], options: dict[str, Any]) -> Any:
+        live = [*arrays, *[None] * len(forms), *fixed]
+        for launch, grid, block, pick, shared, makes, frees in steps:
+            for n in makes:
+                new, one, other = forms[n]
+                live[before + n] = live[one][other] if new is None else new(one, other)
+            launch(grid, block, pick(live), shared)
+            for n in frees:
+                live[before + n] = None
+        return results(live)
+
+    return replay
 
 
 def _allocator(like: Any) -> Callable[..., Any]:

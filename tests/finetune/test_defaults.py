@@ -601,7 +601,7 @@ def test_the_largest_step_is_planned(
 
     monkeypatch.setattr(preparation, "passes_of", passes_of)
     monkeypatch.setattr(
-        preparation, "with_offload", lambda sizes, plan: replace(plan, offload=True)
+        preparation, "with_savings", lambda sizes, plan: replace(plan, offload=True)
     )
     checked = lambda sizes, plan, limit: ("checked", sizes.inputs, limit)  # noqa: E731
     monkeypatch.setattr(preparation, "checked_plan", checked)

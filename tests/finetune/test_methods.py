@@ -518,7 +518,6 @@ def test_a_plan_of_a_method(home: Path) -> None:
         ({"method": "kto", "data": "texts"}, "texts.jsonl:1: .*completion, but no label"),
         ({"method": "sft", "data": "pairs"}, "holds preference pairs .*choose the method dpo, i"),
         ({"method": "dpo", "reference": "other"}, "has another vocabulary: 'w199' is none there"),
-        ({"method": "dpo", "tokens": 200}, "tokens=200 is more than the 128 positions"),
     ],
 )  # fmt: skip
 def test_what_does_not_fit_is_one_error(
@@ -535,6 +534,24 @@ def test_what_does_not_fit_is_one_error(
     with pytest.raises(ConfigError, match=said):
         trainer(home, tmp_path / "run", **settings).train()
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_rows_beyond_the_positions_train_with_a_warning(
+    method: str, home: Path, tmp_path: Path
+) -> None:
+    """As in generate; so do those of a reference, which has as few positions."""
+    texts = [" ".join(f"w{(first + n) % 100}" for n in range(150)) for first in range(6)]
+    pairs = [{"prompt": text, "chosen": "w1", "rejected": "w2"} for text in texts]
+    rows = pairs if method == "dpo" else [{"text": text} for text in texts]
+    data = write(tmp_path / "long.jsonl", rows)
+    options: dict[str, Any] = {"reference": home / "model-0.9"} if method == "dpo" else {}
+    with pytest.warns(UserWarning, match="tokens=160 exceeds the 128 positions") as warned:
+        run = trainer(
+            home, tmp_path / "run", method=method, data=data, tokens=160, **options
+        ).train()
+    assert len({str(each.message) for each in warned}) == (2 if method == "dpo" else 1)
+    assert np.isfinite(run.losses).all()
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -154,9 +154,11 @@ class Recomputed(NamedTuple):
         indices, returned = self._recorded(again)
         # gradients that the arguments already have are the first summands: same order, same bits
         inside = {inner: grads.pop(i) for i, inner in indices.items() if i in grads}
-        for name, grad in take.items():
+        while take:  # the caller need not hold them while the part is differentiated
+            name, grad = take.popitem()
             if grad is not None:
                 inside[returned[name]] = add_up(inside.get(returned[name]), grad)
+        grad = None
         again.walk_back(inside, {indices[i] for i in inputs.values()})
         grads |= {i: inside[inner] for i, inner in indices.items() if inner in inside}
 

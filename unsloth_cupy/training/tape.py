@@ -55,7 +55,9 @@ class Entry(NamedTuple):
         known |= {n: known[h] for n, h in _alike(backward).items() if n in self.inputs}
         for operand in backward.contract.inputs:
             if known.get(operand.name) is None and not operand.optional:  # the output was not used
-                known[operand.name] = full_like(self.values[operand.name[1:]], 0)
+                value, arrays = self.values[operand.name[1:]], [*known.values()]
+                unread = type(value) is Unread
+                known[operand.name] = value.zeros(arrays) if unread else full_like(value, 0)
         options = {name: self.options[name] for name in backward.options & self.options.keys()}
         if "wanted" in backward.options:
             options["wanted"] = frozenset(inputs)
@@ -219,10 +221,16 @@ class Tape:
         results = result if type(result) is tuple else (result,)
         outputs = [None if value is None else Var(value, self) for value in results]
         names = [operand.name for operand in op.contract.outputs]
-        named = zip((*op.names, *names), (*values, *results), strict=True)
+        read, zeros = _read(op, op.backward)
+        stored = {n: each for n, each in zip(op.names, values, strict=True) if n in read}
+        for name, value in zip(names, results, strict=True):
+            if name in read:
+                stored[name] = value
+            elif name in zeros and value is not None:
+                stored[name] = Unread(value.shape, value.dtype)
         entry = Entry(
             op,
-            {name: value for name, value in named if name in _read(op, op.backward)},
+            stored,
             {n: a.index for n, a in zip(op.names, arrays, strict=True) if type(a) is Var},
             {n: v.index for n, v in zip(names, outputs, strict=True) if v is not None},
             dict(options),
@@ -241,18 +249,34 @@ class Tape:
         self.entries.append(entry)
 
 
-@cache
-def _read(op: Any, backward: Any) -> frozenset[str]:
-    """Return the names of inputs and outputs that a backward op reads: only these are stored.
+class Unread(NamedTuple):
+    """The shape and dtype of a result whose values backward does not read."""
 
-    Where an op has several outputs, backward may get zeros in the shape of one that is not used.
+    shape: tuple[int, ...]
+    dtype: Any
+
+    def zeros(self, arrays: Sequence[Any]) -> Any:
+        """Return zeros in the library and on the device of the first array."""
+        like = next(array for array in arrays if hasattr(array, "__dlpack__"))
+        array = full_like(like, 0, tuple(self.shape))
+        return array.astype(self.dtype) if hasattr(array, "astype") else array.to(self.dtype)
+
+
+@cache
+def _read(op: Any, backward: Any) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the names of inputs and outputs that a backward op reads; then outputs with zeros.
+
+    Where an op has several outputs, backward may need zeros in the shape of the gradient of one.
     """
-    outputs = [operand.name for operand in op.contract.outputs]
+    outputs = {operand.name for operand in op.contract.outputs}
     if backward is None:
-        return frozenset((*op.names, *outputs))
+        return frozenset((*op.names, *outputs)), frozenset()
     upstream = (each for each in backward.contract.inputs if not each.optional)
-    zeros = {each.name[1:] for each in upstream if each.name[0] == "d"} & {*outputs}
-    return frozenset(backward.names) - {*_alike(backward)} | (zeros if len(outputs) > 1 else set())
+    zeros = {each.name[1:] for each in upstream if each.name[0] == "d"} & outputs
+    return (
+        frozenset(backward.names) - {*_alike(backward)},
+        frozenset(zeros if len(outputs) > 1 else ()),
+    )
 
 
 def _alike(backward: Any) -> dict[str, str]:

@@ -25,7 +25,7 @@ Run = Callable[[list[Any], dict[str, Any]], Any]  # (arrays, options)
 # Recordings per form of call; beyond it all are dropped, as each value of an option, such as the
 # learning rate of a step, is a key of its own.
 KEPT = 256
-FREED = 2**20  # bytes; a replay that would save fewer frees its arrays at the end, in less host time
+FREED = 2**20  # bytes; to save fewer, arrays are freed at the end of a replay, in less host time
 # Settings besides the arguments of a call that launches read, such as an AttentionConfig.
 choices: ContextVar[tuple[Any, ...]] = ContextVar("choices", default=())
 FIXED = "fixed order"  # in choices: the order in which a row is summed depends only on that row

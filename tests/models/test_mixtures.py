@@ -272,7 +272,6 @@ def test_other_names_of_released_files():
         (lambda m, f: quantize(m, "ternary"), "ternary does not support the stacks of experts of"),
         (lambda m, f: load(f, quantize="ternary"), "load: ternary does not support"),
         (lambda m, f: load(f, quantize="mxfp4"), "load: kind 'mxfp4' is unknown"),
-        (lambda m, f: replace_chunked(m), "the MLP of a mixtral model has experts"),
         (
             lambda m, f: plan_memory(
                 SIZES | MIXTURES["mixtral"], batch=1, tokens=8, dtype="float32", rank=2,
@@ -281,16 +280,11 @@ def test_other_names_of_released_files():
             "plan_memory: ternary does not support the stacks of",
         ),
     ],
-    ids=["quantize", "load", "mxfp4", "chunked", "plan ternary"],
+    ids=["quantize", "load", "mxfp4", "plan ternary"],
 )  # fmt: skip
 def test_what_is_not_supported_is_refused_with_a_cure(folder, refused, message):
     with pytest.raises(ConfigError, match=message):
         refused(load(folder), folder)
-
-
-def replace_chunked(model):
-    model.chunked_mlp = True
-    model.logits(TOKENS)
 
 
 def test_attention_with_sinks_is_not_divided():

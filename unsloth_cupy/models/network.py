@@ -57,7 +57,7 @@ class Network(Summary):
     chunked_mlp : bool or None
         Whether MLPs and experts are computed in chunks of rows, and again in backward: see
         ``training.chunks.chunk_of``.  None, initially: where rows exceed a chunk (128 MiB of an
-        inner array) and it costs no further product: in recomputed blocks and without a tape.
+        inner array), in recomputed blocks and without a tape.
     invariant : bool
         Whether the bits of a text's hidden states, logits and ``log_probs`` depend on this text
         alone: not on the batch, padding, packing, or earlier contents of a cache.  Initially False.

@@ -37,9 +37,9 @@ def chunk_of(
     Parameters
     ----------
     requested : bool, optional
-        True: at least CHUNKS chunks; False: none.  None: where rows exceed a chunk and chunks cost
-        no further product, as there is no tape, or a checkpoint calls the function again anyway;
-        but not where the order of sums in backward is fixed, as a chunk ends the sum of a row.
+        True: at least CHUNKS chunks; False: none.  None: where rows exceed a chunk, and there is no
+        tape, or a checkpoint, which calls the function again anyway; but not where the order of
+        sums in backward is fixed, as the sums of a chunk depend on the number of rows before it.
     rows : (*rows, n) array or Var
     parameters : collection of array or Var
         As in ``in_chunks``.

@@ -42,8 +42,11 @@ class Routed(NamedTuple):
     experts: Array  # (batch, tokens, k)
 
 
-def experts_of_tokens(call: Call, layer: int, module: str, x: Any) -> Any:
-    """Return the weighted sum of the chosen experts' outputs for each token of normalised x."""
+def experts_of_tokens(call: Call, layer: int, module: str, x: Any, unread: bool = False) -> Any:
+    """Return the weighted sum of the chosen experts' outputs for each token of normalised x.
+
+    ``unread``: see ``in_chunks``.
+    """
     parameters, (stacks, routers, chosen, ranks) = call.parameters, call.experts
     experts: Any = call.config.experts
     logits = router_logits(call, module, x)
@@ -81,7 +84,8 @@ def experts_of_tokens(call: Call, layer: int, module: str, x: Any) -> Any:
         size = chunk_of(call.chunked_mlp, x, own.values(), k * inner)
         if size is None:
             return of_rows(own, slice(None), (x, *routes))
-        return in_chunks(of_rows, (x, *routes), own, size)
+        last = unread and ranks is None and experts.latent is None
+        return in_chunks(of_rows, (x, *routes), own, size, unread=last)
 
     if ranks is None:
         y = computed(x, routes)

@@ -26,7 +26,7 @@ def mlp_branch(call: Call, layer: int, prefix: str, x: Any, unread: bool = False
     if experts is None or not experts.sparse[layer]:
         return _dense_mlp(call, f"{prefix}{call.config.names.mlp}.", x, unread)
     module = f"{prefix}{experts.module}."
-    y = experts_of_tokens(call, layer, module, x)
+    y = experts_of_tokens(call, layer, module, x, unread and not experts.shared)
     if not experts.shared:
         return y
     shared = _dense_mlp(call, f"{prefix}{experts.shared_module}.", x)

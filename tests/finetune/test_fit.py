@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from unsloth_cupy import DeviceMemoryError, fit, plan_memory
+from unsloth_cupy import CheckpointConfig, DeviceMemoryError, fit, plan_memory
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Settings, Trainer
@@ -334,6 +334,17 @@ def test_efficiencies_are_those_of_the_page() -> None:
     for op, expected in cards.EFFICIENCY.items():
         assert expected == pytest.approx(best[op], abs=0.006), op
     assert pytest.approx(statistics.median(best.values()), abs=0.01) == cards.OTHER_OPS
+
+
+def test_recomputing_blocks_takes_longer() -> None:
+    """Also where MLPs have chunks of rows, which a plan runs once."""
+    wide = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 2}
+    config = parse(SMALL | SIZES | wide | {"max_position_embeddings": 8192})
+    sizes: dict[str, Any] = {"batch": 1, "tokens": 8192, "dtype": BFLOAT16, "device": "h200"}
+    plain = explain_step(config, **sizes).seconds
+    again = explain_step(config, **sizes, checkpoint=CheckpointConfig()).seconds
+    assert plain is not None
+    assert again == pytest.approx(plain * 4 / 3, rel=0.1)
 
 
 def test_the_measured_step_is_predicted_within_10_percent() -> None:

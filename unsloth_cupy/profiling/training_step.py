@@ -47,6 +47,7 @@ def explain_step(
         model, steps = planned_training(
             ledger, config, Planned, dtype, optimizer, state_bits, adapter, codes
         )
+        model.chunked_mlp = False  # of equal chunks in a loop, only one would be recorded
         loss = with_planned_models(ledger, objective, Planned, dtype)
 
     def step(**inputs: Any) -> None:

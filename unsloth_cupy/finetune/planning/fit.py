@@ -35,6 +35,7 @@ from .data_size import measured
 USABLE = 0.93
 
 
+BEYOND = 4  # longest row to try, as a multiple of the rows, if these exceed the model's positions
 # settings that ``fit`` may choose
 CHOSEN = (
     "lora", "quantize", "state_bits", "recompute_every", "offload", "batch", "accumulate", "tokens"
@@ -182,7 +183,9 @@ def fit(
         model.config, settings.batch, tokens, "cuda", not model.config.bit_layers, model.adapter,
         kind, objective,
     )  # fmt: skip
-    bounds = Bounds(card, usable, for_offload(host_memory), model.config.positions)
+    positions = model.config.positions
+    limit = positions if tokens <= positions else BEYOND * tokens
+    bounds = Bounds(card, usable, for_offload(host_memory), limit)
     choices, every = _chosen(settings, sizes, bounds, fixed)
 
     def described(candidate: Candidate) -> Fit:

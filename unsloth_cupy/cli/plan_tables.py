@@ -163,7 +163,7 @@ def show_fits(console: Any, fits: Fits, name: str) -> None:
         console.print("\n".join([*lines, f"  {command}"]), markup=False, soft_wrap=True)
     console.print(
         f"Times are predicted, without evaluations: rates {fits.card.source}."
-        " The same prediction for a step of 495M parameters on an H200 is 39.7 ms; 43.9 ms were"
+        " The same prediction for a step of 495M parameters on an H200 is 39.5 ms; 43.9 ms were"
         " measured.",
         markup=False,
     )

@@ -31,7 +31,7 @@ constexpr int BEFORE = WIDTH - 1;  // inputs before a token that it needs
 // replaces in the window, so that moving on costs nothing.  Inputs are fetched AHEAD tokens before
 // they are needed: a divisor of a round, with few enough registers.
 constexpr int ROUND = WIDTH < 3 ? 4 : WIDTH;
-constexpr int AHEAD = WIDTH < 5 ? ROUND : WIDTH % 2 == 0 && WIDTH * sizeof(T) < 32 ? 2 : 1;
+constexpr int AHEAD = WIDTH < 5 ? ROUND : WIDTH % 2 == 0 ? 2 : 1;
 constexpr int AHEAD_BACKWARD = sizeof(T) == 4 && AHEAD % 2 == 0 ? AHEAD / 2 : AHEAD;
 using Values = float[LANES];
 

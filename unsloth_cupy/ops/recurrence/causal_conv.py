@@ -119,7 +119,8 @@ def _launch(
     final = empty((texts, channels, width - 1), x.dtype, like=x)
     # a thread keeps the last inputs of its channels in registers: fewer channels, if there are many
     view, pitch = _tokens(x)
-    vector = min(8 if width <= 4 else 4, lanes(channels | pitch, view, y))
+    most = 8 if width <= 4 else 4 if width * x.itemsize < 28 else 2  # 2: or registers spill
+    vector = min(most, lanes(channels | pitch, view, y))
     flags = initial is not None, activation is not None
     chosen = _constants(x.dtype, *_dtypes(weight, bias, offsets), width, vector, *flags)
     sizes, blocks = _sizes(x, texts, vector, pitch)

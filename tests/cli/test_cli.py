@@ -373,7 +373,7 @@ class TestFinetune:
         often = ("--save-every", 2, "--evaluate-every", 4)
         done = run("finetune", finished[0], *options, *often, "--out", out)
         assert done.exit_code == 0, done.output
-        assert "adapters of" in done.output
+        assert "trainable (LoRA)" in done.output
         made = {path.name for path in (out / "model").iterdir()}
         assert made == {
             "adapter_config.json", "adapter_model.safetensors", "tokenizer.json",
@@ -395,7 +395,7 @@ class TestFinetune:
         more = ("finetune", tmp_path / "first", *options, "--out", tmp_path / "more")
         again = run(*more)
         assert again.exit_code == 0, again.output
-        assert "adapters of" in again.output
+        assert "trainable (LoRA)" in again.output
         for folder in ("first", "more"):
             for line in (tmp_path / folder / "log.jsonl").read_text().splitlines():
                 if "peak_bytes" in line:

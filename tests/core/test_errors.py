@@ -49,6 +49,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "clip_gradients": {"gradients": WEIGHTS, "max_norm": 1.0},
     "measure_gradients": {"gradients": WEIGHTS},
     **{name: {"w": ROWS} for name in ("nf4_quantize", "ternary_quantize")},
+    "fit": {"config": CONFIG, "device": "rtx4090"},
     "plan_memory": {"config": CONFIG, "batch": 1, "tokens": 2, "dtype": "float32"},
     "Lora": {"rank": 2},
     "models.create": {"config": CONFIG, "seed": 0},

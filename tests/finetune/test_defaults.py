@@ -137,7 +137,7 @@ def test_steps_are_one_to_three_epochs_by_size(
     most: int, epochs: int, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (steps,) = (field for field in dataclasses.fields(Settings) if field.name == "steps")
-    assert f"more than {preparation.MOST_STEPS} steps" in steps.metadata["text"]
+    assert f"as many as fit in {preparation.MOST_STEPS} steps" in steps.metadata["text"]
     monkeypatch.setattr(preparation, "MOST_STEPS", most)
     data = rows(tmp_path / "rows.jsonl", [10] * 40)
     made, said = heard(base, data, tmp_path / "run", batch=4, tokens=16, pack=False)

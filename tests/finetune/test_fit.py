@@ -15,7 +15,7 @@ from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Settings, Trainer
 from unsloth_cupy.finetune.methods.registry import METHODS
-from unsloth_cupy.finetune.planning import fit as module
+from unsloth_cupy.finetune.planning import choices as module
 from unsloth_cupy.finetune.run import limit, preparation
 from unsloth_cupy.memory.plan import plan_memory as plan_of_config
 from unsloth_cupy.models.configs.few_layers import extrapolated, period_of
@@ -26,14 +26,14 @@ from unsloth_cupy.profiling.training_step import explain_step
 
 from ..cli.test_cli import assert_one_clear_error, run
 from ..harness.sampling import Sample
-from ..harness.tracked import ROOT
+from ..harness.tracked import ROOT, tracked
 from ..machines.stand_in import gpu
 from ..memory.test_memory import SIZES, SMALL
 
 LLAMA = SMALL | SIZES | {"num_hidden_layers": 6, "max_position_embeddings": 4096}
 MIB = 2**20
 MODELS = ROOT / "tests" / "golden" / "models"
-FAMILIES = sorted(path.parent.name for path in MODELS.glob("*/config.json"))
+FAMILIES = sorted({path.parent.name for path in tracked("tests/golden/models/*/config.json")})
 
 
 def card(mib: float) -> dict[str, Any]:
@@ -61,11 +61,9 @@ def test_a_plan_of_few_layers_gives_the_bytes_of_the_whole_model(family: str) ->
 
     actual = extrapolated(whole, measure)
     assert sum(planned) < whole.layers or period_of(whole)[1] >= config.layers
-    # 5 %: the peak of few layers may be at another op
-    assert actual == pytest.approx(measure(whole), rel=0.05)
+    assert actual == pytest.approx(measure(whole), rel=0.05)  # the peak may be at another op
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("mib", "fixed"),
     Sample.one_in(
@@ -103,7 +101,7 @@ def test_the_choices_fit_and_no_better_one_does(mib: int, fixed: dict[str, Any])
             for total, *others in found
             if others == [own.quantize, own.recompute_every, own.offload, own.state_bits, own.batch]
         ]
-        assert choice.device_bytes == pytest.approx(size, rel=1e-3)
+        assert choice.device_bytes == pytest.approx(size, rel=1e-3)  # rounded arrays
         assert own.batch * own.accumulate == 4
         assert choice.seconds >= fits.fastest.seconds / 1.05
         assert choice.longest_row <= fits.longest.longest_row
@@ -158,7 +156,7 @@ def test_the_longest_row_fits_and_each_reason_is_true() -> None:
         without = replace(fits.fastest.settings, **usual)
         size, unit = text.replace(",", "").split()[:2]
         actual = float(size) * {"MiB": MIB, "GiB": 2**30}[unit]
-        assert actual == pytest.approx(planned(without, without.batch, 256), rel=0.02)
+        assert actual == pytest.approx(planned(without, without.batch, 256), rel=0.02)  # a line
 
 
 @pytest.fixture(scope="module")
@@ -206,7 +204,7 @@ def test_steps_are_about_those_of_a_run(
     monkeypatch.setattr(preparation, "with_steps", recorded)
     settings = Settings(out=tmp_path / "run", lora=4, pack=pack, epochs=2)
     Trainer(model, chats, settings, quiet=True).train()
-    assert fits.steps == pytest.approx(steps[0], rel=0.1, abs=1)
+    assert fits.steps == pytest.approx(steps[0], rel=0.1, abs=1)  # packing leaves room
     best = fits.fastest
     assert fits.steps is not None
     assert best.hours == pytest.approx(fits.steps * best.seconds / 3600)
@@ -219,7 +217,7 @@ def test_the_steps_of_running_text(model: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("A cat sees 10 mice.\n\n" * 2000)
     fits = fit(model, data=tmp_path / "text.txt", device="rtx 4090", epochs=1, tokens=32)
     tokens = len(load_tokenizer(model).encode("A cat sees 10 mice.\n\n" * 1800).ids)
-    assert fits.steps == pytest.approx(tokens / 32 / 4, rel=0.1)
+    assert fits.steps == pytest.approx(tokens / 32 / 4, rel=0.1)  # a sample, and a held-out part
 
 
 @pytest.mark.parametrize(
@@ -232,7 +230,6 @@ def test_the_steps_of_running_text(model: Path, tmp_path: Path) -> None:
         ({"data": "missing.jsonl"}, "tokens need a tokenizer"),
         ({"limit_memory": MIB}, "leave limit_memory out"),
         ({"batch_size": 4}, "batch_size"),
-        ({"tokens": 5000}, "5000"),
     ],
     ids=str,
 )
@@ -286,7 +283,7 @@ def test_a_named_card_is_in_the_table_of_a_plan(model: Path) -> None:
 def test_a_run_trains_with_the_settings_that_fit(
     model: Path, chats: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``Settings(fit=True)``; given settings stay, and a resumed run has the same ones."""
+    """``finetune --fit``; given options stay, and a resumed run has the same settings."""
     monkeypatch.setattr(module, "card_here", lambda number: cards.card_named("rtx 4090"))
     sizes = [0.55 * MIB]
     monkeypatch.setattr(module, "device_memory", lambda device: (2**40, round(sizes[0])))
@@ -294,10 +291,12 @@ def test_a_run_trains_with_the_settings_that_fit(
     for steps in (1, 2):
         with gpu("80", devices=1) as machine:
             machine.strict, machine.runs = False, True
-            settings = Settings(
-                fit=True, device="cuda", out=tmp_path / "run", steps=steps, lora=2, graph=False
-            )
-            Trainer(model, chats, settings, quiet=True).train()
+            result = run(
+                "finetune", model, "--data", chats, "--fit", "--device", "cuda", "--lora", 2,
+                "--steps", steps, "--out", tmp_path / "run", "--no-graph",
+            )  # fmt: skip
+        assert result.exit_code == 0, result.output
+        assert ("least memory" in result.output) == (steps == 1)
         stored = json.loads((tmp_path / "run" / "settings.json").read_text())
         runs.append([stored[name] for name in ("lora", "batch", "accumulate", "recompute_every")])
         sizes[0] = 2**36  # more memory is free later
@@ -308,10 +307,10 @@ def test_a_run_trains_with_the_settings_that_fit(
 
 
 def test_fit_needs_a_gpu_and_a_model(model: Path, chats: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="needs one GPU"):
-        Trainer(model, chats, Settings(fit=True, device="cpu", out=tmp_path), quiet=True).train()
-    with pytest.raises(ConfigError, match="needs an existing model"):
-        Trainer(data=chats, settings=Settings(fit=True, out=tmp_path), quiet=True).train()
+    for words, problem in (((model, "--device", "cpu"), "one GPU"), ((), "an existing model")):
+        result = run("finetune", *words, "--data", chats, "--fit", "--out", tmp_path)
+        assert_one_clear_error(result)
+        assert f"--fit needs {problem}" in result.output
 
 
 def test_offload_that_the_host_cannot_hold_ends_before_training() -> None:
@@ -332,8 +331,9 @@ def test_efficiencies_are_those_of_the_page() -> None:
         if any(row["dtype"] == "bfloat16" for row in facts["rows"])
     }
     for op, expected in cards.EFFICIENCY.items():
-        assert expected == pytest.approx(best[op], abs=0.006), op
-    assert pytest.approx(statistics.median(best.values()), abs=0.01) == cards.OTHER_OPS
+        assert expected == pytest.approx(best[op], abs=0.006), op  # two digits
+    median = statistics.median(best.values())
+    assert median == pytest.approx(cards.OTHER_OPS, abs=0.01)  # two digits
 
 
 def test_recomputing_blocks_takes_longer() -> None:
@@ -344,7 +344,7 @@ def test_recomputing_blocks_takes_longer() -> None:
     plain = explain_step(config, **sizes).seconds
     again = explain_step(config, **sizes, checkpoint=CheckpointConfig()).seconds
     assert plain is not None
-    assert again == pytest.approx(plain * 4 / 3, rel=0.1)
+    assert again == pytest.approx(plain * 4 / 3, rel=0.1)  # the head is not repeated
 
 
 def test_the_measured_step_is_predicted_within_12_percent() -> None:
@@ -356,4 +356,4 @@ def test_the_measured_step_is_predicted_within_12_percent() -> None:
     }  # fmt: skip
     explanation = explain_step(parse(values), batch=4, tokens=2048, dtype=BFLOAT16, device="h200")
     assert explanation.seconds == pytest.approx(0.0395, rel=0.005)  # as ``plan --fit`` prints
-    assert explanation.seconds == pytest.approx(0.0439, rel=0.12)
+    assert explanation.seconds == pytest.approx(0.0439, rel=0.12)  # what is known of predictions

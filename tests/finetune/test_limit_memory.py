@@ -265,11 +265,11 @@ def test_the_difference_of_a_plan_has_no_sign(planned: int, measured: int, expec
 @pytest.mark.parametrize(
     ("speeds", "expected"),
     [
-        ([50.0, 50.0], "8 s for 2 steps, 50 tokens/s (without padding)"),
+        ([50.0, 50.0], "8 s for 2 steps; 50 tokens/s without padding"),
         (
             [None, None, 100.0, 50.0],
-            "16 s for 4 steps, 75 tokens/s"
-            " (without padding, and without the 2 steps that measured memory)",
+            "16 s for 4 steps; 75 tokens/s without padding,"
+            " in the 2 steps that did not measure memory",
         ),
         ([None, None], "8 s for 2 steps"),
     ],

@@ -327,12 +327,14 @@ def test_the_table_of_a_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("rich", reason="which prints it")
+    monkeypatch.delenv("COLUMNS", raising=False)
     table = table_of(logged(tmp_path / "run"), capsys)
     rows = {
         "best step": "2 of 3 (evaluation loss 2.000)",
         "evaluation loss": "4 -> 3",
         "evaluation accuracy": "0.25 -> 0.5",
-        "time": "6 s for 3 steps, 70 tokens/s (without padding)",
+        "time": "6 s for 3 steps; 70 tokens/s without padding,"
+        " in the 2 steps that did not measure memory",
         "peak array memory": "planned 3.00 KiB, measured 2.00 KiB (plan 50.00 % higher)",
         "peak process memory": "5.00 MiB",
     }

@@ -1209,8 +1209,8 @@ def test_a_value_out_of_range_names_its_field(settings: dict[str, Any], said: st
         ),
         (
             {"limit_memory": 1000, "batch": 64},
-            f"; limit_memory={5 * 2**20} would be enough",
-            "; --limit-memory 5MiB would be enough",
+            f"; limit_memory={4 * 2**20} would be enough",
+            "; --limit-memory 4MiB would be enough",
         ),
     ],
 )
@@ -1239,7 +1239,7 @@ def test_a_path_that_looks_like_a_setting_stays_a_path(tmp_path: Path) -> None:
 def test_options_are_the_settings_in_their_groups() -> None:
     fields = {each.name: each for each in dataclasses.fields(Settings) if "group" in each.metadata}
     options = {each.name: each for each in finetune.params if isinstance(each, click.Option)}
-    beside = {"data", "ignore", "config", "profile", "quiet", "as_json"}
+    beside = {"data", "ignore", "config", "fitting", "profile", "quiet", "as_json"}
     assert options.keys() - fields.keys() == beside
     assert fields.keys() <= options.keys()
     for name, field in fields.items():

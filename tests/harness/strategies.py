@@ -560,6 +560,7 @@ OPTIONS: Mapping[str, Callable[..., Any]] = {  # by option, or by op and option
     "activation": _some("swiglu", "geglu", "geglu_tanh"),
     "causal_conv.activation": _some("silu", None),
     **dict.fromkeys(("gated_delta_rule.chunk", "ssd.chunk"), _some(64, 1, 3)),
+    "gated_delta_rule.precision": _some("highest"),  # the errors of "high" break the rule
     "dt_min": _some(0.0, 0.3),
     "dt_max": _some(None, 0.9),
     "sort_by_expert_forward.count": _some(3, 70),

@@ -20,8 +20,9 @@ FLOORS = (  # the ground first; rooms of one floor do not know each other
     ("parallel",),
     ("models",),
     ("memory",),
-    ("finetune", "bench"),
+    ("bench",),
     ("profiling",),
+    ("finetune",),
     ("__init__",),  # the public names; nothing but the command line may import them
     ("cli",),
     ("__main__",),
@@ -33,6 +34,7 @@ FINETUNE = (
     ("data",),
     ("methods",),
     ("run",),
+    ("planning",),
     ("__init__",),
 )
 SOURCES = tracked("unsloth_cupy/**/*.py")

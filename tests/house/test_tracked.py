@@ -107,3 +107,19 @@ def test_no_test_lists_the_folders_of_the_project() -> None:
         if folder.search(ast.unparse(node))
     ]
     assert [line for line in listings if line.partition(":")[0] not in ALL_FILES] == []
+
+
+def test_commits_that_pages_name_exist() -> None:
+    """A commit that was rebased has another hash."""
+
+    def output(*words: str) -> str:
+        command = ["git", "-C", ROOT, *words]
+        return subprocess.run(command, check=False, capture_output=True, text=True).stdout
+
+    if output("rev-parse", "--is-shallow-repository").strip() != "false":
+        pytest.skip("needs a repository with its whole history")
+    history = output("rev-list", "HEAD")
+    pages = "\n".join(path.read_text() for path in tracked("docs/**/*.md"))
+    named = {*re.findall(r"\bcommit ([0-9a-f]{7,40})\b", pages)}
+    assert len(named) > 20
+    assert not [each for each in named if f"\n{each}" not in f"\n{history}"]

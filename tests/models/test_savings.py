@@ -12,13 +12,14 @@ from typing import Any
 import click.testing
 import pytest
 
-from unsloth_cupy import Tape, cross_entropy, linear, swiglu_mlp
+from unsloth_cupy import Tape, cross_entropy, linear
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.finetune.data import training_data
 from unsloth_cupy.finetune.data.text import held_out_rows
 from unsloth_cupy.finetune.run import printer
 from unsloth_cupy.models import loss
 from unsloth_cupy.models.layers import mlp_branch
+from unsloth_cupy.training.chunks import in_chunks
 
 FULL = int(os.environ.get("UNSLOTH_CUPY_FULL_RUNS", "0"))  # steps
 BATCH, TOKENS, STEPS = (4, 128, FULL) if FULL else (2, 64, 16)
@@ -47,9 +48,9 @@ class WholeLogits:
         return losses.value, *tape.gradients(losses, watched, share)
 
 
-def watched_mlp(*arrays: Any) -> Any:
-    used.add("swiglu_mlp")
-    return swiglu_mlp(*arrays)
+def watched_mlp(*arguments: Any, **options: Any) -> Any:
+    used.add("chunks")
+    return in_chunks(*arguments, **options)
 
 
 def some_rows(tokens: Any, *, batch: int, length: int) -> Any:
@@ -74,7 +75,7 @@ SAVINGS: dict[str, tuple[str, ...]] = {
 
 def prepare(patch: pytest.MonkeyPatch) -> None:
     used.clear()
-    patch.setattr(mlp_branch, "swiglu_mlp", watched_mlp)
+    patch.setattr(mlp_branch, "in_chunks", watched_mlp)
     patch.setattr(printer, "draw_curve", lambda *_: None)
     patch.setattr(printer, "sample", lambda *_: None)
     patch.setattr(training_data, "held_out_rows", some_rows)
@@ -111,6 +112,6 @@ def test_a_saving_moves_no_held_out_loss(
         monkeypatch.setattr(loss, "linear_cross_entropy_gradients", WholeLogits)
     actual = held_out_loss(tmp_path / "run", *options)
     assert ("whole logits" in used) == whole
-    assert ("swiglu_mlp" in used) == ("--chunked-mlp" in options)
+    assert ("chunks" in used) == ("--chunked-mlp" in options)
     print(f"\n{saving}: {actual:.4f}, without {wanted:.4f}: {actual / wanted - 1:+.3%}")
     assert abs(actual - wanted) <= PROMISE * wanted

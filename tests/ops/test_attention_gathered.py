@@ -1,5 +1,7 @@
 """Attention of many queries over pages: they are gathered, and a kernel for many queries runs."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -31,10 +33,19 @@ def kernels_of(op: str, case: Case, dtype: Any, processors: int = 3) -> list[str
         return [launch.kernel for launch in machine.launches]
 
 
+@contextmanager
+def gathered() -> Iterator[None]:
+    """Let calls of few rows gather pages too, on a GPU with many SMs."""
+    with asked_for(), pytest.MonkeyPatch.context() as patch:
+        limits = _pages.limits
+        patch.setattr(_pages, "limits", lambda like: limits(like)._replace(processors=3))
+        yield
+
+
 class TestAttentionGathered(KernelParity):
     op = "attention_paged_forward"
     machine = {"processors": 3}  # noqa: RUF012
-    context = staticmethod(asked_for)
+    context = staticmethod(gathered)
     test_gradient_matches_finite_differences = None  # it has none
     test_rounds_once = None  # test_attention_paged.py
     test_any_strides = None

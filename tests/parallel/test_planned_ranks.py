@@ -90,7 +90,7 @@ def test_plan_memory_is_of_the_rank_that_holds_most(number: int) -> None:
         assert actual.weights < whole.weights
     with pytest.raises(ConfigError, match=r"tensor_parallel=2.*pass 'adamw'"):
         plan_memory(LLAMA, **sizes, tensor_parallel=2, optimizer="none")
-    with pytest.raises(ConfigError, match="pipeline_parallel=0; pass 1 or more"):
+    with pytest.raises(ConfigError, match="pipeline_parallel=0; pass at least 1"):
         plan_memory(LLAMA, **sizes, pipeline_parallel=0)
 
 

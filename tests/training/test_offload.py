@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import Tape, checkpoint, rms_norm
+from unsloth_cupy.training import checkpoint as checkpoints
 from unsloth_cupy.training import offload as training_offload
 
 turn = threading.RLock()  # streams do their work one after another
@@ -235,6 +236,50 @@ def test_gpus_take_turns(here: Stream) -> None:
         assert back.device.id == number % 2
         now.streams[number % 2].run()
         np.testing.assert_array_equal(back, np.full(8, number))
+
+
+def test_an_array_is_fetched_while_others_are_computed(here: Stream) -> None:
+    """The copy back runs before ``back``, and its memory is not reused until it has ended."""
+    waiting = [training_offload.to_host(filled(number)) for number in range(3)]
+    waiting[1].fetch()
+    moved = dict(training_offload.moved)
+    training_offload._side(0).stream.run()
+    array = waiting[1].back()
+    assert training_offload.moved == moved, "it was copied before"
+    here.run()
+    np.testing.assert_array_equal(array, np.full(8, 1))
+    assert waiting[1].array is None
+    again = waiting[1].back()
+    here.run()
+    np.testing.assert_array_equal(again, np.full(8, 1))
+    waiting[0].fetch()
+    dropped = training_offload._side(0).copying[-1]
+    del waiting[0]  # nobody needs it: its memory is written until the copy ends
+    assert dropped[2] is not None
+    here.run()
+    training_offload._side(0).stream.run()
+
+
+def test_backward_fetches_the_inputs_of_the_checkpoint_before(here: Stream) -> None:
+    """Its copy starts before the part after it is computed again."""
+    order: list[str] = []
+    tape = Tape()
+    x = tape.watch(filled(1.0, (2, 8)))
+
+    def part(x: Any) -> Any:
+        order.append("part")
+        return x
+
+    for _ in range(3):
+        x = checkpoint(part, x, offload=True)
+    entries = [each for each in tape.entries if hasattr(each, "ahead")]
+    assert [len(each.ahead) for each in entries] == [0, 1, 1]
+    (before,) = entries[2].ahead
+    assert before is next(iter(entries[1].values.values()))
+    assert before.fetched is None
+    order.clear()
+    entries[2]._recorded(checkpoints.SecondCall(entries[2].first))
+    assert before.fetched is not None
 
 
 @pytest.mark.slow

@@ -8,11 +8,13 @@ from typing import Any, NoReturn
 
 import click
 
+from ..finetune.data.sources import DataFiles
+from ..finetune.planning.choices import fit_run, with_choice
 from ..finetune.run.interrupt import Interrupted, Stop, stop_request
 from ..finetune.run.run_folder import RunFolder
 from ..finetune.run.settings import Settings
 from ..finetune.run.trainer import Trainer
-from ..machine import echo
+from ..machine import console, echo
 from .options import (
     FILE,
     ConfigFile,
@@ -23,6 +25,7 @@ from .options import (
     option,
     options_of,
 )
+from .plan_tables import show_fits
 from .profiled import CommandPrinter
 
 
@@ -39,6 +42,11 @@ from .profiled import CommandPrinter
     "--config", ConfigFile(), "File with a TrainingConfig, JSON or TOML; options override it.",
     group="training",
 )  # fmt: skip
+@click.option(
+    "--fit", "fitting", is_flag=True, cls=Option, group="memory",
+    help="Train LoRA with the rank and the memory-saving options that are fastest on this GPU;"
+    " options that differ from their defaults stay as they are.",
+)  # fmt: skip
 @option(
     "--profile", click.IntRange(1), "Number of steps to profile op by op; these steps are slower.",
     group="output",
@@ -53,6 +61,7 @@ def finetune(
     data: tuple[str, ...],
     ignore: tuple[str, ...],
     config: dict[str, Any] | None,
+    fitting: bool,
     profile: int | None,
     quiet: bool,
     as_json: bool,
@@ -69,12 +78,25 @@ def finetune(
     settings = Settings(**(config or {}) | options)
     printer = CommandPrinter(profile, quiet=quiet, as_json=as_json)
     trainer = Trainer(model, data_of(data), settings, ignore=ignore, listener=printer)
+    if fitting:
+        use_fastest(trainer, shows=not (quiet or as_json))
     with stop_request(printer.announce) as stop:
         try:
             with closing(printer):
                 trainer.train(stop)
         except Interrupted:
             exit_stopped(trainer, stop)
+
+
+def use_fastest(trainer: Trainer, *, shows: bool) -> None:
+    """Choose the settings of a new run that is fastest on its GPU, and print all choices."""
+    text = trainer.text.read() if isinstance(trainer.text, DataFiles) else trainer.text
+    if RunFolder(trainer.folder_of(text)).known():
+        return  # a resumed run has its own settings
+    fits = fit_run(trainer.settings, text, trainer.source, trainer.ranks)
+    if shows:
+        show_fits(console(), fits, str(trainer.source))
+    trainer.settings = with_choice(trainer.settings, fits.fastest)
 
 
 def exit_stopped(trainer: Trainer, stop: Stop) -> NoReturn:

@@ -14,7 +14,7 @@ from .. import machine
 from ..errors import ConfigError
 from ..finetune.methods.registry import METHODS
 from ..finetune.naming import named
-from ..finetune.planning.fit import fit
+from ..finetune.planning.choices import fit
 from ..finetune.run.limit import quantized_kind, tokens_of
 from ..finetune.run.ranks import check_options, chunks_of
 from ..finetune.run.reference import folder_of, with_teacher
@@ -92,7 +92,7 @@ RANK = 16  # LoRA rank in the comparison table, unless --lora sets one
 @option(
     "--merge-into",
     click.Choice(CHOICES, case_sensitive=False),
-    "Train LoRA through the quantizer of the merged file.",
+    "Type of the quantized file that the adapter will be merged into.",
 )
 @option(
     "--recompute-every",
@@ -106,8 +106,8 @@ RANK = 16  # LoRA rank in the comparison table, unless --lora sets one
 )  # fmt: skip
 @click.option(
     "--chunked-mlp/--no-chunked-mlp", default=None,
-    help="Compute MLPs and experts in chunks of rows.  [default: where blocks are recomputed and"
-    " rows exceed a chunk]",
+    help="Compute MLPs and experts in chunks of tokens.  [default: in recomputed blocks with"
+    " more tokens than one chunk]",
 )  # fmt: skip
 @option("--accumulate", click.IntRange(1), "Gradient accumulation: number of batches per step.", 1)
 @option(

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from .. import machine
-from ..finetune.planning.fit import Fits
+from ..finetune.planning.choices import Fits
 from ..machine import format_bytes
 from ..memory.largest import Largest
 from ..memory.ledger import ALL, ROLLOUTS, MemoryPlan

@@ -46,8 +46,8 @@ from .progress import progress
 )
 @click.option(
     "--chunked-mlp/--no-chunked-mlp", default=None,
-    help="Compute MLPs and experts in chunks of rows.  [default: where blocks are recomputed and"
-    " rows exceed a chunk]",
+    help="Compute MLPs and experts in chunks of tokens.  [default: in recomputed blocks with"
+    " more tokens than one chunk]",
 )  # fmt: skip
 @option("--accumulate", click.IntRange(1), "Gradient accumulation: number of batches per step.", 1)
 @option("--processes", click.IntRange(1), "Number of compiler processes.  [default: one per core]")

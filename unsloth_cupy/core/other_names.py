@@ -123,7 +123,7 @@ ATTRIBUTES: Mapping[str, str] = {
     **dict.fromkeys((
         "AutoModelForSequenceClassification", "AutoModelForTokenClassification",
     ), "call models.load(folder, head=, labels=)"),
-    **dict.fromkeys(("SFTTrainer", "UnslothTrainer", "train", "fit", "tune"), _RUN),
+    **dict.fromkeys(("SFTTrainer", "UnslothTrainer", "train", "tune"), _RUN),
     **{
         f"{name}Trainer": f"call Trainer(model, data, Settings(method={name.lower()!r})).train()"
         for name in ("DPO", "KTO", "CPO", "ORPO", "GRPO", "RLOO", "Reward")

@@ -11,9 +11,9 @@ from ..core import names as _names
 from .data.sources import read_data as read_data
 from .listener import Listener as Listener
 from .lora import Lora as Lora
-from .planning.fit import Fit as Fit
-from .planning.fit import Fits as Fits
-from .planning.fit import fit as fit
+from .planning.choices import Fit as Fit
+from .planning.choices import Fits as Fits
+from .planning.choices import fit as fit
 from .run.callbacks import Callback as Callback
 from .run.callbacks import Control as Control
 from .run.callbacks import State as State

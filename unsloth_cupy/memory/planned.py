@@ -292,12 +292,21 @@ class PlannedOffload:
     def __init__(self, array: Planned, ledger: Any) -> None:
         self.shape, self.dtype, self.size = array.shape, array.dtype, array.nbytes
         self.array: Planned | None = array
-        self.ledger = ledger
+        self.ledger, self.fetched = ledger, False
         ledger.offload(self)
+
+    def fetch(self) -> Any:
+        """Allocate the array on its GPU again, unless it is there; return it."""
+        if self.array is None:
+            self.array, self.fetched = Planned.of(self.shape, self.dtype), True
+        return self.array
 
     def back(self) -> Any:
         """Return the array on its GPU again."""
-        return Planned.of(self.shape, self.dtype) if self.array is None else self.array
+        array = self.fetch()
+        if self.fetched:
+            self.array, self.fetched = None, False
+        return array
 
     def __del__(self) -> None:
         """Free the memory of the host."""

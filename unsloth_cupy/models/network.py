@@ -55,9 +55,9 @@ class Network(Summary):
     adapter : Adapter or None
         Low-rank weights added to linear layers; with an adapter the parameters are frozen.
     chunked_mlp : bool or None
-        Whether MLPs and experts are computed in chunks of rows, and again in backward: see
-        ``training.chunks.chunk_of``.  None, initially: where rows exceed a chunk (128 MiB of an
-        inner array), in recomputed blocks and without a tape.
+        Whether MLPs and experts are computed in chunks of tokens, and again in backward: see
+        ``training.chunks.chunk_of``.  None, initially: in recomputed blocks and without a tape, if
+        a batch has more tokens than one chunk (128 MiB of an inner array).
     invariant : bool
         Whether the bits of a text's hidden states, logits and ``log_probs`` depend on this text
         alone: not on the batch, padding, packing, or earlier contents of a cache.  Initially False.

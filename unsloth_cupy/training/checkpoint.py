@@ -130,7 +130,8 @@ def checkpoint(
     call = _mapped((args, options), Var, lambda var: _Slot(var.index))
     values = {i: to_host(v.value) if i in moving else v.value for i, v in inputs.items()}
     outputs = {str(index): var.index for index, var in returned.items()}
-    tape.note(Recomputed(function, call, values, outputs, first))
+    ahead = _offloaded(tape) if moving else ()
+    tape.note(Recomputed(function, call, values, outputs, first, ahead))
     return _mapped(result, Var, lambda var: returned[var.index])
 
 
@@ -142,6 +143,7 @@ class Recomputed(NamedTuple):
     values: dict[Any, Any]  # values of the Vars in ``call``, by index
     outputs: dict[str, int]
     first: "FirstCall"
+    ahead: tuple[Any, ...]  # offloaded arrays of the checkpoint before: backward needs them next
 
     @property
     def inputs(self) -> dict[str, int]:
@@ -168,6 +170,8 @@ class Recomputed(NamedTuple):
         The tape stores the arrays that backward reads, and no others outlive the call.
         """
         watched = {i: again.watch(_back(value)) for i, value in self.values.items()}
+        for value in self.ahead:  # they are copied back while this part is computed
+            value.fetch()
         args, options = _mapped(self.call, _Slot, lambda slot: watched[slot.var])
         result = self.function(*args, **options)
         returned = {str(var.index): var.index for var in _leaves(result, Var)}
@@ -242,6 +246,13 @@ def _mapped(tree: Any, kind: type[T], change: Callable[[T], Any]) -> Any:
         parts = [_mapped(part, kind, change) for part in tree]
         return type(tree)(*parts) if hasattr(tree, "_fields") else type(tree)(parts)
     return tree
+
+
+def _offloaded(tape: Tape) -> tuple[Any, ...]:
+    """Return the offloaded arrays of the last checkpoint on a tape."""
+    last = next((each for each in reversed(tape.entries) if type(each) is Recomputed), None)
+    values = () if last is None else last.values.values()
+    return tuple(value for value in values if hasattr(value, "fetch"))
 
 
 def _back(value: Any) -> Any:

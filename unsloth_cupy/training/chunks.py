@@ -1,4 +1,4 @@
-"""Computes a function of rows in chunks: inner arrays are those of a chunk, not of all rows.
+"""Computes a function in chunks of rows, so that its inner arrays have the size of a chunk.
 
     y = in_chunks(mlp, [x], weights, 4096)
 

@@ -2,7 +2,8 @@
 
 Several threads, streams and GPUs may offload at the same time.  The newest array that a thread
 offloads from a stream keeps its GPU memory while its copy is running.  When the thread offloads the
-next array, the stream waits for that copy, and the GPU memory is released.
+next array, the stream waits for that copy, and the GPU memory is released.  ``fetch`` starts the
+copy back while other work is computed, and ``back`` waits for its end.
 """
 
 import functools
@@ -38,21 +39,29 @@ class Offloaded:
                 here.wait_event(before.done)
                 before.array = None
             pointers = self.memory.ptr, array.data.ptr
-            self.done: Any = self.side.copy(*pointers, array.nbytes, TO_HOST, self.memory)
+            self.done: Any = self.side.copy(*pointers, array.nbytes, TO_HOST, self.memory)[0]
             self.array: Any = array
+            self.fetched: list[Any] | None = None  # the copy back, if it has been started
             last[key] = weakref.ref(self)
 
-    def back(self) -> Any:
-        """Copy the array back to its device, ordered before later work of the current stream."""
+    def fetch(self) -> Any:
+        """Start to copy the array back to its device, unless it is there; return the array."""
         if (array := self.array) is not None:  # another thread may release it after this line
             return array
         with self.device:
-            cupy = gpu.cupy()
-            array = cupy.empty(self.shape, self.dtype)
+            self.array = array = gpu.cupy().empty(self.shape, self.dtype)
             pointers = array.data.ptr, self.memory.ptr
-            done = self.side.copy(*pointers, array.nbytes, TO_DEVICE, self.memory)
-            cupy.cuda.get_current_stream().wait_event(done)
-            return array
+            self.fetched = self.side.copy(*pointers, array.nbytes, TO_DEVICE, self.memory, array)
+        return array
+
+    def back(self) -> Any:
+        """Return the array on its device, ordered before later work of the current stream."""
+        array = self.fetch()
+        if (copy := self.fetched) is not None:
+            with self.device:
+                gpu.cupy().cuda.get_current_stream().wait_event(copy[0])
+            self.array = self.fetched = copy[2] = None
+        return array
 
 
 class Side:
@@ -61,21 +70,24 @@ class Side:
     def __init__(self) -> None:
         self.stream = gpu.cupy().cuda.Stream(non_blocking=True)
         self.lock = threading.Lock()
-        self.copying: deque[tuple[Any, Any]] = deque()  # event at the end of a copy, pinned memory
+        # event at the end of a copy, pinned memory, and the array that is written
+        self.copying: deque[list[Any]] = deque()
 
-    def copy(self, target: int, source: int, size: int, kind: int, memory: Any) -> Any:
-        """Copy after all work queued on the current stream; return an event at the end."""
+    def copy(
+        self, target: int, source: int, size: int, kind: int, memory: Any, array: Any = None
+    ) -> list[Any]:
+        """Copy after all work queued on the current stream; return its entry in ``copying``."""
         cuda = gpu.cupy().cuda
         before = cuda.get_current_stream().record()
         with self.lock:
             self.stream.wait_event(before)
             cuda.runtime.memcpyAsync(target, source, size, kind, self.stream.ptr)
-            done = self.stream.record()
-            self.copying.append((done, memory))  # else the pool could reuse the memory
+            entry = [self.stream.record(), memory, array]
+            self.copying.append(entry)  # else pools could reuse the memory
             while self.copying and self.copying[0][0].done:
                 self.copying.popleft()
         note("to_host" if kind == TO_HOST else "to_device", size)
-        return done
+        return entry
 
 
 def note(way: str, size: int) -> None:

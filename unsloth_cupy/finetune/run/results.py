@@ -71,10 +71,10 @@ def time_of(steps: Sequence[dict[str, Any]]) -> str:
     if timed:
         tokens = sum(line["tokens_per_second"] * line["seconds"] for line in timed)
         speed = tokens / sum(line["seconds"] for line in timed)
-        text += f", {speed:.0f} tokens/s (without padding"
-        if slowed := len(steps) - len(timed):
-            text += f", and without the {slowed} step{'s' * (slowed > 1)} that measured memory"
-        text += ")"
+        text += f"; {speed:.0f} tokens/s without padding"
+        if len(timed) < len(steps):
+            counted = f"{len(timed)} step{'s' * (len(timed) > 1)}"
+            text += f", in the {counted} that did not measure memory"
     return text
 
 

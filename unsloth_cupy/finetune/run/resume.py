@@ -155,8 +155,9 @@ def read_settings(path: Any) -> dict[str, Any]:
     base = settings.get("base") or {}
     files = isinstance(base, dict) and all(isinstance(each, dict) for each in base.values())
     settings = {RENAMED.get(key, key): value for key, value in settings.items()}
-    if settings.get("offload") is False:  # the default of earlier versions, now None
-        del settings["offload"]
+    for name in ("offload", "chunked_mlp"):
+        if settings.get(name) is False:  # the default of earlier versions, now None
+            del settings[name]
     numbers = (settings.get(key) for key in (*MORE, "text_bytes", "outlier"))
     if not files or not all(number is None or is_number(number) for number in numbers):
         raise ConfigError(problem)

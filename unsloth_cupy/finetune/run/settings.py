@@ -132,10 +132,11 @@ class Settings(Options):
         choices=QUANTIZED,
     )
     merge_into: str | None = setting(
-        "adapters", "Train LoRA with weights quantized as in the merged file, for example nf4 or"
-        " q4_0.",
+        "adapters",
+        "Type of the quantized file that the adapter will be merged into, such as nf4 or q4_0:"
+        " training computes with the weights as rounded in this file.",
         choices=CHOICES,
-    )  # fmt: skip
+    )
     merge_from: int = setting(
         "adapters",
         "Number of steps before the quantization of {merge_into} starts.",
@@ -146,8 +147,8 @@ class Settings(Options):
 
     steps: int | None = setting(
         "training",
-        "Number of optimizer steps.  [default: 3 epochs, 2 if 3 are more than 1000 steps, 1 if 2"
-        f" are too; {STEPS} steps for a new model]",
+        "Number of optimizer steps.  [default: 1 to 3 epochs, as many as fit in 1000 steps;"
+        f" {STEPS} steps for a new model]",
         least=1,
     )
     epochs: float | None = setting(
@@ -266,13 +267,6 @@ class Settings(Options):
         rare=True,
     )
 
-    fit: bool = setting(
-        "memory",
-        "Choose LoRA and the settings that save memory, such that training is fastest on this GPU;"
-        " settings that are given stay as they are.",
-        False,
-        kept=False,
-    )
     recompute_every: int | None = setting(
         "memory",
         "Gradient checkpointing: store only the input of every Nth block; saves memory.",
@@ -294,13 +288,17 @@ class Settings(Options):
     )
     chunked_mlp: bool | None = setting(
         "memory",
-        "Compute MLPs and experts in chunks of rows, and again in backward; saves memory."
-        "  [default: where blocks are recomputed and rows exceed a chunk, or a step does not fit"
-        " into the GPU otherwise]",
+        "Compute MLPs and experts in chunks of tokens, and again in backward; saves memory."
+        "  [default: in recomputed blocks with more tokens than one chunk, and if a step does not"
+        " fit into the GPU otherwise]",
         rare=True,
     )
     state_bits: int = setting(
-        "memory", "Bits per value of the optimizer states.", 32, choices=(32, 8)
+        "memory",
+        "Bits per value of the optimizer states.",
+        32,
+        choices=(32, 8),
+        rare=True,  # as --optimizer adamw8bit
     )
     limit_memory: int | None = setting(
         "memory",

@@ -46,7 +46,6 @@ from ..methods.reward_pool import ending_workers, fingerprint
 from ..methods.rewards import CalledFunction, rewards_of, words_of
 from ..methods.taught import is_taught
 from ..naming import named
-from ..planning.fit import fitted
 from .callbacks import Callbacks, checked
 from .curve import curve_of
 from .evaluation import held_out_of
@@ -250,6 +249,10 @@ class Trainer:
         new = "small-bitnet" if each.train_weights else "small-llama"
         self.base_name = new if folder is None else folder.resolve().name.removesuffix(".gguf")
 
+    def folder_of(self, text: Text | Records) -> Path:
+        """Return the folder of a run on these data."""
+        return Path(self.settings.out or Path("runs") / f"{self.base_name}-{text.name}")
+
     def _check(self) -> None:
         """Raise a ConfigError for settings that conflict with each other, the data or the ranks."""
         each = self.settings
@@ -330,14 +333,10 @@ class Trainer:
                 announce(text.note)
             text, self.evaluated = held_out_of(text, self.evaluate)
             name = f"{self.base_name}-{text.name}"
-            folder = Path(self.settings.out or Path("runs") / name)
-            self.files = files = RunFolder(folder, has_log=ranks.first)
+            self.files = files = RunFolder(self.folder_of(text), has_log=ranks.first)
             self._resume(text)
             dtype = dtype_of(self.settings, self.source, self.transformer, ranks)
             self.settings = dataclasses.replace(self.settings, dtype=dtype)
-            if self.settings.fit and not files.known():
-                self.settings = fitted(self.settings, text, self.source, ranks)
-                self._check()
             ranks.check_equal({} if ranks.alone else self._facts(text))
             with on_device("finetune", ranks.device), ExitStack() as stack:
                 if ranks.first:

@@ -41,11 +41,11 @@ def period_of(config: Config) -> tuple[int, int]:
 def extrapolated(config: Config, measure: Callable[[Config], Sequence[float]]) -> list[float]:
     """Return what ``measure`` would return for a model, from models with fewer layers.
 
-    A period of layers is repeated twice and three times; one period is off the line, because the
-    first and the last layers of a step hold other arrays.
+    A period of layers is repeated three and four times.  Fewer are off the line: the first and the
+    last layers of a step hold other arrays, and offload also those of the layer before the last.
     """
     first, period = period_of(config)
-    few, more = first + 2 * period, first + 3 * period
+    few, more = first + 3 * period, first + 4 * period
     if config.layers <= more:
         return [*measure(config)]
     repeats = (config.layers - few) / period

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ...core.arrays import rounded
+from ...core.arrays import empty, rounded
 from ...core.dtypes import FLOAT32
 from ...ops.activations.geglu import geglu
 from ...ops.activations.swiglu import sigmoid
@@ -67,7 +67,7 @@ def split(x: Any, sizes: Sequence[int]) -> Any:
     parts = tuple(value[..., place] for place in places)
 
     def back(*arguments: Any) -> dict[str, Any]:
-        dx, (*dys, _) = np.empty_like(value), arguments
+        dx, (*dys, _) = empty(value.shape, value.dtype, like=value), arguments
         if len(dys) <= PARTS and all(dy is not None for dy in dys):
             concatenate(dys, dx)  # one launch
             return {"x": dx}
@@ -93,7 +93,7 @@ def joined(values: Sequence[Any]) -> Any:
     if len(values) > PARTS:
         return np.concatenate(values, axis=-1)
     shape = *values[0].shape[:-1], sum(value.shape[-1] for value in values)
-    whole = np.empty_like(values[0], shape=shape)
+    whole = empty(shape, values[0].dtype, like=values[0])
     concatenate(values, whole)
     return whole
 

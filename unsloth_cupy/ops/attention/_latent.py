@@ -18,7 +18,6 @@ from ..common.strides import broadcast_strides, in_chunks, spanned
 from ._options import FARTHEST, LOG2E, row_bytes
 
 FAN, MERGERS = 32, 256  # partial results that are merged into one; threads of a block that merges
-STATIC = 128  # bytes of static shared memory of a block, besides the dynamic part
 WIDEST = 128  # the most float32 sums of the output in the registers of a thread
 
 
@@ -53,7 +52,7 @@ class Tiles(NamedTuple):
 
     def resident(self, size: int, shared: int) -> int:
         """Return how many blocks of ``size`` bytes an SM should hold: 8 warps, if they fit."""
-        return max(1, min(shared // (size + STATIC), 8 // self.warps))
+        return max(1, min(shared // size, 8 // self.warps))
 
     def fits(self, itemsize: int, dim: int, rank: int, shared: int) -> bool:
         """Return whether a GPU can launch these tiles for rows of dim and rank columns."""
@@ -61,7 +60,7 @@ class Tiles(NamedTuple):
         while share * self.warps < -(-rank // 16):
             share *= 2
         registers = self.rows // 16 * share * 8  # 16 x 16 sums are 8 for each of 32 threads
-        return self.bytes(itemsize, dim) + STATIC <= shared and registers <= WIDEST
+        return self.bytes(itemsize, dim) <= shared and registers <= WIDEST
 
 
 # By itemsize; of tiles with equal rows, the best come first.  An SM of an H200 must have 28 KB in

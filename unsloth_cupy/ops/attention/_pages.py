@@ -183,14 +183,15 @@ def _launch_gathered(
         )
         k, v = (workspace[: rows.stop - first] for workspace in (keys, values))
         into = results[0][rows], results[1][rows]
-        if launch_forward(q[rows], k, v, own, into) is NotImplemented:
-            return NotImplemented
+        part = launch_forward(q[rows], k, v, own, into)
+        if part is NotImplemented:  # with its reason
+            return part
     return results
 
 
 @cache
 def _constants(columns: tuple[int, int], kv_heads: int, lanes: int, **named: Any) -> Constants:
-    """Return the constants of gather_pages.cu; ``columns`` are those of a head of k and of v."""
+    """Return the constants of gather_pages.cu; ``columns`` are the sizes of k and v heads."""
     key, value = (kv_heads * each for each in columns)
     sizes = {"DIM": columns[0], "VALUE_DIM": columns[1], "KEY": key, "VALUE": value}
     sizes |= {"VECTORS": (key + value) // lanes, "LANES": lanes, "TILE": TILE, "THREADS": THREADS}

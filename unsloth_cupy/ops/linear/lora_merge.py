@@ -190,8 +190,9 @@ def factor_of(call: str, weight: Any, a: Any, b: Any, scale: float, magnitude: A
         cure = "one number for each row of weight"
         raise ShapeError(f"{call}: {problem}, {cure}", expected=rows, actual=tuple(shape))
     base: Any = _plain(weight)
-    if isinstance(base, Stored):
-        base = base.computed_in(str(a.dtype).rpartition(".")[2])  # torch.float16 -> float16
+    dtype = str(a.dtype).rpartition(".")[2]  # torch.float16 -> float16
+    if isinstance(base, Stored) and base.dtype.name != dtype:
+        base = base.computed_in(dtype)
     norms: Any = row_norms(base, _plain(a), _plain(b), scale=scale)
     narrow = str(getattr(magnitude, "dtype", "")).endswith("float32")
     return dora_factor(magnitude, cast(norms, "float32") if narrow else norms)

@@ -24,6 +24,7 @@ from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
 from ...errors import ConfigError, ShapeError
+from ..common.checks import check_choice
 from ..common.no_kernel import no_kernel
 from ._chunks import Chunks, select
 from ._texts import check_texts, count_of, ends, offsets_of
@@ -316,8 +317,7 @@ def _check(
         raise ShapeError(problem, expected=dim[0], actual=channels[0])
     if type(chunk) is not int or chunk < 1:
         raise ConfigError(f"{call}: chunk={chunk!r}; pass an integer of 1 or more, such as 64")
-    if precision not in PARTS:
-        raise ConfigError(f"{call}: precision={precision!r}; choose from {', '.join(PARTS)}")
+    check_choice(call, "precision", precision, PARTS)
     check_texts(call, q, initial, offsets)
 
 

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ...core.call import check_options
 from ...errors import ConfigError, DeviceMemoryError
 from ...files import path_of, read_json
 from ...machine import device_memory, format_bytes
@@ -21,7 +22,6 @@ from ...profiling.cards import Card, card_here, card_named, card_of
 from ..data.records import Records
 from ..data.sources import find_data
 from ..data.text import Text
-from ..listener import announce
 from ..naming import named
 from ..run.limit import Sizes, for_offload, quantized_kind, tokens_of
 from ..run.reference import folder_of, with_teacher
@@ -103,6 +103,7 @@ class _Model(NamedTuple):
     stored: str | None
 
 
+@check_options
 def fit(
     config: Any,
     *,
@@ -200,28 +201,24 @@ def fit(
     return Fits(fastest, longest, leanest, card, usable, bounds.host, tokens, steps)
 
 
-def fitted(settings: Settings, data: Text | Records, source: Path | None, ranks: Any) -> Settings:
-    """Return the settings of a run, with those that ``fit`` chooses as the fastest on its GPU."""
-    call = named(fit=True)
+def fit_run(settings: Settings, data: Text | Records, source: Path | None, ranks: Any) -> Fits:
+    """Return the choices for a run on its GPU; fields that are not defaults do not change."""
     if source is None or not ranks.alone or ranks.device is None:
         needs = "an existing model" if source is None else "one GPU, and one process"
-        raise ConfigError(f"{call} needs {needs}; leave it out")
+        raise ConfigError(f"{named(fit=True)} needs {needs}; leave it out")
     usual = vars(Settings())
     fixed = {name: value for name, value in vars(settings).items() if value != usual[name]}
-    for name in ("fit", "device", "method", "host_memory"):
+    for name in ("device", "method", "host_memory"):
         fixed.pop(name, None)
-    best = fit(
+    return fit(
         source, data=data, device=ranks.device, method=settings.method,
         host_memory=settings.host_memory, **fixed,
-    ).fastest  # fmt: skip
-    own = {name: getattr(best.settings, name) for name in CHOSEN}
-    changed = {name: value for name, value in own.items() if value != getattr(settings, name)}
-    hours = f", {best.hours:.1f} hours in all" if best.hours else ""
-    reasons = "".join(f"\n  {reason}" for reason in best.reasons)
-    announce(
-        f"{call}: {named(**changed) or 'no change'}; a step needs {format_bytes(best.device_bytes)}"
-        f" and is predicted to take {best.seconds:.2f} s{hours}{reasons}"
-    )
+    )  # fmt: skip
+
+
+def with_choice(settings: Settings, choice: Fit) -> Settings:
+    """Return settings with the fields that ``fit`` has chosen."""
+    own = {name: getattr(choice.settings, name) for name in CHOSEN}
     return dataclasses.replace(settings, **own)
 
 
@@ -268,14 +265,11 @@ def _chosen(
 
     The second list has all candidates, with the batch size of ``settings``.
     """
-    ranks = (settings.lora,) if "lora" in fixed or settings.lora is None else RANKS
-    least: Candidate | None = None
-    for rank in ranks:
+    for rank in (settings.lora,) if "lora" in fixed or settings.lora is None else RANKS:
         base = dataclasses.replace(settings, lora=rank)
         every = [*candidates(base, sizes, bounds.card, fixed)]
         may_split = "batch" not in fixed and not settings.learning.is_on_policy
         single = [each.with_batch(1) if may_split else each for each in every]
-        least = min([*single, *every], key=lambda each: each.estimate.device)
         small = [each for each in single if each.fits(bounds)]
         whole = [each for each in every if each.fits(bounds)]
         orders = (
@@ -287,7 +281,7 @@ def _chosen(
         fitting = [each for each in planned if each is not None]
         if len(fitting) == len(orders):
             return fitting, every
-    assert least is not None
+    least = min([*single, *every], key=lambda each: each.estimate.device)
     needs = f"{format_bytes(least.size.device)}, and {format_bytes(least.size.host)} of the host"
     raise DeviceMemoryError(
         f"fit: no settings fit the {format_bytes(bounds.device)} of {bounds.card.name} that arrays"

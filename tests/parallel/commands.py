@@ -4,6 +4,7 @@ ARGUMENTS that start with the word ``wrong`` must be rejected.  FAULT is a fault
 which save every two steps:
 
     killed    the last rank is killed in the middle of step 3
+    stopped   the last rank receives SIGTERM in the middle of step 3
     lost      the same, in the first attempt of torchrun only
     full      the disk of rank 0 is full
     torn      rank 0 is killed when half of its second checkpoint is written
@@ -23,16 +24,20 @@ from unsloth_cupy.finetune.run import checkpoints
 from unsloth_cupy.finetune.run.loop import Loop
 
 
-def killed() -> None:
+def killed(number: int = signal.SIGKILL) -> None:
     whole = Loop._gradients
 
     def gradients(self: Loop) -> Any:
         result = whole(self)
         if self.step == 2 and self.ranks.comm.rank == self.ranks.comm.size - 1:
-            os.kill(os.getpid(), signal.SIGKILL)
+            os.kill(os.getpid(), number)
         return result
 
     Loop._gradients = gradients  # type: ignore[method-assign]
+
+
+def stopped() -> None:
+    killed(signal.SIGTERM)
 
 
 def lost() -> None:
@@ -59,7 +64,7 @@ def torn() -> None:
     checkpoints.write_tensors = write
 
 
-FAULTS = {"killed": killed, "lost": lost, "full": full, "torn": torn}
+FAULTS = {"killed": killed, "stopped": stopped, "lost": lost, "full": full, "torn": torn}
 
 if __name__ == "__main__":
     for ends, command in groupby(sys.argv[1:], "--".__eq__):

@@ -17,6 +17,8 @@ import pytest
 
 from unsloth_cupy import sum as total
 
+from .namespaces import Network
+
 ROOT = Path(__file__).parent.parent.parent
 BESIDE = Path(sys.executable).parent / "mpiexec"
 MPIEXEC = str(BESIDE) if BESIDE.exists() else shutil.which("mpiexec")
@@ -51,13 +53,17 @@ def by_sockets(
     told: str = "",
     limit: float = 60,
     places: Sequence[Path] | None = None,
+    network: Network | None = None,
 ) -> list[Ended]:
     """Run ``python -m tests.parallel.*`` in ranks that find each other as those of torchrun do.
 
     Only rank 0 gets input (``told``); another rank that reads input would wait until rank 0 ends.
-    ``places`` are the working folders of the ranks, which then have a home of their own, too.
+    ``places`` are the working folders of the ranks, which then have a home of their own, too; with
+    ``network``, each of its two machines runs a rank.
     """
-    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    address = "127.0.0.1" if network is None else network.address
+    place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": address, "MASTER_PORT": str(free_port())}
+    enter: Sequence[list[str]] = [[]] * ranks if network is None else network.enter
     own = [dict[str, str]() for _ in range(ranks)]
     if places is not None:
         place |= {"UNSLOTH_CUPY_AUTHKEY": secrets.token_hex(16), "PYTHONPATH": str(ROOT)}
@@ -65,7 +71,7 @@ def by_sockets(
     command = [sys.executable, "-W", "error", "-m", *arguments]
     started = [
         subprocess.Popen(
-            command,
+            [*enter[rank], *command],
             cwd=ROOT if places is None else places[rank],
             env=os.environ | THREADS | place | own[rank] | {"RANK": str(rank)},
             stdin=subprocess.PIPE,

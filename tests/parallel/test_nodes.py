@@ -1,16 +1,23 @@
 """Ranks that share no folder: each has a home and a working folder of its own.
 
-They run on 127.0.0.1, as machines with separate disks do, but for their network.
+Each rank runs in a network namespace with an address of its own; where the system does not allow
+namespaces, both run on 127.0.0.1.
 """
 
 import json
 import os
 import re
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +30,22 @@ from unsloth_cupy.finetune.run import folder_copy
 from unsloth_cupy.finetune.run.folder_copy import FolderCopy
 from unsloth_cupy.finetune.run.ranks import Ranks
 from unsloth_cupy.finetune.run.run_folder import RunFolder, sampled_digest
+from unsloth_cupy.models import create
 from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.parallel.grid import Grid
 
-from .ranks import ROOT, THREADS, by_sockets, free_port, needs_mpi
-from .test_finetune import SIZES, WHOLE, invoke
+from . import slurm
+from .grids import MIXTURE
+from .namespaces import Network, allowed, namespaces
+from .ranks import ROOT, THREADS, Ended, by_sockets, free_port, needs_mpi
+from .slurm import wait
+from .test_finetune import SIZES, WHOLE, equal, invoke
 from .threads import by_threads
 
 PATH = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+CHATS = "\n".join(
+    json.dumps({"prompt": f"{i} and {i * i}", "completion": f" are {i}."}) for i in range(60)
+)
 TEXT = "\n\n".join(f"{i} and {i * i} are numbers." for i in range(120))
 
 
@@ -42,6 +57,13 @@ def nodes(tmp_path: Path) -> list[Path]:
         folder.mkdir()
         (folder / "numbers.txt").write_text(TEXT)
     return folders
+
+
+@pytest.fixture(scope="module")
+def network() -> Iterator[Network]:
+    """Return the network of two nodes; without namespaces, both are this machine."""
+    with namespaces() if allowed() else nullcontext(Network()) as both:
+        yield both
 
 
 def files_in(folder: Path) -> dict[str, bytes]:
@@ -149,6 +171,14 @@ def test_a_sampled_digest_sees_other_weights(tmp_path: Path) -> None:
     assert len(digests) == 6
 
 
+def new_run(folder: Path) -> None:
+    """Train a new small model on the numbers, in the folder ``new``."""
+    (folder / "numbers.txt").write_text(TEXT)
+    sizes = (*SIZES[:12], "--steps", "2", "--out", str(folder / "new"))
+    done = invoke("finetune", "--text", str(folder / "numbers.txt"), *sizes)
+    assert done.exit_code == 0, done.output
+
+
 def equal_runs(run: Path, other: Path) -> None:
     """Assert that two runs end in the same bits of weights and states of the optimizer."""
     names = [path.relative_to(other) for path in other.rglob("*.safetensors")]
@@ -160,9 +190,10 @@ def equal_runs(run: Path, other: Path) -> None:
             np.testing.assert_array_equal(actual[key], array)
 
 
-def on_nodes(nodes: list[Path], *arguments: str) -> list[Any]:
-    """Run commands in a rank per node; each has its own folder and home."""
-    return by_sockets(len(nodes), WHOLE, *arguments, places=nodes, limit=240)
+@pytest.fixture
+def on_nodes(nodes: list[Path], network: Network) -> Callable[..., list[Ended]]:
+    """Return a function that runs commands in a rank per node; each has its own folder and home."""
+    return partial(by_sockets, len(nodes), WHOLE, places=nodes, network=network, limit=240)
 
 
 @pytest.mark.slow
@@ -171,14 +202,14 @@ def on_nodes(nodes: list[Path], *arguments: str) -> list[Any]:
     ["--data-parallel 2", "--pipeline-parallel 2", "--zero 3", "--keep-best --data-parallel 2"],
 )
 def test_a_killed_run_goes_on_where_nothing_is_shared(
-    options: str, nodes: list[Path], tmp_path: Path
+    options: str, nodes: list[Path], on_nodes: Any, tmp_path: Path
 ) -> None:
     """Weights and states reach the other node through rank 0; the bits are those of one run."""
     command = ("finetune", "--text", "numbers.txt", "--out", "run", *SIZES, *options.split())
-    ended = on_nodes(nodes, "killed", "--", *command)
+    ended = on_nodes("killed", "--", *command)
     assert [each.code for each in ended] == [1, -signal.SIGKILL], ended
     assert not (nodes[1] / "run").exists()
-    ended = on_nodes(nodes, *command)
+    ended = on_nodes(*command)
     assert [each.code for each in ended] == [0, 0], ended
     assert "resuming from" in ended[0].said
     assert not ended[1].said
@@ -187,7 +218,7 @@ def test_a_killed_run_goes_on_where_nothing_is_shared(
     whole = by_sockets(2, WHOLE, *command, places=[tmp_path] * 2, limit=240)
     assert [each.code for each in whole] == [0, 0], whole
     equal_runs(nodes[0] / "run", tmp_path / "run")
-    ended = on_nodes(nodes, *command)  # a finished run
+    ended = on_nodes(*command)  # a finished run
     assert [each.code for each in ended] == [0, 0], ended
     assert "is finished" in ended[0].said
 
@@ -195,7 +226,7 @@ def test_a_killed_run_goes_on_where_nothing_is_shared(
 @pytest.mark.slow
 @pytest.mark.parametrize("method", ["dpo", "grpo"])
 def test_other_methods_where_nothing_is_shared(
-    method: str, nodes: list[Path], tmp_path: Path
+    method: str, nodes: list[Path], on_nodes: Any, tmp_path: Path
 ) -> None:
     """The reference, rewards and sampled answers of a run are those of one folder."""
     pairs = [{"prompt": f"{i} and", "chosen": f" {i * i}", "rejected": " no"} for i in range(40)]
@@ -204,10 +235,7 @@ def test_other_methods_where_nothing_is_shared(
     for folder in (*nodes, tmp_path):
         (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
         (folder / "rewards.py").write_text(reward)
-    (tmp_path / "numbers.txt").write_text(TEXT)
-    done = invoke("finetune", "--text", str(tmp_path / "numbers.txt"), *SIZES[:12], "--steps", "2",
-                  "--out", str(tmp_path / "new"))  # fmt: skip
-    assert done.exit_code == 0, done.output
+    new_run(tmp_path)
     for folder in nodes:
         shutil.copytree(tmp_path / "new" / "model", folder / "base")
     shutil.copytree(tmp_path / "new" / "model", tmp_path / "base")
@@ -219,7 +247,7 @@ def test_other_methods_where_nothing_is_shared(
         "grpo": "--steps 2 --reward rewards.py:even --samples 2 --max-new-tokens 4",
     }
     command = (*usual.split(), method, *more[method].split())
-    ended = on_nodes(nodes, *command)
+    ended = on_nodes(*command)
     assert [each.code for each in ended] == [0, 0], ended
     assert not ended[1].said
     whole = by_sockets(2, WHOLE, *command, places=[tmp_path] * 2, limit=240)
@@ -228,10 +256,90 @@ def test_other_methods_where_nothing_is_shared(
 
 
 @pytest.mark.slow
-def test_a_node_with_other_data_is_named_before_a_step(nodes: list[Path]) -> None:
+def test_the_number_of_nodes_may_change(
+    nodes: list[Path], on_nodes: Any, network: Network, tmp_path: Path
+) -> None:
+    """A run of two nodes stops after SIGTERM to one of them, and goes on with one node, or two."""
+    command = ("finetune", "--text", "numbers.txt", "--out", "run", *SIZES, "--save-every", "99")
+    two = (*command, "--zero", "1", "--data-parallel", "2")
+    ended = on_nodes("stopped", "--", *two)
+    assert [each.code for each in ended] == [128 + signal.SIGTERM] * 2, ended
+    assert "stopped after step 3, saved in run" in ended[0].said
+    shutil.copytree(nodes[0] / "run", tmp_path / "run")
+    (ended,) = by_sockets(1, WHOLE, *command, places=nodes[:1], network=network, limit=240)
+    assert ended.code == 0, ended
+    assert "resuming from" in ended.said
+    shutil.move(nodes[0] / "run", tmp_path / "one")
+    shutil.move(tmp_path / "run", nodes[0] / "run")
+    ended = on_nodes(*two)
+    assert [each.code for each in ended] == [0, 0], ended
+    assert "resuming from" in ended[0].said
+    (tmp_path / "numbers.txt").write_text(TEXT)
+    whole = by_sockets(2, WHOLE, *two, places=[tmp_path] * 2, limit=240)
+    assert [each.code for each in whole] == [0, 0], whole
+    equal_runs(nodes[0] / "run", tmp_path / "run")
+    weights = (
+        load_file(tmp_path / each / "model" / "model.safetensors") for each in ("one", "run")
+    )
+    equal(*weights)
+
+
+@pytest.mark.slow
+def test_experts_generate_and_merge_where_nothing_is_shared(
+    nodes: list[Path], on_nodes: Any, tmp_path: Path
+) -> None:
+    """Each node has half of the experts; the merged model writes the same text on two nodes."""
+    new_run(tmp_path)
+    create(MIXTURE, seed=0).save(tmp_path / "base")
+    shutil.copy(tmp_path / "new" / "model" / "tokenizer.json", tmp_path / "base")
+    for folder in nodes:
+        shutil.copytree(tmp_path / "base", folder / "base")
+    sizes = ("--batch", "4", "--tokens", "16", "--steps", "2", "--lr", "0.01")
+    command = ("finetune", "base", "--text", "numbers.txt", *sizes, "--lora", "2", "--out", "run")
+    ended = on_nodes(*command, "--expert-parallel", "2")
+    assert [each.code for each in ended] == [0, 0], ended
+    whole = by_sockets(
+        2, WHOLE, *command, "--expert-parallel", "2", places=[tmp_path] * 2, limit=240
+    )
+    assert [each.code for each in whole] == [0, 0], whole
+    equal_runs(nodes[0] / "run", tmp_path / "run")
+    done = invoke("merge", str(nodes[0] / "run"), str(nodes[0] / "merged"))
+    assert done.exit_code == 0, done.output
+    words = ("generate", "merged", "7 and", "--max-new-tokens", "8", "--temperature", "0")
+    ended = on_nodes(*words, "--tensor-parallel", "2")
+    assert [each.code for each in ended] == [1, 1], ended
+    assert "merged" in ended[1].said.splitlines()[-1]
+    shutil.copytree(nodes[0] / "merged", nodes[1] / "merged")
+    ended = on_nodes(*words, "--tensor-parallel", "2")
+    assert [each.code for each in ended] == [0, 0], ended
+    expected = invoke(words[0], str(nodes[0] / "merged"), *words[2:]).output
+    assert expected.split("8 tokens in")[0] in ended[0].said
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not allowed(), reason="needs root and network namespaces")
+def test_a_node_that_disappears_is_named(nodes: list[Path]) -> None:
+    """The link is cut without a message: the other node ends within half a minute."""
+    command = ("finetune", "--text", "numbers.txt", "--out", "run", *SIZES, "--data-parallel", "2")
+    with namespaces() as network:
+        program = partial(by_sockets, 2, WHOLE, places=nodes, network=network, limit=120)
+        with ThreadPoolExecutor() as pool:
+            running = pool.submit(program, *command, "--steps", "100000")
+            log = nodes[0] / "run" / "log.jsonl"
+            wait("a step", lambda: log.exists() and '"step"' in log.read_text(), 60)
+            network.cut()
+            start = time.monotonic()
+            ended = running.result()
+    assert [each.code for each in ended] == [1, 1], ended
+    assert time.monotonic() - start < 60
+    assert "10.77.0.2" in ended[0].said
+
+
+@pytest.mark.slow
+def test_a_node_with_other_data_is_named_before_a_step(nodes: list[Path], on_nodes: Any) -> None:
     (nodes[1] / "numbers.txt").write_text(TEXT[:2000])
     command = ("finetune", "--text", "numbers.txt", "--out", "run", *SIZES, "--data-parallel", "2")
-    ended = on_nodes(nodes, *command)
+    ended = on_nodes(*command)
     assert [each.code for each in ended] == [1, 1], ended
     assert "data is 2,000 bytes" in ended[1].said
     assert not (nodes[0] / "run").exists()
@@ -241,22 +349,32 @@ PAGE = Path(__file__).parents[2] / "docs" / "guide" / "two-machines.md"
 TORCHRUN, SLURM, MPI = re.findall(r"```sh\n(.*?)```", PAGE.read_text(), re.S)
 
 
-def commands(block: str, nodes: list[Path]) -> list[subprocess.Popen[str]]:
+# hydra calls this program as ssh, with options, the address of a node, and a command for a shell.
+ENTER = """#!/usr/bin/env bash
+while [ "${1#-}" != "$1" ]; do shift; done
+host=$1; shift
+case $host in *.1) exec %s bash -c "$*" ;; *) exec %s bash -c "$*" ;; esac
+"""
+
+
+def commands(
+    block: str, nodes: list[Path], network: Network, more: str = "--steps 2", **others: str
+) -> list[subprocess.Popen[str]]:
     """Start a block of the page in each folder, as a shell on each machine does."""
-    chats = [{"prompt": f"{i} and {i * i}", "completion": f" are {i}."} for i in range(60)]
     key, port = secrets.token_hex(16), str(free_port())
     block = block.replace("AUTHKEY=...", f"AUTHKEY={key}").replace("29400", port)
-    small = "--steps 2 --layers 1 --hidden 32 --vocabulary 300"
+    block = block.replace("--out run", f"--out run --layers 1 --hidden 32 --vocabulary 300 {more}")
+    second = "127.0.0.1" if network.address == "127.0.0.1" else "10.77.0.2"
+    place = {"FIRST": network.address, "SECOND": second, "PATH": PATH} | others
     started = []
     for number, folder in enumerate(nodes):
         folder.mkdir(exist_ok=True)
-        (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, chats)))
-        place = {"HOME": str(folder / "home"), "NODE": str(number), "FIRST": "127.0.0.1"}
-        place |= {"SECOND": "127.0.0.1", "PATH": PATH}
+        (folder / "chats.jsonl").write_text(CHATS)
+        own = {"HOME": str(folder / "home"), "NODE": str(number)}
         started.append(
             subprocess.Popen(
-                ["bash", "-ec", block.replace("--out run", f"--out run {small}")],
-                cwd=folder, env=os.environ | THREADS | place, text=True,
+                [*network.enter[number], "bash", "-ec", block],
+                cwd=folder, env=os.environ | THREADS | place | own, text=True,
                 stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             )
         )  # fmt: skip
@@ -265,8 +383,8 @@ def commands(block: str, nodes: list[Path]) -> list[subprocess.Popen[str]]:
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("torchrun", path=PATH) is None, reason="needs torchrun")
-def test_the_page_starts_two_machines_with_torchrun(nodes: list[Path]) -> None:
-    started = commands(TORCHRUN, nodes)
+def test_the_page_starts_two_machines_with_torchrun(nodes: list[Path], network: Network) -> None:
+    started = commands(TORCHRUN, nodes, network)
     outputs = [each.communicate(timeout=240)[0] for each in started]
     assert [each.returncode for each in started] == [0, 0], outputs
     assert (nodes[0] / "run" / "model").is_dir()
@@ -294,8 +412,55 @@ def test_torchrun_restarts_a_run_that_lost_a_rank(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @needs_mpi
-def test_the_page_starts_two_ranks_with_mpiexec(nodes: list[Path]) -> None:
-    (process,) = commands(MPI, nodes[:1])
+def test_the_page_starts_two_machines_with_mpiexec(
+    nodes: list[Path], network: Network, tmp_path: Path
+) -> None:
+    (process,) = commands(MPI, nodes[:1], network, **by_entering(network, tmp_path / "enter"))
     output = process.communicate(timeout=240)[0]
     assert process.returncode == 0, output
     assert (nodes[0] / "run" / "model").is_dir()
+
+
+def by_entering(network: Network, program: Path) -> dict[str, str]:
+    """Return variables with which hydra enters the namespaces of nodes, in place of ssh."""
+    if not network.name:
+        return {}
+    program.write_text(ENTER % tuple(map(shlex.join, network.enter)))
+    program.chmod(0o755)
+    launcher = {"HYDRA_LAUNCHER": "ssh", "HYDRA_LAUNCHER_EXEC": str(program)}
+    # UCX takes processes with one boot id for processes of one machine.
+    return launcher | {"MPIR_CVAR_CH4_NETMOD": "ofi", "FI_PROVIDER": "tcp"}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not slurm.installed(), reason="needs root, and Slurm with munge")
+def test_slurm_requeues_the_page_s_job(tmp_path: Path) -> None:
+    """A job that is requeued saves after SIGTERM, and goes on to the bits of an unbroken run."""
+    (tmp_path / "slurm").mkdir()
+    (tmp_path / "job").mkdir()
+    (tmp_path / "whole").mkdir()
+    small = "--steps 40 --layers 1 --hidden 32 --vocabulary 300 --save-every 1000"
+    block = SLURM.replace("AUTHKEY=...", f"AUTHKEY={secrets.token_hex(16)}")
+    block = block.replace("--out run", f"--out run {small}")
+    with slurm.cluster(tmp_path / "slurm") as variables:
+        environment = variables | THREADS | {"PATH": f"{PATH}:{slurm.PATH}"}
+
+        def finished(folder: Path, requeue: bool) -> Path:
+            (folder / "job.sh").write_text(block)
+            (folder / "chats.jsonl").write_text(CHATS)
+            run = partial(
+                subprocess.run, cwd=folder, env=environment, timeout=60,
+                capture_output=True, text=True, check=True,
+            )  # fmt: skip
+            words = "sbatch --parsable --requeue --output out.txt --open-mode append job.sh"
+            job = run(words.split()).stdout.strip()
+            log = folder / "run" / "log.jsonl"
+            if requeue:
+                wait("a step", lambda: log.exists() and '"step"' in log.read_text(), 120)
+                run(["scontrol", "requeue", job])
+            wait("the run", (folder / "run" / "model" / "config.json").exists, 240)
+            return folder / "run"
+
+        run, whole = finished(tmp_path / "job", True), finished(tmp_path / "whole", False)
+        assert "resuming from" in (tmp_path / "job" / "out.txt").read_text()
+        equal_runs(run, whole)

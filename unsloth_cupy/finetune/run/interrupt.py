@@ -36,12 +36,15 @@ class Stop:
         Whether a request abandons the current work.
     together : bool
         Whether the run has several ranks: a request then takes effect where all of them stop.
+    saving : float
+        Seconds to save the last step after the request.
     """
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self.announcement = threading.Event()
         self.ending, self.interruptible, self.together = "before training", True, False
+        self.saving = 0.0
 
     def check(self) -> None:
         """Raise if the run was requested to stop."""

@@ -178,7 +178,9 @@ class Loop:
                 self.save()
             except Interrupted:
                 if ranks.broadcast(bool(self.run.lines())):
+                    since = time.perf_counter()
                     self.save()
+                    stop.saving = time.perf_counter() - since
                 raise
 
     @contextmanager

@@ -336,12 +336,19 @@ def test_a_node_that_disappears_is_named(nodes: list[Path]) -> None:
 
 
 @pytest.mark.slow
-def test_a_node_with_other_data_is_named_before_a_step(nodes: list[Path], on_nodes: Any) -> None:
-    (nodes[1] / "numbers.txt").write_text(TEXT[:2000])
+@pytest.mark.parametrize("text", [TEXT[:2000], None])
+def test_a_node_with_other_data_is_named_before_a_step(
+    text: str | None, nodes: list[Path], on_nodes: Any
+) -> None:
+    """All ranks end, with one sentence of the rank whose data differ or are missing."""
+    (nodes[1] / "numbers.txt").unlink() if text is None else (nodes[1] / "numbers.txt").write_text(
+        text
+    )
     command = ("finetune", "--text", "numbers.txt", "--out", "run", *SIZES, "--data-parallel", "2")
     ended = on_nodes(*command)
     assert [each.code for each in ended] == [1, 1], ended
-    assert "data is 2,000 bytes" in ended[1].said
+    named = "data is 2,000 bytes" if text else "numbers.txt"
+    assert named in ended[1].said.splitlines()[-1]
     assert not (nodes[0] / "run").exists()
 
 

@@ -92,6 +92,13 @@ def test_the_longest_row_is_whole_unless_it_is_far_longer(
     most: int, whole: bool, sampled: bool, base: Path, tmp_path: Path, monkeypatch: Any
 ) -> None:
     """Also if it is not in the sample that is counted of a large file."""
+    counted, lengths_in = list[int](), preparation.lengths_in
+
+    def noted(*arguments: Any) -> list[int]:
+        counted.append(len(arguments[-1]))
+        return lengths_in(*arguments)
+
+    monkeypatch.setattr(preparation, "lengths_in", noted)
     if sampled:
         monkeypatch.setattr(preparation, "COUNTED_ROWS", 120)
         monkeypatch.setattr(preparation, "LONGEST_ROWS", 2)
@@ -104,6 +111,7 @@ def test_the_longest_row_is_whole_unless_it_is_far_longer(
     assert ("none dropped or truncated" in said) == whole
     assert (max(made.loop.training_data.batches.lengths) == tokens) or whole
     assert settings_of(made)["outlier"] == OUTLIER
+    assert max(counted) <= (120 if sampled else 200)
 
 
 def test_a_run_of_before_keeps_its_rows(base: Path, tmp_path: Path) -> None:
@@ -262,6 +270,16 @@ def test_the_dtype_on_a_gpu_is_the_models_own_of_sixteen_bits(
         trainer = Trainer(model, rows(tmp_path / "rows.jsonl", [10] * 9), settings)
         chosen = dtype_of(trainer.settings, trainer.source, trainer.transformer, trainer.ranks)
     assert chosen == expected
+
+
+def test_an_adapter_through_a_quantizer_stays_float32_on_a_gpu(base: Path, tmp_path: Path) -> None:
+    """A folder of the adapter says so, if the settings do not."""
+    data, first = rows(tmp_path / "rows.jsonl", [10] * 9), tmp_path / "first"
+    Trainer(base, data, Settings(steps=1, lora=2, merge_into="q4_0", out=first)).train()
+    with one_gpu():
+        trainer = Trainer(first / "model", data, Settings(steps=1, out=tmp_path / "run"))
+        chosen = dtype_of(trainer.settings, trainer.source, trainer.transformer, trainer.ranks)
+    assert chosen == "float32"
 
 
 def test_commands_and_models_are_on_the_gpu(base: Path, tmp_path: Path) -> None:

@@ -126,7 +126,9 @@ def test_shares_of_tokens(top_k, top_p, min_p):
 def test_transformers_opens_a_new_model(tmp_path):
     """With what ends a text and fills a row; a padded batch goes on as rows alone do here."""
     own = train_tokenizer("some text to learn from", 300, CHATML_TOKENS)
-    model = create(small_llama(own, 64, layers=1, hidden=32), seed=0)
+    config = small_llama(own, 64, layers=1, hidden=32)
+    assert config["intermediate_size"] == 80  # 8 / 3 of 32, rounded down to a multiple of 8
+    model = create(config, seed=0)
     model.save(tmp_path)
     own.save(str(tmp_path / "tokenizer.json"))
     chat = Chat(None)

@@ -19,12 +19,14 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from unsloth_cupy import files
 from unsloth_cupy.errors import CommunicationError, ConfigError
 from unsloth_cupy.finetune.run import folder_copy
 from unsloth_cupy.finetune.run.folder_copy import FolderCopy
@@ -119,6 +121,23 @@ def test_each_disk_has_one_copy(
             assert seen[0] == without
             assert seen[2].keys() == {"log.jsonl"}
     assert not [*tmp_path.glob("*/*.partial"), *run.glob("*.partial")]
+
+
+def test_a_copy_needs_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk is an error before anything is written; the copy that is there stays."""
+    for name in "ab":
+        (tmp_path / name / "run").mkdir(parents=True)
+    (tmp_path / "a" / "run" / "log.jsonl").write_bytes(bytes(1000))
+
+    def rank(comm: Any) -> None:
+        copy = FolderCopy(RunFolder(tmp_path / "ab"[comm.rank] / "run"), ranks_of(comm))
+        with copy.locked():
+            copy.bring("log.jsonl")
+
+    monkeypatch.setattr(files.shutil, "disk_usage", lambda _: SimpleNamespace(free=999))
+    with pytest.raises(ConfigError, match=r"the copy of rank 0's run needs .* make room"):
+        by_threads(2, rank)
+    assert not [*(tmp_path / "b").rglob("log.jsonl")]
 
 
 @pytest.mark.parametrize(

@@ -34,7 +34,7 @@ from unsloth_cupy.finetune.data.training_data import Example, Examples, Shape, c
 from unsloth_cupy.finetune.methods.distillation import Distill
 from unsloth_cupy.finetune.methods.registry import METHODS, OPTIONS, Options
 from unsloth_cupy.finetune.methods.taught import Taught
-from unsloth_cupy.finetune.run import printer, reference
+from unsloth_cupy.finetune.run import printer, reference, teaching
 from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
 from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.models import Transformer, create, load
@@ -333,6 +333,29 @@ def test_lines_of_a_log_file_have_the_speed_and_the_time_left(
     assert all(re.search(r", [\d:]+ (s|min|h) left$", line) for line in lines)
     assert re.search(r", \d+ tokens/s, process memory ", lines[-1])
     assert lines[-1].endswith(", 0 s left")
+
+
+def test_a_reference_pass_calls_the_model_once_for_a_batch(
+    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where weights are gathered, if all ranks have the same number of batches."""
+    compute, passes = reference._compute, list[int]()
+
+    def noted(model: Any, part: Any, texts: Any, ranks: Any) -> None:
+        calls = list[Any]()
+
+        def log_probs(**batch: Any) -> Any:
+            calls.append(batch)
+            return model.log_probs(**batch)
+
+        gathered = {"gather": True, "expert_ranks": None, "table": model.table}
+        compute(SimpleNamespace(**gathered, log_probs=log_probs), part, texts, ranks)
+        passes.append(len(calls))
+        assert len(calls) == len([*reference.consecutive(part, texts)])
+
+    monkeypatch.setattr(reference, "_compute", noted)
+    trainer(home, tmp_path / "run", method="dpo", reference=home / "model-0.9", steps=1).train()
+    assert sum(passes) > 1
 
 
 def test_a_lost_reference_is_computed_from_the_model_again(home: Path, tmp_path: Path) -> None:
@@ -752,11 +775,16 @@ class TestTaught:
             for line, other in zip(*map(log, both), strict=True):
                 assert line == pytest.approx(other, rel=1e-4, abs=2e-6)
 
-    def test_some_tokens_are_a_lower_bound(self, home: Path, tmp_path: Path) -> None:
+    def test_some_tokens_are_a_lower_bound(
+        self, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        needed: list[int] = []
+        monkeypatch.setattr(teaching, "check_room", lambda *checked: needed.append(checked[2]))
         report = teach(
             home / "model-0.9", home / "texts.jsonl", tmp_path / "few", top_k=8, tokens=20
         )
         assert 0 < report.least_mass <= report.mean_mass < 1
+        assert needed == [report.rows * 8 * (4 + 4)]
         rows, logs = (np.load(report.folder / f"{name}.npy") for name in ("tokens", "log_probs"))
         asked = golden.tokenizer().encode(golden.pairs()[0]["prompt"]).ids
         logits = load(home / "model-0.9").logits(np.array([asked]))[0, -1]

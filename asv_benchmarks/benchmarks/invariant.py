@@ -1,8 +1,8 @@
-"""The cost of equal bits in sampling and training.
+"""The cost of equal bits in sampling and training, and on any number of ranks (``sft``).
 
     cd asv_benchmarks && python -m benchmarks.invariant [HIDDEN]
 
-prints the table of docs/guide/on-policy.md.  Times are CPU time in one thread, of a model that is
+prints the table of docs/measurements.md.  Times are CPU time in one thread, of a model that is
 invariant and one that is not, which take turns: the median of the ratios of neighbouring calls.
 """
 
@@ -11,16 +11,19 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from unsloth_cupy import losses
 from unsloth_cupy.models import create
+from unsloth_cupy.models.objective import next_token
+from unsloth_cupy.training.gradients import sum_in_halves
 
 LAYERS, PROMPTS, LENGTH, SAMPLES, NEW, VOCAB, HIDDEN, ROUNDS = 4, 4, 64, 4, 32, 32_000, 512, 5
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
-CALLS = ("rollouts", "log_probs", "step")
+CALLS = ("rollouts", "log_probs", "step", "sft")
 
 
 class Invariant:
@@ -61,6 +64,16 @@ class Invariant:
             return losses.nll(model.log_probs(self.tokens, self.tokens).log_probs, self.mask)
 
         self.model.value_and_gradients(loss)
+
+    def sft(self) -> None:
+        """Compute the gradients of all rows at once, or as ``finetune --invariant`` does."""
+        model, count = self.model.in_order(False), self.tokens.size
+        batches = self.tokens[:, None] if self.model.invariant else self.tokens[None]
+        passes = (
+            model.value_and_gradients(partial(next_token, tokens=rows, labels=rows, count=count))
+            for rows in batches
+        )
+        sum_in_halves((gradients for _, gradients in passes), len(batches))
 
 
 def main(hidden: int) -> None:

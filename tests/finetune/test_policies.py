@@ -625,7 +625,7 @@ def test_a_prompt_leaves_room_for_its_answer(home: Path, tmp_path: Path) -> None
         ({"method": "rloo", "loss": "dapo"}, "method=rloo does not use loss"),
         ({"loss": "sigmoid"}, "has no loss=sigmoid; choose from dapo, grpo, dr_grpo, luspo"),
         ({"samples": 1}, "samples=1: give a whole number of 2 or more"),
-        ({"method": "sft", "reward": (), "invariant": True}, "method=sft does not use invariant"),
+        ({"method": "dpo", "reward": (), "invariant": True}, "method=dpo does not use invariant"),
     ],
 )
 def test_settings_that_do_not_fit(settings: Any, said: str, home: Path) -> None:

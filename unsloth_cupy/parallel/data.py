@@ -6,7 +6,7 @@ Gradients of divided experts are summed over the ranks that store the same exper
 """
 
 import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -46,15 +46,23 @@ class DataParallel:
     bucket_bytes : int
         Largest size of a bucket.  Gradients are summed over ranks in buckets, each as soon as it is
         full, on a GPU in a second stream.  Results have equal bits for every size.
+    halves : bool
+        Whether ``sums`` adds the sum of the second half of the ranks to the sum of the first half,
+        and so on, instead of one rank after another: see ``in_halves``.
 
     Raises
     ------
     ConfigError
-        bucket_bytes is below 1.
+        bucket_bytes is below 1; or ``halves``, and the number of ranks is not a power of two.
     """
 
     def __init__(
-        self, model: Model, comm: Communicator, *, bucket_bytes: int = BUCKET_BYTES
+        self,
+        model: Model,
+        comm: Communicator,
+        *,
+        bucket_bytes: int = BUCKET_BYTES,
+        halves: bool = False,
     ) -> None:
         if not is_integer(bucket_bytes, 1):
             problem = f"DataParallel(bucket_bytes={bucket_bytes!r}) is not a size"
@@ -68,7 +76,10 @@ class DataParallel:
         replicas = comm if experts is None else comm.split(experts.rank)  # with the same experts
         is_expert = (lambda name: False) if experts is None else division.of_experts
         self.groups = (
-            (ConcurrentSum(comm), lambda name: not is_expert(name)),
+            (
+                ConcurrentSum(comm, pairs(comm) if halves else None),
+                lambda name: not is_expert(name),
+            ),
             (ConcurrentSum(replicas), is_expert),
         )
         for concurrent, has in self.groups:
@@ -138,8 +149,9 @@ class DataParallel:
 class ConcurrentSum:
     """Sums over ranks; on a GPU in a second stream, concurrent with the current stream."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, levels: Sequence[Communicator] | None = None) -> None:
         self.comm = comm
+        self.levels = [comm] if levels is None else levels  # sums over one after another
         self.stream: Any = None  # one stream for all steps: every stream has its own memory pool
         self.read: list[Any] = []  # arrays that the stream reads: their memory must not be reused
 
@@ -147,14 +159,19 @@ class ConcurrentSum:
         """Return the sum over ranks, which is valid after ``join``."""
         kind: Any = type(flat)
         if not is_cupys(kind):
-            return self.comm.all_reduce(flat)
+            return self._summed(flat)
         with device_of(flat):
             cuda = cupy().cuda
             self.stream = self.stream or cuda.Stream(non_blocking=True)
             self.stream.wait_event(cuda.get_current_stream().record())
             self.read.append(flat)
             with self.stream:
-                return self.comm.all_reduce(flat)
+                return self._summed(flat)
+
+    def _summed(self, flat: Any) -> Any:
+        for level in self.levels:
+            flat = level.all_reduce(flat)
+        return flat
 
     def join(self) -> None:
         """Make later work on the current stream wait for all sums."""
@@ -224,6 +241,42 @@ class Buckets:
         total = self.concurrent.sum(flat)
         for name, place in zip(names, places, strict=True):
             self.summed[name] = total[place].reshape(self.shapes[name])
+
+
+def in_halves(count: int, comm: Communicator) -> slice:
+    """Return this rank's part of ``count`` terms, so that ranks add up halves.
+
+    The first half of the ranks has the first half of the terms (the larger one), and so on.  If
+    each rank sums its part by ``sum_in_halves``, and ``DataParallel(halves=True)`` sums the ranks,
+    the bits do not depend on the number of ranks.  A rank without a term adds -0.0, as +0.0 would
+    change the sign of -0.0.
+
+    Raises
+    ------
+    ConfigError
+        The number of ranks is not a power of two.
+    """
+    check_halves(comm.size)
+    start, stop, ranks = 0, count, comm.size
+    while ranks > 1:
+        ranks //= 2
+        middle = stop - (stop - start) // 2
+        start, stop = (middle, stop) if comm.rank & ranks else (start, middle)
+    return slice(start, stop)
+
+
+def pairs(comm: Communicator) -> list[Communicator]:
+    """Return groups of two ranks: sums over one after another add up all ranks in halves."""
+    check_halves(comm.size)
+    bits = (1 << bit for bit in range(comm.size.bit_length() - 1))
+    return [comm.split(comm.rank & ~bit) for bit in bits]  # ranks that differ in this bit
+
+
+def check_halves(ranks: int) -> None:
+    """Raise a ConfigError unless a number of ranks is a power of two."""
+    if ranks & (ranks - 1):
+        cure = f"use {1 << (ranks.bit_length() - 1)}, or {1 << ranks.bit_length()}"
+        raise ConfigError(f"halves: {ranks} ranks are not a power of two; {cure}")
 
 
 def counted_by_all(model: Model, labels: Any, offsets: Any, comm: Communicator) -> Any:

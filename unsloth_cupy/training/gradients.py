@@ -1,7 +1,7 @@
 """Sums, norms, clipping and checks of gradients, between backward and the optimizer."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -97,6 +97,20 @@ def add_gradients(sums: dict[str, Array], gradients: dict[str, Array]) -> dict[s
         else:
             sums[name] = cast(gradients.pop(name), dtype="float32")
     return sums
+
+
+def sum_in_halves(passes: Iterator[dict[str, Array]], count: int) -> dict[str, Array]:
+    """Return the float32 sums of the gradients of ``count`` passes; {} without a pass.
+
+    The sum of the first half (the larger one) is added to the sum of the second half, and so on in
+    each half.  The bits depend on the passes alone, also if ranks add up halves: see
+    ``parallel.data.in_halves``.  Memory holds up to log2(count) + 1 sums.
+    """
+    if count <= 1:
+        return add_gradients({}, next(passes)) if count else {}
+    second = count // 2
+    sums = sum_in_halves(passes, count - second)
+    return add_gradients(sums, sum_in_halves(passes, second))
 
 
 @on_gpu_of_first

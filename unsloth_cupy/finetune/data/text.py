@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, Protocol
 
@@ -51,6 +52,23 @@ def without_texts(batch: Batch) -> Batch:
     offsets = None if batch.offsets is None else batch.offsets[:1]
     arrays = batch.tokens[where], batch.labels[where], offsets
     return Batch(*arrays, 0, 0, batch.group, beside, batch.facts)
+
+
+def texts_of(batch: Batch) -> list[Batch]:
+    """Return each text of a batch as a batch of its own, without the tokens after its last label.
+
+    The result for a text does not depend on padding, on packing, or on the other texts.
+    """
+    rows, width = batch.tokens.shape
+    starts = np.arange(0, rows * width + 1, width) if batch.offsets is None else batch.offsets
+    result = []
+    for start, stop in pairwise(starts.tolist()):
+        labels = batch.labels.reshape(1, -1)[:, start:stop]
+        end = int(np.flatnonzero(labels[0] != IGNORE).max(initial=1)) + 1
+        own, count = slice(start, start + end), int((labels[:, 1:] != IGNORE).sum())
+        tokens = batch.tokens.reshape(1, -1)[:, own]
+        result.append(Batch(tokens, labels[:, :end], None, count, tokens.size))
+    return result
 
 
 def tensors_of(batches: Sequence[Batch]) -> dict[str, Array]:

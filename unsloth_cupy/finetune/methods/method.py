@@ -15,6 +15,7 @@ from typing import Any, Self
 import numpy as np
 
 from ...core.dtypes import FLOAT32, Array
+from ...errors import ConfigError
 from ...models.graphs import rounded
 from ...models.objective import IGNORE, next_token
 from ...ops.linear.embedding import embedding
@@ -22,9 +23,12 @@ from ...placement import full_like, to_device_of
 from ...training.variable import Var
 from ..data.rows import Format
 from ..data.text import Batch
+from ..naming import named
 from ..setting import setting
 
 BATCH = {"tokens", "labels", "offsets"}  # entries of a batch that the next-token loss reads
+# settings that divide one model among ranks
+RANKS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 FOLDERS = ("reference", "teacher")  # settings that name the folder of another model
 
 
@@ -107,6 +111,21 @@ class Method(Format):
 
     def check(self, settings: Any) -> None:
         """Raise a ConfigError for settings that the loss does not accept."""
+        ranks = [name for name in RANKS if (getattr(settings, name) or 1) > 1]
+        if ranks and settings.invariant:
+            cure = f"use {named('data_parallel')} in place of {named(*ranks)}"
+            raise ConfigError(f"{named('invariant')} needs an undivided model; {cure}")
+        if not settings.by_text:
+            return
+        conflicts = {"zero": 3, "graph": True, "limit_memory": settings.limit_memory}
+        for name, value in conflicts.items():
+            if value is not None and getattr(settings, name) == value:
+                both = f"{named('invariant')} does not support {named(**{name: value})}"
+                raise ConfigError(f"{both} with {named(method='sft')}; leave one of them out")
+        if (count := settings.data_parallel or 1) & (count - 1):
+            cure = f"start {1 << (count.bit_length() - 1)} or {1 << count.bit_length()}"
+            problem = f"{named('invariant')} adds up halves of the data ranks"
+            raise ConfigError(f"{problem}, and {count} are not a power of two; {cure}")
 
     def check_ranks(self, settings: Any) -> None:
         """Raise a ConfigError for a layout of ranks that cannot compute the loss."""

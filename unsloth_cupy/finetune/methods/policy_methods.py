@@ -48,8 +48,6 @@ from .rewards import Reward, RewardFunction, rewards_of, scores
 
 SAMPLES, NEW = 8, 256  # default answers per prompt, and default maximum tokens per answer
 CLIP = 0.2  # ratios beyond 1 +- CLIP count as clipped in the log
-# settings that divide one model among ranks
-RANKS = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -86,8 +84,10 @@ class PolicyOptions:
         "  [default: {accumulate}]", least=1, rare=True,
     )  # fmt: skip
     invariant: bool = setting(
-        "method", "grpo and rloo: compute bitwise equal log-probabilities in sampling and training,"
-        " so all probability ratios are 1 in the first update; slower.", False, rare=True,
+        "method", "sft: results are bitwise equal on 1, 2, 4, ... data ranks, and for each split of"
+        " {batch} times {accumulate}.  grpo and rloo: log-probabilities are bitwise equal in"
+        " sampling and training, so all probability ratios are 1 in the first update.  Slower.",
+        False, rare=True,
     )  # fmt: skip
 
 
@@ -181,10 +181,7 @@ class Policy(Method):
             limit = f"{named('reward_seconds')} limits functions in files"
             problem = f"{limit}, and {named('reward')} names none"
             raise ConfigError(f"{problem}; leave it out")
-        ranks = [name for name in RANKS if (getattr(settings, name) or 1) > 1]
-        if ranks and self.invariant:
-            cure = f"use {named('data_parallel')} in place of {named(*ranks)}"
-            raise ConfigError(f"{named('invariant')} needs an undivided model; {cure}")
+        super().check(settings)
         for name in ("neftune", "lora_dropout"):
             if getattr(settings, name):
                 problem = f"{method} samples its answers without {named(name)}"

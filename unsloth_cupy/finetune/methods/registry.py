@@ -36,7 +36,7 @@ MEASURES = {  # metrics of the log, and the names that TRL gives them
 DRAWING = ("temperature", *(each.name for each in dataclasses.fields(PolicyOptions)))
 CLIPPED = ("dapo", "grpo", "dr_grpo", "luspo")  # losses that clip each token, not each answer
 METHODS: Mapping[str, Method] = {
-    "sft": Method(),
+    "sft": Method(uses=("invariant",)),
     "dpo": Preference(
         uses=("loss", "beta", "smoothing", "reference"),
         losses=tuple(kind for kind in KINDS if kind not in ("ipo", "simpo", "orpo")),

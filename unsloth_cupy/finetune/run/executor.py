@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...core.gpu import device_of
 from ...core.stand_in import is_planned
 from ...errors import ConfigError
 from ...models.adapters.adapter import Adapter
@@ -17,15 +18,16 @@ from ...models.ranks.division import apart
 from ...models.ranks.gather import whole_parameters
 from ...models.ranks.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
 from ...ops.elements.arithmetic import add
+from ...ops.elements.cast import cast
 from ...ops.linear.dropout import noise as drawn
 from ...ops.optimizers.gradients import GradientMeasure, square_sum
 from ...parallel.data import DataParallel
 from ...parallel.ulysses import check_heads
 from ...parallel.zero import Zero1
 from ...parallel.zero3 import Zero3
-from ...placement import to_device_of, to_numpy
+from ...placement import full_like, to_device_of, to_numpy
 from ...training.averages import in_one_form, scale_per_code, stored_form
-from ...training.gradients import measure_gradients, sum_gradients
+from ...training.gradients import measure_gradients, sum_gradients, sum_in_halves
 from ...training.joined import Joined
 from ...training.optimizer import Optimizer
 from ...training.precision import DTYPES, compute_copies
@@ -45,6 +47,9 @@ class Executor:
 
     Attributes
     ----------
+    by_text : bool
+        Whether each text is a pass of its own, and ``in_halves`` is the order of sums, so that
+        results do not depend on ranks: see ``Settings.by_text``.
     graph : bool
         Whether a GPU may replay passes as CUDA graphs: see ``models.graphs``.
     parts : Zero3 or None
@@ -58,9 +63,10 @@ class Executor:
         model: "Transformer",
         objective: Objective = next_token,
         graph: bool = False,
+        by_text: bool = False,
     ) -> None:
         size = ranks.groups.context.size
-        self.largest = 0
+        self.largest, self.by_text = 0, by_text
         if size > 1 and isinstance(objective, Method):
             self.largest, objective = objective.largest, partial(share_of, objective, size)
         self.ranks, self.model, self.objective = ranks, model, objective
@@ -72,12 +78,13 @@ class Executor:
             check_heads(model.config.heads, model.config.kv_heads, model.context)
         self.parts = Zero3(model, self.replicas) if ranks.zero == 3 else None
         alone = self.replicas.size == 1 or self.parts is not None
-        self.data_parallel = None if alone else DataParallel(trained, self.replicas)
+        self.data_parallel = None if alone else DataParallel(trained, self.replicas, halves=by_text)
         self.states: Zero1 | None = None
         self.stages = None if model.division is None else model.division.stages
         # whether a loss needs collective operations, so that all ranks must compute one
         self.together = self.parts is not None or model.expert_ranks is not None
-        self.graph = graph and self.stages is None and self.parts is None
+        # a graph adds up passes in their order, and pads texts
+        self.graph = graph and self.stages is None and self.parts is None and not by_text
         # one object, as a graph serves calls of the same function
         self.padded_objective = partial(with_padding, self.objective)
 
@@ -110,7 +117,9 @@ class Executor:
         if division is not None and division.experts is not None:
             apart = division.of_experts, self.ranks.same
         zero1 = Zero1(optimizer, self.replicas, apart)
-        self.states = zero1 if self.parts is None else None  # else gradients are summed already
+        # else gradients are summed already; with by_text they stay whole, so that their norm is
+        # summed in one order
+        self.states = None if self.parts is not None or self.by_text else zero1
         return zero1
 
     def gradients(
@@ -169,6 +178,29 @@ class Executor:
             return loss, sums
         sum_ranks = self.data_parallel.sums if self.states is None else self.states.sums
         return float(self.replicas.all_reduce(np.array(float(loss)))[()]), sum_ranks(sums)
+
+    def summed_by_text(
+        self, passes: Iterator[tuple[Any, dict[str, Any]]], own: slice, count: int
+    ) -> tuple[float, dict[str, Any]]:
+        """Return loss and gradients of ``count`` texts, added in one order.
+
+        ``passes`` are the texts ``own``, which this rank computes.
+        """
+        losses = np.zeros(count)
+
+        def gradients() -> Iterator[dict[str, Any]]:
+            for number, (loss, each) in enumerate(passes, own.start):
+                with device_of(loss):
+                    losses[number] = float(loss)
+                yield each
+
+        sums = sum_in_halves(gradients(), own.stop - own.start)
+        if self.data_parallel is None:
+            return float(losses.sum()), sums
+        if not sums:  # no text for this rank: -0.0 changes no sum
+            trained = self.model.trainable.items()
+            sums = {name: cast(full_like(array, -0.0), dtype="float32") for name, array in trained}
+        return float(self.replicas.all_reduce(losses).sum()), self.data_parallel.sums(sums)
 
     def over_all(self, counts: Any) -> Any:
         """Return the sum of an array over ranks with different rows, and over stages."""

@@ -63,7 +63,7 @@ class Sizes(NamedTuple):
             "adapter": self.adapter,
             "quantization": self.quantized,
             "recompute_every": plan.checkpoint or plan.recompute_every,
-            "accumulate": plan.accumulate,
+            "accumulate": 2 if plan.by_text else plan.accumulate,
             "chunked_mlp": plan.chunked_mlp,
             "device": "cpu" if self.device is None else "cuda",
             "objective": _noisy(self.objective) if plan.neftune else self.objective,

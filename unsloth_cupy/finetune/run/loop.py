@@ -20,9 +20,10 @@ from ...models.objective import Objective, TrainingStep, next_token
 from ...models.optimizers import of_tables, optimizer_of, undecayed
 from ...ops.common.faults import check_errors
 from ...ops.quantized.weight import held_arrays
+from ...parallel.data import in_halves
 from ...placement import to_numpy
 from ...training.find_nan import NonFiniteError, find_nan, fine
-from ..data.text import Batch, TrainingData, without_texts
+from ..data.text import Batch, TrainingData, texts_of, without_texts
 from ..listener import Listener, announce
 from ..methods.method import placed
 from ..methods.registry import METHODS
@@ -68,7 +69,7 @@ class Loop:
         self.training_data, self.plan, self.listener = training_data, plan, Listener()
         known = objective is next_token or plan.method != "sft"
         self.executor = Executor(
-            ranks, model, objective, known if plan.graph is None else plan.graph
+            ranks, model, objective, known if plan.graph is None else plan.graph, plan.by_text
         )
         self.method: Any = objective if plan.method != "sft" else METHODS["sft"]
         own: Any = self.method
@@ -266,6 +267,8 @@ class Loop:
 
     def _gradients(self) -> tuple[float, int, dict[str, Array]]:
         """Return the mean loss of a step, its number of tokens, and its gradients."""
+        if self.plan.by_text:
+            return self._gradients_by_text()
         first = self.method.first(self.step, self.plan.accumulate)
         numbers = range(first, first + self.plan.accumulate)
         if self.method.is_on_policy:
@@ -288,25 +291,44 @@ class Loop:
             self.method.inputs(each)["tokens"].size if each.tokens.size else 0 for each in before
         ]
         pairs = self.executor.gradients(own, step, numbers, self.plan.neftune, starts)
-
-        def passes() -> Iterator[tuple[Any, dict[str, Array]]]:
-            for number in numbers:
-                self.stop.check()
-                with self._finite(), self._watched(number):
-                    each = next(pairs, None)
-                if each is None:  # a pipeline yields all batches as one pass
-                    return
-                yield each
-                if number != numbers[-1]:
-                    self.callbacks.call("on_substep_end")
-
         with self.routing.counting():
-            loss, sums = self.executor.summed(passes(), len(batches))
+            loss, sums = self.executor.summed(self._passes(pairs, numbers), len(batches))
         measured = self.method.joined([to_numpy(each) for each in sink], self.ranks.replicas)
         if self.executor.stages is not None:
             measured = self.executor.stages.shared(measured)
         self.measured = self.method.measures(measured, **constants)
         return loss, sum(batch.real for batch in batches), sums
+
+    def _gradients_by_text(self) -> tuple[float, int, dict[str, Array]]:
+        """Return the results of ``_gradients`` with each text alone, summed in one order."""
+        batch = self.training_data.batches.at(self.step)
+        texts, shared = texts_of(batch), self._shared([batch], {})
+        own = in_halves(len(texts), self.ranks.data)
+        places = [self._placed(text, shared) for text in texts[own]]
+        step = TrainingStep(self.plan.checkpoint, self.scaler, self.plan.seed)
+        numbers = [(self.step << 32) + place for place in range(len(texts))[own]]
+        pairs = self.executor.gradients(places, step, numbers, self.plan.neftune)
+        with self.routing.counting():
+            passes = self._passes(pairs, [self.step] * len(places))
+            loss, sums = self.executor.summed_by_text(passes, own, len(texts))
+        return loss, batch.real, sums
+
+    def _passes(
+        self, pairs: Iterator[tuple[Any, dict[str, Array]]], numbers: Sequence[int]
+    ) -> Iterator[tuple[Any, dict[str, Array]]]:
+        """Yield the losses and gradients of passes; ``numbers`` are the numbers of their batches.
+
+        Before each pass the run may stop.  A value that is not finite stops it.
+        """
+        for number in numbers:
+            self.stop.check()
+            with self._finite(), self._watched(number):
+                each = next(pairs, None)
+            if each is None:  # a pipeline yields all batches as one pass
+                return
+            yield each
+            if number != numbers[-1]:
+                self.callbacks.call("on_substep_end")
 
     def _drawn(self, numbers: range) -> list[Batch]:
         """Return the answers to batches of prompts, sampled now or in an earlier step."""

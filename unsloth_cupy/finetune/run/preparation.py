@@ -119,11 +119,11 @@ def prepare(
         plan = with_steps(settings, plan, training_data, new=source is None)
     rows = (shape.batch, shape.length) if isinstance(text, Text) else training_data.largest
     sizes = Sizes(
-        config, *rows, ranks.device, source is not None and not config.bit_layers, adapter, kind,
-        objective,
+        config, 1 if plan.by_text else rows[0], rows[1], ranks.device,
+        source is not None and not config.bit_layers, adapter, kind, objective,
     )  # fmt: skip
     plan, memory = planned_memory(
-        sizes, plan, ranks, None if isinstance(text, Text) else training_data
+        sizes, plan, ranks, None if isinstance(text, Text) or plan.by_text else training_data
     )
     compared = others.get("reference", source)
     has_reference = method.compares and reference_known(
@@ -187,7 +187,12 @@ def planned_memory(
         sizes = of_step(largest)
     step_plan = checked_plan(sizes, plan, limit) if ranks.whole else sizes.planned(plan)
     memory = Memory(
-        step_plan, limit, device, counts=ranks.alone, largest=largest, bytes_of=bytes_of
+        step_plan,
+        limit,
+        device,
+        counts=ranks.alone and not plan.by_text,
+        largest=largest,
+        bytes_of=bytes_of,
     )
     return plan, memory
 

@@ -419,6 +419,14 @@ class Settings(Options):
         return self.keep_best or self.patience is not None
 
     @property
+    def by_text(self) -> bool:
+        """Whether each text of a step is computed alone, and texts are added in one order.
+
+        So results depend neither on the number of ranks nor on ``accumulate``.
+        """
+        return self.invariant and self.method == "sft"
+
+    @property
     def learning(self) -> Method:
         """The method with its options."""
         return METHODS[self.method].bound(self)

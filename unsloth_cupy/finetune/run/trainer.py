@@ -256,10 +256,11 @@ class Trainer:
     def _check(self) -> None:
         """Raise a ConfigError for settings that conflict with each other, the data or the ranks."""
         each = self.settings
+        batch = each.batch * each.accumulate if each.by_text else each.batch
         each.check(self.source, lines=self.lines)
         self._check_method()
         self.ranks.check(
-            each.batch, each.accumulate, limited=bool(each.limit_memory),
+            batch, each.accumulate, limited=bool(each.limit_memory),
             offload=bool(each.offload), find_nan=each.find_nan,
             packed=self.lines
             and each.pack is not False
@@ -279,6 +280,15 @@ class Trainer:
             listed = [f"{name} {value}" for name, value in own.items() if name != "dtype"]
             if listed:
                 announce(f"settings taken from the earlier run: {', '.join(listed)}")
+
+    def _join_batches(self) -> None:
+        """Make the batches of a step one batch, if each text is computed alone anyway."""
+        each = self.settings
+        if each.by_text:
+            rows = each.batch * each.accumulate
+            self.settings = dataclasses.replace(each, batch=rows, accumulate=1)
+            several = f", the {rows} rows of a step as one batch" * (each.accumulate > 1)
+            announce(f"{named('invariant')}: each text is computed alone{several}")
 
     def _check_method(self) -> None:
         """Raise a ConfigError if data or objective do not fit the method."""
@@ -334,6 +344,7 @@ class Trainer:
             text, self.evaluated = held_out_of(text, self.evaluate)
             name = f"{self.base_name}-{text.name}"
             self.files = files = RunFolder(self.folder_of(text), has_log=ranks.first)
+            self._join_batches()
             self._resume(text)
             dtype = dtype_of(self.settings, self.source, self.transformer, ranks)
             self.settings = dataclasses.replace(self.settings, dtype=dtype)
@@ -364,7 +375,9 @@ class Trainer:
                 if checkpoint:
                     copy.drop(checkpoint)  # model and optimizer are in memory
                 run = Run(name, files, loop)
-                stack.enter_context(blas_threads(loop.model.config.hidden))
+                # one thread of BLAS with by_text, as each number of threads adds in another order
+                hidden = 0 if loop.plan.by_text else loop.model.config.hidden
+                stack.enter_context(blas_threads(hidden))
                 self._train(run, loop, stop, copy)
                 return run
 

@@ -561,20 +561,13 @@ def checkpoints_of(folder: Path, **values: Any) -> Any:
     def on_tape(whole: Any, step: Any) -> Any:
         return SimpleNamespace(save=lambda path: saved.append(whole) or path.mkdir(exist_ok=True))
 
-    def gathered(named: Any) -> Any:
-        assert not named.keys() & {"steps", "groups"}, "these are of all ranks"
-        return named if ranks.first else None
-
     model = SimpleNamespace(
         adapter=None, division=None, table=parameters["a"], step=None, on_tape=on_tape, saved=saved,
-        config=SimpleNamespace(dtype_of=lambda name, dtype: dtype),
+        config=SimpleNamespace(dtype_of=lambda name, dtype: dtype, shapes=dict),
     )  # fmt: skip
-    ranks = SimpleNamespace(
-        first=True, comm=Comm(), zero=0, replicas=SimpleNamespace(size=4, rank=0)
-    )
-    executor = SimpleNamespace(
-        model=model, ranks=ranks, gathered=gathered, own=lambda named, narrow: named
-    )
+    executor: Any = object.__new__(Executor)
+    executor.model, executor.ranks, executor.parts = model, alone(), None
+    executor.own, executor.ranks.replicas = lambda named, narrow: named, Comm(4)
     each = {
         "run": RunFolder(folder), "executor": executor, "optimizer": AdamW(
             parameters, lr=0.1, groups=[{"names": ["b"], "weight_decay": 0.0}]
@@ -585,6 +578,10 @@ def checkpoints_of(folder: Path, **values: Any) -> Any:
         "tokenizer": SimpleNamespace(to_str=lambda pretty: "{}"), "files": {"x/y.json": "y"},
     }  # fmt: skip
     return Checkpoints(**each | values)
+
+
+def on_rank_1(each: Any) -> None:
+    each.ranks.first, each.ranks.comm, each.ranks.same = False, Comm(2, 1), Comm(2, 1)
 
 
 @pytest.mark.parametrize("bits", [32, 8])
@@ -642,7 +639,7 @@ def test_a_checkpoint_is_read_as_it_was_written(step: int, tmp_path: Path) -> No
         (path / name).write_bytes(before)
     with opened(path / "optimizer.safetensors") as file:
         assert "groups" not in file.keys()  # noqa: SIM118 -- no mapping
-    one.ranks.first = False
+    on_rank_1(one)
     one.write(6, 14.0)
     assert not one.path(6).exists(), "rank 0 writes it"
     assert one.untested_checkpoint == "checkpoint-00000006"
@@ -726,9 +723,9 @@ def test_a_model_is_saved_in_the_dtype_of_the_settings(adapted: bool, tmp_path: 
     each.optimizer.parameters["b"][1] = 1e30
     with pytest.raises(ConfigError, match="b overflows in float16; give another save_dtype"):
         each.write_model(folder, "float16")
-    each.ranks.first = False
+    on_rank_1(each)
     each.write_model(folder, "float32")
-    assert each.ranks.comm.barriers == [9.0] * 2, "ranks wait until a model is written"
+    assert each.ranks.comm.barriers == [9.0], "ranks wait until a model is written"
     assert len(saved if adapted else each.model.saved) == 1
 
 

@@ -20,6 +20,8 @@ from unsloth_cupy.cli import profiled
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.finetune.run import loop, printer, ranks
 from unsloth_cupy.models import create, optimizers
+from unsloth_cupy.models.ranks import parts
+from unsloth_cupy.models.ranks.parts import ONE_FILE
 from unsloth_cupy.parallel import Communicator
 from unsloth_cupy.placement import to_numpy
 
@@ -218,6 +220,7 @@ def one_run(comm: Communicator, run: Run, text: Path, folder: Path) -> None:
         shutil.copytree(folder.parent / run.of, folder)
     comm.barrier()
     ranks._started = lambda *_: comm  # type: ignore[assignment]
+    parts.ONE_FILE = 0 if is_stopped(folder.name) else ONE_FILE  # read in another grid
     asked = ("finetune", "--text", str(text), "--out", str(folder), *SIZES)
     asked += (str(folder.parent / run.base),) if run.base else NEW
     try:

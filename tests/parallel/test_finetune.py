@@ -15,6 +15,7 @@ from safetensors.numpy import load_file
 
 from unsloth_cupy import AdamW
 from unsloth_cupy.cli.commands import group
+from unsloth_cupy.core.arrays import Unwritten
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.data.text import Batch
 from unsloth_cupy.finetune.run.executor import squares
@@ -22,7 +23,12 @@ from unsloth_cupy.finetune.run.ranks import Ranks, alone
 from unsloth_cupy.finetune.run.run_folder import RunFolder
 from unsloth_cupy.ops.common.dynamic_codes import decode
 from unsloth_cupy.parallel import SingleCommunicator
-from unsloth_cupy.training.averages import in_one_form, scale_per_code, stored_form
+from unsloth_cupy.training.averages import (
+    in_one_form,
+    scale_per_code,
+    stored_form,
+    wide_moments,
+)
 
 from ..harness.sampling import Sample
 from .grids import STEPS, STOP, WRONG, is_stopped, todays
@@ -306,7 +312,15 @@ def test_averages_of_uneven_parts_have_one_form() -> None:
         gradients = {n: rng.standard_normal(a.size, np.float32) for n, a in learned.items()}
         optimizer.step(gradients)
         states.append(optimizer.state())
-    actual = by_threads(2, lambda comm: in_one_form(states[comm.rank], comm))
+
+    def rank(comm: Any) -> dict[str, Any]:
+        state = {n: Unwritten(a.dtype, a.shape, a.copy) for n, a in states[comm.rank].items()}
+        wide = wide_moments(state.keys(), [comm])
+        assert wide == {"uneven", "small"}
+        forms = {name: in_one_form(name, state, wide) for name in state}
+        return {name: form.read() for name, form in forms.items() if form is not None}
+
+    actual = by_threads(2, rank)
     assert actual[0].keys() == actual[1].keys() == states[1].keys()
     for state, one_form in zip(states, actual, strict=True):
         for name, array in stored_form(state, ()).items():

@@ -199,14 +199,23 @@ def new_run(folder: Path) -> None:
 
 
 def equal_runs(run: Path, other: Path) -> None:
-    """Assert that two runs end in the same bits of weights and states of the optimizer."""
-    names = [path.relative_to(other) for path in other.rglob("*.safetensors")]
-    assert names
-    for name in names:
-        actual, expected = load_file(run / name), load_file(other / name)
-        assert actual.keys() == expected.keys()
-        for key, array in expected.items():
-            np.testing.assert_array_equal(actual[key], array)
+    """Assert that two runs end in the same bits of weights and states, in one file or in parts."""
+    actual, expected = (arrays_of(each) for each in (run, other))
+    assert actual.keys() == expected.keys()
+    assert expected
+    for name, array in expected.items():
+        np.testing.assert_array_equal(actual[name], array)
+
+
+def arrays_of(run: Path) -> dict[str, Any]:
+    """Return the arrays of a run by folder, kind of file and name."""
+    arrays = dict[str, Any]()
+    for path in run.rglob("*.safetensors"):
+        kind = re.sub(r"-\d+-of-\d+", "", path.relative_to(run).as_posix())
+        own = {f"{kind} {name}": array for name, array in load_file(path).items()}
+        assert not own.keys() & arrays.keys()
+        arrays |= own
+    return arrays
 
 
 @pytest.fixture
@@ -218,23 +227,32 @@ def on_nodes(nodes: list[Path], network: Network) -> Callable[..., list[Ended]]:
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
-    ["--data-parallel 2", "--pipeline-parallel 2", "--zero 3", "--keep-best --data-parallel 2"],
+    [
+        *("--data-parallel 2", "--pipeline-parallel 2", "--zero 3"),
+        *("--keep-best --data-parallel 2", "--pipeline-parallel 2 in parts", "--zero 3 in parts"),
+    ],
 )
 def test_a_killed_run_goes_on_where_nothing_is_shared(
     options: str, nodes: list[Path], on_nodes: Any, tmp_path: Path
 ) -> None:
-    """Weights and states reach the other node through rank 0; the bits are those of one run."""
-    command = ("finetune", "--text", "numbers.txt", "--out", "run", *SIZES, *options.split())
-    ended = on_nodes("killed", "--", *command)
+    """Weights and states reach the other node through rank 0; the bits are those of one run.
+
+    In parts, only rank 0 sees the folder; it writes a part of all arrays.
+    """
+    grid, _, in_parts = options.partition(" in ")
+    command = ("finetune", "--text", "numbers.txt", "--out", "run", *SIZES, *grid.split())
+    more = ("parts", "--") if in_parts else ()
+    ended = on_nodes(*more, "killed", "--", *command)
     assert [each.code for each in ended] == [1, -signal.SIGKILL], ended
     assert not (nodes[1] / "run").exists()
-    ended = on_nodes(*command)
+    ended = on_nodes(*more, *command)
     assert [each.code for each in ended] == [0, 0], ended
     assert "resuming from" in ended[0].said
+    assert bool([*nodes[0].rglob("optimizer-00001-of-00001.safetensors")]) is bool(in_parts)
     assert not ended[1].said
     assert {path.name for path in nodes[1].iterdir()} <= {"numbers.txt", "home"}
     (tmp_path / "numbers.txt").write_text(TEXT)
-    whole = by_sockets(2, WHOLE, *command, places=[tmp_path] * 2, limit=240)
+    whole = by_sockets(2, WHOLE, *more, *command, places=[tmp_path] * 2, limit=240)
     assert [each.code for each in whole] == [0, 0], whole
     equal_runs(nodes[0] / "run", tmp_path / "run")
     ended = on_nodes(*command)  # a finished run

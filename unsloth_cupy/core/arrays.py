@@ -1,7 +1,8 @@
 """Helpers of ops for arrays of any library."""
 
-from collections.abc import Sequence
-from typing import Any
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,6 +11,19 @@ from .dtypes import Stored
 from .frameworks import DLPACK, FRAMEWORKS
 from .stand_in import StandIn, is_planned
 from .target import target_of
+
+
+class Unwritten(NamedTuple):
+    """An array that is computed, or gathered from ranks, when it is written."""
+
+    dtype: "np.dtype[Any]"
+    shape: tuple[int, ...]
+    read: Callable[[], Any]
+
+    @property
+    def bytes(self) -> int:
+        """The size of the array."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def framework_of(array: Any, what: str) -> str:

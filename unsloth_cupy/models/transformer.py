@@ -708,10 +708,14 @@ class Transformer(Adapted):
         whole = self.config if self.division is None else self.division.whole
         for each in whole_parameters(self.parameters, self.division):
             parameters = {name: in_folders(name, array) for name, array in each.items()}
-            config = saved_config(self.texts["config.json"], parameters, self.table.dtype.name)
-            config |= {"num_labels": self.config.labels} if self.config.labels else {}
             layout = self.layout or {SINGLE: list(parameters)}
-            texts = {**self.texts, "config.json": config}
+            texts = self.saved_texts(parameters, self.table.dtype.name)
             experts = saved_tensors(whole, parameters, self.plain)
             check = partial(check_saved, self, parameters)
             write_folder(folder, texts, parameters, layout, experts=experts, check=check)
+
+    def saved_texts(self, parameters: Mapping[str, Any], dtype: str) -> dict[str, Any]:
+        """Return the JSON files of a folder with these parameters; the first is config.json."""
+        config = saved_config(self.texts["config.json"], parameters, dtype)
+        config |= {"num_labels": self.config.labels} if self.config.labels else {}
+        return {**self.texts, "config.json": config}

@@ -78,7 +78,9 @@ def gathered(parts: Mapping[str, Any], cuts: Mapping[str, Cut], comm: Communicat
     """Return the whole arrays of these parts; one exchange gathers all parts of a dtype."""
     whole: dict[str, Any] = {}
     for names in by_dtype(parts):
-        rows = comm.all_gather(np.concatenate([parts[name] for name in names])[None])
+        first = parts[names[0]]
+        own = np.concatenate([parts[name] for name in names]) if len(names) > 1 else first
+        rows = comm.all_gather(own[None])
         start = 0
         for name in names:
             stop = start + cuts[name].length

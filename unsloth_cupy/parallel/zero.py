@@ -8,11 +8,12 @@ Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Paramete
 import math
 import reprlib
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..core.arrays import empty
+from ..core.arrays import Unwritten, empty
 from ..errors import ConfigError, ShapeError
 from ..ops.common.dynamic_codes import BLOCK
 from ..ops.optimizers.gradients import GradientMeasure
@@ -204,7 +205,15 @@ class Zero1:
 
         A checkpoint should contain them in addition to ``state``.
         """
-        return self.gathered(self.inner.parameters)
+        return {name: each.read() for name, each in self.unwritten_masters().items()}
+
+    def unwritten_masters(self) -> dict[str, Unwritten]:
+        """Return the arrays of ``masters``, which all ranks gather one by one, in this order."""
+        parts = self.inner.parameters
+        return {
+            name: Unwritten(self.dtypes[name], shape, partial(self._whole, name, parts))
+            for name, shape in self.shapes.items()
+        }
 
     def gathered(self, parts: Mapping[str, Any]) -> dict[str, Any]:
         """Return the whole arrays of parts of parameters, or of gradients in the same dtype."""
@@ -222,12 +231,23 @@ class Zero1:
 
     def state(self) -> dict[str, Any]:
         """Return the same state as ``AdamW.state`` in one process: whole arrays, in all ranks."""
-        state = {n: a for n, a in self.inner.state().items() if n in ("steps", "groups")}
+        arrays = self.unwritten_state().items()
+        return self.numbers() | {name: each.read() for name, each in arrays}
+
+    def unwritten_state(self) -> dict[str, Unwritten]:
+        """Return the arrays of ``state``, which all ranks gather one by one, in this order."""
+        arrays = {}
         for field in STATES:
-            for name in self.shapes:
+            for name, shape in self.shapes.items():
                 if not field.endswith("scale") or name in self.narrow:
-                    state[f"{field}.{name}"] = self._whole(name, self._states(field), field)
-        return state
+                    size = (-(-math.prod(shape) // BLOCK),) if field.endswith("scale") else shape
+                    read = partial(self._whole, name, self._states(field), field)
+                    arrays[f"{field}.{name}"] = Unwritten(self._dtype(name, field), size, read)
+        return arrays
+
+    def numbers(self) -> dict[str, Any]:
+        """Return the part of ``state`` that is equal in all ranks: steps, and rates of groups."""
+        return {n: a for n, a in self.inner.state().items() if n in ("steps", "groups")}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Load a state from ``state``, of any number of ranks, or from ``AdamW.state``.
@@ -281,11 +301,14 @@ class Zero1:
 
     def _empty_part(self, name: str, field: str) -> Any:
         """Return an empty array in the dtype of other ranks' parts, for a rank without elements."""
-        dtype = self.dtypes[name]
-        if field:
-            codes = name in self.narrow and not field.endswith("scale")
-            dtype = np.dtype(np.uint8) if codes else np.promote_types(dtype, np.float32)
-        return empty((0,), dtype, self.live[name])
+        return empty((0,), self._dtype(name, field), self.live[name])
+
+    def _dtype(self, name: str, field: str) -> Any:
+        """Return the dtype of a parameter, or of its optimizer state in a field."""
+        if not field:
+            return self.dtypes[name]
+        codes = name in self.narrow and not field.endswith("scale")
+        return np.dtype(np.uint8) if codes else np.promote_types(self.dtypes[name], np.float32)
 
     def _pass_on(self) -> None:
         """Send the parameters that each rank has updated to all ranks."""

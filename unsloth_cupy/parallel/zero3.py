@@ -284,7 +284,7 @@ class Zero3:
         """
         whole = dict(arrays)
         for name, array in arrays.items():
-            cut, _ = self._cut_of(name)
+            cut, _ = self.cut_of(name)
             if cut is not None:
                 whole[name] = gathered({name: array}, {name: cut}, self.comm)[name]
         return whole
@@ -293,14 +293,14 @@ class Zero3:
         """Return this rank's parts of whole arrays, which are named as in ``gathered``."""
         parts = dict(arrays)
         for name, array in arrays.items():
-            cut, field = self._cut_of(name)
+            cut, field = self.cut_of(name)
             if cut is not None:
                 codes = field in STATES[:2] and array.dtype == np.uint8
                 fill = ZERO[field == "mean"] if codes else 0
                 parts[name] = cut.part(array, self.comm.rank, fill)
         return parts
 
-    def _cut_of(self, name: str) -> tuple[Cut | None, str]:
+    def cut_of(self, name: str) -> tuple[Cut | None, str]:
         """Return the cut of an array by name, and the optimizer state that it belongs to, or ""."""
         if name in self.cuts:
             return self.cuts[name], ""

@@ -9,11 +9,12 @@ resumes with identical bits.
 """
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from ..core.arrays import Unwritten
 from ..ops.common.dynamic_codes import BLOCK, dynamic_map, encode, without_zeros
 from ..placement import to_device_of
 
@@ -28,22 +29,45 @@ def scale_per_code(state: Mapping[str, Any]) -> dict[str, Any]:
         field, _, name = key.partition(".")
         if field in SCALES:
             codes = state[f"{field.removesuffix('_scale')}.{name}"]
-            result[key] = _spread(codes, scale)
+            result[key] = _spread(codes.shape, scale)
     return result
 
 
-def in_one_form(state: Mapping[str, Any], comm: Any) -> dict[str, Any]:
-    """Return moments in the same form on all ranks, even if the parts of some ranks are small.
+def wide_moments(state: Collection[str], groups: Sequence[Any]) -> set[str]:
+    """Return the parameters whose moments a checkpoint stores as float32, equal on all ranks.
 
-    Only parts of 4096 values or more have moments in codes.  If the part of any rank has float32
-    moments, all ranks return float32.  A rank that loads them encodes them again, which may change
-    a code by one step.
+    Only parts of 4096 values or more have moments in codes.  If the part of any rank of a group has
+    float32 moments, the checkpoint does.  A rank that loads them encodes them again, which may
+    change a code by one step.
     """
     names = sorted(key.partition(".")[2] for key in state if key.startswith("mean."))
-    if comm.size == 1 or not names:
-        return dict(state)
-    wide = comm.all_reduce(np.array([f"mean_scale.{n}" not in state for n in names], int), "max")
-    return stored_form(state, {n for n, some in zip(names, wide.tolist(), strict=True) if not some})
+    wide = np.array([f"mean_scale.{name}" not in state for name in names], int)
+    for group in groups if names else ():
+        wide = group.all_reduce(wide, "max")
+    return {name for name, is_wide in zip(names, wide.tolist(), strict=True) if is_wide}
+
+
+def in_one_form(key: str, state: Mapping[str, Unwritten], wide: Collection[str]) -> Any:
+    """Return an array of the state in the form of a checkpoint; None if that form lacks it.
+
+    The form is float32 for parameters in ``wide``, else codes with one scale per code.
+    """
+    field, _, name = key.partition(".")
+    own, moment = state[key], field.removesuffix("_scale")
+    if moment not in SIGNED or f"{moment}_scale.{name}" not in state:
+        return own
+    if field in SCALES:
+        shape = state[f"{moment}.{name}"].shape
+        scaled = Unwritten(own.dtype, shape, lambda: _spread(shape, own.read()))
+        return None if name in wide else scaled
+    if name not in wide:
+        return own
+    needed = [each for each in (f"mean.{name}", key, f"{moment}_scale.{name}") if each in state]
+
+    def read() -> Any:
+        return stored_form({each: state[each].read() for each in needed}, ())[key]
+
+    return Unwritten(np.dtype(np.float32), own.shape, read)
 
 
 def stored_form(state: Mapping[str, Any], narrow: Collection[str]) -> dict[str, Any]:
@@ -104,11 +128,11 @@ def _in_blocks(array: Any, scale: Any, signed: bool) -> tuple[Any, Any]:
 
 def _decoded(codes: Any, scale: Any, signed: bool) -> Any:
     """Return the float32 values of codes."""
-    return to_device_of(dynamic_map(signed), codes)[codes] * _spread(codes, scale)
+    return to_device_of(dynamic_map(signed), codes)[codes] * _spread(codes.shape, scale)
 
 
-def _spread(codes: Any, scale: Any) -> Any:
-    """Return one scale per code, from one scale per code or per block."""
-    if scale.shape == codes.shape:
+def _spread(shape: tuple[int, ...], scale: Any) -> Any:
+    """Return one scale per code in this shape, from one scale per code or per block."""
+    if scale.shape == shape:
         return scale
-    return np.repeat(scale, BLOCK)[: codes.size].reshape(codes.shape)
+    return np.repeat(scale, BLOCK)[: math.prod(shape)].reshape(shape)

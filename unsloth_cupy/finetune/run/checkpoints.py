@@ -1,22 +1,31 @@
 """Checkpoints of a run, and the trained model.
 
 A checkpoint stores whole arrays, so it does not depend on the number or the grid of ranks.  Each
-rank has a ``Part`` of the arrays; rank 0 writes the files.
+rank has a ``Part`` of the arrays.  Rank 0 writes small files; of larger ones, each rank writes a
+part (``models.ranks.parts``).  All files are written in a temporary folder.  Its new name is the
+commit: before, the earlier checkpoint is the newest, and a killed save leaves it as it was.
 """
 
 import json
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from ...core.arrays import Unwritten
+from ...core.dtypes import Stored
 from ...errors import ConfigError
 from ...files import atomic_path, check_room, read_json, remove
-from ...models.folders.checkpoint_files import opened, write_tensors
+from ...models.adapters.probe import check_saved
+from ...models.configs.names import TABLE
+from ...models.folders.checkpoint_files import find_tensors, opened, write_tensors
+from ...models.folders.expert_files import saved_tensors
+from ...models.folders.tensor_file import check_parts, data_digest, digests_in
+from ...models.ranks.parts import Entry, is_one_file
 from ...parallel.zero import Zero1
-from ...placement import to_device_of, to_numpy
+from ...placement import to_device_of
 from ...training.find_nan import fine
 from ...training.precision import DTYPES
 from ...training.schedule_free import ScheduleFreeAdamW
@@ -32,6 +41,8 @@ if TYPE_CHECKING:
     from ...training.optimizer import Optimizer
 
 ANSWERS = "answers.safetensors"  # sampled answers that later steps reuse
+MODEL, OPTIMIZER = "model", "optimizer"  # names of weight files, before .safetensors or -00001-of-
+PARTS = "parts"  # key in trainer.json: the SHA-256 of each part
 SCALER = ("value", "good", "skipped")  # the state of a LossScaler
 
 
@@ -133,14 +144,8 @@ class Checkpoints:
         """Write a new checkpoint; all ranks take part, and return when it is complete."""
         path = self.path(step)
         with self.averages(), self._beside(path) as partial:
-            state = self.optimizer.state()
-            state.pop("groups", None)  # settings determine them
-            numbers = {name: state.pop(name) for name in [*state] if "." not in name}
-            averages = self.executor.gathered(state)
-            self._write_model(partial, "float32")
-            if partial is not None and averages is not None:
-                arrays = {n: to_numpy(a) for n, a in {**numbers, **averages}.items()}
-                write_tensors(partial / "optimizer.safetensors", arrays)
+            parts = self._write_model(partial, "float32") | self._write_states(partial)
+            if partial is not None:
                 if step % self.method.updates(self.plan.accumulate):
                     write_tensors(partial / ANSWERS, tensors_of(self.answers))
                 progress = {
@@ -149,9 +154,29 @@ class Checkpoints:
                     "seconds": seconds,
                     "scaler": {name: getattr(self.scaler, name) for name in SCALER},
                 }
+                if parts:
+                    progress[PARTS] = parts
                 text = json.dumps(progress) + "\n"
                 (partial / "trainer.json").write_text(text, encoding="utf-8")
         self.untested_checkpoint = path.name
+
+    def _write_states(self, folder: Path | None) -> dict[str, str]:
+        """Write the optimizer states, gathered one by one; return the digests of parts."""
+        optimizer = self.optimizer
+        if isinstance(optimizer, Zero1):
+            state = {**optimizer.numbers(), **optimizer.unwritten_state()}
+        else:
+            state = optimizer.state()
+        state.pop("groups", None)  # settings determine them
+        own = self.executor.whole(self.executor.unwritten(state))
+        writing = self.executor.writing
+        return writing.write(self._common(folder), OPTIMIZER, writing.entries(own), own)
+
+    def _common(self, folder: Path | None) -> Path:
+        """Return the folder that rank 0 creates and writes, as this rank sees it."""
+        if folder is not None:
+            folder.mkdir(exist_ok=True)
+        return self.run.folder / self.ranks.broadcast("" if folder is None else folder.name)
 
     def read(self, checkpoint: Path) -> tuple[int, float]:
         """Load optimizer, loss scaler and answers; return the step and the seconds of training.
@@ -167,7 +192,11 @@ class Checkpoints:
 
         try:
             progress = read_json(checkpoint / "trainer.json")
-            self._read_averages(checkpoint / "optimizer.safetensors")
+            parts = progress.get(PARTS, {})
+            self._check_parts(checkpoint, parts)
+            if any(name.startswith(f"{MODEL}-") for name in parts):
+                self.model.layout = {}  # a model that fits in one file is one file again
+            self._read_averages(checkpoint)
             step, seconds = int(progress["step"]), float(progress["seconds"])
             if step % self.method.updates(self.plan.accumulate):
                 with opened(checkpoint / ANSWERS) as file:
@@ -189,20 +218,50 @@ class Checkpoints:
         self.resumed_step, self.untested_checkpoint = step, checkpoint.name
         return step, seconds
 
-    def _read_averages(self, path: Path) -> None:
+    def _check_parts(self, checkpoint: Path, parts: Mapping[str, str]) -> None:
+        """Raise a ConfigError on all ranks unless the checkpoint has the parts of one save.
+
+        Each rank reads some of the parts, so that each part is read once.
+        """
+        comm, problems = self.ranks.comm, ""
+        for stem in (MODEL, OPTIMIZER):
+            index = checkpoint / f"{stem}.safetensors.index.json"
+            digests = digests_in(read_json(index)) if index.exists() else {}
+            listed = {name: each for name, each in parts.items() if name.startswith(f"{stem}-")}
+            if digests != listed:
+                problems = f"{index.name} is of another save than trainer.json"
+        for name in sorted(parts)[comm.rank :: comm.size]:
+            path = checkpoint / name
+            if not path.is_file():
+                problems = f"{name} is missing"
+            elif data_digest(path) != parts[name]:
+                problems = f"the SHA-256 of {name} is not the one in trainer.json"
+        every = comm.all_gather(np.frombuffer(f"{problems}\n".encode(), np.uint8))
+        problems = next(filter(None, bytes(every).decode().splitlines()), "")
+        if problems:
+            raise ConfigError(problems)
+
+    def _read_averages(self, checkpoint: Path) -> None:
         """Load this rank's part of the optimizer states."""
         optimizer, tensors = self.optimizer, self.own_optimizer.tensors.items()
         coded = (n for n, t in tensors if getattr(t, "mean_scale", None) is not None)
         narrow = optimizer.narrow if isinstance(optimizer, Zero1) else {*coded}
-        averages = dict[str, Any]()
-        with opened(path) as file:
+        averages, index = dict[str, Any](), checkpoint / f"{OPTIMIZER}.safetensors.index.json"
+        files = {f"{OPTIMIZER}.safetensors"}
+        if index.exists():
+            values = read_json(index)
+            files = {*values["weight_map"].values()}
+            check_parts(index, digests_in(values), files, opened)
+        with ExitStack() as stack:
+            handles = [stack.enter_context(opened(checkpoint / file)) for file in sorted(files)]
+            places = {name: file for file in handles for name in file.keys()}  # noqa: SIM118
             by_parameter: dict[str, list[str]] = {}
-            for name in file.keys():  # noqa: SIM118 -- no mapping
+            for name in sorted(places):
                 by_parameter.setdefault(name.partition(".")[2], []).append(name)
-            numbers = {n: file.get_tensor(n) for n in by_parameter.pop("", [])}
+            numbers = {n: places[n].get_tensor(n) for n in by_parameter.pop("", [])}
             # only the whole states of one parameter are in memory at a time
             for names in by_parameter.values():
-                own = self.executor.own({n: file.get_tensor(n) for n in names}, narrow)
+                own = self.executor.own({n: places[n].get_tensor(n) for n in names}, narrow)
                 averages |= {n: to_device_of(array, self.model.table) for n, array in own.items()}
         optimizer.load_state(numbers | averages)
 
@@ -224,31 +283,33 @@ class Checkpoints:
         with self.averages(), self._beside(path) as partial:
             self._write_model(partial, dtype)
 
-    def _write_model(self, folder: Path | None, dtype: str) -> None:
-        """Write weights and tokenizer; ``folder`` is None on all ranks but rank 0."""
-        model, optimizer = self.model, self.optimizer
-        trained = optimizer.masters() if isinstance(optimizer, Zero1) else optimizer.parameters
-        written = {**self.fixed, **trained}
-        if dtype != "float32":
-            kinds = {name: model.config.dtype_of(name, DTYPES[dtype]) for name in written}
-            with np.errstate(over="ignore"):  # the next line checks for it
-                written = {name: array.astype(kinds[name]) for name, array in written.items()}
-            broken = [name for name, array in written.items() if not fine(name, array)]
-            if broken:
-                cure = f"give another {named('save_dtype')}"
-                raise ConfigError(f"{broken[0]} overflows in {dtype}; {cure}")
-        tables = {} if model.adapter is None else model.grown_tables()
-        whole = self.executor.gathered(written | tables)
-        if folder is None or whole is None:
-            return
-        if model.adapter is not None:
-            tables = {name: whole.pop(name) for name in tables}
-            model.adapter.holding(whole).save(folder, tables)
+    def _write_model(self, folder: Path | None, dtype: str) -> dict[str, str]:
+        """Write weights and tokenizer; return the digests of the weights' parts.
+
+        ``folder`` is None on all ranks but rank 0.
+        """
+        model, optimizer, executor = self.model, self.optimizer, self.executor
+        trained: Mapping[str, Any]
+        if isinstance(optimizer, Zero1):
+            trained = optimizer.unwritten_masters()
         else:
-            every = model.on_tape(whole, model.step)
-            if model.division is not None:
-                every.config, every.division = model.division.whole, None
-            every.save(folder)
+            trained = optimizer.parameters
+        tables = {} if model.adapter is None else model.grown_tables()
+        own = executor.unwritten({**self.fixed, **trained})
+        if dtype != "float32":
+            own = {name: self._narrowed(name, each, dtype) for name, each in own.items()}
+        own |= executor.unwritten(tables)
+        parts = dict[str, str]()
+        # Quantized weights have several arrays, and peft reads an adapter from one file.
+        one = model.adapter is not None or any(isinstance(a, Stored) for a in self.fixed.values())
+        arrays = {} if one else executor.whole(own)
+        entries = [] if one else sorted_as(model, executor.writing.entries(arrays))
+        if not is_one_file(entries):
+            parts = self._write_parts(self._common(folder), entries, arrays)
+        else:
+            self._write_whole(folder, executor.gathered(own), tables)
+        if folder is None:
+            return parts
         files = {"tokenizer.json": self.tokenizer.to_str(pretty=True)}
         if model.adapter is not None and self.method.names:  # adapter files have no labels
             files["config.json"] = json.dumps(model.texts["config.json"], indent=2) + "\n"
@@ -256,6 +317,71 @@ class Checkpoints:
         for name, text in (files | {**self.files} | self.method.files(model.config)).items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
+        return parts
+
+    def _narrowed(self, name: str, each: Unwritten, dtype: str) -> Unwritten:
+        """Return an array of the model in another dtype; reading it raises if it overflows."""
+        kind = self.model.config.dtype_of(name, DTYPES[dtype])
+
+        def read() -> Any:
+            with np.errstate(over="ignore"):  # the next line checks for it
+                narrow = each.read().astype(kind)
+            if not fine(name, narrow):
+                cure = f"give another {named('save_dtype')}"
+                raise ConfigError(f"{name} overflows in {dtype}; {cure}")
+            return narrow
+
+        return each._replace(dtype=np.dtype(kind), read=read)
+
+    def _write_whole(
+        self, folder: Path | None, whole: dict[str, Any] | None, tables: Mapping[str, Any]
+    ) -> None:
+        """Write the model, or its adapter and grown tables, from the arrays on rank 0."""
+        model = self.model
+        if folder is None or whole is None:
+            return
+        if model.adapter is not None:
+            own_tables = {name: whole.pop(name) for name in tables}
+            model.adapter.holding(whole).save(folder, own_tables)
+            return
+        every = model.on_tape(whole, model.step)
+        if model.division is not None:
+            every.config, every.division = model.division.whole, None
+        every.save(folder)
+
+    def _write_parts(
+        self, folder: Path, entries: Sequence[Entry], arrays: Mapping[str, Unwritten]
+    ) -> dict[str, str]:
+        """Write a model whose arrays are gathered one by one; return the digests of its parts."""
+        model, ranks = self.model, self.ranks
+        config = model.config if model.division is None else model.division.whole
+        every = {each.name: each for each in entries}
+        forms = saved_tensors(config, every, model.plain)
+        digests = self.executor.writing.write(folder, MODEL, entries, arrays, forms)
+        if ranks.first:
+            for name, values in model.saved_texts({}, every[TABLE].dtype.name).items():
+                text = json.dumps(values, indent=2) + "\n"
+                (folder / name).write_text(text, encoding="utf-8")
+            if ranks.whole and not isinstance(self.optimizer, Zero1):
+                check_saved(model, Reading(arrays), folder)
+            else:  # no rank can run the whole model: only names, shapes and dtypes are compared
+                find_tensors(folder, config)
+        ranks.comm.barrier()
+        return digests
+
+
+class Reading(dict[str, Any]):
+    """Arrays that are read one by one, each time that they are used."""
+
+    def __getitem__(self, name: str) -> Any:
+        return super().__getitem__(name).read()
+
+
+def sorted_as(model: Any, entries: Sequence[Entry]) -> list[Entry]:
+    """Return the arrays of a model in the order of its config."""
+    config = model.config if model.division is None else model.division.whole
+    order = {name: number for number, name in enumerate(config.shapes())}
+    return sorted(entries, key=lambda each: order.get(each.name, len(order)))
 
 
 def _in_place_of(partial: Path, path: Path) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ...core.arrays import Unwritten
 from ...core.gpu import device_of
 from ...core.stand_in import is_planned
 from ...errors import ConfigError
@@ -16,6 +17,7 @@ from ...models.layers.context import Context, own_tokens
 from ...models.objective import Objective, TrainingStep, next_token
 from ...models.ranks.division import apart
 from ...models.ranks.gather import whole_parameters
+from ...models.ranks.parts import Parts
 from ...models.ranks.stages import ModelStage, pipeline_gradients, pipeline_loss, schedule_of
 from ...ops.elements.arithmetic import add
 from ...ops.elements.cast import cast
@@ -26,7 +28,7 @@ from ...parallel.ulysses import check_heads
 from ...parallel.zero import Zero1
 from ...parallel.zero3 import Zero3
 from ...placement import full_like, to_device_of, to_numpy
-from ...training.averages import in_one_form, scale_per_code, stored_form
+from ...training.averages import in_one_form, scale_per_code, stored_form, wide_moments
 from ...training.gradients import measure_gradients, sum_gradients, sum_in_halves
 from ...training.joined import Joined
 from ...training.optimizer import Optimizer
@@ -297,24 +299,55 @@ class Executor:
         cut = None if self.parts is None else self.parts.cuts.get(name)
         return None if cut is None else (self.replicas.rank * cut.length, cut.shape)
 
+    def unwritten(self, named: Mapping[str, Any]) -> dict[str, Unwritten]:
+        """Return arrays, named by parameter or as ``AdamW.state()``, as ``replicas`` gather them.
+
+        ``replicas`` gather an array of parts when they read it, one by one and in one order.
+        """
+        return {name: self._unwritten(name, array) for name, array in named.items()}
+
+    def _unwritten(self, name: str, array: Any) -> Unwritten:
+        """Return an array, or with ZeRO-3 the whole array of parts."""
+        cut = None if self.parts is None else self.parts.cut_of(name)[0]
+        if cut is None or self.parts is None or isinstance(array, Unwritten):
+            whole = Unwritten(array.dtype, tuple(array.shape), lambda: array)
+            return array if isinstance(array, Unwritten) else whole
+        gathered = self.parts.gathered
+        return Unwritten(array.dtype, cut.shape, lambda: gathered({name: array})[name])
+
     def gathered(self, named: Mapping[str, Any]) -> dict[str, Any] | None:
         """Return whole arrays by parameter name on rank 0, None on other ranks."""
         division, first = self.model.division, self.ranks.same.rank == 0
-        if self.parts is not None:
-            whole = {}
-            for name, array in named.items():
-                array_whole = self.parts.gathered({name: array})[name]
-                if first:  # in host memory: a GPU may have no room for all whole arrays
-                    whole[name] = to_numpy(array_whole) if division is None else array_whole
-            named = whole
-        if not first:
-            return None
+        own = dict[str, Any]()
+        for name, each in self.unwritten(named).items():
+            array = each.read()
+            if first:  # in host memory: a GPU may have no room for all whole arrays
+                moves = self.parts is not None and division is None
+                own[name] = to_numpy(array) if moves else array
+        if not first or division is None:
+            return own if first else None
+        return next(iter([*whole_parameters(own, division)]), None)
+
+    @property
+    def writing(self) -> Parts:
+        """The ranks that write whole arrays."""
+        ranks = self.ranks
+        return Parts(ranks.comm, ranks.groups, ranks.same, self.model.division)
+
+    def whole(self, arrays: Mapping[str, Unwritten]) -> dict[str, Unwritten]:
+        """Return arrays that ``replicas`` gather in the form of a checkpoint, with whole shapes.
+
+        ``read`` still returns this rank's slice of a divided model; ``writing`` gathers slices.
+        """
+        division, result = self.model.division, dict[str, Unwritten]()
         if division is None:
-            return dict(named)
-        for group in division.groups:
-            named = in_one_form(named, group)
-        named = scale_per_code(named)
-        return next(iter([*whole_parameters(named, division)]), None)
+            return dict(arrays)
+        wide = wide_moments(arrays.keys(), division.groups)
+        for name in arrays:
+            each = in_one_form(name, arrays, wide)
+            if each is not None:
+                result[name] = each._replace(shape=division.whole_shape(name, each.shape))
+        return result
 
     def own(self, named: Mapping[str, Any], narrow: Collection[str]) -> dict[str, Any]:
         """Return this rank's parts of whole moments, as 8-bit codes for names in ``narrow``."""

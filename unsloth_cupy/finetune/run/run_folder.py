@@ -3,7 +3,8 @@
     settings.json        the settings of the run; a resumed run must have the same settings
     log.jsonl            one line per step, one per evaluation
     checkpoint-000200/   the newest state: model, tokenizer, optimizer.safetensors, trainer.json;
-                         the previous one is deleted after a successful step from the newest
+                         the previous one is deleted after a successful step from the newest.
+                         Weights or states of more than 5 GB are parts with an index
     model/               the result; it exists only if the run is finished.  The last checkpoint
                          remains, so that a run with more steps can continue from it
     best/                the model of the best step, if the run saves it

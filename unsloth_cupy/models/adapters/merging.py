@@ -1,7 +1,6 @@
 """Write the model of an adapter's folder with the adapter merged into the weights: ``merge``."""
 
 import json
-import math
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
@@ -10,10 +9,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 from os import PathLike
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from ...core.arrays import Unwritten
 from ...core.call import check_options
 from ...core.dtypes import FLOAT32, Array, float_dtype
 from ...errors import ConfigError
@@ -26,17 +26,17 @@ from ..configs.heads import LABELS
 from ..configs.names import TABLE
 from ..folders.checkpoint_files import INDEX, SINGLE
 from ..folders.expert_files import Place, file_tensors
-from ..folders.expert_homes import DTYPES, plain_names
+from ..folders.expert_homes import plain_names
 from ..folders.lazy_parameter import formats_of
 from ..folders.quantized_weights import saved_config, stored_kind
 from ..folders.stored import StoredModel, stored_model
+from ..folders.tensor_file import write_one_by_one
 from ..gguf.opening import source_of
 from ..text.tokenizer import has_tokenizer
 from ..transformer import Transformer
 from .kept import ENOUGH, Kept
 from .probe import check_same, explained, own_tokens, probed
 
-CODES = {dtype: code for code, dtype in DTYPES.items()}  # names of dtypes in a safetensors file
 TEMPLATE, SETTINGS = "chat_template.jinja", "tokenizer_config.json"
 VOCABULARY = (
     *("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "added_tokens.json"),
@@ -77,19 +77,6 @@ class Merged:
         done += f" ({self.kept.share:.1%} of the update)" * bool(self.kept.layers)
         line = f"{self.folder}: {format_bytes(self.bytes)}, {self.dtype}, {done}"
         return "\n".join([line, *(f"note: {note}" for note in self.notes)])
-
-
-class Unwritten(NamedTuple):
-    """A tensor that is computed when it is written."""
-
-    dtype: "np.dtype[Any]"
-    shape: tuple[int, ...]
-    read: Callable[[], Array]
-
-    @property
-    def bytes(self) -> int:
-        """The size of the tensor."""
-        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @check_options
@@ -339,29 +326,3 @@ def _rounded(
 def _most(array: Array) -> float:
     """Return the largest magnitude; NaN or infinity if an element is not finite."""
     return max(float(array.max(initial=0)), -float(array.min(initial=0)))
-
-
-def write_one_by_one(
-    path: Path, tensors: Mapping[str, Unwritten], written: Callable[[int], object]
-) -> None:
-    """Write a safetensors file with one tensor in memory at a time.
-
-    Tensors of the largest dtypes are first, so that every tensor begins at a multiple of its item
-    size.
-    """
-    order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    start = 0
-    for name in order:
-        dtype, shape, _ = tensor = tensors[name]
-        stop = start + tensor.bytes
-        header[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [start, stop]}
-        start = stop
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name in order:
-            data = np.ascontiguousarray(tensors[name].read()).reshape(-1).view(np.uint8)
-            file.write(data.data)
-            written(data.nbytes)

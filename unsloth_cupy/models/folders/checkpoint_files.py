@@ -7,7 +7,7 @@ opened, because they can run code.
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -39,6 +39,7 @@ from .gptq import with_zeros
 from .lazy_parameter import StoredTensor
 from .other_weights import is_of_activations, method_of, part_in, stored_weight
 from .quantized_weights import KEY, inverse_scales, part_of, tensors_of
+from .tensor_file import check_parts, digests_in
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOAT8 = {
@@ -288,10 +289,15 @@ def _weight_files(folder: Path) -> list[str]:
 
     As in transformers, a single file has priority over an index, which may be of an earlier save.
     """
-    if (folder / SINGLE).exists():
+    single, values = (folder / SINGLE).exists(), dict[str, Any]()
+    if (folder / INDEX).exists():
+        with suppress(*(ConfigError,) * single):
+            values = read_json(folder / INDEX)
+    digests = digests_in(values)
+    if single and not digests:
         return [SINGLE]
     if (folder / INDEX).exists():
-        weights = read_json(folder / INDEX).get("weight_map")
+        weights = values.get("weight_map")
         if not isinstance(weights, dict) or not all(isinstance(f, str) for f in weights.values()):
             raise ConfigError(f"{folder / INDEX}: weight_map must map tensors to file names")
         files = sorted(set(weights.values()))
@@ -299,6 +305,8 @@ def _weight_files(folder: Path) -> list[str]:
             if Path(file).name != file or not file.endswith(".safetensors"):
                 problem = "is not the name of a safetensors file in this folder"
                 raise ConfigError(f"{folder / INDEX}: {file!r} {problem}")
+        if digests:
+            check_parts(folder / INDEX, digests, files, opened)
         return files
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     files = [file for file in files if not file.startswith("adapter_")]

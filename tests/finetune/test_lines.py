@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune import Listener, Settings, Trainer
+from unsloth_cupy.finetune import Listener, Settings, Trainer, inspect_data
 from unsloth_cupy.finetune.data.chat import Chat, Lesson
 from unsloth_cupy.finetune.data.records import Record, Records, read_records
 from unsloth_cupy.finetune.data.rows import Format
@@ -457,6 +457,11 @@ class TestChat:
             from_records(records, tokenizer, model.config, Shape(2, 64, True, 0), 0, chat)
         with pytest.raises(ConfigError, match=said):
             preparation.with_tokens(Settings(), records, tokenizer, chat, model.config)
+        model.save(tmp_path / "model")
+        tokenizer.save(str(tmp_path / "model" / "tokenizer.json"))
+        (tmp_path / "model" / "chat_template.jinja").write_text(STRICT)
+        with pytest.raises(ConfigError, match=said):
+            inspect_data(path, tmp_path / "model")
 
 
 class TestLabels:

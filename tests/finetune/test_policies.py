@@ -230,6 +230,23 @@ def test_epochs_count_the_updates(home: Path, tmp_path: Path) -> None:
     assert [line["step"] for line in made.files.lines() if "loss" in line][-1] == 2 * 3 * 3
 
 
+def test_ranks_compare_rewards(home: Path, tmp_path: Path) -> None:
+    """Functions in files by a digest of the file."""
+    path, data = tmp_path / "rewards.py", read_data(home / "prompts.jsonl", method="grpo")
+    seen = []
+    for factor in "121":
+        path.write_text(
+            f"def low(completions, **more):\n    return [{factor}] * len(completions)\n"
+        )
+        made = trainer(home, tmp_path / "run", reward=[f"{path}:low", f"{home}/rewards.py:low"])
+        facts = made._facts(data)
+        assert all(" with the digest " in facts[f"reward {number}"] for number in (1, 2))
+        seen.append((facts["reward 1"], facts["reward 2"]))
+    assert seen[0] == seen[2]
+    assert seen[0][0] != seen[1][0]
+    assert seen[0][1] == seen[1][1]
+
+
 @pytest.mark.parametrize("accumulate", [1, 2, 3])
 @pytest.mark.parametrize("iterations", [1, 2])
 @pytest.mark.parametrize("updates", [1, 2, 3])

@@ -541,8 +541,8 @@ def test_a_rank_is_on_the_gpu_of_its_process(
     sizes = dict.fromkeys(("tensor", "pipeline", "context", "expert"), 1)
     ranks = ranks_module._ranks(Comm(size), sizes, None, device, 1, {})
     assert (ranks.device, ranks.zero) == (placed, 1)
-    for axis in ("context", "expert"):
-        groups = ranks_of(**{axis: (2, 0)}).groups
+    for axes in (("context",), ("expert",), ("data", "context"), ("data", "expert")):
+        groups = ranks_of(**dict.fromkeys(axes, (2, 0))).groups
         monkeypatch.setattr(ranks_module, "grid", lambda comm, groups=groups, **sizes: groups)
         assert ranks_module._ranks(Comm(size), sizes, None, None, 1, {}).zero == 1
     monkeypatch.setattr(ranks_module, "grid", lambda comm, **sizes: ranks_of(tensor=(2, 0)).groups)

@@ -180,14 +180,15 @@ def test_a_sampled_digest_sees_other_weights(tmp_path: Path) -> None:
     """Other bytes anywhere in a trained tensor, other names and other sizes."""
     draw, digests = np.random.default_rng(0), set()
     weights = draw.bytes(2**20)
-    for change in (weights, weights[:-1], bytes(2**20), weights[::-1]):
+    middle = b"".join((weights[: 2**19], bytes(64), weights[2**19 + 64 :]))
+    for change in (weights, weights[:-1], bytes(2**20), weights[::-1], middle):
         (tmp_path / "model.safetensors").write_bytes(change)
         digests.add(sampled_digest(tmp_path))
     (tmp_path / "model.safetensors").rename(tmp_path / "model-2.safetensors")
     digests.add(sampled_digest(tmp_path))
     (tmp_path / "tokenizer.json").write_text("{}")
     digests.add(sampled_digest(tmp_path))
-    assert len(digests) == 6
+    assert len(digests) == 7
 
 
 def new_run(folder: Path) -> None:

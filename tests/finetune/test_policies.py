@@ -239,6 +239,7 @@ def test_ranks_compare_rewards(home: Path, tmp_path: Path) -> None:
             f"def low(completions, **more):\n    return [{factor}] * len(completions)\n"
         )
         made = trainer(home, tmp_path / "run", reward=[f"{path}:low", f"{home}/rewards.py:right"])
+        made.evaluated = {}
         facts = made._facts(data)
         assert all(" with the digest " in facts[f"reward {number}"] for number in (1, 2))
         seen.append((facts["reward 1"], facts["reward 2"]))

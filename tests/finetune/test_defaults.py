@@ -611,7 +611,7 @@ def test_the_largest_step_is_planned(
     method: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    padded_ = list[bool]()
+    padded_, replaced = list[bool](), dict[str, Any]()
 
     def passes_of(lines: Any, step: int, accumulate: int, own: Any, *, padded: bool) -> list[int]:
         padded_.append(padded)
@@ -628,8 +628,10 @@ def test_the_largest_step_is_planned(
     class Of:
         def __init__(self, inputs: Any = ()) -> None:
             self.inputs, self.device, self.objective = inputs, device, METHODS["dpo"]
+            self.batch, self.tokens = 7, 16
 
-        def _replace(self, inputs: Any) -> Any:
+        def _replace(self, inputs: Any = (), **sizes: Any) -> Any:
+            replaced.update(sizes)
             return Of(inputs)
 
         def planned(self, plan: Any) -> Any:
@@ -639,13 +641,20 @@ def test_the_largest_step_is_planned(
 
     for steps, number in (([3, 5, 9], 5), ([3], 3)):
         lines: Any = SimpleNamespace(batches=SimpleNamespace(largest=lambda *_, steps=steps: steps))
-        ranks: Any = SimpleNamespace(alone=alone, whole=True)
+        context = SimpleNamespace(context=SimpleNamespace(size=1 if alone else 3))
+        ranks: Any = SimpleNamespace(
+            alone=alone, whole=True, beside=lambda: 2, groups=context,
+            data=SimpleNamespace(size=1 if alone else 2),
+        )  # fmt: skip
         plan = plan_of(method=method, graph=graph, limit_memory=99)
         padded_.clear()
         sizes: Any = Of()
         changed, memory = preparation.planned_memory(sizes, plan, ranks, lines)
         by_lines = alone and method == "sft"
-        assert changed.offload is (True if alone else None)
+        assert changed.offload is True
+        share = (7, 16) if alone else (4, 6)
+        assert (replaced["batch"], replaced["tokens"]) == share
+        assert (replaced["beside"], replaced["whole"]) == (2, True)
         (step_plan, limit, place), options = memory  # type: ignore[misc]
         assert (limit, place, options["counts"]) == (99, device, alone)  # type: ignore[has-type]
         assert step_plan == ("checked", [number] if by_lines else (), 99)  # type: ignore[has-type]
@@ -653,5 +662,5 @@ def test_the_largest_step_is_planned(
         assert (options["bytes_of"] is None) != by_lines  # type: ignore[has-type]
         assert {*padded_} == ({device is not None and graph is None} if by_lines else set())
         ranks.whole = False
-        _, memory = preparation.planned_memory(sizes, plan, ranks, None)
-        assert memory[0][0].total == 1  # type: ignore[index]
+        preparation.planned_memory(sizes, plan, ranks, None)
+        assert replaced["whole"] is False

@@ -366,7 +366,7 @@ class Planned:
 
     def __init__(self, saves: dict[str, int], total: int = 1000, **more: Any) -> None:
         facts = {"device": None, "batch": 4, "tokens": 128, "exists": True, "adapter": None}
-        vars(self).update(facts | {"config": None} | more)
+        vars(self).update(facts | {"config": None, "beside": 1, "whole": True} | more)
         self.saves, self.total = saves, total
 
     def planned(self, plan: Plan, **changes: Any) -> Any:
@@ -498,6 +498,21 @@ def test_inputs_are_offloaded_where_a_step_does_not_fit(monkeypatch: pytest.Monk
     assert heard == []
     with_savings(host, replace(plan, offload=True))
     assert heard == ["offload=True has no effect on the CPU, whose arrays are on the host"]
+
+
+def test_ranks_of_a_machine_share_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that divide weights decide nothing by the plan of one device, but check the host."""
+    monkeypatch.setattr(limit, "announce", lambda message: None)
+    monkeypatch.setattr(limit, "device_memory", lambda device: (900 if device else 2000, None))
+    plan = replace(PLAN, recompute_every=1)
+    for beside, whole, expected in ((2, True, True), (3, True, None), (2, False, None)):
+        rank: Any = Planned(ALL, device="cuda:0", beside=beside, whole=whole)
+        assert with_savings(rank, plan).offload is expected  # 600 of 800 or 533 bytes
+    wanted = replace(plan, offload=True)
+    divided: Any = Planned(ALL, device="cuda:0", beside=3, whole=False)
+    with pytest.raises(DeviceMemoryError, match="600 B of host memory in each rank, and 533 B"):
+        checked_plan(divided, wanted, None)
+    assert checked_plan(Planned(ALL, device="cuda:0", beside=2, whole=False), PLAN, None).total  # type: ignore[arg-type]
 
 
 def test_rows_are_as_long_as_a_model_has_positions() -> None:

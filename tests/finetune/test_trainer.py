@@ -345,15 +345,14 @@ def test_rows_of_a_group_are_of_one_rank() -> None:
 
 
 def test_what_several_ranks_do_not_support() -> None:
-    fine: dict[str, Any] = {"limited": False, "offload": False, "find_nan": False}
+    fine: dict[str, Any] = {"limited": False, "find_nan": False}
     two, three = ranks_of(data=(2, 1)), ranks_of(options={"zero": 3}, data=(2, 1))
     two.check(2, 1, **fine | {"find_nan": True})
     three.check(2, 1, **fine)
-    alone().check(1, 1, limited=True, offload=True, find_nan=True)
+    alone().check(1, 1, limited=True, find_nan=True)
     for ranks, batch, options, said in (
         (two, 1, {}, "batch=1 is too small for 2 ranks of data_parallel; give batch=2 or more"),
         (two, 2, {"limited": True}, "limit_memory is not supported on several ranks"),
-        (two, 2, {"offload": True}, "offload is not supported on several ranks"),
         (three, 2, {"find_nan": True}, "zero=3 does not support find_nan: "),
     ):
         with pytest.raises(ConfigError, match=re.escape(said)):

@@ -566,7 +566,7 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
         "CUDARuntimeError": type("CUDARuntimeError", (RuntimeError,), {}),
         "memGetInfo": lambda: (machine.room - machine.held, machine.room),
         "getDevice": lambda: machine.gpus.current,
-        "memcpyAsync": machine.gpus.copy,
+        "memcpyAsync": lambda *args: machine.gpus.copy(*args, real=machine.runs),
         "streamIsCapturing": machine.gpus.captures,
     }
     empty = lambda shape, dtype=float: machine.new(shape, dtype)  # noqa: E731
@@ -592,6 +592,7 @@ def _modules(machine: Machine) -> dict[str, types.ModuleType]:
             "asarray": asarray,
             "asnumpy": _waits,
             "get_default_memory_pool": lambda: machine.gpus.pool,
+            "get_default_pinned_memory_pool": lambda: machine.gpus.pool,
         },
         "cupy.cuda": {"is_available": lambda: True, **cuda_names(machine.gpus)},
         "cupy.cuda.device": {"get_cublas_handle": lambda: 0},

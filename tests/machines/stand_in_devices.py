@@ -6,11 +6,17 @@ Work on an array raises
     UnorderedError      if another stream wrote the array, and nothing waits for that stream
 
 because a real GPU would read other memory, or memory that is not written yet.
+
+A stream that waits for an event of a capture joins it, and must be waited for before the capture
+ends.  A launch of the graph does the work of such streams as late as their events allow.
 """
 
+import ctypes
 import threading
 from collections.abc import Callable
 from typing import Any
+
+import numpy as np
 
 
 class WrongDeviceError(AssertionError):
@@ -76,10 +82,19 @@ class Gpus:
         else:
             task()
 
-    def copy(self, target: int, source: int, size: int, kind: int, stream: int) -> None:
-        """Stand for ``runtime.memcpyAsync``."""
-        if stream and self.by_address[stream].device_id != self.current:
+    def copy(
+        self, target: int, source: int, size: int, kind: int, stream: int, real: bool = False
+    ) -> None:
+        """Stand for ``runtime.memcpyAsync``, which copies only if arrays have ``real`` values."""
+        own = self.by_address[stream] if stream else self.null[self.current]
+        if own.device_id != self.current:
             raise WrongDeviceError("a copy on a stream of another GPU")
+
+        def task() -> None:
+            if real:
+                ctypes.memmove(target, source, size)
+
+        own.tasks.append(task) if own.capturing else task()
 
     def known_to_host(self, memory: Any) -> None:
         """Raise unless the host has waited for what writes a memory."""
@@ -132,8 +147,13 @@ class Stream:
     def __init__(self, gpus: Gpus, device: int, address: int) -> None:
         self.gpus, self.device_id, self.ptr = gpus, device, address
         self.key, self.time, self.after = (device, address), 0, Clock()
-        self.capturing = False
-        self.tasks: list[Callable[[], Any]] = []
+        self.capture: Capture | None = None
+        self.tasks: list[Any] = []  # of a capture: functions, and events that it waits for
+
+    @property
+    def capturing(self) -> bool:
+        """Whether work on the stream is captured."""
+        return self.capture is not None
 
     def __enter__(self) -> "Stream":
         if self.device_id != self.gpus.current:
@@ -146,9 +166,16 @@ class Stream:
         self.gpus.streams[self.device_id] = self.before
 
     def record(self) -> "Event":
-        return Event({**self.after, self.key: self.time})
+        return Event({**self.after, self.key: self.time}, self)
 
     def wait_event(self, event: "Event") -> None:
+        if self.capture is not event.capture:
+            if self.capture is not None or event.capture.ended:
+                raise RuntimeError("cudaErrorStreamCaptureIsolation")
+            event.capture.streams.append(self)
+            self.capture, self.tasks = event.capture, []
+        if self.capture is not None:
+            self.tasks.append(event)
         for key, time in event.clock.items():
             self.after[key] = max(time, self.after.get(key, 0))
 
@@ -159,22 +186,39 @@ class Stream:
             self.gpus.host[key] = max(time, self.gpus.host.get(key, 0))
 
     def begin_capture(self) -> None:
-        self.capturing, self.tasks = True, []
+        self.capture, self.tasks = Capture([self]), []
 
     def end_capture(self) -> "Graph":
-        if not self.capturing:
+        if self.capture is None:
             raise RuntimeError("nothing was captured")
-        self.capturing = False
-        return Graph(self.gpus, self.device_id, self.tasks)
+        streams, graph = self.capture.streams, Graph(self.gpus, self.device_id, self.capture)
+        self.capture.ended = True
+        for stream in streams:
+            stream.capture = None
+        if any(len(graph.tasks[each.key]) > graph.reached().get(each.key, 0) for each in streams):
+            raise RuntimeError("cudaErrorStreamCaptureUnjoined")
+        return graph
+
+
+class Capture:
+    """A capture: its streams, of which the first one began it."""
+
+    def __init__(self, streams: list[Stream]) -> None:
+        self.streams, self.ended = streams, False
 
 
 class Event:
     """A point in the work of a stream; the work before it is always done."""
 
-    done = True
+    def __init__(self, clock: Clock, stream: Stream) -> None:
+        self.clock, self.key, self.capture = clock, stream.key, stream.capture
+        self.place = len(stream.tasks)
 
-    def __init__(self, clock: Clock) -> None:
-        self.clock = clock
+    @property
+    def done(self) -> bool:
+        if self.capture is not None:
+            raise RuntimeError("cudaErrorCapturedEvent")
+        return True
 
     def synchronize(self) -> None: ...
 
@@ -182,15 +226,29 @@ class Event:
 class Graph:
     """A graph captured on a GPU: its launch repeats what was captured, with the same numbers."""
 
-    def __init__(self, gpus: Gpus, device: int, tasks: list[Callable[[], Any]]) -> None:
-        self.gpus, self.device, self.launched, self.tasks = gpus, device, 0, tasks
+    def __init__(self, gpus: Gpus, device: int, capture: Capture) -> None:
+        self.gpus, self.device, self.launched = gpus, device, 0
+        self.first = capture.streams[0].key
+        self.tasks = {each.key: each.tasks for each in capture.streams}
+
+    def reached(self, do: Callable[[Any], Any] = lambda task: None) -> dict[tuple[int, int], int]:
+        """Do all tasks that the first stream reaches; return their number by stream."""
+        ended: dict[tuple[int, int], int] = {}
+
+        def run(key: tuple[int, int], until: int) -> None:
+            while ended.setdefault(key, 0) < until:
+                task = self.tasks[key][ended[key]]
+                ended[key] += 1
+                run(task.key, task.place) if type(task) is Event else do(task)
+
+        run(self.first, len(self.tasks[self.first]))
+        return ended
 
     def launch(self) -> None:
         if self.gpus.current != self.device:
             raise WrongDeviceError("the graph belongs to another GPU")
         self.launched += 1
-        for task in self.tasks:
-            task()
+        self.reached(lambda task: task())
 
 
 def cuda_names(gpus: Gpus) -> dict[str, Any]:
@@ -252,8 +310,10 @@ def cuda_names(gpus: Gpus) -> dict[str, Any]:
 
         def free_postprocess(self, **told: Any) -> None: ...
 
-    class Pinned(bytearray):
-        ptr = 0
+    class Pinned:
+        def __init__(self, size: int) -> None:
+            self.bytes = np.zeros(size, np.uint8)
+            self.ptr = self.bytes.ctypes.data
 
     class Allocated:
         def __init__(self, size: int) -> None:

@@ -74,6 +74,16 @@ class TestHost:
             add(y, y)
         assert len(objects) == 30_000
 
+    def test_few_objects_beside_many_arrays_do_not_count_either(self) -> None:
+        """Plans promise 3 %: objects of a tenth of the arrays are separated from them."""
+        held = [mebibyte() for _ in range(8)]
+        with memory_pool(held=held) as pool:
+            objects = [(number, str(number)) for number in range(6_000)]  # some 0.8 MB
+            kept = mebibyte()
+            assert pool.peak == pytest.approx(9 * MIB, rel=0.02)
+        assert len(objects) == 6_000
+        assert len(kept)
+
     def test_pools_of_threads_end_in_any_order(self) -> None:
         """Those that go on count on, and after the last one nobody watches."""
         before, x = tape.watch_memory, Tape().watch(mebibyte())

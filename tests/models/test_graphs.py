@@ -20,6 +20,7 @@ from unsloth_cupy.ops.common import spans
 from unsloth_cupy.ops.linear import dropout as plain
 from unsloth_cupy.ops.linear import lora as lora_layer
 from unsloth_cupy.placement import to_device_of
+from unsloth_cupy.training import offload
 
 from ..code.programs.costs import traced
 from ..machines.stand_in import Machine, gpu
@@ -164,6 +165,61 @@ def test_numbers_are_those_without(form: Any) -> None:
         for name, array in one.items():
             np.testing.assert_array_equal(other[name], array, err_msg=name)
     assert len({one["loss"] for one in expected}) == STEPS
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["rows", "packed"])
+@pytest.mark.parametrize("name", KINDS)
+def test_a_graph_offloads(name: str, packed: bool) -> None:
+    """A launch repeats the copies to the host and back; they run as late as their events allow."""
+    every = 2 if packed else 1
+    parts = (CheckpointConfig(recompute_every=every, offload=moved) for moved in (False, True))
+    form: dict[str, Any] = {"config": KINDS[name], "packed": packed}
+    kept, moved = (steps(graph=True, checkpoint=each, **form) for each in parts)
+    for one, other in zip(kept, moved, strict=True):
+        for array in one:
+            np.testing.assert_array_equal(other[array], one[array], err_msg=array)
+
+
+def test_graphs_share_the_memory_of_the_host() -> None:
+    """Each begins at the first block: graphs of two sizes need the memory of the larger one."""
+    with gpu("80", devices=1) as machine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(offload, "BLOCK", 1)
+        model, moved = made(machine, LLAMA, "bfloat16", LORA, None), list[int]()
+        for width in (*[24] * 4, *[12] * 4):
+            tokens, labels, count = batch(machine, 0, width)
+            parts, before = CheckpointConfig(offload=True), offload.moved["to_host"]
+            model.loss_and_gradients(tokens, labels, count=count, graph=True, checkpoint=parts)
+            moved.append(offload.moved["to_host"] - before)
+        assert len(graphs_of(model)) == 2
+        assert moved[0] == moved[1] == moved[2] == moved[3]
+        assert moved[4] < moved[5] == moved[6] == moved[7] < moved[0]
+        assert sum(size for _, size in model.graphs.place.side.blocks) == moved[0]
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_a_capture_whose_copies_do_not_join_is_refused(
+    late: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The machine sees a missing wait: before the capture ends, or before an array is read."""
+    parts = CheckpointConfig(offload=True)
+    expected = steps(graph=False, checkpoint=parts)
+    if late:
+        back = offload.Offloaded.back
+
+        def early(each: Any) -> Any:
+            array = each.fetch()
+            each.fetched = None
+            return array
+
+        monkeypatch.setattr(offload.Offloaded, "back", early)
+        assert back is not early
+    else:
+        monkeypatch.setattr(offload.GraphSide, "copies", offload.GraphSide.copies.__wrapped__)
+    with pytest.raises((AssertionError, TypeError, RuntimeError)):
+        actual = steps(graph=True, checkpoint=parts)
+        for one, other in zip(expected, actual, strict=True):
+            for name, array in one.items():
+                np.testing.assert_array_equal(other[name], array)
 
 
 def test_sums_that_no_graph_began_are_added_to_as_they_are() -> None:
@@ -367,7 +423,7 @@ def test_explain_says_whether_it_is_a_graph() -> None:
     assert run().graph == ""
     assert "\ngraph: from its third call on" in str(run(graph=True))
     offload = CheckpointConfig(offload=True)
-    assert "\nno graph: a checkpoint with offload" in str(run(graph=True, checkpoint=offload))
+    assert "\ngraph: from its third call on" in str(run(graph=True, checkpoint=offload))
     here = explain(model.loss_and_gradients, tokens, tokens, graph=True)
     assert here.graph == "no graph: its arrays are not on a GPU"
 

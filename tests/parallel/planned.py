@@ -2,17 +2,21 @@
 
 ``python -m tests.parallel.planned ARGUMENTS -- ARGUMENTS`` writes ``planned-RANK.json`` into the
 folder of each run: for each step after the first, which imports modules, the bytes that are planned
-and those that arrays held at most.
+without and with messages that arrive early, and those that arrays held at most.
 """
 
 import json
 import sys
 from itertools import groupby
 from typing import Any
+from unittest import mock
+
+import numpy as np
 
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.finetune.run.loop import Loop
 from unsloth_cupy.memory.planned_model import new_adapter
+from unsloth_cupy.memory.planned_ranks import Inbox
 from unsloth_cupy.memory.pool import memory_pool
 from unsloth_cupy.memory.stage_plan import Layout, plan_ranks
 from unsloth_cupy.ops.quantized.weight import held_arrays
@@ -45,17 +49,26 @@ def planned(loop: Loop) -> int:
     return stages[groups.pipeline.rank].total
 
 
+def bounds(loop: Loop) -> tuple[int, int]:
+    """Return what is planned if no message arrives early, and if all do."""
+    most = planned(loop)
+    with mock.patch.object(Inbox, "empty"):
+        return planned(loop), most
+
+
 def measured(self: Loop) -> None:
     """Run a step, and write what it held."""
     others = [getattr(each, "parameters", {}) for each in self.method.other_models]
-    arrays = self.model.parameters, *self.checkpoints.part(), *others
+    arrays = self.model.parameters, self.model.trainable, self.checkpoints.part().averages, *others
     held = [array for each in arrays for _, array in held_arrays(each)]
+    masters = held_arrays(self.checkpoints.part().trained)  # with ZeRO, some are views of others
+    held += [a for _, a in masters if not any(np.may_share_memory(a, each) for each in held)]
     with memory_pool(held=held) as pool:
         pool.reset_peak()
         step(self)
     path = self.run.folder / f"planned-{self.ranks.comm.rank}.json"
     known = json.loads(path.read_text()) if self.step > 2 else []
-    path.write_text(json.dumps([*known, (planned(self), pool.peak)]))
+    path.write_text(json.dumps([*known, (*bounds(self), pool.peak)]))
 
 
 step: Any = Loop._one_step

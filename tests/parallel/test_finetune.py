@@ -254,7 +254,7 @@ def test_rows_are_divided_at_the_ends_of_texts() -> None:
 
 
 def test_what_ranks_do_not_do_is_refused() -> None:
-    fine: dict[str, Any] = {"limited": False, "offload": False, "find_nan": False}
+    fine: dict[str, Any] = {"limited": False, "find_nan": False}
     two_of(0).check(2, 1, **fine)
     with pytest.raises(ConfigError, match="batch=1 is too small for 2 ranks"):
         two_of(0).check(1, 1, **fine)

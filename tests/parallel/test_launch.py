@@ -468,7 +468,7 @@ def test_a_link_that_is_cut_names_the_host(
     peers.on_failure = lambda rank, why: ended.set()
     whole, cut = _peers.received, threading.Event()
 
-    def received(*arguments: Any, **options: Any) -> bytearray:
+    def received(*arguments: Any, **options: Any) -> np.ndarray:
         if cut.wait(20):
             raise reason
         return whole(*arguments, **options)

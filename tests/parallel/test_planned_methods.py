@@ -44,7 +44,7 @@ RUNS = (
 
 @pytest.mark.slow
 def test_ranks_hold_what_is_planned(home: Path, answering: Path, tmp_path: Path) -> None:
-    """In the best of three steps, and where plans are equal of two ranks: one waits for none."""
+    """In the best of three steps; messages that a rank sends early need memory, others none."""
     asks = [{"prompt": f"w{number}", "answer": ""} for number in range(6)]
     prompts = write(tmp_path / "prompts.jsonl", asks)
     runs = Sample.one_in(3, RUNS)
@@ -69,12 +69,12 @@ def test_ranks_hold_what_is_planned(home: Path, answering: Path, tmp_path: Path)
         folder = tmp_path / f"{method}-{grid}"
         steps = [json.loads((folder / f"planned-{rank}.json").read_text()) for rank in range(2)]
         assert [len(each) for each in steps] == [3, 3]
-        errors = [min(abs(planned / peak - 1) for planned, peak in each) for each in steps]
-        apart = grid in ("pipeline", "chunks")  # with a plan for each rank
+        errors = [
+            min(max(least - peak, peak - most, 0) / peak for least, most, peak in each)
+            for each in steps
+        ]
         limit = 0.03 if grid == "pipeline" else 0.02  # orpo's last stage: 2.6 % of 1.5 MB
-        if method == "classify":  # its last stage holds 42 KB of 0.66 MB longer than planned
-            limit = 0.07
-        assert (max if apart else min)(errors) < limit, (method, grid, steps)
+        assert max(errors) < limit, (method, grid, steps)
 
 
 @pytest.mark.parametrize("method", METHODS)

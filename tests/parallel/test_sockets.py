@@ -271,10 +271,10 @@ def test_who_is_told_of_the_others_can_meet_anew() -> None:
             patch.setattr(met, "take", taking)
             meet(met, 2, "127.0.0.1", port, 30)
 
-    def taking(source: int, key: str, limit: float) -> bytearray | None:
+    def taking(source: int, key: str, limit: float) -> np.ndarray | None:
         told = Peers.take(met, source, key, limit)
         assert told is not None
-        assert told.startswith(b"127.0.0.1 ")
+        assert bytes(told).startswith(b"127.0.0.1 ")
         with pytest.raises(ConnectionRefusedError):
             socket.create_connection(("127.0.0.1", port), 30)
         return told
@@ -366,7 +366,7 @@ def test_memory_is_taken_as_bytes_arrive(monkeypatch: pytest.MonkeyPatch) -> Non
     with ours, theirs, ThreadPoolExecutor() as threads:
         whole = threads.submit(received, ours, len(data))
         theirs.sendall(data)
-        assert whole.result(10) == data
+        assert bytes(whole.result(10)) == data
         lost = threads.submit(received, ours, 2**40)
         theirs.sendall(data)
         theirs.close()

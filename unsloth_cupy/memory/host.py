@@ -2,7 +2,7 @@
 
 tracemalloc reports the allocated bytes and their peak quickly, but they include Python objects.  A
 walk over all allocations separates arrays from objects.  Objects change slowly, so the result of
-the last walk is reused until the peak has grown.
+the last walk is reused until the peak has grown by a fiftieth: new objects below that count as arrays.
 """
 
 import threading
@@ -20,7 +20,7 @@ from ..machine import format_bytes
 from ..ops.common.spans import Owner, forget_routes
 from ..training import offload
 
-GROWN = 1.25  # walk again if the peak has grown by a quarter
+GROWN = 1.02  # walk again if the peak has grown by this factor: plans promise 3 %
 
 
 class Usage(NamedTuple):

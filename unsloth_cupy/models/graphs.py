@@ -155,8 +155,6 @@ class Graphs:
         if not isinstance(function, functools.partial):
             cure = "functools.partial(function, tokens=tokens) names them"
             yield f"the arrays that the function reads are not known; {cure}"
-        if step.checkpoint is not None and step.checkpoint.offload:
-            yield "a checkpoint with offload copies activations to the host and back"
         if (model.division, model.context, model.gather, model.parts) != (None,) * 4:
             yield "ranks divide the model"
         if model.adapter is not None and model.adapter.into is not None:
@@ -261,6 +259,7 @@ class Graphs:
                 return None
             if not self.by_form:  # a graph cannot use blocks that the pool holds for earlier calls
                 gpu.cupy().get_default_memory_pool().free_all_blocks()
+                gpu.cupy().get_default_pinned_memory_pool().free_all_blocks()
             copies = {n: empty(shapes[n], each.dtype, like=each) for n, each in arrays.items()}
             graph = Graph(self.place, copies)
         self.by_form[form] = graph  # the newest is the last

@@ -17,6 +17,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
+import numpy as np
+
 from ..errors import CommunicationError, printable
 
 HEAD = struct.Struct("!QHH")  # bytes of the message, bytes of its key, kind of message
@@ -41,7 +43,7 @@ class Peers:
         self.links: dict[int, socket.socket] = {}
         self.hosts: dict[int, str] = {}  # the address of each rank's machine
         self.arrival: dict[int, float] = {}  # the time at which the last bytes of a rank arrived
-        self.inbox: dict[tuple[int, str], deque[bytearray]] = defaultdict(deque)
+        self.inbox: dict[tuple[int, str], deque[np.ndarray]] = defaultdict(deque)
         self.gone: dict[int, str] = {}  # why each rank's connection ended; "" after a farewell
         self.on_failure: Callable[[int, str], None] | None = None  # None: not all are connected
         self.misfit: CommunicationError | None = None  # why these ranks cannot form a run
@@ -116,7 +118,7 @@ class Peers:
         except OSError as error:
             self._lost(to, self._reason(to, error))
 
-    def take(self, source: int, key: str, limit: float) -> bytearray | None:
+    def take(self, source: int, key: str, limit: float) -> np.ndarray | None:
         """Return the next message of a rank; None after the time limit, or if the rank is gone."""
         with self.changed:
             queue = self.inbox[source, key]
@@ -197,14 +199,14 @@ class Peers:
 
         try:
             while True:
-                head = received(link, HEAD.size + CHECK.size, progress=progress)
+                head = bytes(received(link, HEAD.size + CHECK.size, progress=progress))
                 size, named, kind = HEAD.unpack_from(head)
                 if head != head_of(size, named, kind):
                     raise ConnectionResetError
-                key = received(link, named).decode()
+                key = bytes(received(link, named)).decode()
                 data = received(link, size, progress=progress)
                 if kind != DATA:
-                    self._lost(other, data.decode())
+                    self._lost(other, bytes(data).decode())
                     return
                 with self.changed:
                     self.inbox[other, key].append(data)
@@ -237,17 +239,17 @@ def received(
     size: int,
     limit: float | None = None,
     progress: Callable[[], None] = lambda: None,
-) -> bytearray:
+) -> np.ndarray:
     """Return exactly ``size`` bytes; raise OSError if the connection or the time ends before.
 
-    ``progress`` is called whenever bytes arrive.
+    ``progress`` is called whenever bytes arrive.  The bytes are an array, which a memory pool counts.
 
     Memory beyond STEP bytes is allocated as bytes arrive, whatever size the other end claims.
     """
-    data, filled = bytearray(min(size, STEP)), 0
+    data, filled = np.empty(min(size, STEP), np.uint8), 0
     while filled < size:
         if filled == len(data):
-            data.extend(bytes(min(size - filled, filled)))
+            data.resize(filled + min(size - filled, filled), refcheck=False)
         if limit is not None:
             link.settimeout(max(0.0, limit - time.monotonic()))
         with memoryview(data) as view:

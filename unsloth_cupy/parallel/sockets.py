@@ -174,7 +174,7 @@ class SocketCommunicator(Exchanges):
             cure = MIXED if self.checked else "try checked=True, which compares calls"
             problem = f"{call}: rank {rank} sent {len(data)} bytes, not the {array.nbytes}"
             raise CommunicationError(f"{problem} expected; {cure}", rank=rank)
-        raw(array)[...] = np.frombuffer(data, np.uint8)
+        raw(array)[...] = data
 
     def _gather_rows(self, call: str, row: Any) -> Any:
         """Return a matrix with the NumPy row of each rank; rows have equal sizes and dtypes."""

@@ -12,13 +12,14 @@ from collections.abc import Callable
 from typing import Any
 
 from ..core import gpu
+from .offload import GraphSide, note
 
 # streams of deleted places, by GPU; they are reused, because cuBLAS keeps memory for each stream
 spare: dict[int, list[Any]] = {}
 
 
 class Place:
-    """The stream on which work is captured, and the memory pool of its graphs.
+    """The stream on which work is captured, the memory pool of its graphs, and their copy stream.
 
     Graphs store addresses.  So their memory comes from a separate pool, and returns to the device
     only with the pool: when memory is short, CuPy would free blocks that a graph still writes.
@@ -29,6 +30,7 @@ class Place:
     def __init__(self) -> None:
         self.stream: Any = None
         self.pool: Any = None
+        self.side: Any = None
 
     def begin(self, cuda: Any) -> None:
         """Create the stream and the pool on the current GPU."""
@@ -40,6 +42,7 @@ class Place:
 
         self.pool, self.streams = cuda.MemoryPool(allocate), spare.setdefault(cuda.Device().id, [])
         self.stream = self.streams.pop() if self.streams else cuda.Stream(non_blocking=True)
+        self.side = GraphSide()
 
     def __del__(self) -> None:
         if self.stream is not None:
@@ -61,12 +64,15 @@ class Captured:
         self.place, self.warm = place, False
         self.graph: Any = None
         self.result: Any = None
+        self.copied: dict[str, int] = {}  # bytes that a launch moves to the host and back
         self.why: str | None = None
 
     def __call__(self, work: Callable[[], Any]) -> Any:
         """Run the work or launch its graph; return its result, the same arrays in every call."""
         if self.graph is not None:
             self.graph.launch()
+            for way, size in self.copied.items():
+                note(way, size)
             return self.result
         if self.why is not None:
             return work()
@@ -78,7 +84,8 @@ class Captured:
             with place.stream, cuda.using_allocator(place.pool.malloc):
                 place.stream.wait_event(current.record())
                 if not self.warm:  # compilation and one-time allocations cannot be captured
-                    result, self.warm = work(), True
+                    with place.side.copies(capturing=False):
+                        result, self.warm = work(), True
                     return result
                 self._capture(work)
         finally:
@@ -91,8 +98,9 @@ class Captured:
         token = gpu.capturing.set(True)
         stream.begin_capture()
         try:
-            self.result = work()
-            self.graph = stream.end_capture()
+            with self.place.side.copies(capturing=True):
+                self.result = work()
+            self.graph, self.copied = stream.end_capture(), self.place.side.copied
         except BaseException as error:
             with contextlib.suppress(RuntimeError):  # the stream must accept work again
                 stream.end_capture()

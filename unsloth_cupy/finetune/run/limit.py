@@ -50,6 +50,8 @@ class Sizes(NamedTuple):
     quantized: str | None = None  # the quantization of the weights
     objective: Objective = next_token
     inputs: Sequence[Mapping[str, Any]] = ()  # inputs of the passes of a step; empty: full rows
+    beside: int = 1  # ranks on this machine, which share the memory of the host
+    whole: bool = True  # a rank holds all weights, so that its memory is that of one device
 
     def planned(self, plan: "Plan", **changes: Any) -> MemoryPlan:
         """Return the memory plan of a step, with some settings changed."""
@@ -131,6 +133,8 @@ def with_savings(sizes: Sizes, plan: "Plan") -> "Plan":
     """Return the settings with chunked MLPs or offload, if a step does not fit the GPU without."""
     if plan.offload and sizes.device is None:
         announce(f"{named(offload=True)} has no effect on the CPU, whose arrays are on the host")
+    if not sizes.whole:
+        return plan
     changes: list[dict[str, Any]] = [{"chunked_mlp": True}] * (plan.chunked_mlp is None)
     if plan.offload is None and plan.recompute_every is not None:
         changes += [{"offload": True}, *({**each, "offload": True} for each in changes)]
@@ -142,7 +146,8 @@ def with_savings(sizes: Sizes, plan: "Plan") -> "Plan":
     for change in changes:
         step_plan = sizes.planned(changed := dataclasses.replace(plan, **change))
         host = step_plan.host
-        if not step_plan.beyond(whole) and host <= (for_offload(plan.host_memory) if host else 0):
+        usable = for_offload(plan.host_memory, sizes.beside) if host else 0
+        if not step_plan.beyond(whole) and host <= usable:
             needed = f"; the inputs of blocks need {format_bytes(host)} of host memory"
             message = f"a step does not fit into the {format_bytes(whole)} of the GPU without it"
             announce(f"{named(**change)}: {message}{needed * bool(host)}")
@@ -150,13 +155,16 @@ def with_savings(sizes: Sizes, plan: "Plan") -> "Plan":
     return plan
 
 
-def for_offload(limit: int | None) -> int:
-    """Return the bytes of host memory that offload may use; unknown memory is no limit."""
-    if limit is not None:
-        return limit
-    whole, free = device_memory(None)
-    known = whole if free is None else free
-    return sys.maxsize if known is None else round(PINNED * known)
+def for_offload(limit: int | None, ranks: int = 1) -> int:
+    """Return the bytes of host memory that one of the ranks of a machine may use for offload.
+
+    Unknown memory is no limit.
+    """
+    if limit is None:
+        whole, free = device_memory(None)
+        known = whole if free is None else free
+        limit = sys.maxsize if known is None else round(PINNED * known)
+    return limit // ranks
 
 
 def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
@@ -171,14 +179,17 @@ def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
         ``required`` is the peak of a step, ``available`` the limit.
     """
     step_plan = sizes.planned(plan)
-    if step_plan.host and step_plan.host > (host := for_offload(plan.host_memory)):
+    if step_plan.host and step_plan.host > (host := for_offload(plan.host_memory, sizes.beside)):
         needed = f"the inputs of blocks need {format_bytes(step_plan.host)} of host memory"
+        needed += " in each rank" * (sizes.beside > 1)
         cure = f"leave {named('offload')} out, use shorter rows, or raise {named('host_memory')}"
         raise DeviceMemoryError(
             f"{named(offload=True)}: {needed}, and {format_bytes(host)} may be used; {cure}",
             step_plan.host,
             host,
         )
+    if not sizes.whole:  # ranks divide what this plan counts
+        return step_plan
     whole, free = device_memory(sizes.device) if limit is None else (limit, limit)
     first = None if whole is None else step_plan.beyond(whole)
     if whole is None or first is None:

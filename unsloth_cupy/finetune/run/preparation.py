@@ -167,9 +167,12 @@ def planned_memory(
     """Return the settings, changed if a step needs that, and the memory measurement of steps.
 
     Steps on ``lines`` differ in size: on a single rank, their actual batches are planned instead of
-    full rows.
+    full rows.  Ranks that divide weights are planned as one device with their rows, which is the
+    most that offload needs on the host.
     """
-    plan = with_savings(sizes, plan) if ranks.alone else plan
+    rows, tokens = -(-sizes.batch // ranks.data.size), -(-sizes.tokens // ranks.groups.context.size)
+    sizes = sizes._replace(batch=rows, tokens=tokens, beside=ranks.beside(), whole=ranks.whole)
+    plan = with_savings(sizes, plan)
     limit, device, largest, bytes_of = plan.limit_memory, sizes.device, 0, None
     if ranks.alone and lines is not None and not METHODS[plan.method].is_on_policy:
 
@@ -177,15 +180,15 @@ def planned_memory(
             own: Any = METHODS["sft"] if plan.method == "sft" else sizes.objective
             padded = device is not None and plan.graph is not False
             passes = passes_of(lines, step, plan.accumulate, own, padded=padded)
-            return rows._replace(inputs=passes)
+            return full._replace(inputs=passes)
 
         def bytes_of(step: int) -> int:
             return of_step(step).planned(plan).total
 
-        rows, candidates = sizes, lines.batches.largest(plan.steps, plan.accumulate)
+        full, candidates = sizes, lines.batches.largest(plan.steps, plan.accumulate)
         largest = max(candidates, key=bytes_of) if len(candidates) > 1 else candidates[0]
         sizes = of_step(largest)
-    step_plan = checked_plan(sizes, plan, limit) if ranks.whole else sizes.planned(plan)
+    step_plan = checked_plan(sizes, plan, limit)
     memory = Memory(
         step_plan,
         limit,

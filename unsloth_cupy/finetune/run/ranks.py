@@ -13,6 +13,7 @@ import math
 import os
 import platform
 import sys
+import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -108,7 +109,6 @@ class Ranks:
         accumulate: int,
         *,
         limited: bool,
-        offload: bool,
         find_nan: bool,
         packed: bool = False,
     ) -> None:
@@ -128,9 +128,16 @@ class Ranks:
             problem = "the whole weights of a block exist only briefly, and have no names"
             both = f"{named(zero=3)} does not support {named('find_nan')}"
             raise ConfigError(f"{both}: {problem}; {cure}")
-        if not self.alone and (limited or offload):
-            name = named("limit_memory") if limited else "offload"
+        if not self.alone and limited:
+            name = named("limit_memory")
             raise ConfigError(f"{name} is not supported on several ranks; leave it out")
+
+    def beside(self) -> int:
+        """Return the number of ranks on this machine; all ranks take part."""
+        if self.alone:
+            return 1
+        own = np.array(zlib.crc32(platform.node().encode()), np.int64)
+        return int((self.comm.all_gather(own.reshape(1)) == own).sum())
 
     def judged(self, array: Any) -> Any:
         """Broadcast an array from the rank that computes rewards to all ranks of the model."""

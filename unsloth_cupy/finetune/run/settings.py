@@ -275,13 +275,14 @@ class Settings(Options):
     keep: Sequence[str] = ()
     offload: bool | None = setting(
         "memory",
-        "Store the inputs of recomputed blocks in host memory; not with several ranks.  [default:"
-        " if {recompute_every} is set, and a step does not fit into the GPU otherwise]",
+        "Store the inputs of recomputed blocks in host memory.  [default: if {recompute_every} is"
+        " set, and a step does not fit into the GPU otherwise]",
         rare=True,
     )
     host_memory: int | None = setting(
         "memory",
-        "Limit on the host memory of {offload}, for example 64GiB.  [default: 80 % of free memory]",
+        "Limit on the host memory of {offload} of all ranks of a machine, for example 64GiB."
+        "  [default: 80 % of free memory]",
         least=1,
         kept=False,
         rare=True,

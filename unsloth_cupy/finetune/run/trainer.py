@@ -260,8 +260,7 @@ class Trainer:
         each.check(self.source, lines=self.lines)
         self._check_method()
         self.ranks.check(
-            batch, each.accumulate, limited=bool(each.limit_memory),
-            offload=bool(each.offload), find_nan=each.find_nan,
+            batch, each.accumulate, limited=bool(each.limit_memory), find_nan=each.find_nan,
             packed=self.lines
             and each.pack is not False
             and not METHODS[each.method].is_on_policy,

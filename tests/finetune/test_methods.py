@@ -179,6 +179,51 @@ GRIDS = {  # of two ranks
 }
 
 
+OFFLOADED = (
+    ("sft", "", "--accumulate 2"), ("sft", "", "--lora 4 --quantize nf4 --no-pack"),
+    ("dpo", "", "--reference {home}/model-0.9 --accumulate 2"), ("dpo", "", "--lora 4 --no-pack"),
+    ("kto", "", "--lora 4 --lora-dropout 0.3"), ("distill", "", ""), ("reward", "", "--neftune 5"),
+    ("sft", "data", "--lora 4"), ("dpo", "zero-1", "--accumulate 2"), ("sft", "zero-3", ""),
+    ("orpo", "tensor", "--lora 4"), ("sft", "context", ""), ("dpo", "pipeline", "--accumulate 2"),
+    ("sft", "chunks", "--accumulate 2"), ("sft", "tensor", "--no-pack"), ("kto", "data", ""),
+)  # fmt: skip
+
+
+@pytest.mark.slow
+def test_offload_changes_no_bit(home: Path, tmp_path: Path) -> None:
+    """In one process and in ranks, of which each moves its own inputs of blocks."""
+    runs = Sample.one_in(2, OFFLOADED)
+
+    def asked(number: int, offload: bool) -> list[str]:
+        method, grid, more = runs[number]
+        data = data_of(home, "orpo" if method == "sft" else method)
+        data = home / "texts.jsonl" if method == "sft" else data
+        given = {
+            "--data": data, "--eval": data, "--method": method, "--batch": 4, "--tokens": 20,
+            "--out": tmp_path / f"{number}-{offload}", "--steps": 2, "--lr": 1e-3,
+            "--evaluate-every": 9, "--recompute-every": 1,
+        }  # fmt: skip
+        words = [str(word) for pair in given.items() for word in pair]
+        words += ["--teacher", str(home / "model-0.9")] if method == "distill" else []
+        words += [*more.format(home=home).split(), *GRIDS.get(grid, "").split()]
+        words += ["--offload"] if offload else ["--no-offload"]
+        return ["finetune", str(model_of(home, method)), *words, "--"]
+
+    for grids in (False, True):
+        own = [number for number, each in enumerate(runs) if bool(each[1]) is grids]
+        commands = [word for offload in (False, True) for n in own for word in asked(n, offload)]
+        many = by_sockets(1 + grids, "tests.parallel.commands", "moved", "--", *commands[:-1], limit=240)
+        for ended in many if own else ():
+            assert ended.code == 0, ended.said
+            assert int(re.search(r"moved (\d+) arrays", ended.said)[1]) > 0  # type: ignore[index]
+    for number, run_ in enumerate(runs):
+        folders = [tmp_path / f"{number}-{offload}" / "model" for offload in (False, True)]
+        expected, actual = (load_file(*each.glob("*model.safetensors")) for each in folders)
+        assert actual.keys() == expected.keys()
+        for name, weight in expected.items():
+            np.testing.assert_array_equal(actual[name], weight, err_msg=f"{run_} {name}")
+
+
 @pytest.mark.slow
 def test_ranks_are_one_process(home: Path, tmp_path: Path) -> None:
     """A pair stays in one rank, k is that of all ranks, and the reference is shared.

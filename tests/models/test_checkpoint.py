@@ -10,6 +10,7 @@ from unsloth_cupy import CheckpointConfig
 from unsloth_cupy.models import Transformer, create, load
 
 from ..golden.golden import model_case
+from ..harness.moving import moving
 from ..harness.tracked import tracked
 
 ROOT = Path(__file__).parent.parent / "golden" / "models"
@@ -28,7 +29,9 @@ def test_gradients_are_equal_to_the_last_bit(family: str) -> None:
     batch, mask = (data["input_ids"], data["labels"]), data["attention_mask"]
     loss, gradients = model.loss_and_gradients(*batch, mask=mask)
     for config in CONFIGS:
-        again, actual = model.loss_and_gradients(*batch, mask=mask, checkpoint=config)
+        with moving() as sizes:
+            again, actual = model.loss_and_gradients(*batch, mask=mask, checkpoint=config)
+        assert bool(sizes) is config.offload
         assert again == loss
         for name, gradient in gradients.items():
             np.testing.assert_array_equal(actual[name], gradient, err_msg=f"{config} {name}")

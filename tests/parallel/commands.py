@@ -11,6 +11,7 @@ which save every two steps:
     parts     no fault: each rank writes a part of checkpoints and models, as of large ones
     weighed   no fault: a save may not need more memory than two arrays
     KILLS     a rank is killed in the second save: in its part, before or after the index, ...
+    moved     none: arrays of checkpoints with offload are moved, as on a GPU
 """
 
 import errno
@@ -18,7 +19,7 @@ import os
 import signal
 import sys
 import tracemalloc
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -29,6 +30,8 @@ from unsloth_cupy.finetune.run import checkpoints
 from unsloth_cupy.finetune.run.loop import Loop
 from unsloth_cupy.models.folders.tensor_file import TensorFile
 from unsloth_cupy.models.ranks import parts
+
+from ..harness.moving import moving
 
 
 def killed(number: int = signal.SIGKILL) -> None:
@@ -119,6 +122,13 @@ KILLS: dict[str, tuple[tuple[Any, str], bool]] = {
 }
 OBJECTS = 2**20  # bytes of Python objects, and of what a save imports
 
+
+def moved() -> None:
+    sizes = stack.enter_context(moving())
+    stack.callback(lambda: print(f"moved {len(sizes)} arrays"))
+
+
+
 FAULTS = {
     "killed": killed,
     "stopped": stopped,
@@ -126,10 +136,12 @@ FAULTS = {
     "full": full,
     "torn": torn,
     "parts": in_parts,
+    "moved": moved,
 }
 FAULTS |= {"weighed": weighed} | {kill: partial(killed_in_save, kill) for kill in KILLS}
 
 if __name__ == "__main__":
+    stack = ExitStack()
     for ends, command in groupby(sys.argv[1:], "--".__eq__):
         asked = [*command]
         if asked[0] in FAULTS:
@@ -139,3 +151,4 @@ if __name__ == "__main__":
                 group(asked[1:])
         elif not ends:
             group(asked, standalone_mode=False)
+    stack.close()

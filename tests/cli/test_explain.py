@@ -1,5 +1,6 @@
 """The output of explain equals the launches of a call, and the formulas of its op."""
 
+import dataclasses
 import json
 import re
 from contextlib import suppress
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import (
+    CheckpointConfig,
     attention,
     experts_mlp_forward,
     explain,
@@ -31,15 +33,18 @@ from unsloth_cupy.core.op import OPS
 from unsloth_cupy.core.target import Limits
 from unsloth_cupy.errors import ConfigError, ShapeError
 from unsloth_cupy.finetune.run.run_folder import config_file
+from unsloth_cupy.memory.planned_model import new_adapter
+from unsloth_cupy.models.parse import parse
 from unsloth_cupy.ops.common import grouped
 from unsloth_cupy.profiling import explanation, watch
 from unsloth_cupy.profiling.binary import occupancy
 from unsloth_cupy.profiling.cards import CARDS, PROCESSORS, SHARED, card_here, card_of, measured
+from unsloth_cupy.profiling.training_step import explain_step
 
 from ..code.programs import budget
 from ..harness.tracked import tracked
 from ..machines.stand_in import Launch, gpu
-from .test_cli import LLAMA
+from .test_cli import LLAMA, assert_one_clear_error
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2,
@@ -433,3 +438,58 @@ def test_grouped_products_show_their_tiles_and_read_experts_that_may_have_rows(r
     small = rows * (2 * 64 * 2 + 4 * (4 + 2) + 2 * 4 * 4) + 129 * 4
     assert step.moved == stacks + small
     assert step.floor == pytest.approx(step.moved / card_of("h200").bandwidth / 1e9)
+
+
+LONG = CONFIG | {"num_hidden_layers": 3, "hidden_size": 512, "intermediate_size": 1536}
+OFFLOAD = ("--recompute-every", "1", "--offload", "--lora", "4", "--quantize", "nf4")
+
+
+def test_the_copy_stream_is_shown_beside_the_ops(tmp_path: Path) -> None:
+    """Inputs of blocks are hidden states and residual sums, which the link moves twice."""
+    model = models.create(LONG, seed=0, dtype="bfloat16")
+    parts = CheckpointConfig(offload=True)
+    rows = shape((1, 128), "int64")
+    call: Any = {"device": "h200", "checkpoint": parts}
+    shown = explain(model.loss_and_gradients, rows, rows, **call)
+    row = 128 * 512 * 2
+    assert sum(size for _, size in shown.copies) == 5 * row
+    assert shown.link_seconds == pytest.approx(2 * 5 * row / 50e9)
+    copy, ops = shown.part_seconds  # type: ignore[misc]
+    assert copy == pytest.approx(3 * row / 2 / 50e9)  # of two blocks: one has no residual sum
+    assert 0 < ops < (shown.seconds or 0)
+    assert not explain(model.loss_and_gradients, rows, rows, device="h200").copies
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LONG))
+    for words in (("--device", "h200"), ("--device", "sm_90")):
+        done = click.testing.CliRunner().invoke(group, ["explain", str(path), *OFFLOAD, *words])
+        assert done.exit_code == 0, done.output
+        text = " ".join(done.output.split())
+        # the embeddings are frozen: the first input of a block is on no tape
+        assert ("copy stream: 512.00 KiB to the host and back in" in text) == ("h200" in words)
+
+
+@pytest.mark.parametrize("card", ["h200", "rtx4090"])
+def test_offload_hides_behind_products_from_4096_tokens_on(card: str) -> None:
+    """Llama 3.1 8B, nf4, LoRA: predicted, with the rates of the card and of its link."""
+    from ..memory.test_long_rows import LLAMA_8B
+
+    config = parse(LLAMA_8B | {"num_hidden_layers": 3})
+    for tokens in (4096, 65536):
+        shown = explain_step(
+            config, batch=1, tokens=tokens, dtype="bfloat16", device=card, quantization="nf4",
+            adapter=new_adapter(config, 32), checkpoint=CheckpointConfig(offload=True),
+        )  # fmt: skip
+        copy, ops = shown.part_seconds  # type: ignore[misc]
+        assert copy < ops
+        assert "offload hides" in str(shown)
+        slow = dataclasses.replace(shown, copies=tuple((n, 99 * size) for n, size in shown.copies))
+        assert "offload does not hide: use longer rows" in str(slow)
+
+
+def test_offload_of_an_explained_call_needs_recomputed_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LONG))
+    done = click.testing.CliRunner().invoke(group, ["explain", str(path), "--offload"])
+    assert_one_clear_error(done, "it moves the inputs of recomputed blocks: add --recompute-every")
+    done = click.testing.CliRunner().invoke(group, ["explain", "softmax", "--recompute-every", "1"])
+    assert_one_clear_error(done, "--lora, --quantize and --recompute-every need a model")

@@ -641,9 +641,11 @@ def test_the_largest_step_is_planned(
 
     for steps, number in (([3, 5, 9], 5), ([3], 3)):
         lines: Any = SimpleNamespace(batches=SimpleNamespace(largest=lambda *_, steps=steps: steps))
-        context = SimpleNamespace(context=SimpleNamespace(size=1 if alone else 3))
+        context = SimpleNamespace(
+            context=SimpleNamespace(size=1 if alone else 3), pipeline=SimpleNamespace(size=1)
+        )
         ranks: Any = SimpleNamespace(
-            alone=alone, whole=True, beside=lambda: 2, groups=context,
+            alone=alone, whole=True, beside=lambda: 2, groups=context, schedule=None,
             data=SimpleNamespace(size=1 if alone else 2),
         )  # fmt: skip
         plan = plan_of(method=method, graph=graph, limit_memory=99)
@@ -661,6 +663,8 @@ def test_the_largest_step_is_planned(
         assert options["largest"] == (number if by_lines else 0)  # type: ignore[has-type]
         assert (options["bytes_of"] is None) != by_lines  # type: ignore[has-type]
         assert {*padded_} == ({device is not None and graph is None} if by_lines else set())
-        ranks.whole = False
+        ranks.whole, ranks.schedule = False, "gpipe"
+        plan = replace(plan, accumulate=6)
+        context.pipeline.size = 2
         preparation.planned_memory(sizes, plan, ranks, None)
-        assert replaced["whole"] is False
+        assert (replaced["beside"], replaced["whole"]) == (2 * 3, False)

@@ -212,7 +212,9 @@ def test_offload_changes_no_bit(home: Path, tmp_path: Path) -> None:
     for grids in (False, True):
         own = [number for number, each in enumerate(runs) if bool(each[1]) is grids]
         commands = [word for offload in (False, True) for n in own for word in asked(n, offload)]
-        many = by_sockets(1 + grids, "tests.parallel.commands", "moved", "--", *commands[:-1], limit=240)
+        many = by_sockets(
+            1 + grids, "tests.parallel.commands", "moved", "--", *commands[:-1], limit=240
+        )
         for ended in many if own else ():
             assert ended.code == 0, ended.said
             assert int(re.search(r"moved (\d+) arrays", ended.said)[1]) > 0  # type: ignore[index]

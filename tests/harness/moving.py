@@ -1,8 +1,8 @@
 """Offload on a CPU: arrays of NumPy are copied to other memory and back, as those of a GPU are.
 
-    with moving() as moved:
-        model.loss_and_gradients(tokens, labels, checkpoint=CheckpointConfig(offload=True))
-    assert moved
+with moving() as moved:
+    model.loss_and_gradients(tokens, labels, checkpoint=CheckpointConfig(offload=True))
+assert moved
 """
 
 from collections.abc import Iterator

@@ -63,6 +63,24 @@ def test_adapters_alone_have_averages() -> None:
     assert stage.optimizer == 2 * 4 * 4 * 4 * sum(a + b for a, b in ADAPTED)  # two, layers, rank
 
 
+def test_ranks_offload_their_own_inputs_of_blocks() -> None:
+    """Hidden states and residual sums: tensor ranks all of them, stages those of their blocks."""
+    row = 2 * 16 * LLAMA["hidden_size"] * 2  # bytes of the hidden states of a microbatch
+    whole = plan_memory(
+        LLAMA, batch=2, tokens=16, dtype="bfloat16", recompute_every=1, offload=True
+    ).host
+    assert whole == (2 * LLAMA["num_hidden_layers"] - 1) * row
+    moved: dict[str, Any] = {"recompute_every": 1, "offload": True}
+    for layout in (Layout(2), Layout(data=2), Layout(data=2, zero=3), Layout(context=2)):
+        kept, (rank,) = planned(layout, recompute_every=1)[0], planned(layout, **moved)
+        assert rank.host == whole // layout.context, layout
+        assert rank.activations < kept.activations
+    first, last = planned(Layout(pipeline=2), **moved)
+    assert (first.host, last.host) == (2 * 3 * row, 3 * row)  # two microbatches, and one
+    with pytest.raises(ConfigError, match=r"plan_ranks\(offload=True\): it moves the inputs"):
+        planned(Layout(2), offload=True)
+
+
 def test_quantized_weights_are_divided_as_codes() -> None:
     """Half a byte of each value and a scale of 64: a rank of two holds half of what one has."""
     options: Any = {"rank": 4, "device": "cpu", "dtype": "float32"}

@@ -158,8 +158,10 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setattr(Pinned, "free", {})
     training_offload._side.cache_clear()
+    training_offload._refusals.cache_clear()
     yield now.streams[0]
     training_offload._side.cache_clear()
+    training_offload._refusals.cache_clear()
 
 
 def test_what_comes_back_is_what_went(here: Stream) -> None:
@@ -280,6 +282,54 @@ def test_backward_fetches_the_inputs_of_the_checkpoint_before(here: Stream) -> N
     order.clear()
     entries[2]._recorded(checkpoints.SecondCall(entries[2].first))
     assert before.fetched is not None
+
+
+@pytest.mark.parametrize("error", [RuntimeError("out of memory\nstack"), MemoryError("no room")])
+def test_refused_pinned_memory_is_pageable_and_said_once(here: Stream, error: Exception) -> None:
+    """A container may limit pinned memory; graphs, which need it, say so."""
+    refusals = list[int]()
+
+    def refuse(size: int) -> Any:
+        refusals.append(size)
+        raise error
+
+    sys.modules["cupy"].cuda.alloc_pinned_memory = refuse  # type: ignore[attr-defined]
+    with pytest.warns(UserWarning, match="32 bytes of pinned memory are refused") as heard:
+        waiting = [training_offload.to_host(filled(number)) for number in range(3)]
+    (line,) = (str(each.message) for each in heard)
+    assert "\n" not in line
+    assert "pageable memory is used, and copies do not overlap with computation; raise" in line
+    assert refusals == [32]
+    for number, each in reversed([*enumerate(waiting)]):
+        array = each.back()
+        here.run()
+        np.testing.assert_array_equal(array, np.full(8, number))
+    with pytest.raises(RuntimeError, match="graphs cannot copy to other memory"):
+        training_offload.GraphSide().memory(8)
+
+
+@pytest.mark.parametrize("call", ["wait_event", "record"])
+def test_ctrl_c_during_a_copy_keeps_the_memory_until_it_has_ended(
+    call: str, here: Stream, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copy may run although nobody got its event; a later copy ends after it."""
+    side, array = training_offload._side(0), filled(1)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(side.stream, call, interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            training_offload.to_host(array)
+    assert not Pinned.free[32]
+    assert not side.lock.locked()
+    back = training_offload.to_host(filled(2)).back()
+    here.run()
+    np.testing.assert_array_equal(back, np.full(8, 2))
+    side.stream.run()
+    training_offload.to_host(filled(3))
+    assert all(entry[0] is not None for entry in side.copying)
 
 
 @pytest.mark.slow

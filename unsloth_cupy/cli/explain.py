@@ -18,6 +18,7 @@ from ..models.optimizers import OPTIMIZERS
 from ..models.parse import parse
 from ..profiling.explain import explain as explained
 from ..profiling.training_step import explain_step
+from ..training.checkpoint import CheckpointConfig
 from .options import QUANTIZE, option
 
 
@@ -39,6 +40,16 @@ from .options import QUANTIZE, option
 )
 @option("--lora", click.IntRange(1), "LoRA rank: train adapters of this rank and freeze the model.")
 @option("--quantize", QUANTIZE, "Quantize the frozen weights; requires --lora.")
+@option(
+    "--recompute-every",
+    click.IntRange(1),
+    "Gradient checkpointing: store only the input of every Nth block.",
+)
+@click.option(
+    "--offload",
+    is_flag=True,
+    help="Store these inputs in host memory, and show the copy stream; requires --recompute-every.",
+)
 def explain(
     what: str,
     device: str,
@@ -48,6 +59,8 @@ def explain(
     optimizer: str,
     lora: int | None,
     quantize: str | None,
+    recompute_every: int | None,
+    offload: bool,
 ) -> None:
     """Show what a call does on a GPU: kernels, launches, bytes, operations, roofline.
 
@@ -59,6 +72,12 @@ def explain(
     card: Any = read_json(Path(device)) if device.endswith(".json") else device
     kind = float_dtype("explain", dtype, KERNEL_DTYPES)
     path = Path(what)
+    if offload and recompute_every is None:
+        cure = "it moves the inputs of recomputed blocks: add --recompute-every, as in"
+        raise ConfigError(f"explain --offload: {cure} --recompute-every 1")
+    parts = None
+    if recompute_every is not None:
+        parts = CheckpointConfig(recompute_every=recompute_every, offload=offload)
     if path.exists():
         config = config_file(path)
         values, quantized = read_json(config), quantized_kind(path, quantize, lora, None, None)
@@ -67,14 +86,15 @@ def explain(
             explanation = explain_step(
                 parsed, batch=batch, tokens=tokens_of(tokens, parsed.positions), dtype=kind,
                 optimizer=optimizer, quantization=quantized, device=card,
-                adapter=None if lora is None else new_adapter(parsed, lora),
+                adapter=None if lora is None else new_adapter(parsed, lora), checkpoint=parts,
             )  # fmt: skip
             echo(str(explanation))
         except ConfigError as error:
             raise ConfigError(f"{config}: {error}") from error
         return
-    if lora or quantize:
-        raise ConfigError(f"explain {what}: --lora and --quantize need a model; pass its config")
+    if lora or quantize or parts:
+        options = "--lora, --quantize and --recompute-every need a model"
+        raise ConfigError(f"explain {what}: {options}; pass its config")
     for line in composed([what]):
         echo(line)
     for op in chosen(what):

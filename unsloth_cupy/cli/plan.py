@@ -101,8 +101,7 @@ RANK = 16  # LoRA rank in the comparison table, unless --lora sets one
 )
 @click.option(
     "--offload", is_flag=True,
-    help="Store the inputs of recomputed blocks in host memory; requires --recompute-every; not"
-    " with several ranks.",
+    help="Store the inputs of recomputed blocks in host memory; requires --recompute-every.",
 )  # fmt: skip
 @click.option(
     "--chunked-mlp/--no-chunked-mlp", default=None,
@@ -252,7 +251,7 @@ def plan(
     )  # fmt: skip
     method_text = f", {method} of {METHODS[method].unit}" * (objective is not None)
     if any(size is not None for size in sizes):
-        _check_alone(merge_into=options.pop("merge_into"), offload=options.pop("offload") or None)
+        _check_alone(merge_into=options.pop("merge_into"))
         if optimizer == "none":
             raise ConfigError(
                 "plan: a plan with ranks needs an optimizer; leave --optimizer none out"

@@ -88,6 +88,8 @@ def of_stages(plans: Sequence[MemoryPlan], title: str) -> Any:
         table.add_row(name, *(format_bytes(plan.at_peak[name]) for plan in plans))
     table.add_section()
     table.add_row("total of a rank", *(format_bytes(plan.total) for plan in plans))
+    if any(plan.host for plan in plans):
+        table.add_row("host", *(format_bytes(plan.host) for plan in plans))
     return table
 
 

@@ -10,7 +10,6 @@ which have a shape but no elements (``planned.py``), and a ledger records alloca
 import reprlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,14 @@ from ..training.checkpoint import CheckpointConfig
 from ..training.gradients import measure_gradients, sum_gradients
 from .ledger import GRADIENTS, Ledger, MemoryPlan
 from .planned import placed_inputs, recording_in
-from .planned_model import DEVICES, new_adapter, planned_training, rehearse, with_planned_models
+from .planned_model import (
+    DEVICES,
+    new_adapter,
+    planned_training,
+    rehearse,
+    segments,
+    with_planned_models,
+)
 
 if TYPE_CHECKING:
     from ..models.adapters.adapter import Adapter
@@ -150,7 +156,7 @@ def plan_memory(
         parsed, rank, adapter, quantization, objective, merge_into,
         tensor_parallel * pipeline_parallel,
     )  # fmt: skip
-    parts = _segments(recompute_every, offload=offload, device=device)
+    parts = segments("plan_memory", recompute_every, offload=offload, device=device)
     _check_inputs(inputs, layout.ranks)
     if layout.ranks > 1:
         plans = plan_ranks(
@@ -198,21 +204,6 @@ def plan_memory(
             del measure
             ledger.note(f"{steps.call}.step")
         return ledger.plan()
-
-
-def _segments(
-    recompute_every: "int | CheckpointConfig | None", *, offload: bool, device: str
-) -> CheckpointConfig | None:
-    """Return the settings of gradient checkpointing; None: nothing is recomputed."""
-    every = recompute_every
-    parts = every if isinstance(every, CheckpointConfig | None) else CheckpointConfig(True, every)
-    if parts is None and offload:
-        cure = "it moves the inputs of recomputed blocks: pass recompute_every too"
-        raise ConfigError(f"plan_memory(offload=True): {cure}")
-    if offload and device == "cpu":
-        cure = "arrays are in the memory of the host already: leave it out, or plan for cuda"
-        raise ConfigError(f"plan_memory(offload=True, device='cpu'): {cure}")
-    return replace(parts, offload=True) if parts is not None and offload else parts
 
 
 def _adapter_of(

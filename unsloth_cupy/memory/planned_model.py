@@ -1,9 +1,12 @@
 """Creates a model and its optimizer with planned arrays, in their state before a training step."""
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from ..core.dtypes import FLOAT32
+from ..errors import ConfigError
+from ..training.checkpoint import CheckpointConfig
 from ..training.joined import Joined
 from ..training.optimizer import Optimizer
 from ..training.precision import compute_copies
@@ -173,3 +176,18 @@ def planned_training(
         steps.keep_copies(copies)
         model.parameters = parameters | copies
     return model, steps
+
+
+def segments(
+    call: str, recompute_every: int | CheckpointConfig | None, *, offload: bool, device: str
+) -> CheckpointConfig | None:
+    """Return the settings of gradient checkpointing; None: nothing is recomputed."""
+    every = recompute_every
+    parts = every if isinstance(every, CheckpointConfig | None) else CheckpointConfig(True, every)
+    if parts is None and offload:
+        cure = "it moves the inputs of recomputed blocks: pass recompute_every too"
+        raise ConfigError(f"{call}(offload=True): {cure}")
+    if offload and device == "cpu":
+        cure = "arrays are in the memory of the host already: leave it out, or plan for cuda"
+        raise ConfigError(f"{call}(offload=True, device='cpu'): {cure}")
+    return replace(parts, offload=True) if parts is not None and offload else parts

@@ -31,7 +31,14 @@ from ..parallel.zero import Zero1
 from ..training.checkpoint import CheckpointConfig
 from .ledger import GRADIENTS, MASTER, OPTIMIZER, Ledger, MemoryPlan
 from .planned import placed_inputs, recording_in
-from .planned_model import DEVICES, new_adapter, planned_training, rehearse, with_planned_models
+from .planned_model import (
+    DEVICES,
+    new_adapter,
+    planned_training,
+    rehearse,
+    segments,
+    with_planned_models,
+)
 from .planned_ranks import Inbox, PlannedRanks
 
 SPARE = 2  # microbatches after the pipeline is full; later ones need the same memory
@@ -104,6 +111,7 @@ def plan_ranks(
     microbatches: int = 1,
     schedule: str = "1f1b",
     chunks: int | None = None,
+    offload: bool = False,
     **options: Any,
 ) -> list[MemoryPlan]:
     """Plan the memory of one rank per pipeline stage: the rank with the largest parts.
@@ -122,8 +130,8 @@ def plan_ranks(
         Microbatches per step in each data rank.
     schedule, chunks
         As in ``pipeline_schedule``.
-    options
-        As in ``plan_memory``: optimizer, state_bits, rank, adapter, quantization, recompute_every,
+    offload, options
+        As in ``plan_memory``: offload, optimizer, state_bits, rank, adapter, quantization, recompute_every,
         chunked_mlp, device, objective; ``context_attention``, as in a model; and ``inputs``, of
         one pass in a data rank.
 
@@ -153,6 +161,8 @@ def plan_ranks(
         steps = pipeline_schedule(layout.pipeline, run, schedule, chunks=chunks)
     options = current_names("plan_ranks", options, Job._fields)
     job = Job(batch, tokens, kind, chunks=chunks_of(steps), **options)
+    every = segments("plan_ranks", job.recompute_every, offload=offload, device=job.device)
+    job = job._replace(recompute_every=every)
     if job.inputs is None and hasattr(job.objective, "full"):
         job = job._replace(inputs=job.objective.full(batch, tokens))
     return [plan_stage(parsed, layout, stage, own, job) for stage, own in enumerate(steps)]
@@ -270,9 +280,7 @@ class _Runs:
 
     def __init__(self, model: Any, batch: Mapping[str, Any], job: Job) -> None:
         self.model, self.batch, self.objective = model, batch, job.objective
-        every = job.recompute_every
-        every = CheckpointConfig(True, every) if isinstance(every, int) else every
-        self.how = TrainingStep(checkpoint=every)
+        self.how = TrainingStep(checkpoint=job.recompute_every)
         self.trainer = model if model.gather is None else model.gather.__self__
         division = model.division
         staged = division is not None and division.stages is not None

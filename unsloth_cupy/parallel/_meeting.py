@@ -256,7 +256,9 @@ def meet(peers: Peers, size: int, host: str, port: int, timeout: float, run: str
                 problem = f"rank {rank}: rank 0 did not send the addresses of other ranks in time"
                 cure = "check that all ranks were started"
                 raise CommunicationError(f"{problem}; {cure}", rank=0)
-            for other, (home, at) in enumerate(map(str.split, bytes(table).decode().splitlines()), 1):
+            for other, (home, at) in enumerate(
+                map(str.split, bytes(table).decode().splitlines()), 1
+            ):
                 if other < rank:
                     call(door, other, home, int(at), limit)
         waiting, pause = Waiting(rank), min(1.0, NOTICE)

@@ -82,7 +82,7 @@ def explain(
         function(*placed(args, kind), **placed(options, kind))
     graph = twin.graphs.told if options.get("graph") and hasattr(twin, "graphs") else ""
     outside = (*recorder.outside, *recorder.launches)
-    return Explanation(card, tuple(recorder.steps), outside, graph)
+    return Explanation(card, tuple(recorder.steps), outside, graph, tuple(recorder.copies))
 
 
 class HasLaunches(Protocol):
@@ -156,6 +156,12 @@ class Recorder:
         self.sizes: list[int] = []  # bytes of all allocated arrays
         self.defined: list[str] = []  # why definitions ran in the running call
         self.depth = 0  # 1 inside a call, else 0
+        self.copies: list[tuple[int, int]] = []  # steps before a copy to the host, and its bytes
+        self.host = 0
+
+    def offload(self, moved: Any) -> None:
+        """Record an array that a checkpoint copies to the host."""
+        self.copies.append((len(self.steps), moved.size))
 
     def take(self, size: int) -> int:
         """Record an allocated array of ``size`` bytes; return its number."""
@@ -167,7 +173,7 @@ class Recorder:
 
     def begin(self) -> None:
         """Discard all records before the call."""
-        self.steps, self.launches, self.outside, self.sizes = [], [], [], []
+        self.steps, self.launches, self.outside, self.sizes, self.copies = [], [], [], [], []
 
     def wrapped(self, op: Any, run: Run, why: str | None) -> Run:
         """Wrap ``run`` to record a call, or the definition inside a call."""

@@ -128,12 +128,38 @@ class Explanation:
         Launches outside ops, such as an optimizer step.
     graph : str
         For a call with ``graph=True``: whether it becomes a CUDA graph, or why not.
+    copies : tuple of (int, int)
+        Copies of ``offload`` to the host: the number of steps before the copy, and its bytes.
     """
 
     card: Card | None
     steps: tuple[Step, ...]
     outside: tuple[Launch, ...] = ()
     graph: str = ""
+    copies: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def link_seconds(self) -> float:
+        """The predicted time of the copy stream: all copies to the host and back, in seconds."""
+        if self.card is None:
+            return 0.0
+        return 2 * sum(size for _, size in self.copies) / self.card.link / 1e9
+
+    @property
+    def part_seconds(self) -> tuple[float, float] | None:
+        """The mean times of a copied part of the forward pass: of its copy, and of its ops.
+
+        Offload hides if the first is at most the second: backward computes each part again, and
+        more, while the inputs of the part before it come back.  None without two copied parts or a
+        floor.
+        """
+        places = sorted({place for place, _ in self.copies})
+        if self.card is None or self.floor is None or len(places) < 2:
+            return None
+        first, last, count = places[0], places[-1], len(places) - 1
+        size = sum(size for place, size in self.copies if place < last)
+        ops = self._seconds(self.steps[first:last]) / count
+        return size / self.card.link / 1e9 / count, ops
 
     @property
     def floor(self) -> float | None:
@@ -146,10 +172,14 @@ class Explanation:
         """The predicted time in seconds: the sum of floor / efficiency; None without a floor."""
         if self.card is None or self.floor is None:
             return None
-        fractions = {} if self.card.name in MEASURED else FRACTIONS
+        return self._seconds(self.steps)
+
+    def _seconds(self, steps: Sequence[Step]) -> float:
+        """Return the predicted time of some steps in seconds."""
+        fractions = {} if self.card is None or self.card.name in MEASURED else FRACTIONS
         return sum(
             step.floor / fractions.get(step.bound, 1.0) / step.efficiency
-            for step in self.steps
+            for step in steps
             if step.floor
         )
 
@@ -200,6 +230,7 @@ class Explanation:
         if whole is not None:
             lines.append(f"sum of floors: {time(whole)}, if every op reads from memory")
             lines.append(f"predicted: {time(self.seconds or 0.0)}, by the efficiency of such calls")
+            lines += [self._copying()] * bool(self.copies and self.card)
             name = "the card" if self.card is None else self.card.name
             parts = self.parts
             shares = [
@@ -209,6 +240,19 @@ class Explanation:
                 lines.append(f"lower bound on {name}: {time(whole)}, by family of ops:")
                 lines.append(f"  {', '.join(shares)}")
         return "\n".join(lines)
+
+    def _copying(self) -> str:
+        """Return a line about the copy stream."""
+        link = 0.0 if self.card is None else self.card.link
+        size = format_bytes(sum(size for _, size in self.copies))
+        line = f"copy stream: {size} to the host and back in {time(self.link_seconds)}, at"
+        line += f" {link:g} GB/s"
+        if (part := self.part_seconds) is None:
+            return line
+        copy, ops = part
+        each = f"the inputs of a part of the blocks take {time(copy)}, its forward pass {time(ops)}"
+        told = "offload hides" if copy <= ops else "offload does not hide: use longer rows"
+        return f"{line}; {each}: {told}"
 
     def _head(self) -> str:
         """Return the first line: the GPU and its rates."""

@@ -171,7 +171,10 @@ def planned_memory(
     most that offload needs on the host.
     """
     rows, tokens = -(-sizes.batch // ranks.data.size), -(-sizes.tokens // ranks.groups.context.size)
-    sizes = sizes._replace(batch=rows, tokens=tokens, beside=ranks.beside(), whole=ranks.whole)
+    beside, stages = ranks.beside(), ranks.groups.pipeline.size
+    if ranks.schedule == "gpipe":  # a stage holds the inputs of all passes; else of one per stage
+        beside *= -(-plan.accumulate // stages)
+    sizes = sizes._replace(batch=rows, tokens=tokens, beside=beside, whole=ranks.whole)
     plan = with_savings(sizes, plan)
     limit, device, largest, bytes_of = plan.limit_memory, sizes.device, 0, None
     if ranks.alone and lines is not None and not METHODS[plan.method].is_on_policy:

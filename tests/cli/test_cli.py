@@ -1156,3 +1156,17 @@ def test_line_of_a_log_that_was_torn_is_dropped(tmp_path: Path) -> None:
 def test_a_vocabulary_without_room_for_bytes_is_refused() -> None:
     with pytest.raises(ConfigError, match="256 bytes"):
         train_tokenizer("text", 256)
+
+
+@pytest.mark.parametrize("words", [["finetune"], ["finetune", "--fit"], ["plan", "x"]])
+def test_out_of_memory_names_fit_where_it_helps(
+    words: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: Any) -> None:
+        raise MemoryError("3 GiB")
+
+    monkeypatch.setattr(sys, "argv", ["unsloth-cupy", *words])
+    monkeypatch.setattr(group.commands[words[0]], "invoke", fails)
+    done = run(*words)
+    assert_one_clear_error(done, "out of memory (3 GiB); ")
+    assert ("--fit chooses settings that fit it; or try" in done.output) == (words == ["finetune"])

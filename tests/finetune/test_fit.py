@@ -122,6 +122,8 @@ def test_every_method(method: str, tmp_path: Path) -> None:
     fits = fit(LLAMA, device="rtx 4090", method=method, **options)
     assert fits.fastest.seconds > 0
     assert f"--method {method}" in fits.fastest.command or method == "sft"
+    draws = METHODS[method].is_on_policy
+    assert fits.not_varied == (("samples=2", "max_new_tokens=8") if draws else ())
 
 
 @pytest.mark.slow
@@ -249,6 +251,7 @@ def test_the_command(model: Path, chats: Path) -> None:
     assert result.exit_code == 0, result.output
     for text in ("fastest", "longest row", "least memory", "43.9 ms", "--lora 8", "RTX 4090"):
         assert text in result.output
+    assert "Not varied: --pack." in result.output
     words = ("plan", model, "--tokens", 32, "--device", "16gb rtx 4060 ti", "--fit", "--json")
     tables = [json.loads(line) for line in run(*words).output.splitlines()]
     assert [row[""] for row in tables[0]["rows"]] == ["fastest", "longest row", "least memory"]

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import CheckpointConfig, DeviceMemoryError, machine, plan_memory
-from unsloth_cupy.cli.options import Size
+from unsloth_cupy.cli.options import Size, as_flags
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.methods.registry import METHODS
+from unsloth_cupy.finetune.naming import naming
 from unsloth_cupy.finetune.run import limit, preparation
 from unsloth_cupy.finetune.run.limit import Memory, Sizes, checked_plan, tokens_of, with_savings
 from unsloth_cupy.finetune.run.results import difference, time_of
@@ -498,6 +499,23 @@ def test_inputs_are_offloaded_where_a_step_does_not_fit(monkeypatch: pytest.Monk
     assert heard == []
     with_savings(host, replace(plan, offload=True))
     assert heard == ["offload=True has no effect on the CPU, whose arrays are on the host"]
+
+
+def test_a_step_that_does_not_fit_a_gpu_names_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for a limit of the user, several ranks, a new model or a CPU, which fit does not take."""
+    monkeypatch.setattr(limit, "device_memory", lambda _: (900, None))
+
+    def said(most: int | None = None, **more: Any) -> str:
+        step: Any = Planned({"batch": 200}, **{"device": "cuda:0", **more})
+        with pytest.raises(DeviceMemoryError) as error:
+            checked_plan(step, PLAN, most)
+        return str(error.value)
+
+    assert "unsloth_cupy.fit() chooses settings that fit; " in said()
+    with naming(as_flags):
+        assert "--fit chooses settings that fit; " in said()
+        for other in ({"most": 900}, {"beside": 2}, {"exists": False}, {"device": None}):
+            assert "--fit" not in said(**other)
 
 
 def test_ranks_of_a_machine_share_the_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -119,6 +119,8 @@ class Commands(click.Group):
             raise click.ClickException(f"{where}{error.strerror or error}; {cure}") from error
         except MemoryError as error:
             cure = "try a smaller --batch, fewer --tokens or a smaller model"
+            if ctx.invoked_subcommand == "finetune" and "--fit" not in sys.argv:
+                cure = f"on a GPU, --fit chooses settings that fit it; or {cure}"
             raise click.ClickException(f"out of memory ({error}); {cure}") from error
 
 

@@ -80,7 +80,7 @@ class Fits:
 
     ``card`` is the GPU; ``device_memory`` and ``host_memory`` are the bytes that arrays may use;
     ``tokens`` is the length of a row and ``steps`` the number of optimizer steps, None without
-    data.
+    data.  ``not_varied`` are settings that also change memory and time, and stay as they are.
     """
 
     fastest: Fit
@@ -91,6 +91,7 @@ class Fits:
     host_memory: int
     tokens: int
     steps: int | None
+    not_varied: tuple[str, ...]
 
 
 class _Model(NamedTuple):
@@ -198,7 +199,12 @@ def fit(
         )  # fmt: skip
 
     fastest, longest, leanest = map(described, choices)
-    return Fits(fastest, longest, leanest, card, usable, bounds.host, tokens, steps)
+    names = ("samples", "max_new_tokens") if learning.is_on_policy else ("pack",)
+    varies = names if learning.is_on_policy or isinstance(text, Records) else ()
+    not_varied = (named(**{name: getattr(fastest.settings, name)}) for name in varies)
+    return Fits(
+        fastest, longest, leanest, card, usable, bounds.host, tokens, steps, (*not_varied,)
+    )  # fmt: skip
 
 
 def fit_run(settings: Settings, data: Text | Records, source: Path | None, ranks: Any) -> Fits:

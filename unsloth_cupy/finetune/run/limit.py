@@ -208,6 +208,10 @@ def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
     raised = named(limit_memory=enough)
     raised += " tries anyway" if limit is None else " would be enough"
     cures = _cures(sizes, plan, step_plan, whole)
+    if limit is None and sizes.device is not None and sizes.exists and sizes.beside == 1:
+        flag = named(fit=True)  # in Python, a function
+        flag = flag if flag.startswith("--") else "unsloth_cupy.fit()"
+        cures = f"{flag} chooses settings that fit{'; ' * bool(cures)}{cures}"
     raise DeviceMemoryError(
         f"{where} {format_bytes(whole)}: a step needs {peak},"
         f" in {step_plan.moments[step_plan.peak]}; {first} is the first op that does not fit,"

@@ -40,6 +40,7 @@ from unsloth_cupy.models.configs.family import Family
 from ..code.programs.compilers import NEWEST, OLDEST
 from ..conftest import FOLDER
 from ..golden.golden import op_cases
+from ..harness.sampling import Sample
 from ..harness.tracked import ROOT, tracked
 from ..machines.cuda_on_cpu import missing
 from ..parallel.ranks import MPIEXEC, THREADS, needs_mpi
@@ -266,6 +267,24 @@ def test_measurements_stand_in_one_page() -> None:
     titles = (section.partition("\n")[0] for section in sections)
     slugs = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
     assert {*links} == slugs
+
+
+@pytest.mark.parametrize("place", Sample.one_in(45, range(45)))
+def test_the_table_of_longest_rows_is_that_of_plans(place: int) -> None:
+    """A cell in each run, and the published numbers in all."""
+    longest = loaded("longest")
+    text = longest.PAGE.read_text()
+    table = text.partition(longest.BEGIN)[2].partition(longest.END)[0].strip().splitlines()[2:]
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table]
+    model, method, card = longest.CELLS[place]
+    (row,) = (row for row in rows if row[:2] == [model, method])
+    expected = longest.longest(model, method, card)
+    actual = int(row[2 + longest.CARDS.index(card)].replace(",", "").replace("-", "0"))
+    # a search that begins at other plans may end a few steps away
+    assert abs(actual - expected) <= 4 * longest.STEP, "run python docs/longest.py"
+    peers = [row[2:] for row in rows if row[1] == "QLoRA, Unsloth"]
+    known = longest.PUBLISHED
+    assert peers == [[known.get((m, c), "-") for c in longest.CARDS] for m in longest.MODELS]
 
 
 def test_the_table_of_families_is_that_of_the_registries() -> None:

@@ -2,7 +2,8 @@
 
 tracemalloc reports the allocated bytes and their peak quickly, but they include Python objects.  A
 walk over all allocations separates arrays from objects.  Objects change slowly, so the result of
-the last walk is reused until the peak has grown by a fiftieth: new objects below that count as arrays.
+the last walk is reused until the peak has grown by a fiftieth: until then, new objects count as
+arrays.
 """
 
 import threading

@@ -131,8 +131,8 @@ def plan_ranks(
     schedule, chunks
         As in ``pipeline_schedule``.
     offload, options
-        As in ``plan_memory``: offload, optimizer, state_bits, rank, adapter, quantization, recompute_every,
-        chunked_mlp, device, objective; ``context_attention``, as in a model; and ``inputs``, of
+        As in ``plan_memory``: offload, optimizer, state_bits, rank, adapter, quantization,
+        recompute_every, chunked_mlp, device, objective; ``context_attention``, as in a model; and ``inputs``, of
         one pass in a data rank.
 
     Returns
@@ -280,7 +280,8 @@ class _Runs:
 
     def __init__(self, model: Any, batch: Mapping[str, Any], job: Job) -> None:
         self.model, self.batch, self.objective = model, batch, job.objective
-        self.how = TrainingStep(checkpoint=job.recompute_every)
+        every: Any = job.recompute_every  # a CheckpointConfig, or None
+        self.how = TrainingStep(checkpoint=every)
         self.trainer = model if model.gather is None else model.gather.__self__
         division = model.division
         staged = division is not None and division.stages is not None

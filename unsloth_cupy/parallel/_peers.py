@@ -242,7 +242,7 @@ def received(
 ) -> np.ndarray:
     """Return exactly ``size`` bytes; raise OSError if the connection or the time ends before.
 
-    ``progress`` is called whenever bytes arrive.  The bytes are an array, which a memory pool counts.
+    ``progress`` is called whenever bytes arrive.  The result is an array, which memory pools count.
 
     Memory beyond STEP bytes is allocated as bytes arrive, whatever size the other end claims.
     """
@@ -252,7 +252,7 @@ def received(
             data.resize(filled + min(size - filled, filled), refcheck=False)
         if limit is not None:
             link.settimeout(max(0.0, limit - time.monotonic()))
-        with memoryview(data) as view:
+        with data.data as view:
             count = link.recv_into(view[filled:])
         if not count:
             raise ConnectionResetError

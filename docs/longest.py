@@ -97,8 +97,9 @@ def table() -> str:
 
 def page() -> str:
     """Return the page with the table of today."""
+    rows = table()  # which takes minutes: the page is read afterwards
     head, _, rest = PAGE.read_text(encoding="utf-8").partition(f"{BEGIN}\n")
-    return f"{head}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+    return f"{head}{BEGIN}\n{rows}\n{END}{rest.partition(END)[2]}"
 
 
 if __name__ == "__main__":

@@ -132,8 +132,8 @@ def plan_ranks(
         As in ``pipeline_schedule``.
     offload, options
         As in ``plan_memory``: offload, optimizer, state_bits, rank, adapter, quantization,
-        recompute_every, chunked_mlp, device, objective; ``context_attention``, as in a model; and ``inputs``, of
-        one pass in a data rank.
+        recompute_every, chunked_mlp, device, objective; ``context_attention``, as in a model; and
+        ``inputs``, of one pass in a data rank.
 
     Returns
     -------

@@ -91,7 +91,7 @@ class KernelError(UnslothCupyError, RuntimeError):
 
 
 class DeviceError(UnslothCupyError, RuntimeError):
-    """The requested device does not exist."""
+    """The requested device does not exist, or refuses a request."""
 
 
 class DeviceMemoryError(UnslothCupyError, MemoryError):

@@ -24,6 +24,7 @@ import numpy as np
 from ..core import arrays, gpu
 from ..core.gpu import is_cupys
 from ..core.stand_in import is_planned
+from ..errors import DeviceError
 from ..placement import stream
 
 TO_HOST, TO_DEVICE = 2, 1  # cudaMemcpyKind
@@ -204,7 +205,7 @@ def host_memory(size: int, *, pinned: bool = False) -> Any:
             refused.append(str(error).partition("\n")[0])
             if pinned:
                 problem = "pinned memory is refused, and graphs cannot copy to other memory"
-                raise RuntimeError(problem) from error
+                raise DeviceError(problem) from error
             warnings.warn(
                 f"offload: {size:,} bytes of pinned memory are refused ({refused[0]}); pageable"
                 " memory is used, and copies do not overlap with computation; raise the limit, as"

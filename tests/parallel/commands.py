@@ -128,7 +128,6 @@ def moved() -> None:
     stack.callback(lambda: print(f"moved {len(sizes)} arrays"))
 
 
-
 FAULTS = {
     "killed": killed,
     "stopped": stopped,

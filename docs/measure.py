@@ -113,9 +113,9 @@ def beside() -> dict[str, Any]:
             rows.append(json.loads(done.stdout.splitlines()[-1]))
             print(rows[-1])
     method = (
-        "the most memory that a process holds in a step (VmHWM of Linux, reset before it) beyond"
-        " what it holds before; loss and gradients of all weights, one row, float32; the most of"
-        " three steps, each side in a process of its own"
+        "peak memory of a process in a step (VmHWM of Linux, reset before the step), minus its"
+        " memory before the step; loss and gradients of all weights, one row, float32; maximum of"
+        " three steps, each library in a separate process"
     )
     return facts(method) | {"config": CONFIG, "rows": rows}
 

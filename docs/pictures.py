@@ -275,7 +275,7 @@ def facts_of(result: Any, command: str) -> list[str]:
     if not isinstance(machine, str):
         machine = f"{machine['cores']} cores, {machine['processor']}, {machine['blas']}"
     date = result["date"][:10]
-    where = f"{machine}, other work beside; one thread; {', '.join(versions)}; {date}."
+    where = f"{machine}, shared with other jobs; one thread; {', '.join(versions)}; {date}."
     lines = textwrap.wrap(f"Measured: {result['method']}. {where}", 110, break_on_hyphens=False)
     return [*lines, "", "```sh", command, "```"]
 

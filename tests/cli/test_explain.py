@@ -103,10 +103,11 @@ def test_floors_are_those_of_the_formulas() -> None:
     assert step.floor == pytest.approx(step.moved / 4224e9)
     text = str(explain(rms_norm, x, shape(4096, "float16"), device="h200"))
     assert (
-        "4224 GB/s, products 793 TFLOP/s, of float32 51 (measured on an H200, 2026-11-26)" in text
+        "memory 4224 GB/s, matrix products 793 TFLOP/s, 51 TFLOP/s in float32; rates measured on an"
+        " H200, 2026-11-26" in text
     )
     text = str(explain(rms_norm, x, shape(4096, "float16"), device="h100"))
-    assert "3350 GB/s, products 989.5 TFLOP/s, of float32 67 (predicted from the datasheet)" in text
+    assert "products 989.5 TFLOP/s, 67 TFLOP/s in float32; rates from the datasheet" in text
 
 
 @pytest.mark.parametrize("options", [{}, {"causal": True}, {"window": (5, 2)}])
@@ -128,7 +129,7 @@ def test_a_step_is_grouped_by_op() -> None:
     assert actual.floor == pytest.approx(sum(step.floor or 0 for step in actual.steps))
     text = str(actual)
     assert text.count("attention_backward") == 1
-    assert "sum of floors" in text
+    assert "sum of least times" in text
     products = sum(step.operations for step in actual.ops["linear"])
     assert products == 2 * 2 * 64 * sum(
         array.size for name, array in model.parameters.items() if "proj" in name
@@ -251,7 +252,7 @@ def test_a_card_may_be_stated() -> None:
     assert "unknown rates" in str(explain(softmax, x, device="sm_86"))
     few = explain(linear, *[shape((4, 8), "float32")] * 2, device=stated | {"products32": None})
     assert few.floor is None
-    assert "the floor needs products32: pass the rate" in str(few)
+    assert "least times need products32: pass the rate" in str(few)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +345,7 @@ def test_the_command_explains_every_op(name: str, monkeypatch: pytest.MonkeyPatc
     said = run(name, "--device", "sm_80")
     assert said.exit_code == 0, said.exception
     if OPS[name].launch is not None:
-        assert "runs as     kernel" in said.output
+        assert "runs as      kernel" in said.output
 
 
 @pytest.mark.slow
@@ -377,7 +378,8 @@ def test_a_launch_that_refuses_says_why() -> None:
 
 def test_a_step_has_a_floor_of_parts() -> None:
     text = run(LLAMA, "--tokens", 16, "--device", "l4").output
-    assert re.search(r"lower bound on L4: [\d.]+ [um]s, by family of ops:", text)
+    assert re.search(r"sum of least times: [\d.]+ [um]s", text)
+    assert "\nleast times on L4 by family of ops:\n" in text
     whole = re.search(r"^  .*\battention [\d.]+ us \(\d+%\).*$", text, re.M)
     assert whole is not None
     assert sum(int(share) for share in re.findall(r"\((\d+)%\)", whole[0])) in range(96, 105)
@@ -415,7 +417,7 @@ def test_command() -> None:
     said = run("attention", "--device", "rtx4090").output
     assert "attention_forward of attention_forward.cu" in said
     assert "RTX 4090" in said
-    assert "sum of floors" in run(LLAMA, "--tokens", 16, "--device", "l4").output
+    assert "sum of least times" in run(LLAMA, "--tokens", 16, "--device", "l4").output
     wrong = run("atention")
     assert wrong.exit_code == 1
     assert "did you mean attention" in wrong.output

@@ -382,8 +382,8 @@ def test_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tmp_path / "config.json"
     config.write_text(json.dumps(CONFIG))
     said = run(config, "--arch", "sm_90", "--tokens", 16).output
-    assert "sm_90: 1 kernels in 1 units, 1 compiled" in said
-    assert "0 compiled in" in run(config, "--arch", "h100").output
+    assert "sm_90: 1 kernels in 1 translation units; 1 compiled" in said
+    assert "; 0 compiled in" in run(config, "--arch", "h100").output
     assert rows == [16, CONFIG["max_position_embeddings"]]
     (unit,) = precompile.units_of(few, 90)
     entry = cache.find(cache.folder(), unit.key)

@@ -52,7 +52,8 @@ def test_the_page_says_what_a_step_buys(ladder: Ladder) -> None:
             for line in (row(ladder, step), shown[step])
         )
         cure = f"{actual}: python -m tests.code.programs.ladder --write"
-        apart = int(actual.pop("registers")) - int(written.pop("registers"))
+        apart = int(actual.pop("registers per thread"))
+        apart -= int(written.pop("registers per thread"))
         assert abs(apart) <= budget.REGISTER_UNIT, cure
         del actual["occupancy"], written["occupancy"]  # which follows from registers
         assert actual == written, cure

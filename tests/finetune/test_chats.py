@@ -920,4 +920,6 @@ class TestAccount:
         assert actual.startswith("training on 3 replies in 2 chats (")
         ended = self.account(tmp_path, rows, 500, CHATML.replace("<|im_end|>", "<|endoftext|>"))
         assert "stop token" not in ended
-        assert "; 1 additional texts, as the template formats the last reply differently" in actual
+        assert (
+            "; 1 additional texts, because the template formats the last reply of a chat" in actual
+        )

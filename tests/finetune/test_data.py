@@ -134,7 +134,7 @@ class TestFiles:
             for row in ROWS
         ]
         assert [content[:3] for content in contents(actual)] == sorted(expected, key=repr)
-        assert actual.note == f"{path}: 30 rows of question/answer; unused column: id"
+        assert actual.note == f"{path}: 30 rows with question/answer; unused column: id"
         assert (actual.name, actual.forms) == (name[0], {"question/answer": 30})
 
     @pytest.mark.parametrize("kind", ["csv", "tsv"])
@@ -487,7 +487,7 @@ class TestFiles:
         settings = ("--steps", 2, "--layers", 1, "--hidden", 32, "--vocabulary", 300, "--out")
         result = run("finetune", "--data", "-", *settings, tmp_path / "run", given=LINES)
         assert result.exit_code == 0, result.output
-        assert "standard input: 30 rows of question/answer" in result.stderr
+        assert "standard input: 30 rows with question/answer" in result.stderr
         again = run("finetune", "--data", "-", *settings, tmp_path / "run", given=LINES)
         assert "is finished" in again.output
 
@@ -586,7 +586,7 @@ class TestFolders:
         ):
             result = run("finetune", *words, *rest, tmp_path / f"{number}")
             assert result.exit_code == 0, result.output
-            assert f"{some} and 1 more: 18 rows of text" in result.stderr
+            assert f"{some} and 1 more: 18 rows with text" in result.stderr
 
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
@@ -682,7 +682,7 @@ class TestForms:
             ({"prompt": "a", "completion": "b", "label": False},
              "unpaired preferences (prompt, completion, label)"),
             ({"messages": [ASK, SAY], "label": True}, "unpaired preferences (messages, label)"),
-            ({"prompt": "a"}, "has prompt but no completion; add completion; finetune trains"),
+            ({"prompt": "a"}, "has prompt but no completion; add completion, or choose the m"),
             ({"prompt": [ASK], "answer": "2"}, "prompts with an answer for rewards (prompt, a"),
             ({"prompt": "a", "ground_truth": "2"}, "prompts with an answer for rewards"),
             ({"prompt": "a", "completions": ["b"], "labels": [True]}, "several answers"),
@@ -705,7 +705,7 @@ class TestForms:
         message = refusal(path)
         assert message.startswith(f"{path}:1: ")
         assert said in message
-        assert ": " in message.partition("trains next-token prediction on texts")[2] or ";" in said
+        assert "; " in message, "it names a cure"
 
     def test_a_column_may_be_left_out(self, tmp_path: Path) -> None:
         rows = [{"text": f"a {i}", "score": i} for i in range(9)]
@@ -715,10 +715,12 @@ class TestForms:
         assert_one_clear_error(shown, "skip the column with --ignore score")
         data = read_data(path, ignore=["score"])
         assert isinstance(data, Records)
-        assert data.note == f"{path}: 9 rows of text"
+        assert data.note == f"{path}: 9 rows with text"
         other = read_data(path, ignore=["id", "score", "Score"])
         assert isinstance(other, Records)
-        assert other.note == f"{path}: 9 rows of text; no row has the columns to ignore: Score, id"
+        assert (
+            other.note == f"{path}: 9 rows with text; no row has the columns to ignore: Score, id"
+        )
         assert run("data", path, "--ignore", "score").exit_code == 0
         assert "one running text" in refusal(_text(tmp_path), ignore=["score"])
 
@@ -726,7 +728,7 @@ class TestForms:
         """A table gives each row all columns."""
         rows = [{"text": f"a {i}", "label": None, "images": []} for i in range(9)]
         data = read_data(written(tmp_path, *rows))
-        assert data.note.endswith("9 rows of text; unused columns: label, images")
+        assert data.note.endswith("9 rows with text; unused columns: label, images")
 
     def test_rows_that_are_not_good_are_never_learned(self, tmp_path: Path) -> None:
         rows = [{"prompt": f"{i}", "completion": " bad", "label": i % 2 == 0} for i in range(20)]
@@ -1101,7 +1103,7 @@ class TestSplit:
             ([], [], {"whole": True}, "is empty; add a line"),
             (["a", "a"], [1, 1], {}, "holds only equal lines; write lines that differ"),
             (["a", "b"], [1e-9, 1e-9], {},
-             "holds no training line besides held-out ones; give more lines, or more weight"),
+             "holds no training line besides the evaluation lines; give more lines, or more w"),
         ],
     )  # fmt: skip
     def test_too_few_records(self, texts: Any, weights: Any, options: Any, said: str) -> None:
@@ -1305,7 +1307,7 @@ class TestNames:
             assert data_files.unpacked(file).path.read_bytes() == b"a" * size
             monkeypatch.setattr(data_files, "UNPACKED", bound - 1)
             monkeypatch.setattr(data_files, "RATIO", size // path.stat().st_size - 1)
-            said = f"{path} expands to more than 0 GiB and {data_files.RATIO} times its size"
+            said = f"{path} expands to more than 0 GiB and more than {data_files.RATIO} times"
             with pytest.raises(ConfigError, match=re.escape(said)):
                 data_files.unpacked(file)
 
@@ -1338,7 +1340,7 @@ class TestReport:
             assert "user" not in learned
         shown = run("data", path, "--model", folder)
         assert shown.exit_code == 0, shown.output
-        assert "rows of messages" in shown.stdout
+        assert "rows with messages" in shown.stdout
         assert "\x1b" not in shown.stdout
         assert "«the cat" in shown.stdout
         assert f"target tokens: {report.learned:,} of {report.total:,}" in shown.stdout

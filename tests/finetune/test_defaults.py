@@ -571,11 +571,11 @@ def test_tokens_that_are_new_are_trained(tmp_path: Path, monkeypatch: pytest.Mon
     ("settings", "new", "expected", "said"),
     [
         ({"steps": 9}, False, 9, "noted"), ({}, True, 1200, "noted"),
-        ({"epochs": 2}, False, 20, "noted; training for 2.0 epochs = 20 steps"),
-        ({"epochs": 2, "accumulate": 3}, False, 7, "noted; training for 2.0 epochs = 7 steps"),
-        ({"epochs": 0.01}, False, 1, "noted; training for 0.01 epochs = 1 steps"),
+        ({"epochs": 2}, False, 20, "noted\ntraining for 2.0 epochs = 20 steps"),
+        ({"epochs": 2, "accumulate": 3}, False, 7, "noted\ntraining for 2.0 epochs = 7 steps"),
+        ({"epochs": 0.01}, False, 1, "noted\ntraining for 0.01 epochs = 1 step"),
         ({}, False, 30,
-         "noted; training for 3.0 epochs = 30 steps (set epochs or steps to change)"),
+         "noted\ntraining for 3.0 epochs = 30 steps (set epochs or steps to change)"),
     ],
 )  # fmt: skip
 def test_the_steps_of_a_run(settings: Any, new: bool, expected: int, said: str) -> None:

@@ -205,11 +205,13 @@ def test_rows_of_ones_own_file_are_named_in_it(base: Path, lines: Path, tmp_path
     done = run("finetune", folder, "--data", lines, "--eval", file, "--tokens", 16, "--steps", 1,
                "--out", tmp_path / "run")  # fmt: skip
     assert done.exit_code == 0, done.output
-    assert f"evaluation data: {file}: 4 rows, 3 of prompt/completion, 1 of messages" in done.stderr
-    assert "; held-out: 1 dropped, 2 truncated" in done.stderr
+    assert (
+        f"evaluation data: {file}: 4 rows, 3 with prompt/completion, 1 with messages" in done.stderr
+    )
+    assert "; evaluation data: 1 dropped, 2 truncated" in done.stderr
     file.write_text(json.dumps(rows[2]) + "\n")  # one row will do
     done = run("finetune", folder, "--data", lines, "--eval", file, "--tokens", 8)
-    assert_one_clear_error(done, f"--eval {file}: no held-out text reaches its answer")
+    assert_one_clear_error(done, f"--eval {file}: no evaluation text reaches its answer")
 
 
 def test_files_that_do_not_fit_each_other(text: Path, lines: Path, tmp_path: Path) -> None:
@@ -261,7 +263,8 @@ def test_early_stopping(text: Path, other: Path, tmp_path: Path) -> None:
         text, tmp_path / "large", other, patience=2, min_delta=1e9, **FALLS_AND_RISES
     )
     assert len(held_out(all_of_it)) == 1 + 2, "no loss is so much lower"
-    end = f"; the best step is {2 * best} ({min(losses):.3f}), whose model is saved"
+    end = f"; the saved model is from step {2 * best}, which has the lowest evaluation loss"
+    end += f" ({min(losses):.3f})"
     stop = f"stopped at step {2 * (best + 2)}: no lower evaluation loss in 2 evaluations{end}"
     assert made.stopped == stop
     again = trained(text, tmp_path / "run", other, patience=2, **FALLS_AND_RISES)
@@ -403,7 +406,7 @@ def test_the_command_evaluates_each_source(
     for each in (first, second, both):
         assert f"{each.loss:.4f}" in result.output
         assert f"{each.token_accuracy:.2%}" in result.output
-    assert f"{lines}: 60 rows of prompt/completion" in result.stderr
+    assert f"{lines}: 60 rows with prompt/completion" in result.stderr
     assert "evaluating on 60 completions (" in result.stderr
     (one := tmp_path / "one.jsonl").write_text(lines.read_text().splitlines()[50])
     (only,) = evaluate(base, one)
@@ -490,12 +493,13 @@ def test_a_model_is_evaluated_by_the_method_of_its_head(
     chosen = evaluation.of_itself(method, model, tmp_path)
     assert chosen.head in (None, head)
     wrong = "sft" if head != CAUSAL else "classify"
-    with pytest.raises(ConfigError, match=f"method='{wrong}'.*: it needs the head .* has {head}; "):
+    with pytest.raises(ConfigError, match=f"method={wrong} needs the head .* has {head}; "):
         evaluation.of_itself(wrong, model, tmp_path)
     for name, said in (
-        ("dpo", "it compares with another model, which only training has"),
-        ("kto", "it compares with another model"), ("distill", "it compares with another model"),
-        ("grpo", "it .*; "), ("rloo", "it .*; "), ("other", "choose from sft"),
+        ("dpo", "method=dpo compares the model with another one, which only training loads; "),
+        ("kto", "compares the model with"), ("distill", "compares the model with"),
+        ("grpo", "method=grpo needs .*; "), ("rloo", "method=rloo needs .*; "),
+        ("other", "choose from sft"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=said):
             evaluation.of_itself(name, model, tmp_path)
@@ -548,8 +552,8 @@ def test_rows_are_those_that_the_head_was_trained_on(
 
     monkeypatch.setattr(evaluation, "from_records", reads)
     for names, summary, said in (
-        (("a",), "1 class", f"{lines} has 1 class, the model 2 outputs; give the model's own rows"),
-        (("a",), "", f"{lines} has pairs, the model 2 outputs; give the model's own rows"),
+        (("a",), "1 class", f"{lines} has 1 class, but the model has 2 outputs; pass rows with"),
+        (("a",), "", f"{lines} has pairs, but the model has 2 outputs; pass rows with"),
         (("a", "b"), "2 classes", "reads"), ((), "", "reads"),
     ):  # fmt: skip
         own = SimpleNamespace(names=names, summary=summary)
@@ -558,7 +562,7 @@ def test_rows_are_those_that_the_head_was_trained_on(
         with pytest.raises(KeyError if said == "reads" else ConfigError, match=re.escape(said)):
             evaluate(model, lines)
         with pytest.raises(
-            ConfigError, match=f"{text} is running text, which only sft reads; give"
+            ConfigError, match=f"{text} is running text, which only sft reads; pass"
         ):
             evaluate(model, text)
 

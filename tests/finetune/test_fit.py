@@ -149,7 +149,9 @@ def test_the_longest_row_fits_and_each_reason_is_true() -> None:
 
     assert planned(longest.settings, 1, longest.longest_row) <= 1.001 * 14 * MIB
     assert planned(longest.settings, 1, longest.longest_row + 64) > 0.999 * 14 * MIB
-    reasons = dict(each.split(": without it a step needs ") for each in fits.fastest.reasons)
+    reasons = dict(
+        each.split(": without this, a step would need ") for each in fits.fastest.reasons
+    )
     assert reasons
     for setting, text in reasons.items():
         assert text.endswith("which does not fit")
@@ -254,7 +256,11 @@ def test_the_command(model: Path, chats: Path) -> None:
     assert "Not varied: --pack." in result.output
     words = ("plan", model, "--tokens", 32, "--device", "16gb rtx 4060 ti", "--fit", "--json")
     tables = [json.loads(line) for line in run(*words).output.splitlines()]
-    assert [row[""] for row in tables[0]["rows"]] == ["fastest", "longest row", "least memory"]
+    assert [row["settings"] for row in tables[0]["rows"]] == [
+        "fastest",
+        "longest row",
+        "least memory",
+    ]
     assert all("unsloth-cupy finetune" in row["command"] for row in tables[1]["rows"])
 
 
@@ -310,7 +316,10 @@ def test_a_run_trains_with_the_settings_that_fit(
 
 
 def test_fit_needs_a_gpu_and_a_model(model: Path, chats: Path, tmp_path: Path) -> None:
-    for words, problem in (((model, "--device", "cpu"), "one GPU"), ((), "an existing model")):
+    for words, problem in (
+        ((model, "--device", "cpu"), "a single process with a GPU"),
+        ((), "an existing model"),
+    ):
         result = run("finetune", *words, "--data", chats, "--fit", "--out", tmp_path)
         assert_one_clear_error(result)
         assert f"--fit needs {problem}" in result.output

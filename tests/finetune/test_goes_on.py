@@ -160,7 +160,7 @@ def test_nothing_is_left_behind_before_the_first_evaluation(
     with asked_to_stop(monkeypatch, method, 1, signal.SIGTERM):
         result = run(*command)
     assert result.exit_code == 143, result.output
-    assert "stopped before the first evaluation: nothing was saved" in result.stderr
+    assert "stopped before the first evaluation; nothing was saved" in result.stderr
     with monkeypatch.context() as patch:
         patch.setattr(Transformer, method, None)
         assert run(*command).exit_code == 1
@@ -466,7 +466,7 @@ def test_profiled_steps_are_the_same_steps(
     result = run("finetune", "--text", text, "--out", out, *SMALL, "--steps", 6, "--profile", asked)
     assert result.exit_code == 0, result.output
     table = (out / "profile.txt").read_text()
-    assert table.startswith(f"steps {first} to {last}\n")
+    assert table.startswith(f"profile of steps {first} to {last}; times of an op exclude")
     assert table in result.output
     events = json.loads((out / "trace.json").read_text())["traceEvents"]
     known = [e for e in events if e["name"] in ("embedding", "adamw_step", "embedding_backward")]
@@ -485,9 +485,9 @@ def test_a_run_that_stops_keeps_its_profile(
     command = ("finetune", "--text", text, "--out", out, *SMALL, "--steps", 6, "--profile", 6)
     with asked_to_stop(monkeypatch, "passes", 3, signal.SIGINT):
         assert run(*command).exit_code == 130
-    assert (out / "profile.txt").read_text().startswith("steps 1 to 3\n")
+    assert (out / "profile.txt").read_text().startswith("profile of steps 1 to 3; ")
     assert run(*command).exit_code == 0
-    assert (out / "profile.txt").read_text().startswith("steps 3 to 6\n")
+    assert (out / "profile.txt").read_text().startswith("profile of steps 3 to 6; ")
 
 
 @pytest.mark.parametrize("name", ["full", "adapter"])
@@ -808,7 +808,7 @@ def test_a_run_takes_more_steps_once_it_has_ended(tmp_path: Path) -> None:
     checkpoint = files.folder / "checkpoint-00000002"
     checkpoint.mkdir()
     before = files.settings.read_bytes()
-    same = "holds a run with {}; pass the same options to resume the run, or pass a new folder"
+    same = "holds a run with {}. To resume that run, pass the same options; to start a new run"
     with pytest.raises(ConfigError, match=re.escape(same.format("steps 4 (now 6)"))):
         claimed(files.folder, steps=6)
     both = re.escape(same.format("text a (now b); steps 4 (now 6)"))
@@ -817,7 +817,9 @@ def test_a_run_takes_more_steps_once_it_has_ended(tmp_path: Path) -> None:
     claimed(files.folder)
     assert files.settings.read_bytes() == before
     checkpoint.rename(files.folder / "checkpoint-00000004")
-    with pytest.raises(ConfigError, match="resume the run for more steps or epochs, or pass a new"):
+    with pytest.raises(
+        ConfigError, match="resume that run for more steps or epochs, pass the same"
+    ):
         claimed(files.folder, text="b")
     claimed(files.folder, steps=6)
     assert read_settings(files.settings)["steps"] == 6
@@ -842,7 +844,7 @@ def test_the_reason_of_an_end_is_logged_once(tmp_path: Path) -> None:
     assert not is_past_best(files, Settings(patience=1).decided(new=True)), "no evaluation yet"
     for step, loss in enumerate((3.0, 2.0, 1.95, 2.5)):
         files.append(EVALUATED | {"step": step, "held_out_loss": loss})
-    best = "; the best step is 2 (1.950), whose model is saved"
+    best = "; the saved model is from step 2, which has the lowest evaluation loss (1.950)"
     for settings, past, reason in (
         ({}, False, "requested by a callback"),
         ({"keep_best": True}, False, f"requested by a callback{best}"),

@@ -241,7 +241,7 @@ def test_a_classifier_keeps_its_labels(home: Path, tmp_path: Path) -> None:
     (line,) = json.loads(run_evaluate(tmp_path / "again", some))
     assert line["texts"] == 2
     number = labelled(tmp_path, "regression")
-    assert_one_clear_error(run("evaluate", tmp_path / "again", "--data", number), "outputs; give")
+    assert_one_clear_error(run("evaluate", tmp_path / "again", "--data", number), "outputs; pass")
     done = run("evaluate", tmp_path / "again", "--data", some, "--method", "sft")
     assert_one_clear_error(done, "needs the head causal")
 

@@ -18,7 +18,7 @@ from unsloth_cupy.finetune.methods.registry import METHODS
 from unsloth_cupy.finetune.naming import naming
 from unsloth_cupy.finetune.run import limit, preparation
 from unsloth_cupy.finetune.run.limit import Memory, Sizes, checked_plan, tokens_of, with_savings
-from unsloth_cupy.finetune.run.results import difference, time_of
+from unsloth_cupy.finetune.run.results import difference, speed_of
 from unsloth_cupy.finetune.run.settings import Plan, Settings
 from unsloth_cupy.memory.ledger import MemoryPlan
 from unsloth_cupy.models.parse import parse
@@ -202,7 +202,7 @@ def test_the_machine_is_the_limit_where_none_is_given(
     assert not messages
     memory[1] = plan.total - 1
     checked_plan(sizes(device=device), PLAN, None)
-    assert "are free now, of 931.32 GiB" in messages[0]
+    assert "of 931.32 GiB are free now" in messages[0]
     memory[0] = plan.total - 1
     with pytest.raises(DeviceMemoryError, match=f"device={device or 'cpu'} has .*: a step") as e:
         checked_plan(sizes(device=device), PLAN, None)
@@ -254,8 +254,8 @@ def test_nothing_is_trained_beyond_the_limit(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("planned", "measured", "expected"),
     [
-        (15_530_896, 15_534_820, "plan 0.03 % lower"),
-        (1_020_000, 1_000_000, "plan 2.00 % higher"),
+        (15_530_896, 15_534_820, "plan 0.03 % too low"),
+        (1_020_000, 1_000_000, "plan 2.00 % too high"),
         (99_999, 100_000, "equal"),
     ],
 )
@@ -266,19 +266,22 @@ def test_the_difference_of_a_plan_has_no_sign(planned: int, measured: int, expec
 @pytest.mark.parametrize(
     ("speeds", "expected"),
     [
-        ([50.0, 50.0], "8 s for 2 steps; 50 tokens/s without padding"),
+        ([50.0, 5000.0], "2,525 tokens/s, not counting padding"),
+        (
+            [None, 100.0, 50.0],
+            "75 tokens/s, not counting padding and 1 slower step that measured memory",
+        ),
         (
             [None, None, 100.0, 50.0],
-            "16 s for 4 steps; 75 tokens/s without padding,"
-            " in the 2 steps that did not measure memory",
+            "75 tokens/s, not counting padding and 2 slower steps that measured memory",
         ),
-        ([None, None], "8 s for 2 steps"),
+        ([None, None], ""),
     ],
 )
 def test_the_speed_names_the_steps_that_it_leaves_out(
     speeds: list[float | None], expected: str
 ) -> None:
-    assert time_of([{"seconds": 4.0, "tokens_per_second": each} for each in speeds]) == expected
+    assert speed_of([{"seconds": 4.0, "tokens_per_second": each} for each in speeds]) == expected
 
 
 @pytest.mark.slow
@@ -454,7 +457,10 @@ def test_what_does_not_fit_is_said_with_its_numbers(monkeypatch: pytest.MonkeyPa
     assert message.startswith(
         "limit_memory 2.00 MiB: a step needs 3.00 MiB at its peak, in layer 3;"
     )
-    assert "is the first op that does not fit, by 1.00 MiB (inputs 7 B, weights 5 B). a " in message
+    assert (
+        "is the first op that does not fit, by 1.00 MiB (in use: inputs 7 B, weights 5 B). a "
+        in message
+    )
     assert message.endswith(f"a cure; limit_memory={3 * MIB} would be enough")
     large: Any = Planned({}, total=100 * MIB)
     with pytest.raises(DeviceMemoryError, match=f"limit_memory={102 * MIB} would"):
@@ -465,8 +471,8 @@ def test_what_does_not_fit_is_said_with_its_numbers(monkeypatch: pytest.MonkeyPa
     assert checked_plan(each, PLAN, 3 * MIB).total == 3 * MIB
     heard = list[str]()
     monkeypatch.setattr(limit, "announce", heard.append)
-    for memory, said in (((None, None), []), ((None, 3 * MIB), []),
-                         ((None, MIB), ["a step needs 3.00 MiB; 1.00 MiB are free now, of 0 B"]),
+    low = "a step needs 3.00 MiB, but only 1.00 MiB of 0 B are free now"
+    for memory, said in (((None, None), []), ((None, 3 * MIB), []), ((None, MIB), [low]),
                          ((3 * MIB, 3 * MIB), [])):  # fmt: skip
         monkeypatch.setattr(limit, "device_memory", lambda _, memory=memory: memory)
         heard.clear()
@@ -482,8 +488,8 @@ def test_inputs_are_offloaded_where_a_step_does_not_fit(monkeypatch: pytest.Monk
     saving: Any = Planned(ALL, **gpu)
     assert with_savings(saving, plan) == replace(plan, offload=True)
     assert heard == [
-        "offload=True: a step does not fit into the 900 B of the GPU without it; the inputs of"
-        " blocks need 600 B of host memory"
+        "using offload=True, because otherwise a step does not fit into the 900 B of the GPU; the"
+        " offloaded inputs of blocks need 600 B of host memory"
     ]
     heard.clear()
     other: Any = Planned({"offload": 50}, **gpu)
@@ -498,7 +504,7 @@ def test_inputs_are_offloaded_where_a_step_does_not_fit(monkeypatch: pytest.Monk
         assert with_savings(saving, plan) == plan
     assert heard == []
     with_savings(host, replace(plan, offload=True))
-    assert heard == ["offload=True has no effect on the CPU, whose arrays are on the host"]
+    assert heard == ["offload=True has no effect on the CPU: its arrays are in host memory already"]
 
 
 def test_a_step_that_does_not_fit_a_gpu_names_fit(monkeypatch: pytest.MonkeyPatch) -> None:

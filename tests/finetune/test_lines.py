@@ -877,7 +877,7 @@ class TestMethods:
         )
         said = f"; {dropped} dropped: no room for max_new_tokens={room} within tokens=12"
         assert (said in data.note) == bool(dropped)
-        assert (f"held-out: {dropped} dropped, 0 truncated" in data.note) == bool(dropped)
+        assert (f"evaluation data: {dropped} dropped, 0 truncated" in data.note) == bool(dropped)
         assert data.largest[1] == max(len(asked) for _, asked in kept) + room
         assert [len(b.tokens) for b in data.held_out[:1]] == [1]
         assert (data.learned, data.prompt) == (len(kept), ids(kept[0][1]))
@@ -902,7 +902,7 @@ class TestMethods:
         note = f"training on {2 - lost}{' of 2' * lost} completions, 1 texts"
         note += f" ({targets} of {total} tokens); "
         some = f"{lost} dropped, {cut} truncated at tokens={length} (answers lost: {lost})"
-        some += f"; held-out: 0 dropped, {int(length < 3)} truncated" * (length < 3)
+        some += f"; evaluation data: 0 dropped, {int(length < 3)} truncated" * (length < 3)
         assert data.note == note + (some if cut or lost else "none dropped or truncated")
         held = min(length, 3) - 1
         assert (data.learned, data.held_out_tokens) == (targets, held)
@@ -946,7 +946,7 @@ class TestMethods:
         rows = [Record(n, each, "", "") for n, each in enumerate((CHAT, CHAT[:2]), 1)]
         data = data_of(rows, 999, Format(), "sft", chat=chat)
         assert data.note.startswith("training on 3 replies in 2 chats (")
-        assert "; 1 additional texts, as the template formats the last reply diff" in data.note
+        assert "; 1 additional texts, because the template formats the last rep" in data.note
         assert data.note.endswith("; 3 replies end without a stop token")
         assert len(data.examples[0]) == 3
 
@@ -1048,7 +1048,7 @@ class TestMethods:
         )
         for learning, parts, said in (
             (Format(), ([long], [fits]), "text=a.jsonl: no training text reaches its answer wit"),
-            (Format(), ([fits], [long]), "eval=b.jsonl: no held-out text reaches its answer with"),
+            (Format(), ([fits], [long]), "eval=b.jsonl: no evaluation text reaches its answer wi"),
             (rewards, ([long], [fits]), "no training prompt leaves room for max_new_tokens=2 with"),
         ):
             value = {} if learning is rewards else None
@@ -1224,7 +1224,7 @@ class TestFinetune:
     def test_running_text_is_not_packed(self, option: str, tmp_path: Path) -> None:
         (tmp_path / "a.txt").write_text("text " * 99)
         result = run("finetune", "--text", tmp_path / "a.txt", option, "--out", tmp_path / "run")
-        assert_one_clear_error(result, "are for the lines of a .jsonl file")
+        assert_one_clear_error(result, "apply only to data in rows")
 
 
 @pytest.mark.slow

@@ -378,7 +378,7 @@ def test_lines_of_a_log_file_have_the_speed_and_the_time_left(
     lines = [line for line in capsys.readouterr().err.splitlines() if ": loss " in line]
     assert len(lines) == 4
     assert all(re.search(r", [\d:]+ (s|min|h) left$", line) for line in lines)
-    assert re.search(r", \d+ tokens/s, process memory ", lines[-1])
+    assert re.search(r", [\d,]+ tokens/s, process memory ", lines[-1])
     assert lines[-1].endswith(", 0 s left")
 
 
@@ -552,16 +552,16 @@ def test_a_plan_of_a_method(home: Path) -> None:
         done = run("plan", home / "model-1.0", "--tokens", 32, "--json", *words)
         assert done.exit_code == 0, done.output
         table = json.loads(done.output.splitlines()[0])
-        return {row["held"]: row["at the peak"] for row in table["rows"]} | {"": table["title"]}
+        return {row["memory"]: row["at the peak"] for row in table["rows"]} | {"": table["title"]}
 
     taught = total("--method", "distill", "--teacher", home / "model-0.9")
     plain, pairs = total("--batch", 4), total("--batch", 2, "--method", "orpo")
-    assert "orpo of pairs" in pairs[""]
+    assert "orpo on pairs" in pairs[""]
     assert pairs["weights"] == plain["weights"]
     assert taught["weights"] != plain["weights"]
     draws = ("plan", home / "model-1.0", "--method", "grpo", "--samples", 3, "--tokens", 32)
     done = run(*draws, "--batch", 2, "--max-new-tokens", 8, "--reward", home / "model-scored")
-    assert "rollouts: 6 answers of 8 tokens to 2 prompts: " in done.output
+    assert "sampling 6 answers of 8 tokens for 2 prompts needs " in done.output
     for words, said in (
         ((*draws[2:], "--max-new-tokens", 32), "--max-new-tokens 32 leaves no prompt in --tokens"),
         (("--method", "distill"), "distill needs a teacher; give --teacher"),
@@ -645,7 +645,7 @@ def test_numbers_that_are_not_finite_end_the_run(home: Path, tmp_path: Path) -> 
 def test_data_are_read_for_their_method(home: Path, tmp_path: Path) -> None:
     pairs = read_data(home / "pairs.jsonl", method="dpo")
     assert isinstance(pairs, Records)
-    assert pairs.note.endswith("6 rows of prompt/chosen/rejected")
+    assert pairs.note.endswith("6 rows with prompt/chosen/rejected")
     settings = Settings(method="simpo", steps=1, out=tmp_path / "run", tokens=20)
     Trainer(home / "model-1.0", pairs, settings).train()
     with pytest.raises(

@@ -594,7 +594,9 @@ def test_rows_that_ask_nothing_are_refused(row: Any, said: str, tmp_path: Path) 
 
 def test_prompts_are_for_these_methods(home: Path, tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [{"prompt": "a"}, {"prompt": "b"}])
-    with pytest.raises(ConfigError, match="to train on prompts alone, use the method grpo or rloo"):
+    with pytest.raises(
+        ConfigError, match="or choose the method grpo or rloo, which trains on prompts"
+    ):
         read_data(path)
     with pytest.raises(ConfigError, match=r"choose the method grpo or rloo, or write the"):
         read_data(write(tmp_path / "b.jsonl", [{"prompt": "a", "ground_truth": "2"}] * 2))
@@ -666,17 +668,22 @@ def test_what_a_run_says(home: Path, tmp_path: Path) -> None:
     done = run(*words, "--reward", f"{tmp_path}/own.py:ends", "--out", tmp_path / "run")
     assert done.exit_code == 0, done.output
     assert "sampling answers to 5 prompts, rewarded by ends" in done.output
-    assert "each pass samples 4 answers of at most 3 tokens (KV cache:" in done.output
+    assert (
+        "each sampling pass generates 4 answers of at most 3 tokens, with a KV cache of"
+        in done.output
+    )
     assert re.search(r"step 1/1: evaluation loss -\S+, reward \S+, length \d.\d", done.output)
     assert "evaluation reward" in done.output
     assert_one_clear_error(run(*words, "--out", tmp_path / "none"), "--method grpo needs a reward")
     measured = ("evaluate", tmp_path / "run", "--data", tmp_path / "chats.jsonl")
-    assert_one_clear_error(run(*measured, "--method", "grpo"), "it needs rewards; finetune meas")
+    assert_one_clear_error(
+        run(*measured, "--method", "grpo"), "--method grpo needs rewards; finetune m"
+    )
     shown = run("data", home / "prompts.jsonl", "--method", "grpo", "--model", home / "model")
     assert "5 prompts for training, 1 for evaluation" in shown.output
     assert "learned" not in shown.output
     planned = run("plan", home / "model", "--method", "grpo", "--samples", 4, "--tokens", 20)
-    assert "grpo of prompts" in planned.output
+    assert "grpo on prompts" in planned.output
 
 
 @pytest.mark.filterwarnings("ignore")

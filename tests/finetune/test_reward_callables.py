@@ -346,7 +346,7 @@ def test_a_run_is_resumed_by_name_and_source(home: Path, tmp_path: Path, module:
     expected = train(home, tmp_path / "whole", module(SOURCE).short, **more)
     train(home, out, module(SOURCE).short, decay="constant")
     for source, kind, weight, said in (
-        (longer, "def", 1, "holds a run with reward short has changed since; pass the same"),
+        (longer, "def", 1, "holds a run with reward short has changed since. To resume"),
         (SOURCE, "method", 1, r"reward \['short'\] \(now \['method'\]\)"),
         (SOURCE, "def", 2, r"reward \['short'\] \(now \['short:2'\]\)"),
     ):

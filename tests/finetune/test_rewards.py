@@ -94,12 +94,12 @@ OF_B = "for the answer 'b' to 'q' (row 1)"
         ("text", "returned 'a', not a number, for the answer 'a' to 'p' (row 0); fix {path}"),
         ("nan", "the reward nan returned nan for the answer 'a' to 'p' (row 0); fix {path}"),
         ("huge", "the reward huge returned -1e+308, beyond +-1e+15, for the answer 'a' to 'p' (r"),
-        ("together", "raised ZeroDivisionError: division by zero, but for no single answer; fix"),
+        ("together", "raised ZeroDivisionError: division by zero, but not for each answer alone"),
         ("exits", "the reward exits raised SystemExit: 3 for the answer 'a' to 'p' (row 0)"),
         ("crash", "the reward crash ended its process by SIGABRT for the answer 'c' to 'r' (row 2"),
         (
             "many",
-            "the reward many ended its process by SIGABRT, but for no single answer; fix",
+            "the reward many ended its process by SIGABRT, but not for each answer alone; fix",
         ),
     ],
 )
@@ -130,7 +130,7 @@ def fails_together(completions: list[int]) -> list[float]:
         (fails_alone, (2, "raised ZeroDivisionError: division by zero")),
         (
             fails_together,
-            (None, "raised ZeroDivisionError: division by zero, but for no single a"),
+            (None, "raised ZeroDivisionError: division by zero, but not for each an"),
         ),
     ],
 )

@@ -178,8 +178,8 @@ HERE = Path()
 NEW, OLD, ROWS = (None, False), (HERE, False), (HERE, True)  # source, and whether data are rows
 MERGED: dict[str, Any] = {"lora": 4, "merge_into": "nf4"}
 CHECKED: list[tuple[dict[str, Any], Any, str]] = [  # settings, data, what is said; "": accepted
-    ({"pack": True}, OLD, "pack=True and pack=False are for the lines of a .jsonl file"),
-    ({"pack": False}, OLD, "pack=True and pack=False are for the lines of a .jsonl file"),
+    ({"pack": True}, OLD, "pack=True and pack=False apply only to data in rows, such as"),
+    ({"pack": False}, OLD, "pack=True and pack=False apply only to data in rows, such as"),
     ({"pack": True}, ROWS, ""),
     ({}, ROWS, ""),
     ({"steps": 2, "epochs": 1}, OLD, "steps and epochs both set the length of the run"),

@@ -87,7 +87,7 @@ def test_a_broken_weight_is_named(
     )  # fmt: skip
     result = stopped(*options, "--out", tmp_path / "run")
     assert_one_clear_error(
-        result, where.partition(":")[0], "loss is nan", "--find-nan reports the layer"
+        result, where.partition(":")[0], "loss is nan", "use --find-nan to see the"
     )
 
 
@@ -211,7 +211,7 @@ def test_the_end_of_a_run_names_step_cure_and_checkpoint() -> None:
     good = SimpleNamespace(last_good=lambda: Path("run/checkpoint-00000002"))
     plan = Settings(lr=0.5, find_nan=True).decided(new=True)
     still = SimpleNamespace(dynamic=False)
-    more = "; find_nan reports the layer where it begins"
+    more = "; use find_nan to see the layer where it begins"
     cure = "try a smaller lr than 0.5"
     copy = "copy the model again"
     for loop_, after, expected in (

@@ -654,5 +654,5 @@ def test_held_out_rows_are_as_long_as_they_may_be(batch: int) -> None:
             assert widths[:-1] == [length] * (len(rows) - 1)
             assert widths[-1] == (length if len(rows[-1].tokens) > 1 else left)
     for count in (0, 1):
-        with pytest.raises(ConfigError, match="too short for a held-out part"):
+        with pytest.raises(ConfigError, match="too short for an evaluation part"):
             texts.held_out_rows(np.arange(count), batch=batch, length=4)

@@ -246,8 +246,8 @@ def test_types(kind: str, tmp_path: Path) -> None:
             assert types[name] == "f16"
         else:
             assert types[name] == kind
-    why = f"whose rows are not a multiple of the {kind} block size"
-    note = f"1 tensor {why}: stored as f16 (blk.0.attn_output.weight)"
+    why = f"because row lengths are not multiples of the {kind} block size"
+    note = f"1 tensor is stored as f16, {why} (blk.0.attn_output.weight)"
     assert report.notes == ((note,) if kind in BLOCKS else ())
     number = gguf.LlamaFileType(values["general.file_type"]).name
     assert number == ("ALL_F32" if kind == "f32" else f"MOSTLY_{kind.upper()}")
@@ -283,8 +283,8 @@ def test_types_of_mixtures(kind: str, tied: bool, tmp_path: Path) -> None:
     down = types["blk.0.ffn_down.weight"]  # rows of 96 are not whole blocks of 256
     assert gguf.GGML_QUANT_SIZES[gguf.GGMLQuantizationType[down.upper()]][0] == 32
     assert report.notes == (() if down == layers else report.notes[:1])
-    assert all(note.startswith("1 tensor whose rows are not") for note in report.notes)
-    assert all(f": stored as {down} (blk.0.ffn_down" in note for note in report.notes)
+    assert all(note.startswith("1 tensor is stored as") for note in report.notes)
+    assert all(f" {down}, because row lengths are" in note for note in report.notes)
     assert sum(report.types.values()) == len(types)
     number = gguf.LlamaFileType(values["general.file_type"]).name
     assert number == f"MOSTLY_{kind.upper()}"

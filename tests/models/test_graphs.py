@@ -412,7 +412,7 @@ def test_explain_says_whether_it_is_a_graph() -> None:
     tokens = np.zeros((2, 24), np.int64)
     run = partial(explain, model.loss_and_gradients, tokens, tokens, device="h200")
     assert run().graph == ""
-    assert "\ngraph: from its third call on" in str(run(graph=True))
+    assert "\ngraph: from the third call on" in str(run(graph=True))
     offload = CheckpointConfig(offload=True)
     assert "\ngraph: from its third call on" in str(run(graph=True, checkpoint=offload))
     here = explain(model.loss_and_gradients, tokens, tokens, graph=True)

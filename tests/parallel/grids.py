@@ -140,7 +140,7 @@ TURNS = (  # of each a third in a run, others in the next one; by how names begi
 )
 WRONG = (  # said once
     "1 layers are not enough for 2 stages; use at most 1 in all",
-    "--expert-parallel 1 --data-parallel 1 is not a grid of 3 ranks",
+    "--expert-parallel 1 --data-parallel 1 needs 2 ranks, but 3 run",
 )
 
 

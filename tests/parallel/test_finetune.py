@@ -220,7 +220,7 @@ def whole_after_two(text: Path, out: Path) -> None:
 def test_a_grid_that_does_not_fit_is_refused(text: Path, tmp_path: Path) -> None:
     done = invoke(*asked(text, tmp_path / "run", "--tensor-parallel", "2"))
     assert done.exit_code == 1
-    assert "is not a grid of 1 ranks; start the run with mpiexec -n 2" in done.output
+    assert "needs 2 ranks, but 1 runs; start the run with mpiexec -n 2" in done.output
     assert not (tmp_path / "run").exists()
     done = invoke(*asked(text, tmp_path / "run", "--zero", "1"))
     assert "--zero 1 needs several data ranks; start more ranks" in done.output

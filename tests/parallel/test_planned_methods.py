@@ -94,9 +94,9 @@ def test_the_command_plans_ranks(method: str, home: Path) -> None:
             done = plan("--device", device, *grid.split())
             assert done.exit_code == 0, done.output
             text = " ".join(done.output.split())
-            assert "total of a rank" in text
-            assert (f", {method} of {METHODS[method].unit}" in text) == (method != "sft")
-            drawn = text.count("rollouts: 16 answers of")
+            assert "total per rank" in text
+            assert (f", {method} on {METHODS[method].unit}" in text) == (method != "sft")
+            drawn = text.count("sampling 16 answers of")
             assert drawn == (2 if "pipeline" in grid else 1) * METHODS[method].is_on_policy
     if METHODS[method].is_on_policy:
         said = f"--zero 3 does not work with --method {method}, whose ranks sample independently"

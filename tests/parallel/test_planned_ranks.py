@@ -228,7 +228,7 @@ def test_the_command_prints_and_draws(tmp_path: Path) -> None:
     ]  # fmt: skip
     done = click.testing.CliRunner().invoke(group, command)
     assert done.exit_code == 0, done.output
-    for text in ("2 x 1 x 4 x 4 ranks", "stage 3", "total of a rank"):
+    for text in ("ranks: tensor 2, context 1, pipeline 4, data 4;", "stage 3", "total per rank"):
         assert text in " ".join(done.output.split()), done.output
     assert "<svg" in (tmp_path / "step.svg").read_text()
     command[-2:] = ["--lora", "4", "--quantize", "int8"]

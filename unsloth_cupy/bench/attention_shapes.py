@@ -54,8 +54,8 @@ DEVICE_GRID = tuple(
     for tokens in (512, 1024, 2048, 4096, 8192, 16384, 32768)
     for rest in ((16, tokens, 128),)
 )
-MEMORY_LINE = "memory: peak of a forward pass; in backward rows, of both passes"
-GRID_LINE = "lengths: 512 to 2048 tokens for NumPy definitions; up to 32k on a GPU"
+MEMORY_LINE = "memory: peak of a forward pass; in backward rows, peak of both passes together"
+GRID_LINE = "lengths: 512 to 2048 tokens for NumPy definitions, 512 to 32k tokens on a GPU"
 
 
 def shape_rows(clock: Any, on_gpu: bool, peers: bool) -> Iterator[Row]:

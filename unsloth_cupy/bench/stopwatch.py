@@ -47,8 +47,8 @@ class HostClock:
     """Measures the wall time of calls on the CPU."""
 
     method = (
-        f"wall time on the CPU, median of {RUNS} runs after a warm-up, fewer where they take more"
-        f" than {HOST_SECONDS} s, at least {HOST_RUNS}; caches are not flushed"
+        f"wall time on the CPU, median of {RUNS} runs after a warm-up, or of at least {HOST_RUNS}"
+        f" runs if {RUNS} take more than {HOST_SECONDS} s; caches are not flushed"
     )
 
     def __call__(self, calls: Calls) -> tuple[list[Seconds], int]:

@@ -53,11 +53,12 @@ def bench(
     numbers: Path | None,
     write: Path | None,
 ) -> None:
-    """Benchmark ops on this machine, forward and backward, in every dtype.
+    """Time ops on this machine, forward and backward.
 
-    Without OP, all ops are timed. On a GPU, device events time the ops that have a kernel; without
-    a GPU, the NumPy definitions are timed as wall time on the CPU. attention is also timed at
-    shapes of known models and at a grid of lengths. Files are rewritten after each op.
+    Without OP, all ops are timed, in every dtype. On a GPU, device events time the kernels of the
+    ops that have one. Without a GPU, the wall time of the NumPy definitions on the CPU is measured.
+    The op attention is also timed at the shapes of known models and at a grid of lengths. Output
+    files are rewritten after each op.
     """
     from rich.markup import escape
 

@@ -14,15 +14,16 @@ from .progress import progress
 @click.argument("names", nargs=-1, metavar="[OP]...")
 @click.pass_context
 def check(ctx: click.Context, names: tuple[str, ...]) -> None:
-    """Compare ops with their NumPy definitions in float64, on this machine.
+    """Compare ops with their float64 definitions, on this machine.
 
     Without OP, all ops are compared, forward and backward, on random inputs in float16, bfloat16
     and float32. The exit status is 1 if an error is larger than
     2 * max|plain - exact| + 4 * eps * max|exact|.
 
-    exact is the definition in float64. For a kernel on a GPU, plain is the definition in the dtype
-    of the row. Where the definition itself is checked, it computes in float32, and plain is the
-    definition in float64 with inputs that are off by 4 eps of float32.
+    Here "exact" is the result of the NumPy definition in float64. For a kernel on a GPU, "plain" is
+    the result of the definition in the dtype of the row. Without a kernel, the definition itself is
+    checked, computed in float32; "plain" is then the definition in float64, on inputs that are off
+    by 4 eps of float32.
     """
     from rich.markup import escape
     from rich.table import Table
@@ -57,7 +58,7 @@ def check(ctx: click.Context, names: tuple[str, ...]) -> None:
             "[green]yes[/]" if result.ok else "[bold red]NO[/]",
         )
     console.print(table)
-    console.print("Errors are relative to the largest exact value of their array.")
+    console.print("Errors are relative to the largest exact value of each array.")
     failed = [result for result in results if not result.ok]
     for result in failed:
         problem = result.problem or f"error {result.error:.1e}, allowed {result.allowed:.1e}"

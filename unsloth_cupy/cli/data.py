@@ -19,7 +19,7 @@ BAR = 40  # characters of the longest bar
 
 @click.command(cls=Grouped)
 @click.argument("data", metavar="PATH...", nargs=-1, required=True)
-@option("--model", FILE, "Folder of the model whose tokenizer and chat template to use.")
+@option("--model", FILE, "Folder of the model whose tokenizer and chat template are used.")
 @ignore_option
 @option(
     "--method",
@@ -35,7 +35,7 @@ def data(
     method: str,
     as_json: bool,
 ) -> None:
-    """Show training data: counts, lengths, target tokens and examples.
+    """Show counts, lengths, target tokens and examples of data.
 
     PATH is a file, a folder, or - for standard input, as finetune --data accepts them.
     """

@@ -14,21 +14,21 @@ from ..finetune.run.evaluation import evaluate as evaluated
 from ..finetune.run.printer import Printer
 from ..finetune.run.settings import DEVICES
 from ..machine import console, echo, tables_as_json
-from .options import BASE, FILE, QUANTIZE, Device, WithData, json_option, option
+from .options import BASE, FILE, QUANTIZE, Device, Integer, WithData, json_option, option
 
 
 @click.command(cls=WithData)
 @click.argument("folder", metavar="MODEL_FOLDER", type=FILE)
 @click.option(
     "--data", multiple=True, required=True, metavar="PATH...",
-    help="Data, as finetune --data accepts it; each source is evaluated separately.",
+    help="Evaluation data, as finetune --data accepts it; each PATH is evaluated separately.",
 )  # fmt: skip
 @option(
     "--tokens",
-    click.IntRange(2),
-    "Maximum length of a row in tokens.  [default: 2048, or all positions if fewer]",
+    Integer(2),
+    "Maximum length of a row in tokens.  [default: 2048, or all positions of the model if fewer]",
 )
-@option("--batch", click.IntRange(1), "Batch size in rows.", 4)
+@option("--batch", Integer(1), "Batch size in rows.", 4)
 @option(
     "--method",
     click.Choice([*METHODS]),
@@ -40,9 +40,10 @@ from .options import BASE, FILE, QUANTIZE, Device, WithData, json_option, option
 @click.option("--quiet", is_flag=True, help="Print only the results.")
 @json_option
 def evaluate(folder: Path, data: tuple[str, ...], quiet: bool, **options: Any) -> None:
-    """Compute loss, perplexity, accuracy and entropy of the model in MODEL_FOLDER on texts.
+    """Evaluate the model in MODEL_FOLDER on texts.
 
-    Only target tokens count: in chats the answers, not the questions.
+    The command prints loss, perplexity, accuracy and entropy. Only target tokens count: in chats,
+    the tokens of the answers.
     """
     with hearing(Listener() if quiet else Printer()):
         results = evaluated(folder, data, **options)
@@ -62,7 +63,7 @@ def print_table(results: list[Evaluation]) -> None:
         _add_measures(table, results)
         console(markup=False).print(table)
         return
-    for name in ("tokens", "loss", "perplexity", "accuracy", "entropy"):
+    for name in ("tokens", "loss (nats)", "perplexity", "accuracy", "entropy (nats)"):
         table.add_column(name, justify="right")
     for each in results:
         table.add_row(

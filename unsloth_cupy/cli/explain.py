@@ -19,26 +19,31 @@ from ..models.parse import parse
 from ..profiling.explain import explain as explained
 from ..profiling.training_step import explain_step
 from ..training.checkpoint import CheckpointConfig
-from .options import QUANTIZE, option
+from .options import QUANTIZE, Integer, option
 
 
 @click.command()
 @click.argument("what", metavar="OP|CONFIG")
-@option("--device", str, "GPU: h200, rtx4090, sm_86, or a JSON file with its peak rates.", "h200")
+@option(
+    "--device",
+    str,
+    "GPU, such as h200, rtx4090 or sm_86, or a JSON file with its peak rates.",
+    "h200",
+)
 @option("--dtype", click.Choice(["float16", "bfloat16", "float32"]), "Compute dtype.", "bfloat16")
-@option("--batch", click.IntRange(1), "Batch size in rows.", 1)
+@option("--batch", Integer(1), "Batch size in rows.", 1)
 @option(
     "--tokens",
-    click.IntRange(1),
-    "Length of a row in tokens.  [default: 2048, or all positions if fewer]",
+    Integer(1),
+    "Length of a row in tokens.  [default: 2048, or all positions of the model if fewer]",
 )
 @option(
     "--optimizer",
     click.Choice([*OPTIMIZERS, "none"]),
-    "Optimizer; none: forward and backward pass only.",
+    "Optimizer.  none: only the forward and the backward pass, with weights in --dtype.",
     "adamw",
 )
-@option("--lora", click.IntRange(1), "LoRA rank: train adapters of this rank and freeze the model.")
+@option("--lora", Integer(1), "LoRA rank: train adapters of this rank and freeze the model.")
 @option("--quantize", QUANTIZE, "Quantize the frozen weights; requires --lora.")
 @option(
     "--recompute-every",
@@ -62,12 +67,13 @@ def explain(
     recompute_every: int | None,
     offload: bool,
 ) -> None:
-    """Show what a call does on a GPU: kernels, launches, bytes, operations, roofline.
+    """Show the kernels and the least time of a call on a GPU.
 
-    OP is an op of the README's table; its arrays have the sizes that bench uses on a GPU. CONFIG
-    is a config.json or the folder of a model, a run or an adapter, which stands for its base
-    model: the command shows a training step as finetune runs it, grouped by op. With --optimizer
-    none, the weights are stored in --dtype. Nothing is computed, and no GPU is needed.
+    OP is the name of an op, such as attention; its arrays have the sizes that bench uses on a GPU.
+    CONFIG is a config.json, or the folder of a model, a run or an adapter; for an adapter, its base
+    model is used. For a CONFIG, the command shows a training step as finetune runs it, grouped by
+    op. The output has launches, bytes, operations, and a lower bound on the time (roofline).
+    Nothing is computed, and no GPU is needed.
     """
     card: Any = read_json(Path(device)) if device.endswith(".json") else device
     kind = float_dtype("explain", dtype, KERNEL_DTYPES)

@@ -40,11 +40,12 @@ def export(
     modelfile: bool,
     adapter: bool,
 ) -> None:
-    """Write the model in MODEL_FOLDER, with its tokenizer and chat template, to FILE.gguf.
+    """Write the model in MODEL_FOLDER to a GGUF file for llama.cpp.
 
-    MODEL_FOLDER is a Hugging Face folder (config.json, *.safetensors, tokenizer.json), the folder
-    of a finetune run, or the folder of an adapter, which is merged into the weights. Generation
-    stops at the token that ends an answer in the chat template. The command lists the differences
+    The file also contains the tokenizer and the chat template. MODEL_FOLDER is a Hugging Face
+    folder (config.json, *.safetensors, tokenizer.json), the folder of a finetune run, or the folder
+    of an adapter, which is merged into the weights. Programs that read the file stop generating at
+    the token that ends an answer in the chat template. The command prints notes about differences
     between this model and what llama.cpp computes.
 
     \b
@@ -57,7 +58,7 @@ def export(
       3 bits    q3_k_l 3.44+; q3_k_m 3.44+; q3_k_s 3.44+
       2 bits    q2_k 2.63+
       ternary   tq2_0 2.06; tq1_0 1.69
-    With +, the most sensitive matrices have more bits. Ternary types are for BitNet.
+    A + means that the most sensitive matrices have more bits. Ternary types are for BitNet.
     """  # noqa: D301 -- click reads the \b
     from ..models import export_adapter_gguf, export_gguf
 

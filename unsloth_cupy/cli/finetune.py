@@ -3,6 +3,7 @@
 import shlex
 import sys
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +19,7 @@ from ..machine import console, echo
 from .options import (
     FILE,
     ConfigFile,
+    Integer,
     Option,
     WithData,
     data_of,
@@ -33,22 +35,22 @@ from .profiled import CommandPrinter
 @click.argument("model", metavar="[MODEL_FOLDER]", required=False, type=FILE)
 @click.option(
     "--data", "--text", "data", multiple=True, metavar="PATH...", cls=Option, group="data",
-    help="Files, folders, or - for stdin; FILE:2 uses each example twice per epoch.  [default:"
-    " Python's docs]",
+    help="Files, folders, or - for standard input.  FILE:2 uses each example of FILE twice per"
+    " epoch.  [default: Python's documentation]",
 )  # fmt: skip
-@ignore_option
+@partial(ignore_option, group="data")
 @options_of(Settings)
 @option(
-    "--config", ConfigFile(), "File with a TrainingConfig, JSON or TOML; options override it.",
+    "--config", ConfigFile(), "JSON or TOML file with a TrainingConfig; options override it.",
     group="training",
 )  # fmt: skip
 @click.option(
     "--fit", "fitting", is_flag=True, cls=Option, group="memory",
-    help="Train LoRA with the rank and the memory-saving options that are fastest on this GPU;"
-    " options that differ from their defaults stay as they are.",
+    help="Train LoRA adapters, with the rank and the memory-saving options that are predicted to be"
+    " fastest on this GPU.  Options that you set to other values than their defaults are kept.",
 )  # fmt: skip
 @option(
-    "--profile", click.IntRange(1), "Number of steps to profile op by op; these steps are slower.",
+    "--profile", Integer(1), "Number of steps to profile op by op; these steps are slower.",
     group="output",
 )  # fmt: skip
 @click.option("--quiet", is_flag=True, help="Print only errors.", cls=Option, group="output")
@@ -69,11 +71,11 @@ def finetune(
 ) -> None:
     """Train the model in MODEL_FOLDER, or a new small Llama.
 
-    The training data are chats, instructions or texts: JSON lines, JSON, CSV, Parquet or running
-    text. In chats and instructions, loss is computed on answers only; unsloth-cupy data PATH shows
-    the target tokens. The run is saved in the folder --out: to resume a stopped run, repeat the
-    same command. Start the command with mpiexec, torchrun or srun to train on several ranks; a run
-    can be resumed on a different grid of ranks.
+    The training data are chats, instructions or texts, in files of JSON lines, JSON, CSV, Parquet
+    or plain text. In chats and instructions, the loss is computed on answers only; unsloth-cupy
+    data PATH marks these target tokens. The run is saved in the folder --out. To resume a stopped
+    run, repeat its command. To train on several ranks, start the command with mpiexec, torchrun or
+    srun; a run can be resumed with another number or grid of ranks.
     """
     settings = Settings(**(config or {}) | options)
     printer = CommandPrinter(profile, quiet=quiet, as_json=as_json)
@@ -106,13 +108,13 @@ def exit_stopped(trainer: Trainer, stop: Stop) -> NoReturn:
     if not trainer.ranks.first:
         pass
     elif run is None or newest is None:
-        echo("stopped before the first evaluation: nothing was saved", err=True)
+        echo("stopped before the first evaluation; nothing was saved", err=True)
     elif not run.finished:
         command = shlex.join(["unsloth-cupy", *sys.argv[1:]])
         step = int(newest.name.rpartition("-")[2])
         echo(
-            f"stopped after step {step}, saved in {run.folder} ({stop.saving:.1f} s); resume with"
-            f" the same command:\n  {command}",
+            f"stopped after step {step}, which is saved in {run.folder} ({stop.saving:.1f} s); resume"
+            f" with the same command:\n  {command}",
             err=True,
         )
     raise SystemExit(128 + (stop.signal or 0))  # the exit status of shells for a signal

@@ -24,7 +24,7 @@ from ..machine import blas_threads, device_title, echo
 from ..models.adapters.adapter_base import base_of
 from ..models.generation.streaming import NEW, TEMPERATURE, stream_text
 from ..models.text.chat import Message
-from .options import BASE, FILE, QUANTIZE, Device, Number, Words, option, utf8
+from .options import BASE, FILE, QUANTIZE, Device, Integer, Number, Words, option, utf8
 
 Write = Callable[..., tuple[str, int]]  # stream_text with its first arguments bound
 
@@ -32,14 +32,14 @@ Write = Callable[..., tuple[str, int]]  # stream_text with its first arguments b
 @click.command()
 @click.argument("folder", metavar="MODEL_FOLDER", type=FILE)
 @click.argument("prompt", required=False, type=Words())
-@option("--max-new-tokens", click.IntRange(1), "Maximum number of new tokens.", NEW)
+@option("--max-new-tokens", Integer(1), "Maximum number of new tokens.", NEW)
 @option(
     "--temperature",
     Number(0),
     "Sampling temperature; 0 always chooses the most likely token.",
     TEMPERATURE,
 )
-@option("--top-k", click.IntRange(1), "Sample from the N most likely tokens.")
+@option("--top-k", Integer(1), "Sample from the N most likely tokens.")
 @option(
     "--top-p",
     Number(0, 1, min_open=True),
@@ -55,7 +55,7 @@ Write = Callable[..., tuple[str, int]]  # stream_text with its first arguments b
     Number(0, min_open=True),
     "A value above 1 makes tokens that are already in the text less likely.",
 )
-@option("--seed", click.IntRange(0), "Random seed.  [default: different for each call]")
+@option("--seed", Integer(0), "Random seed.  [default: different for each call]")
 @click.option(
     "--stop", multiple=True, type=Words(nonempty=True), metavar="TEXT",
     help="Stop before this text; may be repeated.",
@@ -72,11 +72,9 @@ Write = Callable[..., tuple[str, int]]  # stream_text with its first arguments b
 @option("--base", FILE, BASE)
 @option("--quantize", QUANTIZE, "Quantize the weights, for example to nf4.")
 @option("--device", Device(), DEVICES, "auto")
-@option("--tensor-parallel", click.IntRange(1), "Number of ranks (mpiexec) that split each weight.")
-@option(
-    "--pipeline-parallel", click.IntRange(1), "Number of ranks (mpiexec) that split the layers."
-)
-@option("--expert-parallel", click.IntRange(1), "Number of ranks (mpiexec) that split the experts.")
+@option("--tensor-parallel", Integer(1), "Number of ranks (mpiexec) that split each weight.")
+@option("--pipeline-parallel", Integer(1), "Number of ranks (mpiexec) that split the layers.")
+@option("--expert-parallel", Integer(1), "Number of ranks (mpiexec) that split the experts.")
 def generate(
     folder: Path,
     prompt: str | None,
@@ -94,10 +92,10 @@ def generate(
     """Continue PROMPT with the model in MODEL_FOLDER.
 
     MODEL_FOLDER is a Hugging Face folder (config.json, *.safetensors, tokenizer.json) or the folder
-    of a finetune run. If PROMPT is -, or is omitted and standard input is not a terminal, the
-    prompt is read from standard input without its final line break. At a terminal, --chat without
-    PROMPT starts a conversation; Ctrl-D ends it. The text is streamed to standard output; the speed
-    is printed to standard error.
+    of a finetune run. The prompt is read from standard input, without its final line break, if
+    PROMPT is -, or if PROMPT is omitted and standard input is not a terminal. At a terminal, --chat
+    without PROMPT starts a conversation; Ctrl-D ends it. The text is streamed to standard output;
+    the speed is printed to standard error.
     """
     from ..machine import on_device
 

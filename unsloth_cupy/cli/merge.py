@@ -18,12 +18,12 @@ DTYPES = click.Choice(["bfloat16", "float16", "float32", "float64"])
 @option("--dtype", DTYPES, "Dtype of all weights.  [default: the dtypes of the base model]")
 @option("--base", FILE, BASE)
 def merge(folder: Path, out: Path, dtype: str | None, base: Path | None) -> None:
-    """Merge an adapter into its model, and write the result to the new folder OUT.
+    """Merge an adapter into its model.
 
-    RUN_OR_ADAPTER is the folder of a finetune run, or of an adapter in peft's format. OUT is a
-    Hugging Face folder with weights, config.json, generation_config.json, and the tokenizer with
-    its chat template; transformers loads it without peft. Quantized weights are dequantized. A
-    model without an adapter is copied.
+    RUN_OR_ADAPTER is the folder of a finetune run, or of an adapter in peft's format. The result is
+    written to the new folder OUT, a Hugging Face folder with weights, config.json,
+    generation_config.json, and the tokenizer with its chat template; transformers loads it without
+    peft. Quantized weights are dequantized. A model without an adapter is copied.
     """
     from .. import models
 

@@ -23,15 +23,23 @@ from ..pictures import FORMATS
 
 FILE = click.Path(path_type=Path)
 MODEL_FILES = ("config.json", "adapter_config.json", "settings.json")  # the last: a run folder
-BASE = "Folder of the adapter's base model, if it has moved."
+BASE = "Folder of the adapter's base model, if the base model was moved."
 QUANTIZE = click.Choice(QUANTIZED, case_sensitive=False)
 SCHEDULE = click.Choice([*SCHEDULES])
 ZERO = click.Choice(["0", "1", "3"])
 ATTENTION = click.Choice([*CONTEXTS])
 
 
+class Integer(click.IntRange):
+    """An integer in a range."""
+
+    name = "integer"  # in the message for other text
+
+
 class Number(click.FloatRange):
     """A finite number in a range; unlike ``click.FloatRange``, not nan or inf."""
+
+    name = "number"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the number, or fail with a message if it is not finite or out of range."""
@@ -177,7 +185,7 @@ KINDS_BY_NAME: dict[str, Any] = {
     "lora_targets": Words(nonempty=True),
 }  # of settings whose type does not follow from the field
 METAVARS: dict[type, str] = {
-    click.IntRange: "N",
+    Integer: "N",
     Number: "X",
     click.Path: "PATH",
     NewFile: "PATH",
@@ -243,7 +251,7 @@ class Grouped(click.Command):
             if record is not None and isinstance(parameter, click.Option) and shown:
                 groups.setdefault(getattr(parameter, "group", None) or OTHERS, []).append(record)
         for group in sorted(groups, key=OTHERS.__eq__):
-            with formatter.section(group.capitalize()):
+            with formatter.section(group.capitalize() if len(groups) > 1 else "Options"):
                 formatter.write_dl(groups[group])
 
 
@@ -285,11 +293,11 @@ def data_of(words: Sequence[str]) -> Any:
     return None if not words else words[0] if len(words) == 1 else [*words]
 
 
-def ignore_option(function: Any) -> Any:
-    """Add the option --ignore to a command."""
+def ignore_option(function: Any, group: str | None = None) -> Any:
+    """Add the option --ignore to a command, in a section of its help."""
     return click.option(
-        "--ignore", multiple=True, metavar="COLUMN", help="Column to ignore; may be repeated.",
-        cls=Option, group="data",
+        "--ignore", multiple=True, metavar="COLUMN", help="Data column to ignore; may be repeated.",
+        cls=Option, group=group,
     )(function)  # fmt: skip
 
 
@@ -340,7 +348,7 @@ def _option_of(setting: "dataclasses.Field[Any]", names: Iterable[str]) -> Calla
     if "choices" in limits:
         kind = Choice(limits["choices"])
     elif number is int and kind is None:
-        kind = click.IntRange(least)
+        kind = Integer(least)
     elif number is float:
         above = limits.get("above")
         kind = Number(least if above is None else above, min_open=above is not None)

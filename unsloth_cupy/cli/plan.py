@@ -35,6 +35,7 @@ from .options import (
     QUANTIZE,
     SCHEDULE,
     ZERO,
+    Integer,
     NewPicture,
     Size,
     data_of,
@@ -58,14 +59,19 @@ RANK = 16  # LoRA rank in the comparison table, unless --lora sets one
 
 @click.command()
 @click.argument("config", type=FILE)
-@option("--batch", click.IntRange(1), "Batch size in rows.", 1)
+@option("--batch", Integer(1), "Batch size in rows.", 1)
 @option(
     "--tokens",
-    click.IntRange(1),
-    "Length of a row in tokens.  [default: 2048, or all positions if fewer]",
+    Integer(1),
+    "Length of a row in tokens.  [default: 2048, or all positions of the model if fewer]",
 )
 @option("--dtype", click.Choice(["float16", "bfloat16", "float32"]), "Compute dtype.", "bfloat16")
-@option("--optimizer", click.Choice([*OPTIMIZERS, "none"]), "Optimizer, or none.", "adamw")
+@option(
+    "--optimizer",
+    click.Choice([*OPTIMIZERS, "none"]),
+    "Optimizer.  none: only the forward and the backward pass.",
+    "adamw",
+)
 @option("--state-bits", click.Choice(["32", "8"]), "Bits per value of the optimizer states.", "32")
 @option(
     "--method",
@@ -73,31 +79,33 @@ RANK = 16  # LoRA rank in the comparison table, unless --lora sets one
     "Training method; for methods that train on pairs, a row is a pair of texts.",
     "sft",
 )
-@option("--teacher", FILE, "Folder of distill's teacher model.")
+@option("--teacher", FILE, "distill: folder of the teacher model.")
 @option(
-    "--samples", click.IntRange(2), "Number of answers per prompt in grpo and rloo; each is a row."
+    "--samples",
+    Integer(2),
+    "grpo and rloo: number of answers per prompt; each answer is a row.",
 )
 @option(
     "--max-new-tokens",
-    click.IntRange(1),
-    "Maximum number of new tokens per answer; --tokens includes them.",
+    Integer(1),
+    "grpo and rloo: maximum number of new tokens per answer; --tokens includes them.",
 )
 @click.option(
     "--reward",
     multiple=True,
-    help="Reward of the answers; only a reward model adds memory.",
+    help="grpo and rloo: reward of the answers; only a reward model needs memory.",
 )
-@option("--lora", click.IntRange(1), "LoRA rank: train adapters of this rank and freeze the model.")
+@option("--lora", Integer(1), "LoRA rank: train adapters of this rank and freeze the model.")
 @option("--quantize", QUANTIZE, "Quantize the frozen weights; requires --lora.")
 @option(
     "--merge-into",
     click.Choice(CHOICES, case_sensitive=False),
-    "Type of the quantized file that the adapter will be merged into.",
+    "Type of the quantized file into which the adapter will be merged.",
 )
 @option(
     "--recompute-every",
-    click.IntRange(1),
-    "Gradient checkpointing: store the input of one block in N.",
+    Integer(1),
+    "Gradient checkpointing: store only the input of every Nth block.",
 )
 @click.option(
     "--offload", is_flag=True,
@@ -108,17 +116,18 @@ RANK = 16  # LoRA rank in the comparison table, unless --lora sets one
     help="Compute MLPs and experts in chunks of tokens.  [default: in recomputed blocks with"
     " more tokens than one chunk]",
 )  # fmt: skip
-@option("--accumulate", click.IntRange(1), "Gradient accumulation: number of batches per step.", 1)
+@option("--accumulate", Integer(1), "Gradient accumulation: number of batches per step.", 1)
 @option(
     "--device",
     str,
-    "cuda; a card such as rtx4090; or cpu, which plans the memory that NumPy needs.",
+    "cuda, the name of a card such as rtx4090, or cpu for the memory that NumPy needs.",
     "cuda",
 )
 @click.option(
     "--fit", "fitting", is_flag=True,
-    help="Choose settings that fit the card: the fastest, those with the longest row, and those"
-    " with the least memory. Options that are given stay as they are.",
+    help="Find settings with which a step fits into the memory of the card: the fastest ones, the"
+    " ones for the longest row, and the ones with the least memory.  Options that you pass are"
+    " kept.",
 )  # fmt: skip
 @click.option(
     "--data", multiple=True, metavar="PATH...",
@@ -126,17 +135,13 @@ RANK = 16  # LoRA rank in the comparison table, unless --lora sets one
 )  # fmt: skip
 @option(
     "--host-memory", Size(),
-    "Limit on the host memory of --offload, for --fit.  [default: 80 % of free memory]",
+    "Limit on the host memory that --offload uses, for --fit.  [default: 80 % of the free memory]",
 )  # fmt: skip
-@option("--tensor-parallel", click.IntRange(1), "Number of ranks that split each weight.")
-@option("--pipeline-parallel", click.IntRange(1), "Number of ranks that split the layers.")
-@option("--data-parallel", click.IntRange(1), "Number of ranks that process different rows.")
-@option(
-    "--context-parallel", click.IntRange(1), "Number of ranks that split the tokens of each row."
-)
-@option(
-    "--expert-parallel", click.IntRange(1), "Number of ranks that split the experts and the rows."
-)
+@option("--tensor-parallel", Integer(1), "Number of ranks that split each weight.")
+@option("--pipeline-parallel", Integer(1), "Number of ranks that split the layers.")
+@option("--data-parallel", Integer(1), "Number of ranks that process different rows.")
+@option("--context-parallel", Integer(1), "Number of ranks that split the tokens of each row.")
+@option("--expert-parallel", Integer(1), "Number of ranks that split the experts and the rows.")
 @option(
     "--context-attention",
     ATTENTION,
@@ -145,7 +150,7 @@ RANK = 16  # LoRA rank in the comparison table, unless --lora sets one
 @option("--pipeline-schedule", SCHEDULE, "Pipeline schedule.  [default: 1f1b]")
 @option(
     "--chunks",
-    click.IntRange(1),
+    Integer(1),
     "Number of model parts per stage in the interleaved schedule.  [default: 2]",
 )
 @option(
@@ -188,11 +193,12 @@ def plan(
     zero: str,
     plot: Path | None,
 ) -> None:
-    """Show how much memory a training step needs, and which GPUs have enough memory.
+    """Show how much memory a training step needs.
 
-    CONFIG is a config.json or the folder of a model or an adapter; model weights are not read.
-    With several ranks, the plan shows the memory per rank of each pipeline stage, --plot draws the
-    stage with the highest peak, and --batch is the batch size per data rank.
+    The command also shows which GPUs have enough memory. CONFIG is a config.json or the folder of a
+    model or an adapter; model weights are not read. With several ranks, --batch is the batch size
+    per data rank. The table then has the memory per rank of each pipeline stage, and --plot draws
+    the stage with the highest peak.
     """
     from ..models.parse import parse
 
@@ -222,7 +228,9 @@ def plan(
     )
     quantize = quantized_kind(folder and source_of(folder), quantize, lora, adapter, stored)
     if adapter is not None and lora is not None:
-        raise ConfigError(f"{folder} already has an adapter, which is planned; leave --lora out")
+        raise ConfigError(
+            f"{folder} is an adapter already, and is planned as it is; leave --lora out"
+        )
     options: dict[str, Any] = {
         "dtype": dtype,
         "optimizer": optimizer,
@@ -249,12 +257,12 @@ def plan(
         pipeline_parallel or 1, context_parallel or 1, int(zero), pipeline_schedule, chunks,
         context_attention, accumulate, expert_parallel or 1,
     )  # fmt: skip
-    method_text = f", {method} of {METHODS[method].unit}" * (objective is not None)
+    method_text = f", {method} on {METHODS[method].unit}" * (objective is not None)
     if any(size is not None for size in sizes):
         _check_alone(merge_into=options.pop("merge_into"))
         if optimizer == "none":
             raise ConfigError(
-                "plan: a plan with ranks needs an optimizer; leave --optimizer none out"
+                "plan: plans of several ranks need an optimizer; leave --optimizer none out"
             )
         tensor, pipeline, replicas, context, expert = (size or 1 for size in sizes)
         layout = Layout(tensor, pipeline, replicas, int(zero), context, expert)
@@ -265,8 +273,8 @@ def plan(
                 context_attention=context_attention or "ring", objective=objective or next_token,
                 **options,
             )  # fmt: skip
-        title = f"{path if own else config}: {_grid(layout)}, {accumulate} x {batch} x {length}"
-        title += f" tokens, {dtype}{options_text(options)}{method_text}"
+        title = f"{path if own else config}: {_grid(layout, accumulate)} {batch} x {length} tokens"
+        title += f" per data rank, {dtype}{options_text(options)}{method_text}"
         title += words_of(pipeline_schedule, chunks, context_attention)
         _show(of_stages(plans, title), plans, title, plot)
         show_rollouts(machine.console(), plans, objective, batch, length)
@@ -296,7 +304,8 @@ def _check_fit(**options: Any) -> None:
     """Raise a ConfigError for options that --fit alone reads."""
     for name, value in options.items():
         if value is not None:
-            raise ConfigError(f"plan: {named(name)} requires --fit; add it, or leave it out")
+            own = named(name)
+            raise ConfigError(f"plan: {own} requires --fit; add --fit, or leave {own} out")
 
 
 def device_and_card(name: str) -> tuple[str, dict[str, int]]:
@@ -328,11 +337,11 @@ def settings_of_command() -> dict[str, Any]:
     return settings
 
 
-def _grid(layout: Layout) -> str:
-    """Return in words the sizes of a grid of ranks."""
+def _grid(layout: Layout, batches: int) -> str:
+    """Return in words the sizes of a grid of ranks, and the number of batches per step."""
     axes = ["tensor", *["expert"] * (layout.expert > 1), "context", "pipeline", "data"]
-    sizes = " x ".join(str(getattr(layout, axis)) for axis in axes)
-    return f"{sizes} ranks ({', '.join(axes)})"
+    sizes = ", ".join(f"{axis} {getattr(layout, axis)}" for axis in axes)
+    return f"ranks: {sizes}; {batches} batch{'es' * (batches > 1)} of"
 
 
 def _show(table: Any, plans: list[MemoryPlan], title: str, plot: Path | None) -> None:

@@ -16,12 +16,12 @@ BEYOND = 4  # each plan of a longer row takes longer, as its rotary tables are c
 LARGEST = 4  # number of ops whose workspaces are shown
 HOLDS = {
     "weights": "weights of the forward pass, including adapters",
-    "gradients": "gradients of weights or adapters, including accumulated gradients",
+    "gradients": "gradients of weights or adapters, including accumulated ones",
     "optimizer": "optimizer states of trained weights",
-    "master": "float32 copies of 16-bit weights",
+    "master": "float32 master copies of 16-bit weights",
     "activations": "arrays that forward stores for backward",
-    "logits": "logits that the loss stores at once, and the accumulated gradient of the head",
-    "workspace": "temporary arrays of ops, and gradients in flight",
+    "logits": "logits that exist at the same time, and the gradient of the head",
+    "workspace": "temporary arrays of ops, and gradients of activations",
 }
 
 
@@ -46,7 +46,7 @@ def options_text(options: Mapping[str, Any]) -> str:
 
 
 def ledger(plan: MemoryPlan, title: str) -> Any:
-    """Return the table of a plan: maximum and size at the peak of each category.
+    """Return the table of a plan: the maximum of each category, and its size at the peak.
 
     Activations have rows for layers, workspace has rows for the ops with the largest workspaces.
     """
@@ -54,10 +54,10 @@ def ledger(plan: MemoryPlan, title: str) -> Any:
     from rich.table import Table
 
     table = Table(title=escape(title), title_justify="left")
-    table.add_column("held", style="bold")
-    table.add_column("at most", justify="right")
+    table.add_column("memory", style="bold")
+    table.add_column("maximum", justify="right")
     table.add_column("at the peak", justify="right")
-    table.add_column("", style="dim")
+    table.add_column("contents", style="dim")
     for name, meaning in HOLDS.items():
         most, at_peak = getattr(plan, name), plan.at_peak[name]
         table.add_row(name, format_bytes(most), format_bytes(at_peak), meaning)
@@ -68,10 +68,12 @@ def ledger(plan: MemoryPlan, title: str) -> Any:
             table.add_row(f"  {part}", format_bytes(size), "", style="dim")
     table.add_section()
     moment = plan.moments[plan.peak]
-    where = f"at step {plan.peak + 1} of {len(plan.moments)}: {moment}"
+    where = f"peak in op {plan.peak + 1} of {len(plan.moments)}: {moment}"
     table.add_row("total", "", format_bytes(plan.total), where)
     if plan.host:
-        table.add_row("host", format_bytes(plan.host), "", "offloaded inputs of blocks, pinned")
+        table.add_row(
+            "host", format_bytes(plan.host), "", "offloaded inputs of blocks, in pinned memory"
+        )
     return table
 
 
@@ -87,9 +89,9 @@ def of_stages(plans: Sequence[MemoryPlan], title: str) -> Any:
     for name in ALL:
         table.add_row(name, *(format_bytes(plan.at_peak[name]) for plan in plans))
     table.add_section()
-    table.add_row("total of a rank", *(format_bytes(plan.total) for plan in plans))
+    table.add_row("total per rank", *(format_bytes(plan.total) for plan in plans))
     if any(plan.host for plan in plans):
-        table.add_row("host", *(format_bytes(plan.host) for plan in plans))
+        table.add_row("host memory per rank", *(format_bytes(plan.host) for plan in plans))
     return table
 
 
@@ -100,10 +102,10 @@ def show_rollouts(
     for plan in plans:
         for moment in (each for each in plan.moments if each.op == ROLLOUTS):
             longest = tokens - method.question_length(tokens)
-            few = f"{batch * method.samples:,} answers of {longest:,} tokens"
+            few = f"{batch * method.samples:,} answers of {longest:,} tokens for {batch:,} prompts"
             held = f"{format_bytes(moment.total)} at the peak"
             where = f"stage {plans.index(plan)}: " * (len(plans) > 1)
-            console.print(f"{where}rollouts: {few} to {batch:,} prompts: {held}", markup=False)
+            console.print(f"{where}sampling {few} needs {held}", markup=False)
 
 
 def training_methods(
@@ -112,9 +114,9 @@ def training_methods(
     """Return the table of a step's memory for training all weights, LoRA and QLoRA."""
     from rich.table import Table
 
-    table = Table(title="the same step with other trainable parameters", title_justify="left")
-    table.add_column("")
-    table.add_column("a step", justify="right")
+    table = Table(title="this step with other trainable parameters", title_justify="left")
+    table.add_column("trainable parameters")
+    table.add_column("memory", justify="right")
     table.add_column("smallest card", justify="right")
     sizes = [(f"{size} GB", size * GB) for size in CARDS]
     sizes += [] if here is None else [(f"here: {here / GB:.1f} GB", here)]
@@ -135,12 +137,15 @@ def show_fits(console: Any, fits: Fits, name: str) -> None:
     from rich.table import Table
 
     steps = "" if fits.steps is None else f", {fits.steps:,} steps"
-    memory = f"{format_bytes(fits.device_memory)} for arrays"
+    memory = f"{format_bytes(fits.device_memory)} of GPU memory for arrays"
     host = f"{format_bytes(fits.host_memory)} of host memory for --offload"
-    title = f"{name} on {fits.card.name}: {memory}, {host}; rows of {fits.tokens:,} tokens{steps}"
+    title = f"{name} on {fits.card.name}: rows of {fits.tokens:,} tokens{steps}"
+    title += f"; available: {memory}, {host}"
     table = Table(title=escape(title), title_justify="left")
-    table.add_column("", style="bold")
-    for heading in ("GPU", "host", "a step", "all steps", "tokens/s", "longest row"):
+    table.add_column("settings", style="bold")
+    for heading in (
+        "GPU memory", "host memory", "time per step", "total time", "tokens/s", "longest row",
+    ):  # fmt: skip
         table.add_column(heading, justify="right")
     choices: dict[str, list[str]] = {}
     rows = {"fastest": fits.fastest, "longest row": fits.longest, "least memory": fits.leanest}
@@ -166,9 +171,9 @@ def show_fits(console: Any, fits: Fits, name: str) -> None:
     if fits.not_varied:
         console.print(f"Not varied: {', '.join(fits.not_varied)}.", markup=False)
     console.print(
-        f"Times are predicted, without evaluations: rates {fits.card.source}."
-        " The same prediction for a step of 495M parameters on an H200 is 39.5 ms; 43.9 ms were"
-        " measured.",
+        "Longest rows are in tokens. Times are predicted and exclude evaluations; the rates of the"
+        f" card are {fits.card.source}. For comparison: for a step of a model of 495M parameters"
+        " on an H200, 39.5 ms are predicted and 43.9 ms were measured.",
         markup=False,
     )
 
@@ -207,8 +212,8 @@ def cards(
     table = Table(title="what fits", title_justify="left")
     table.add_column("card", justify="right")
     table.add_column("this step", justify="right")
-    table.add_column(f"largest batch of {tokens} tokens", justify="right")
-    table.add_column(f"longest rows in a batch of {batch}", justify="right")
+    table.add_column(f"largest batch of rows of {tokens} tokens", justify="right")
+    table.add_column(f"longest row in tokens, in a batch of {batch}", justify="right")
     total = planned(batch, tokens).total
     by_batch = Largest(lambda rows: planned(rows, tokens).total)
     step, most = min(64, positions), positions if tokens <= positions else BEYOND * tokens
@@ -217,7 +222,7 @@ def cards(
     sizes += [] if here is None else [(f"here: {here / GB:.1f} GB", here)]
     for name, limit in [*sizes, *((f"{size} GB", size * GB) for size in CARDS)]:
         fits = (
-            f"[green]fits, {total / limit:.1%} full[/]" if total <= limit else "[red]too large[/]"
+            f"[green]fits, uses {total / limit:.1%}[/]" if total <= limit else "[red]too large[/]"
         )
         rows, length = by_batch(limit), by_tokens(limit)
         table.add_row(name, fits, str(rows or "-"), str(length or "-"))

@@ -17,7 +17,7 @@ from ..models.optimizers import OPTIMIZERS
 from ..models.parse import parse
 from ..profiling import precompile as compilation
 from ..profiling.cards import Card, card_named
-from .options import FILE, QUANTIZE, option
+from .options import FILE, QUANTIZE, Integer, option
 from .progress import progress
 
 
@@ -31,26 +31,31 @@ from .progress import progress
 @option(
     "--tokens",
     str,
-    "Row lengths in tokens, for example 512,2048.  [default: 2048, or all positions if fewer]",
+    "Row lengths in tokens, for example 512,2048.  [default: 2048, or all positions of the model if"
+    " fewer]",
 )
 @option("--batch", str, "Batch sizes in rows, for example 1,8.", "1")
 @option("--dtype", click.Choice(["float16", "bfloat16", "float32"]), "Compute dtype.", "bfloat16")
-@option("--lora", click.IntRange(1), "LoRA rank: train adapters of this rank.")
-@option("--quantize", QUANTIZE, "Quantize the weights; without --lora for generation only.")
+@option("--lora", Integer(1), "LoRA rank: train adapters of this rank.")
+@option(
+    "--quantize",
+    QUANTIZE,
+    "Quantize the weights.  Without --lora, only the kernels of generation are compiled.",
+)
 @option("--optimizer", click.Choice([*OPTIMIZERS]), "Optimizer of the training step.", "adamw")
 @option("--state-bits", click.Choice(["32", "8"]), "Bits per value of the optimizer states.", "32")
 @option(
     "--recompute-every",
-    click.IntRange(1),
-    "Gradient checkpointing: store the input of one block in N.",
+    Integer(1),
+    "Gradient checkpointing: store only the input of every Nth block.",
 )
 @click.option(
     "--chunked-mlp/--no-chunked-mlp", default=None,
     help="Compute MLPs and experts in chunks of tokens.  [default: in recomputed blocks with"
     " more tokens than one chunk]",
 )  # fmt: skip
-@option("--accumulate", click.IntRange(1), "Gradient accumulation: number of batches per step.", 1)
-@option("--processes", click.IntRange(1), "Number of compiler processes.  [default: one per core]")
+@option("--accumulate", Integer(1), "Gradient accumulation: number of batches per step.", 1)
+@option("--processes", Integer(1), "Number of compiler processes.  [default: one per core]")
 def precompile(
     config: Path,
     arch: str | None,
@@ -66,11 +71,12 @@ def precompile(
     accumulate: int,
     processes: int | None,
 ) -> None:
-    """Compile all kernels that a model launches in training and generation.
+    """Compile the kernels of a model ahead of time.
 
-    CONFIG is a config.json or the folder of a model, a run or an adapter; for an adapter, the
-    kernels are those of its base model. No weights are read, and no GPU is needed.
-    Binaries are written to UNSLOTH_CUPY_CACHE_DIR/kernels, where the library finds them.
+    All kernels that training and generation launch are compiled. CONFIG is a config.json or the
+    folder of a model, a run or an adapter; for an adapter, its base model is used. No weights are
+    read, and no GPU is needed. Binaries are written to UNSLOTH_CUPY_CACHE_DIR/kernels, where the
+    library finds them.
     """
     compilation.needs_compiler()
     path = config_file(config)
@@ -109,8 +115,8 @@ def precompile(
             compiled, seconds = compiled + (unit.seconds > 0), seconds + unit.seconds
         wall = time.perf_counter() - start
         echo(
-            f"sm_{card.architecture}: {kernels} kernels in {len(units)} units, {compiled} compiled"
-            f" in {wall:.1f} s ({seconds:.1f} s of compiler time),"
+            f"sm_{card.architecture}: {kernels} kernels in {len(units)} translation units;"
+            f" {compiled} compiled in {wall:.1f} s ({seconds:.1f} s of compiler time),"
             f" {len(units) - compiled} already in the cache"
         )
     echo(f"saved in {root}")

@@ -43,7 +43,8 @@ class Steps:
         if not self.profile.records:
             return
         folder, last = self.loop.run.folder, self.first + self.done - 1
-        table = f"steps {self.first} to {last}\n{self.profile.report()}"
+        table = f"profile of steps {self.first} to {last}; times of an op exclude the ops that it"
+        table += f" calls\n{self.profile.report()}"
         with atomic_path(folder / "profile.txt") as partial:
             partial.write_text(table, encoding="utf-8")
         self.profile.save_trace(folder / "trace.json")

@@ -10,7 +10,7 @@ from ..finetune.run.printer import Printer
 from ..finetune.run.settings import DEVICES
 from ..finetune.run.teaching import teach as store_predictions
 from ..machine import echo, echo_next
-from .options import FILE, Device, Number, WithData, data_of, ignore_option, option
+from .options import FILE, Device, Integer, Number, WithData, data_of, ignore_option, option
 
 
 @click.command(cls=WithData)
@@ -21,31 +21,34 @@ from .options import FILE, Device, Number, WithData, data_of, ignore_option, opt
 )  # fmt: skip
 @ignore_option
 @option("--out", FILE, "Output folder.  [default: MODEL_FOLDER-taught]")
-@option("--top-k", click.IntRange(1), "Number of tokens to store per prediction.", 64)
+@option("--top-k", Integer(1), "Number of tokens to store per prediction.", 64)
+@option("--tokens", Integer(2), "Maximum length of a row in tokens.  [default: as in finetune]")
 @option(
-    "--tokens", click.IntRange(2), "Maximum length of a row in tokens.  [default: as in finetune]"
+    "--temperature", Number(0, min_open=True), "Softmax temperature, which divides the logits.", 1.0
 )
-@option(
-    "--temperature", Number(0, min_open=True), "Temperature: divide the logits by this number.", 1.0
-)
-@option("--batch", click.IntRange(1), "Batch size in rows.", 4)
+@option("--batch", Integer(1), "Batch size in rows.", 4)
 @option("--device", Device(), DEVICES, "auto")
 @click.option("--quiet", is_flag=True, help="Print only the results.")
 def teach(
     model: Path, data: tuple[str, ...], out: Path | None, quiet: bool, **options: Any
 ) -> None:
-    """Store the next tokens that the model in MODEL_FOLDER finds most likely in texts.
+    """Store the predictions of a teacher model for distillation.
 
-    finetune --method distill --teacher FOLDER then runs without the teacher model in memory.
+    At each position of the texts, the command stores the most likely next tokens according to the
+    model in MODEL_FOLDER. Then finetune --method distill --teacher FOLDER runs without the teacher
+    model in memory.
     """
     folder = model.parent / f"{model.name}-taught" if out is None else out
     with hearing(Listener() if quiet else Printer()):
         report = store_predictions(model, data_of(data), folder, **options)
     echo(
-        f"{report.folder}: {report.rows:,} predictions for {report.texts:,} texts; stored tokens"
-        f" cover {report.mean_mass:.2%} of the probability on average, {report.least_mass:.2%} at"
-        " least"
+        f"{report.folder}: {report.rows:,} predictions for {report.texts:,} texts; the stored"
+        f" tokens cover {report.mean_mass:.2%} of the probability on average, and at least"
+        f" {report.least_mass:.2%}"
     )
-    echo("all other tokens count as one, so the loss is a lower bound of the full divergence")
+    echo(
+        "the loss of distill counts all other tokens as one token, so it is a lower bound of the"
+        " divergence over the whole vocabulary"
+    )
     words = ["finetune", "STUDENT", "--data", *data, "--method", "distill", "--teacher", folder]
     echo_next(["unsloth-cupy", *words])

@@ -37,8 +37,8 @@ class Moment(NamedTuple):
         return sum(self.held.values())
 
     def __str__(self) -> str:
-        """Return the op and its layer: ``attention_backward of layer 3``."""
-        return f"{self.op} of {self.layer}" if self.layer else self.op
+        """Return the op and its layer: ``attention_backward (layer 3)``."""
+        return f"{self.op} ({self.layer})" if self.layer not in ("", self.op) else self.op
 
 
 @dataclass(frozen=True)

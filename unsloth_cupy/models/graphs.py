@@ -109,7 +109,7 @@ class Graphs:
         """A sentence that says whether calls like the last one become a graph."""
         if self.why is not None:
             return f"no graph: {self.why}"
-        return "graph: from its third call on, a call of this form is one launch"
+        return "graph: from the third call on, calls with these shapes and options are one launch"
 
     def clear(self) -> None:
         """Delete all graphs and free their memory."""

@@ -24,7 +24,7 @@ class Card(NamedTuple):
     bandwidth: float | None = None
     products: float | None = None  # float16 and bfloat16, with float32 accumulation
     products32: float | None = None  # float32 without tensor cores (no TF32)
-    source: str = "predicted from the datasheet"  # of the rates
+    source: str = "from the datasheet"  # of the rates
     memory: float | None = None
 
     @property
@@ -280,5 +280,5 @@ def _checked(fields: dict[str, Any]) -> Card:
         if value is not None and not (is_number(value) and 0 < value < float("inf")):
             raise ConfigError(f"{call}: {name} is not a number above 0; pass {EXAMPLE}")
     values = {"name": f"sm_{architecture}", "processors": PROCESSORS[architecture], **fields}
-    values.setdefault("source", "predicted from these rates")
+    values.setdefault("source", "as passed")
     return Card(**values)

@@ -105,11 +105,12 @@ class Step(NamedTuple):
                 registers = f"{own.registers} registers per thread{spilled}"
                 static = f", {format_bytes(own.shared)} of static shared memory" * bool(own.shared)
                 rows.append(("", f"{registers}{static}, occupancy {launch.occupancy} %"))
-        rows.append(("allocates", f"{self.arrays} arrays, {format_bytes(self.allocated_bytes)}"))
-        rows.append(("moves", f"{format_bytes(self.moved)} at least"))
-        rows.append(("operations", f"{self.operations:.4g} in products"))
+        arrays = f"{self.arrays} array{'s' * (self.arrays != 1)}"
+        rows.append(("allocates", f"{arrays}, {format_bytes(self.allocated_bytes)}"))
+        rows.append(("bytes moved", f"at least {format_bytes(self.moved)}"))
+        rows.append(("operations", f"{self.operations:.4g} in matrix products"))
         if self.floor is not None:
-            rows.append(("floor", f"{time(self.floor)}, bound by {self.bound}"))
+            rows.append(("least time", f"{time(self.floor)}, bound by {self.bound}"))
         width = max(len(name) for name, _ in rows)
         return "\n".join([self.op, *(f"  {name:<{width}}  {text}" for name, text in rows)])
 
@@ -219,17 +220,25 @@ class Explanation:
                 share = f"{floor / whole:.0%}" if whole else "-"
                 row += [time(floor), share, "/".join(sorted({step.bound for step in steps}))]
             rows.append(row)
-        titles = ["op", "calls", "runs as", "launches", "moves", "operations"]
-        titles += ["floor", "share", "bound by"] if whole is not None else []
+        titles = ["op", "calls", "runs as", "launches", "bytes moved", "operations"]
+        titles += ["least time", "share", "bound by"] if whole is not None else []
         lines += aligned([titles, *rows])
         reasons: dict[str, dict[str, None]] = {}
         for step in self.steps:
             if not step.kernel:
                 reasons.setdefault(step.why, {})[step.op] = None
-        lines += [f"definition: {why}: {', '.join(ops)}" for why, ops in reasons.items()]
+        lines += [
+            f"runs as definition, because {why}: {', '.join(ops)}" for why, ops in reasons.items()
+        ]
         if whole is not None:
-            lines.append(f"sum of floors: {time(whole)}, if every op reads from memory")
-            lines.append(f"predicted: {time(self.seconds or 0.0)}, by the efficiency of such calls")
+            lines.append(
+                f"sum of least times: {time(whole)}, assuming that every op reads its arrays from"
+                " memory"
+            )
+            lines.append(
+                f"predicted time: {time(self.seconds or 0.0)}, from the fractions of the roofline"
+                " that such calls reached on an H200"
+            )
             lines += [self._copying()] * bool(self.copies and self.card)
             name = "the card" if self.card is None else self.card.name
             parts = self.parts
@@ -237,7 +246,7 @@ class Explanation:
                 f"{part} {time(floor)} ({floor / whole:.0%})" for part, floor in parts.items()
             ]
             if whole and len(parts) > 1:
-                lines.append(f"lower bound on {name}: {time(whole)}, by family of ops:")
+                lines.append(f"least times on {name} by family of ops:")
                 lines.append(f"  {', '.join(shares)}")
         return "\n".join(lines)
 
@@ -257,18 +266,20 @@ class Explanation:
     def _head(self) -> str:
         """Return the first line: the GPU and its rates."""
         if self.card is None:
-            return "on the host"
+            return "on the CPU"
         card = self.card
-        rates = "unknown rates, so no floors"
+        rates = "unknown rates: no least times"
         if card.bandwidth is not None:
-            rates = f"{card.bandwidth:g} GB/s"
-            rates += f", products {card.products:g} TFLOP/s" if card.products else ""
-            rates += f", of float32 {card.products32:g}" if card.products32 else ""
-            rates += f" ({card.source})"
+            rates = f"memory {card.bandwidth:g} GB/s"
+            rates += f", matrix products {card.products:g} TFLOP/s" if card.products else ""
+            rates += f", {card.products32:g} TFLOP/s in float32" if card.products32 else ""
+            rates += f"; rates {card.source}"
             if self.floor is None:
                 missing = [n for n in ("products", "products32") if getattr(card, n) is None]
-                rates += f"; the floor needs {' and '.join(missing)}: pass the rate in TFLOP/s"
-        return f"on {card.name}: sm_{card.architecture}, {card.processors} SMs, {rates}"
+                rates += f"; least times need {' and '.join(missing)}: pass the rate in TFLOP/s"
+        architecture = f"sm_{card.architecture}"
+        name = "" if card.name == architecture else f"{card.name}: "
+        return f"{name}{architecture}, {card.processors} SMs, {rates}"
 
 
 def time(seconds: float) -> str:

@@ -138,7 +138,7 @@ def plain_attention(q: Any, k: Any, v: Any, _: Any, out: Any, *more: Any) -> tup
     return rows, q, k, v, out, *map(np.int32, (rows, *sizes))
 
 
-PLAIN = "a plain kernel"  # the name of such a rung
+PLAIN = "plain kernel"  # the name of such a rung
 
 
 LADDERS = (
@@ -148,16 +148,16 @@ LADDERS = (
         ((32, 4096), (4096,)),
         {
             PLAIN: plain(_norm, "rms_norm_plain", plain_norm),
-            "a thread takes a row": {"ROW_THREADS": 1, "LANES": 1, "KEEP": False},
-            "a block takes a row": {"LANES": 1, "KEEP": False},
-            "an access has 16 bytes": {"KEEP": False},
-            "a row stays in registers": {},
+            "one thread per row": {"ROW_THREADS": 1, "LANES": 1, "KEEP": False},
+            "one block per row": {"LANES": 1, "KEEP": False},
+            "16 bytes per access": {"KEEP": False},
+            "row stays in registers": {},
         },
         other_constants,
         {
-            "registers": registers,
+            "registers per thread": registers,
             "occupancy": occupancy,
-            "requests of warps": requests,
+            "requests": requests,
             "KiB moved": moved,
         },
     ),
@@ -167,18 +167,18 @@ LADDERS = (
         ((1, 256, 1, 64),) * 3,
         {
             PLAIN: plain(_forward, "attention_plain", plain_attention),
-            "16 keys a tile": Tiles(4, 1, 16, False, stages=1),
-            "64 keys a tile": Tiles(4, 1, 64, False, stages=1),
+            "16 keys per tile": Tiles(4, 1, 16, False, stages=1),
+            "64 keys per tile": Tiles(4, 1, 64, False, stages=1),
             "queries stay in registers": Tiles(4, 1, 64, True, stages=1),
-            "32 queries a warp": Tiles(4, 2, 64, True, stages=1),
+            "32 queries per warp": Tiles(4, 2, 64, True, stages=1),
             "a second stage": Tiles(4, 2, 64, True, blocks=2),
         },
         other_tiles,
         {
-            "registers": registers,
+            "registers per thread": registers,
             "KiB of shared memory": shared,
             "occupancy": occupancy,
-            "instructions a product": per_product,
+            "instructions per product": per_product,
             "passes over shared memory": passes,
             "KiB moved": moved,
         },

@@ -332,9 +332,9 @@ def check_growth(left: float, name: str) -> None:
     """Raise a ConfigError if the remaining bytes of the limit of a packed file are negative."""
     if left < 0:
         raise ConfigError(
-            f"{name} expands to more than {UNPACKED >> 30} GiB and {RATIO} times its size, with its"
-            " rows as objects, which is typical of a decompression bomb; if you trust it, unpack"
-            " it first"
+            f"{name} expands to more than {UNPACKED >> 30} GiB and more than {RATIO} times its size"
+            " (rows count with their size as objects), as decompression bombs do; if you trust the"
+            " file, unpack it first"
         )
 
 

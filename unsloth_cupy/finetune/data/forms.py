@@ -47,7 +47,7 @@ WEIGHTS = (
 TOKENS = ("input_ids", "labels", "attention_mask")
 # Columns that change the meaning of a row: sft refuses rows with one of them.
 MEANING = {"chosen", "rejected", "margin", *LABELS, *SCORES, *WEIGHTS, *MEDIA, *TOKENS}
-TRAINS = "finetune trains next-token prediction on texts"
+TRAINS = "the method sft trains next-token prediction on texts"
 SIDES = ("chosen", "rejected")
 # The repr of messages in Python.
 PYTHON = re.compile(r"\s*\[\s*\{\s*'(role|from|content|value)'\s*:")
@@ -280,9 +280,9 @@ def _form(names: tuple[str, ...], answers: tuple[str, ...]) -> Form | Refusal | 
         if reference := first(REFERENCES):
             return Refusal(_prompts(known[question], known[reference]))
         partner = USUAL.get(question, "answer")
-        why = f"; {TRAINS}; to train on prompts alone, use the method {methods_of(PROMPTS)}"
-        why *= question == "prompt"
-        return Refusal(f"has {shown(known[question])} but no {partner}; add {partner}{why}")
+        choice = f", or choose the method {methods_of(PROMPTS)}, which trains on prompts alone"
+        choice *= question == "prompt"
+        return Refusal(f"has {shown(known[question])} but no {partner}; add {partner}{choice}")
     elif answer:
         partner = next((q for q, a in USUAL.items() if a == answer), "question")
         return Refusal(f"has {shown(known[answer])} but no {partner}; add {partner}")
@@ -329,7 +329,7 @@ def _other_method(
             ]
             every = [*dict.fromkeys([*beside, *columns])]
             trains = TRAINS if answers is ANSWERS else "a pair is a question and two answers"
-            return Refusal(f"holds {what} ({listed(every)}); {trains}: {cure}", columns[-1])
+            return Refusal(f"holds {what} ({listed(every)}), but {trains}; {cure}", columns[-1])
     return None
 
 
@@ -338,7 +338,8 @@ def _prompts(prompt: str, answer: str) -> str:
     cure = f"choose the method {methods_of(PROMPTS)}, or write the target text as completion"
     cure += f" ({shown(answer)} may be only a reference)"
     return (
-        f"holds prompts with an answer for rewards ({listed((prompt, answer))}); {TRAINS}: {cure}"
+        f"holds prompts with an answer for rewards ({listed((prompt, answer))}), but {TRAINS};"
+        f" {cure}"
     )
 
 

@@ -290,8 +290,8 @@ def _summary(
     where: str, counts: "Counter[str]", ignore: Collection[str], unused: Collection[str], more: str
 ) -> str:
     """Return a summary of the forms and unused columns of files, in one line."""
-    forms = [f"{count:,} of {form}" for form, count in counts.most_common()]
-    text = f"{where}: {forms[0].replace(' of ', ' rows of ', 1)}"
+    forms = [f"{count:,} with {form}" for form, count in counts.most_common()]
+    text = f"{where}: {forms[0].replace(' with ', ' rows with ', 1)}"
     if len(forms) > 1:
         text = f"{where}: {counts.total():,} rows, {', '.join(forms)}"
     if unused := [name for name in unused if name not in ignore]:
@@ -333,7 +333,7 @@ def _split(
     """
     digests = np.frombuffer(bytes(collected.digests), "V16")
     if len(digests) < 2 - whole:
-        cure = "add a line" if whole else "write two lines or more: one is held out"
+        cure = "add a line" if whole else "write two lines or more: one is held out for evaluation"
         raise ConfigError(f"{where} {'holds one record' if len(digests) else 'is empty'}; {cure}")
     if whole:
         return collected.some(np.arange(len(digests))), []
@@ -351,6 +351,10 @@ def _split(
     train = np.repeat(np.arange(len(digests)), times)
     if not len(train):
         cure = "write lines that differ" if len(first) < 2 else "give more lines, or more weight"
-        only = "only equal lines" if len(first) < 2 else "no training line besides held-out ones"
+        only = (
+            "only equal lines"
+            if len(first) < 2
+            else "no training line besides the evaluation lines"
+        )
         raise ConfigError(f"{where} holds {only}; {cure}")
     return collected.some(train), collected.some(np.array(sorted(held)))

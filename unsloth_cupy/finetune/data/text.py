@@ -261,7 +261,7 @@ def _split(
     note = ""
     if any(map(str.strip, paragraphs)) and not any(map(str.strip, new)):
         new = paragraphs
-        note = "the end of the text repeats earlier paragraphs: the held-out loss measures"
+        note = "the end of the text repeats earlier paragraphs, so the evaluation loss measures"
         note += " memorization, not performance on new text"
     held_out = PARAGRAPH.join(new)
     digest.update(held_out.encode())
@@ -362,7 +362,7 @@ def held_out_rows(tokens: Array, *, batch: int, length: int) -> list[Batch]:
     The last token of a row is also the first of the next row, where it is no label.
     """
     if len(tokens) < 2:
-        raise ConfigError("the text is too short for a held-out part; add text")
+        raise ConfigError("the text is too short for an evaluation part; add text")
     batches = []
     for first in range(0, len(tokens) - 1, batch * (length - 1)):
         starts = range(first, min(first + batch * (length - 1), len(tokens) - 1), length - 1)

@@ -320,7 +320,7 @@ def from_records(
     (train, long, lost), (held_out, *without) = (
         cut(part, *more) for part in (records.train, records.held_out)
     )
-    for part, which in ((train, "training"), (held_out, "held-out")):
+    for part, which in ((train, "training"), (held_out, "evaluation")):
         if not part:
             problem = f"no {which} text reaches its answer within {named(tokens=shape.length)}"
             cure = f"increase {named('tokens')}"
@@ -361,7 +361,7 @@ def from_records(
         baseline = unigram_baseline(targets, held_out_labels, config.vocab)
         baseline = None if method.losses else baseline  # only cross-entropy has this baseline
     if any(without) and records.held_out is not records.train:
-        note += "; held-out: {1:,} dropped, {0:,} truncated".format(*without)
+        note += "; evaluation data: {1:,} dropped, {0:,} truncated".format(*without)
     return TrainingData(batches, sequential_batches(held_out, held_shape), baseline, counts[0],
                    counts[1], prompt, note, (rows, longest), (train, held_out))  # fmt: skip
 
@@ -381,7 +381,8 @@ def account(examples: Examples, cut: int, dropped: int, length: int) -> str:
     else:
         text += "none dropped or truncated"
     if (more := counts["lessons"] - counts["chats"]) > 0:
-        text += f"; {more:,} additional texts, as the template formats the last reply differently"
+        text += f"; {more:,} additional texts, because the template formats the last reply of a"
+        text += " chat differently"
     if endless := counts["endless"]:
         text += f"; {endless:,} replies end without a stop token"
     return text + _left_out(examples)

@@ -35,7 +35,8 @@ class EmbedOptions:
 
     pooling: str | None = setting(
         "method",
-        "embed: pool hidden states over tokens: the mean, or the last token.  [default: mean]",
+        "embed: the embedding of a text is the mean of its hidden states, or the hidden state of"
+        " its last token.  [default: mean]",
         choices=POOLINGS,
         rare=True,
     )

@@ -37,13 +37,13 @@ class SharedOptions:
     """Settings that several methods share."""
 
     beta: float | None = setting(
-        "method", "Preference methods: beta in the loss, for dpo the scale of the implicit rewards."
-        "  distill: beta in the jsd loss.  grpo: weight of the KL divergence from the initial"
-        " model.  [default: 0.1; distill and grpo 0]", least=0,
+        "method", "Preference methods: beta of the loss (in dpo, the scale of the implicit"
+        " rewards).  distill: beta of the jsd loss.  grpo: weight of the KL divergence from the"
+        " initial model.  [default: 0.1; 0 for distill and grpo]", least=0,
     )  # fmt: skip
     temperature: float | None = setting(
-        "method", "Softmax temperature.  distill: of teacher and student; embed: of cosine"
-        " similarities; grpo and rloo: of sampling.  [default: 1; embed 0.05]", above=0,
+        "method", "Softmax temperature.  distill: of teacher and student.  embed: of the cosine"
+        " similarities.  grpo and rloo: of sampling.  [default: 1; 0.05 for embed]", above=0,
     )  # fmt: skip
     reference: str | Path | None = setting(  # noqa: RUF009 -- a field
         "method",

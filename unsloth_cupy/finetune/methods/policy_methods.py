@@ -55,32 +55,34 @@ class PolicyOptions:
     """Settings of the on-policy methods."""
 
     reward: Sequence[str] = setting(
-        "method", "grpo and rloo: reward function FILE.py:FUNCTION, or folder of a reward model;"
-        " optionally followed by :WEIGHT (default 1); may be repeated.", (),
+        "method", "grpo and rloo: reward function FILE.py:FUNCTION, or folder of a reward model."
+        "  Append :WEIGHT to set its weight (default 1).  May be repeated.", (),
     )  # fmt: skip
     reward_seconds: float | None = setting(
-        "method", "Time limit of a call of a reward function, in seconds.  After a timeout each"
-        " answer is tried alone; if it times out again, it gets no reward.  [default:"
-        f" {SECONDS:g}]",
+        "method", "Time limit of one call of a reward function, in seconds.  After a timeout, the"
+        " function is called for each answer alone; an answer that times out again gets no reward."
+        f"  [default: {SECONDS:g}]",
         above=0, kept=False, rare=True,
     )  # fmt: skip
     samples: int | None = setting(
-        "method", f"Number of answers per prompt.  [default: {SAMPLES}]", least=2
+        "method",
+        f"grpo and rloo: number of answers sampled per prompt.  [default: {SAMPLES}]",
+        least=2,
     )
     max_new_tokens: int | None = setting(
         "method",
-        f"Maximum number of new tokens per answer.  [default: {NEW}, or half of the"
-        " model's positions if fewer]",
+        f"grpo and rloo: maximum number of new tokens per answer.  [default: {NEW}, but at most"
+        " half of the model's positions]",
         least=1,
     )
     num_iterations: int | None = setting(
         "method",
-        "Number of optimizer updates per sampled answer.  [default: 1]",
+        "grpo and rloo: number of optimizer updates that use each sampled answer.  [default: 1]",
         least=1,
         rare=True,
     )
     steps_per_generation: int | None = setting(
-        "method", "Number of prompt batches whose answers are sampled before the next update."
+        "method", "grpo and rloo: number of batches of prompts whose answers are sampled at once."
         "  [default: {accumulate}]", least=1, rare=True,
     )  # fmt: skip
     invariant: bool = setting(
@@ -185,7 +187,7 @@ class Policy(Method):
         for name in ("neftune", "lora_dropout"):
             if getattr(settings, name):
                 problem = f"{method} samples its answers without {named(name)}"
-                raise ConfigError(f"{problem}, so it trains without it; leave it out")
+                raise ConfigError(f"{problem}, so it must train without it; leave it out")
         if self.loss["beta"] and settings.lora is None:
             problem = f"{named('beta')} of {method} compares with the initial model"
             raise ConfigError(
@@ -236,7 +238,7 @@ class Policy(Method):
         each = stored * loop.model.dtype.itemsize
         cache = format_bytes(rows * each * sum(min(window, tokens) for window in windows))
         answers = f"{rows:,} answers of at most {self.max_new_tokens:,} tokens"
-        return f"each pass samples {answers} (KV cache: {cache})"
+        return f"each sampling pass generates {answers}, with a KV cache of {cache}"
 
     def updates(self, accumulate: int) -> int:
         """Return the number of updates between two rollouts."""
@@ -387,7 +389,7 @@ class Policy(Method):
         lengths = data.all_gather(np.array(lengths, np.float64))
         if measured["reward"] is None:
             cure = "pass a reward that returns a number for some answer"
-            raise ConfigError(f"every reward of the held-out prompts is None; {cure}")
+            raise ConfigError(f"every reward of the evaluation prompts is None; {cure}")
         measured |= {"length": float(np.mean(lengths))}
         line = {"held_out_loss": -measured["reward"], "held_out_prompts": len(lengths)}
         return line | {f"held_out_{name}": value for name, value in measured.items()}

@@ -53,15 +53,16 @@ class PreferenceOptions:
     )
     nll: float | None = setting(
         "method",
-        "Weight of the next-token loss on chosen texts.  [default: cpo 1, simpo 0]",
+        "cpo and simpo: weight of the next-token loss on chosen texts.  [default: 1 for cpo, 0 for"
+        " simpo]",
         least=0,
         rare=True,
     )
     desirable_weight: float | None = setting(
-        "method", "kto: weight of desirable answers.", above=0, rare=True
+        "method", "kto: weight of desirable answers.  [default: 1]", above=0, rare=True
     )
     undesirable_weight: float | None = setting(
-        "method", "kto: weight of undesirable answers.", above=0, rare=True
+        "method", "kto: weight of undesirable answers.  [default: 1]", above=0, rare=True
     )
 
 

@@ -69,15 +69,16 @@ class ChosenMethod:
     """The training method of a run, and its loss."""
 
     method: str = setting(
-        "method", "Training method.  sft trains on texts, kto on answers rated good or bad, distill"
-        " on the predictions of a teacher, classify on labels, embed on related texts, grpo and"
-        " rloo on rewards of sampled answers, and all other methods on preference pairs.",
+        "method", "Training method.  sft: chats and texts.  dpo, ipo, simpo, cpo, orpo, reward:"
+        " preference pairs.  kto: answers rated good or bad.  classify: labelled texts.  embed:"
+        " related texts.  grpo, rloo: rewards of sampled answers.  distill: predictions of a"
+        " teacher.",
         "sft", choices=(*METHODS,),
     )  # fmt: skip
     loss: str | None = setting(
         "method",
-        f"Loss function of {using('loss')}.  [default: dpo sigmoid, kto kto, grpo dapo,"
-        " distill jsd]",
+        f"Loss function of {using('loss')}.  [default: sigmoid for dpo, kto for kto, dapo for"
+        " grpo, jsd for distill]",
         choices=LOSSES,
         rare=True,
     )

@@ -48,7 +48,7 @@ def judged(function: Callable[..., Any], count: int, arguments: Mapping[str, Seq
                 function(**{name: [each[number]] for name, each in arguments.items()})
             except (Exception, SystemExit) as own:
                 return {"wrong": (number, f"raised {type(own).__name__}: {own}")}
-        problem = f"raised {type(error).__name__}: {error}, but for no single answer"
+        problem = f"raised {type(error).__name__}: {error}, but not for each answer alone"
         return {"wrong": (None, problem)}
     try:
         length = None if isinstance(values, str | bytes | Mapping | Set) else len(values)

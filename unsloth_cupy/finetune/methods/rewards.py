@@ -304,7 +304,7 @@ class _Call:
             for number in part:
                 if isinstance(own := self._again([number]), EndedError):
                     self._wrong(number, str(own))
-            self._wrong(None, f"{reply}, but for no single answer")
+            self._wrong(None, f"{reply}, but not for each answer alone")
         if "wrong" in reply:
             number, problem = reply["wrong"]
             self._wrong(None if number is None else part[number], problem)

@@ -57,8 +57,8 @@ class RewardOptions:
     """Settings of the method that trains a reward model."""
 
     center: float | None = setting(
-        "method", "reward: weight of a penalty on the squared sum of a pair's rewards, which keeps"
-        " rewards near 0; for example 0.01.  [default: 0]", least=0, rare=True,
+        "method", "reward: weight of a penalty that keeps rewards near 0: the squared sum of the"
+        " two rewards of a pair.  For example 0.01.  [default: 0]", least=0, rare=True,
     )  # fmt: skip
 
 

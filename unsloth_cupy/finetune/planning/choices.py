@@ -210,8 +210,11 @@ def fit(
 def fit_run(settings: Settings, data: Text | Records, source: Path | None, ranks: Any) -> Fits:
     """Return the choices for a run on its GPU; fields that are not defaults do not change."""
     if source is None or not ranks.alone or ranks.device is None:
-        needs = "an existing model" if source is None else "one GPU, and one process"
-        raise ConfigError(f"{named(fit=True)} needs {needs}; leave it out")
+        needs, cure = "an existing model", f"pass {named('model')}, or leave {named(fit=True)} out"
+        if source is not None:
+            needs = "a single process with a GPU"
+            cure = "leave it out, or choose settings for another card: unsloth-cupy plan --fit"
+        raise ConfigError(f"{named(fit=True)} needs {needs}; {cure}")
     usual = vars(Settings())
     fixed = {name: value for name, value in vars(settings).items() if value != usual[name]}
     for name in ("device", "method", "host_memory"):
@@ -288,11 +291,11 @@ def _chosen(
         if len(fitting) == len(orders):
             return fitting, every
     least = min([*single, *every], key=lambda each: each.estimate.device)
-    needs = f"{format_bytes(least.size.device)}, and {format_bytes(least.size.host)} of the host"
+    needs = f"{format_bytes(least.size.device)} and {format_bytes(least.size.host)} of host memory"
     raise DeviceMemoryError(
-        f"fit: no settings fit the {format_bytes(bounds.device)} of {bounds.card.name} that arrays"
-        f" may use: with {least.settings} a step needs {needs}; pass fewer tokens, a smaller model"
-        " or a larger GPU",
+        f"fit: no settings fit into the {format_bytes(bounds.device)} that arrays may use on"
+        f" {bounds.card.name}: even with {least.settings}, a step needs {needs}; pass fewer tokens,"
+        " a smaller model or a larger GPU",
         round(least.size.device),
         bounds.device,
     )
@@ -324,10 +327,10 @@ def _reasons(candidate: Candidate, every: Sequence[Candidate], bounds: Bounds) -
         other = by_choice.get(choice_of(without, kind))
         if values and other is not None:
             size = other.about(without.batch)
-            needed = f"a step needs {format_bytes(size.device)}"
+            needed = f"a step would need {format_bytes(size.device)}"
             needed += f" and {format_bytes(size.host)} of host memory" * bool(size.host)
             fits = "" if bounds.holds(size) else ", which does not fit"
-            yield f"{named(**values)}: without it {needed}{fits}"
+            yield f"{named(**values)}: without this, {needed}{fits}"
 
 
 def _command(settings: Settings, config: Any, data: Any, fixed: Mapping[str, Any]) -> str:

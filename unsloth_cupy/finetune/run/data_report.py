@@ -146,7 +146,7 @@ def _records(data: Text | Records, most: int | None) -> Iterator[tuple[str, Reco
         chosen = (data.train[number] for number in range(0, len(data.train), step))
         share = range(data.size // max(size, 1))
         for _, record in reading(((share, record) for record in chosen), data.size, "counting"):
-            known = "" if record.value is None else f", {shown(record.value)}"
+            known = "" if record.value in (None, {}) else f", {shown(record.value)}"
             yield data.place(record.line) + known, record
         return
     paragraphs = ((f"{data.path or data.name}, paragraph {n}", Record(n, [], "", text))

@@ -201,8 +201,10 @@ def evaluate(
                 if isinstance(held, Records):
                     own = chosen.fitted(held, model.texts["config.json"])
                     if own.names and len(own.names) != config.labels:
-                        problem = f"has {own.summary or 'pairs'}, the model {config.labels} outputs"
-                        raise ConfigError(f"evaluate: {path} {problem}; give the model's own rows")
+                        problem = f"has {own.summary or 'pairs'}, but the model has"
+                        problem += f" {config.labels} outputs"
+                        cure = "pass rows with the labels of the model"
+                        raise ConfigError(f"evaluate: {path} {problem}; {cure}")
                     shape = Shape(batch, length, True, pad, own)
                     training_data = from_records(held, tokenizer, config, shape, 0, chat)
                     of_source = training_data.held_out
@@ -211,7 +213,7 @@ def evaluate(
                     announce(f"{path}: {note}")
                 elif chosen.sums:
                     raise ConfigError(
-                        f"evaluate: {path} is running text, which only sft reads; give rows"
+                        f"evaluate: {path} is running text, which only sft reads; pass rows"
                     )
                 else:
                     own, shape = chosen, Shape(batch, length, False, pad)
@@ -245,14 +247,14 @@ def of_itself(name: str, model: "Transformer", folder: Path) -> Any:
     check_choice("evaluate", "method", name, tuple(METHODS))
     chosen: Any = METHODS[name]
     if chosen.compares or chosen.other_models or "teacher" in chosen.uses:
-        problem = "compares with another model, which only training has"
-        raise ConfigError(f"evaluate(method={name!r}): it {problem}; choose another method")
+        problem = "compares the model with another one, which only training loads"
+        raise ConfigError(f"evaluate: {named(method=name)} {problem}; choose another method")
     if chosen.is_on_policy:
-        cure = "finetune measures it on evaluation prompts"
-        raise ConfigError(f"evaluate(method={name!r}): it needs rewards; {cure}")
+        cure = "finetune measures them on evaluation prompts"
+        raise ConfigError(f"evaluate: {named(method=name)} needs rewards; {cure}")
     if (head := chosen.head or CAUSAL) != model.head:
         problem = f"needs the head {head}, and the model has {model.head}"
-        raise ConfigError(f"evaluate(method={name!r}): it {problem}; choose another method")
+        raise ConfigError(f"evaluate: {named(method=name)} {problem}; choose another method")
     pooling = pooling_of(folder) if name == "embed" else None
     return chosen.bound(Settings(method=name, pooling=pooling))
 

@@ -107,7 +107,7 @@ def check_tokens(tokens: int, positions: int, model: str = "the model") -> None:
     if tokens > positions:
         warnings.warn(
             f"{named(tokens=tokens)} exceeds the {positions} positions that {model} was trained for"
-            " (max_position_embeddings); tokens beyond them need training, or a rope_scaling in"
+            " (max_position_embeddings); later positions need training, or a rope_scaling in"
             " config.json",
             stacklevel=2,
         )
@@ -132,7 +132,9 @@ def quantized_kind(
 def with_savings(sizes: Sizes, plan: "Plan") -> "Plan":
     """Return the settings with chunked MLPs or offload, if a step does not fit the GPU without."""
     if plan.offload and sizes.device is None:
-        announce(f"{named(offload=True)} has no effect on the CPU, whose arrays are on the host")
+        announce(
+            f"{named(offload=True)} has no effect on the CPU: its arrays are in host memory already"
+        )
     if not sizes.whole:
         return plan
     changes: list[dict[str, Any]] = [{"chunked_mlp": True}] * (plan.chunked_mlp is None)
@@ -148,9 +150,9 @@ def with_savings(sizes: Sizes, plan: "Plan") -> "Plan":
         host = step_plan.host
         usable = for_offload(plan.host_memory, sizes.beside) if host else 0
         if not step_plan.beyond(whole) and host <= usable:
-            needed = f"; the inputs of blocks need {format_bytes(host)} of host memory"
-            message = f"a step does not fit into the {format_bytes(whole)} of the GPU without it"
-            announce(f"{named(**change)}: {message}{needed * bool(host)}")
+            needed = f"; the offloaded inputs of blocks need {format_bytes(host)} of host memory"
+            message = f"because otherwise a step does not fit into the {format_bytes(whole)} of"
+            announce(f"using {named(**change)}, {message} the GPU{needed * bool(host)}")
             return changed
     return plan
 
@@ -180,14 +182,11 @@ def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
     """
     step_plan = sizes.planned(plan)
     if step_plan.host and step_plan.host > (host := for_offload(plan.host_memory, sizes.beside)):
-        needed = f"the inputs of blocks need {format_bytes(step_plan.host)} of host memory"
-        needed += " in each rank" * (sizes.beside > 1)
+        needed = f"the offloaded inputs of blocks need {format_bytes(step_plan.host)} of host"
+        needed += " memory" + " in each rank" * (sizes.beside > 1)
+        needed += f", but only {format_bytes(host)} may be used"
         cure = f"leave {named('offload')} out, use shorter rows, or raise {named('host_memory')}"
-        raise DeviceMemoryError(
-            f"{named(offload=True)}: {needed}, and {format_bytes(host)} may be used; {cure}",
-            step_plan.host,
-            host,
-        )
+        raise DeviceMemoryError(f"{named(offload=True)}: {needed}; {cure}", step_plan.host, host)
     if not sizes.whole:  # ranks divide what this plan counts
         return step_plan
     whole, free = device_memory(sizes.device) if limit is None else (limit, limit)
@@ -195,9 +194,9 @@ def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
     if whole is None or first is None:
         if free is not None and step_plan.total > free:
             message = (
-                f"a step needs {format_bytes(step_plan.total)}; {format_bytes(free)} are free now"
+                f"a step needs {format_bytes(step_plan.total)}, but only {format_bytes(free)} of"
             )
-            announce(f"{message}, of {format_bytes(whole or 0)}")
+            announce(f"{message} {format_bytes(whole or 0)} are free now")
         return step_plan
     held = sorted(first.held.items(), key=lambda item: -item[1])
     listed = ", ".join(f"{part} {format_bytes(size)}" for part, size in held if size)
@@ -216,7 +215,7 @@ def checked_plan(sizes: Sizes, plan: "Plan", limit: int | None) -> MemoryPlan:
         f"{where} {format_bytes(whole)}: a step needs {peak},"
         f" in {step_plan.moments[step_plan.peak]}; {first} is the first op that does not fit,"
         f" by {over}"
-        f" ({listed}). {cures}{'; ' * bool(cures)}{raised}",
+        f" (in use: {listed}). {cures}{'; ' * bool(cures)}{raised}",
         step_plan.total,
         whole,
     )

@@ -489,7 +489,9 @@ class Loop:
             other = f", or try {named(dtype='bfloat16')}"
             cure = self._smaller() + "copy the model again" + other * self.scaler.dynamic
         more = (
-            "" if self.plan.find_nan else f"; {named('find_nan')} reports the layer where it begins"
+            ""
+            if self.plan.find_nan
+            else f"; use {named('find_nan')} to see the layer where it begins"
         )
         raise ConfigError(f"{when}: {problem}; {cure}{more}{checkpoint}")
 

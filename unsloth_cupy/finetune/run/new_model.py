@@ -27,8 +27,8 @@ def small_llama(tokenizer: Any, tokens: int, layers: int, hidden: int) -> dict[s
         ``hidden`` is odd.
     """
     if hidden % 2:
-        cure = "rotary positions rotate pairs of elements: make it even"
-        raise ConfigError(f"{named(hidden=hidden)} is odd; {cure}")
+        why = "rotary embeddings rotate pairs of elements"
+        raise ConfigError(f"{named(hidden=hidden)} is odd, but {why}; pass an even number")
     head = 32 if hidden % 32 == 0 else hidden
     end = tokenizer.token_to_id(END)
     return {

@@ -441,10 +441,13 @@ def with_steps(settings: Settings, plan: Plan, training_data: TrainingData, *, n
         epochs = next((n for n in (3, 2) if steps_of(n) <= MOST_STEPS), 1)
     if epochs is not None:
         steps, change = steps_of(epochs), f" (set {named('epochs')} or {named('steps')} to change)"
-        notes.append(f"training for {float(epochs)} epochs = {steps:,} steps{change * chosen}")
+        notes.append(
+            f"training for {float(epochs)} epochs = {steps:,} step{'s' * (steps > 1)}"
+            f"{change * chosen}"
+        )
         plan = settings.decided(new=new, steps=steps)
     if notes:
-        announce("; ".join(notes))
+        announce("\n".join(notes))
     return plan
 
 
@@ -522,12 +525,12 @@ def with_tokens(
             counted += lengths_of(nlargest(LONGEST_ROWS, part, key=lambda row: len(row.content())))
         longest = max([longest, *counted])
     share = math.ceil(float(np.quantile(lengths, SHARE_OF_ROWS)))
-    needed, why = longest, "the longest example"
+    needed, why = longest, "fits the longest example"
     if longest > outlier * share:
         needed, why = share, f"covers {100 * SHARE_OF_ROWS:.0f} % of the examples"
     if needed > config.positions:
         needed = config.positions
-        why = f"all positions of the model; the longest example has {longest:,}"
+        why = f"all positions of the model; the longest example has {longest:,} tokens"
     tokens = max(2, needed)
     announce(f"maximum length {tokens:,} tokens: {why} (set {named('tokens')} to change)")
     return dataclasses.replace(settings, tokens=tokens)
@@ -563,18 +566,20 @@ def summary(loop: Loop) -> str:
         trained = f"{compact(trainable_count(model))} trainable ({kind})"
     decay, free = "", trainable_count(model, loop.undecayed)
     if loop.plan.weight_decay and free:
-        decay = f"; no weight decay for {compact(free)} of them (norms, biases and embeddings; set"
-        decay += f" {named(decay_all=True)} to change)"
+        decay = f"no weight decay for norms, biases and embeddings ({compact(free)} parameters;"
+        decay += f" set {named(decay_all=True)} to change)\n"
     targets = f"{training_data.learned:,} target tokens for training"
     if loop.method.is_on_policy:
-        targets = f"{loop.method.account(loop)}; {training_data.learned:,} {loop.method.unit}"
+        targets = f"{training_data.learned:,} {loop.method.unit} for training"
     if loop.plan.trained_tokens:
         seen = account_of(loop.tokenizer, loop.plan.trained_tokens, training_data)
         targets = f"{seen}; {targets}"
+    if loop.method.is_on_policy:
+        decay += f"{loop.method.account(loop)}\n"
     return (
-        f"{model.config.model_type}, {compact(count)} parameters, {trained}{decay};"
-        f" {targets}, {training_data.held_out_tokens:,} for evaluation;"
-        f" output: {loop.run.folder}" + f"; {model.origin}" * bool(model.origin)
+        f"{decay}{model.config.model_type}, {compact(count)} parameters, {trained};"
+        f" {targets}, {training_data.held_out_tokens:,} for evaluation; output:"
+        f" {loop.run.folder}" + f"; {model.origin}" * bool(model.origin)
     )
 
 

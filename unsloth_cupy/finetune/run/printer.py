@@ -103,7 +103,7 @@ class Printer(Listener):
         self.loss = _mean(self.loss, line["loss"])
         speed = line["tokens_per_second"]
         self.speed = self.speed if speed is None else _mean(self.speed, speed)
-        pace = "" if self.speed is None else f", {self.speed:.0f} tokens/s"
+        pace = "" if self.speed is None else f", {self.speed:,.0f} tokens/s"
         now = f"loss {self.loss:.3f}{measured(line)}{pace}"
         now += f", process memory {format_bytes(line['memory_bytes'])}"
         if self.terminal:
@@ -149,9 +149,9 @@ class Printer(Listener):
         if self.quiet:
             return
         if run.loop is None:
-            more = f"increase {named('steps')} or {named('epochs')} to continue it,"
-            echo(f"the run in {run.folder} is finished; {more}")
-            echo(f"or set another {named('out')} to start a new run\n")
+            echo(f"the run in {run.folder} is finished")
+            more = f"to continue it, increase {named('steps')} or {named('epochs')}"
+            echo(f"{more}; to start a new run, change {named('out')}\n")
         if find_spec("rich") is None:
             echo(run)
         else:

@@ -313,7 +313,8 @@ def _ranks(
         every = {**sizes, "data": data or 1}
         listed = named(**{f"{name}_parallel": size for name, size in every.items()})
         cure = f"start the run with mpiexec -n {count} unsloth-cupy, torchrun or srun"
-        raise ConfigError(f"{listed} is not a grid of {comm.size} ranks; {cure}")
+        here = f"{comm.size} runs" if comm.size == 1 else f"{comm.size} run"
+        raise ConfigError(f"{listed} needs {count} ranks, but {here}; {cure}")
     groups = grid(comm, data=data, **sizes)
     if zero and groups.data.size * groups.context.size * groups.expert.size == 1:
         cure = f"start more ranks, with {named('data_parallel')}"

@@ -49,7 +49,10 @@ def report(run: RunFolder) -> None:
     )  # measures of the saved model
     for row in losses(evaluations[0], after, of_new_model=run.of_new_model):
         table.add_row(*row)
-    table.add_row("time", time_of(steps))
+    seconds = sum(line["seconds"] for line in steps)
+    table.add_row("time", f"{seconds:.0f} s for {len(steps)} step{'s' * (len(steps) > 1)}")
+    if speed := speed_of(steps):
+        table.add_row("speed", speed)
     counted = [line for line in steps if "peak_bytes" in line]
     if counted:
         planned = max(line.get("planned_bytes", 0) for line in counted)
@@ -64,24 +67,24 @@ def report(run: RunFolder) -> None:
     console(markup=False).print(table)
 
 
-def time_of(steps: Sequence[dict[str, Any]]) -> str:
-    """Return the time of all steps, and the speed of the steps that are timed."""
-    seconds, timed = sum(line["seconds"] for line in steps), [*filter(is_timed, steps)]
-    text = f"{seconds:.0f} s for {len(steps)} step{'s' * (len(steps) > 1)}"
-    if timed:
-        tokens = sum(line["tokens_per_second"] * line["seconds"] for line in timed)
-        speed = tokens / sum(line["seconds"] for line in timed)
-        text += f"; {speed:.0f} tokens/s without padding"
-        if len(timed) < len(steps):
-            counted = f"{len(timed)} step{'s' * (len(timed) > 1)}"
-            text += f", in the {counted} that did not measure memory"
+def speed_of(steps: Sequence[dict[str, Any]]) -> str:
+    """Return the speed of the steps that are timed, in tokens per second; empty without them."""
+    timed = [*filter(is_timed, steps)]
+    if not timed:
+        return ""
+    tokens = sum(line["tokens_per_second"] * line["seconds"] for line in timed)
+    speed = tokens / sum(line["seconds"] for line in timed)
+    text = f"{speed:,.0f} tokens/s, not counting padding"
+    if (others := len(steps) - len(timed)) > 0:
+        counted = f"{others} slower step{'s' * (others > 1)}"
+        text += f" and {counted} that measured memory"
     return text
 
 
 def difference(planned: int, measured: int) -> str:
-    """Return by how much a plan is higher or lower than the measured memory, both in bytes."""
+    """Return in words the error of a plan, in percent of the measured memory; both are in bytes."""
     off = round(100 * (planned - measured) / max(measured, 1), 2)
-    return f"plan {abs(off):.2f} % {'higher' if off > 0 else 'lower'}" if off else "equal"
+    return f"plan {abs(off):.2f} % too {'high' if off > 0 else 'low'}" if off else "equal"
 
 
 def losses(

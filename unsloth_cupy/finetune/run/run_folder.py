@@ -118,8 +118,9 @@ class RunFolder:
         if changed := differences(before, settings, ended=ended):
             more = f" for more {named('steps')} or {named('epochs')}" if ended else ""
             raise ConfigError(
-                f"{named(out=self.folder)} holds a run with {'; '.join(changed)}; pass the same"
-                f" options to resume the run{more}, or pass a new folder with {named('out')}"
+                f"{named(out=self.folder)} holds a run with {'; '.join(changed)}."
+                f" To resume that run{more}, pass the same options; to start a new run, pass a new"
+                f" folder with {named('out')}"
             )
         if ended and requests_more(before, settings):
             if newest is None:
@@ -281,7 +282,8 @@ def log_reason(run: RunFolder, plan: "Plan", step: int) -> None:
     text = f"stopped at step {step}: {reason}"
     if plan.keeps_best and (best := run.best()) is not None:
         text += (
-            f"; the best step is {best['step']} ({best['held_out_loss']:.3f}), whose model is saved"
+            f"; the saved model is from step {best['step']}, which has the lowest evaluation loss"
+            f" ({best['held_out_loss']:.3f})"
         )
     if run.stopped != text:  # else the run was killed before it saved its model
         run.append({"step": step, STOPPED: text})

@@ -72,8 +72,8 @@ class Settings(Options):
     batch: int = setting("data", "Batch size in rows.", 4, least=1)
     tokens: int | None = setting(
         "data",
-        "Maximum length of a row in tokens.  [default: the longest example, excluding outliers;"
-        f" {TOKENS} for running text]",
+        "Maximum length of a row in tokens.  [default: length of the longest example, excluding"
+        f" outliers; {TOKENS} for running text]",
         least=2,
     )
 
@@ -94,8 +94,8 @@ class Settings(Options):
     )
     train_weights: bool = setting(
         "model",
-        "Train all weights of a new model, rounded in every forward pass; requires {quantize}"
-        " ternary.",
+        "Train all weights of a new model, and round them to ternary values in every forward pass;"
+        " requires {quantize} ternary.",
         False,
         kept=False,
         rare=True,
@@ -123,18 +123,18 @@ class Settings(Options):
     )
     dora: bool = setting("adapters", "Also train the norm of each weight row (DoRA).", False)
     base: str | Path | None = setting(  # noqa: RUF009 -- a field
-        "adapters", "Folder of the adapter's base model, if it has moved.", kept=False
+        "adapters", "Folder of the adapter's base model, if the base model was moved.", kept=False
     )
     quantize: str | None = setting(
         "adapters",
-        "Quantize and freeze the weights, for example to nf4; requires {lora}.  A new model of"
-        " ternary weights requires {train_weights} instead: see --help-all.",
+        "Quantize the weights, for example to nf4, and freeze them; requires {lora}.  For a new"
+        " model with ternary weights, pass {train_weights} in place of {lora}: see --help-all.",
         choices=QUANTIZED,
     )
     merge_into: str | None = setting(
         "adapters",
-        "Type of the quantized file that the adapter will be merged into, such as nf4 or q4_0:"
-        " training computes with the weights as rounded in this file.",
+        "Type of the quantized file into which the adapter will be merged, such as nf4 or q4_0."
+        "  Training then computes with the weights as this file will store them.",
         choices=CHOICES,
     )
     merge_from: int = setting(
@@ -178,8 +178,8 @@ class Settings(Options):
     )  # fmt: skip
     optimizer: str = setting(
         "training",
-        "Optimizer.  adamw8bit stores its states in 8 bits; muon trains matrices, and adamw all"
-        " other parameters.",
+        "Optimizer.  adamw8bit stores its states in 8 bits.  With muon, Muon trains the"
+        " matrices of the blocks, and AdamW trains all other parameters.",
         "adamw", choices=NAMES,
     )  # fmt: skip
     weight_decay: float = setting(
@@ -198,9 +198,9 @@ class Settings(Options):
         "training", "Gradient accumulation: number of batches per step.", 1, least=1
     )
     dtype: str | None = setting(
-        "training", "Compute dtype; trained weights stay float32.  [default: the dtype of"
-        " the resumed run; for a new run float32 on a CPU, and on a GPU the model's 16-bit dtype"
-        " or else bfloat16]", choices=DTYPES,
+        "training", "Compute dtype; trained weights stay float32.  [default: float32 on a CPU; on a"
+        " GPU the model's dtype if it has 16 bits, else bfloat16; a resumed run keeps its dtype]",
+        choices=DTYPES,
     )  # fmt: skip
     seed: int = setting(
         "training", "Random seed of new weights, data order and samples.", 0, least=0
@@ -210,7 +210,7 @@ class Settings(Options):
     )
     neftune: float = setting(
         "training",
-        "Size of the noise added to embeddings (NEFTune), for example 5.",
+        "Scale of the noise that is added to embeddings (NEFTune), for example 5.",
         0.0,
         least=0,
         rare=True,
@@ -233,7 +233,7 @@ class Settings(Options):
 
     eval: str | Path | float | Records | Text | None = setting(  # noqa: RUF009 -- a field
         "evaluation",
-        "Evaluation file, or a fraction of the data such as 0.05.  [default: 0.1]",
+        "Evaluation file, or the fraction of the data to hold out, such as 0.05.  [default: 0.1]",
         kept=False,
     )
     evaluate_every: int | None = setting(
@@ -241,13 +241,13 @@ class Settings(Options):
     )
     patience: int | None = setting(
         "evaluation",
-        "Stop after this many evaluations without a lower evaluation loss.",
+        "Stop after this many evaluations in a row without a lower evaluation loss.",
         least=1,
         kept=False,
     )
     min_delta: float = setting(
         "evaluation",
-        "Smallest decrease of the loss, in nats, that {patience} counts as lower.",
+        "Smallest decrease of the evaluation loss, in nats, that {patience} counts.",
         0.0,
         least=0,
         kept=False,
@@ -255,7 +255,8 @@ class Settings(Options):
     )
     keep_best: bool = setting(
         "evaluation",
-        "Save the model of the best step at the end; {patience} implies it.",
+        "At the end, save the model of the step with the lowest evaluation loss; {patience}"
+        " implies this option.",
         False,
         kept=False,
     )
@@ -275,23 +276,23 @@ class Settings(Options):
     keep: Sequence[str] = ()
     offload: bool | None = setting(
         "memory",
-        "Store the inputs of recomputed blocks in host memory.  [default: if {recompute_every} is"
-        " set, and a step does not fit into the GPU otherwise]",
+        "Store the inputs of recomputed blocks in host memory.  [default: only if"
+        " {recompute_every} is set and a step does not fit into GPU memory otherwise]",
         rare=True,
     )
     host_memory: int | None = setting(
         "memory",
-        "Limit on the host memory of {offload} of all ranks of a machine, for example 64GiB."
-        "  [default: 80 % of free memory]",
+        "Limit on the host memory that {offload} uses in all ranks of a machine, for example 64GiB."
+        "  [default: 80 % of the free memory]",
         least=1,
         kept=False,
         rare=True,
     )
     chunked_mlp: bool | None = setting(
         "memory",
-        "Compute MLPs and experts in chunks of tokens, and again in backward; saves memory."
-        "  [default: in recomputed blocks with more tokens than one chunk, and if a step does not"
-        " fit into the GPU otherwise]",
+        "Compute MLPs and experts in chunks of tokens, and recompute them in the backward pass;"
+        " saves memory.  [default: in recomputed blocks with more tokens than one chunk, and if a"
+        " step does not fit into GPU memory otherwise]",
         rare=True,
     )
     state_bits: int = setting(
@@ -303,7 +304,8 @@ class Settings(Options):
     )
     limit_memory: int | None = setting(
         "memory",
-        "Limit on array memory, for example 2GiB; checked before training; not with several ranks.",
+        "Limit on the memory of arrays, for example 2GiB; checked before training; not supported"
+        " on several ranks.",
         least=1,
         kept=False,
     )
@@ -348,8 +350,8 @@ class Settings(Options):
         choices=(0, 1, 3), kept=False,
     )  # fmt: skip
     timeout: float = setting(
-        "ranks", "Seconds to wait for another rank before all ranks end.", TIMEOUT, above=0,
-        kept=False, rare=True,
+        "ranks", "Seconds to wait for another rank; then the run ends on all ranks.", TIMEOUT,
+        above=0, kept=False, rare=True,
     )  # fmt: skip
 
     out: str | Path | None = setting(  # noqa: RUF009 -- a field
@@ -359,7 +361,10 @@ class Settings(Options):
         "output", "Dtype of the weights saved at the end.", "float32", choices=DTYPES, kept=False
     )
     report_to: Sequence[str] = setting(
-        "output", f"Log to {', '.join(REPORTERS)}; may be repeated.", (), kept=False
+        "output",
+        f"Logger that also receives the log: {', '.join(REPORTERS)}; may be repeated.",
+        (),
+        kept=False,
     )
     log_every: int = setting("output", "Steps between lines of the log.", 1, least=1, kept=False)
     save_every: int = setting("output", "Steps between checkpoints.", 100, least=1)
@@ -446,7 +451,7 @@ class Settings(Options):
         """
         if self.pack is not None and not lines:
             both = f"{named(pack=True)} and {named(pack=False)}"
-            what = "are for the lines of a .jsonl file and other rows"
+            what = "apply only to data in rows, such as a .jsonl file"
             raise ConfigError(f"{both} {what}; leave them out")
         if self.steps is not None and self.epochs is not None:
             both = f"{named('steps')} and {named('epochs')} both set"

@@ -147,7 +147,7 @@ def require_head(call: str, config: Config, *heads: str) -> None:
             what += ": its files contain a bare model, whose tensors have no prefix"
         cure = f"load the folder with head={best!r}, or call another method"
         if CAUSAL in heads and config.labels:  # a classifier has no head of a language model
-            cure = "pass the language model; labels come from logits(tokens), or predict(texts)"
+            cure = "pass a language model, or get labels from logits(tokens) or predict(texts)"
         raise ConfigError(f"{call}: {what}; {cure}")
 
 

@@ -201,7 +201,7 @@ def export_gguf(
     how: Any = {"used": rounded, "check": check}
     _write(call, path, known.name, values, tensor_list, progress, before, kept, **how)
     if kept.share < ENOUGH:
-        notes.append(f"{kept}; {kind} rounds the rest away, f16 or f32 preserves more")
+        notes.append(f"{kept}; {kind} rounds the rest away; f16 or f32 would preserve more")
     types = Counter(tensor.type.name.lower() for tensor in tensor_list)
     return Export(path, path.stat().st_size, dict(types), tuple(notes), kept)
 
@@ -253,8 +253,8 @@ def export_adapter_gguf(
     adapter, known = source.adapter, architecture(call, source.config)
     if adapter is not None and adapter.into is not None:
         problem = f"this adapter was trained through {adapter.into.kind}"
-        cure = "and llama.cpp would add it to other weights; export_gguf merges it"
-        raise ConfigError(f"{call}: {problem}, {cure}")
+        problem += f", but llama.cpp would add it to weights that are not {adapter.into.kind}"
+        raise ConfigError(f"{call}: {problem}; export_gguf merges it into the weights")
     if adapter is None:
         raise ConfigError(f"{call}: the model has no adapter; export_gguf writes a model")
     require_head(call, source.config, CAUSAL, NONE)
@@ -428,10 +428,10 @@ def _stand_ins(tensors: Iterable["Tensor"]) -> Iterator[str]:
             pair = (tensor.target.name.lower(), tensor.type.name.lower())
             replaced.setdefault(pair, []).append(tensor.name)
     for (type_name, chosen), names in replaced.items():
-        count = f"{len(names)} tensor" + "s" * (len(names) > 1)
+        count = f"{len(names)} tensors are" if len(names) > 1 else "1 tensor is"
         shown = ", ".join(names[:SHOWN]) + (" and others" if len(names) > SHOWN else "")
-        why = f"whose rows are not a multiple of the {type_name} block size"
-        yield f"{count} {why}: stored as {chosen} ({shown})"
+        why = f"because row lengths are not multiples of the {type_name} block size"
+        yield f"{count} stored as {chosen}, {why} ({shown})"
 
 
 def _write(

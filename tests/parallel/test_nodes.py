@@ -302,7 +302,7 @@ def test_the_number_of_nodes_may_change(
     two = (*command, "--zero", "1", "--data-parallel", "2")
     ended = on_nodes("stopped", "--", *two)
     assert [each.code for each in ended] == [128 + signal.SIGTERM] * 2, ended
-    assert "stopped after step 3, saved in run" in ended[0].said
+    assert "stopped after step 3, which is saved in run" in ended[0].said
     shutil.copytree(nodes[0] / "run", tmp_path / "run")
     (ended,) = by_sockets(1, WHOLE, *command, places=nodes[:1], network=network, limit=240)
     assert ended.code == 0, ended

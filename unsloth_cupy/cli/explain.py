@@ -47,7 +47,7 @@ from .options import QUANTIZE, Integer, option
 @option("--quantize", QUANTIZE, "Quantize the frozen weights; requires --lora.")
 @option(
     "--recompute-every",
-    click.IntRange(1),
+    Integer(1),
     "Gradient checkpointing: store only the input of every Nth block.",
 )
 @click.option(

@@ -113,8 +113,8 @@ def exit_stopped(trainer: Trainer, stop: Stop) -> NoReturn:
         command = shlex.join(["unsloth-cupy", *sys.argv[1:]])
         step = int(newest.name.rpartition("-")[2])
         echo(
-            f"stopped after step {step}, which is saved in {run.folder} ({stop.saving:.1f} s); resume"
-            f" with the same command:\n  {command}",
+            f"stopped after step {step}, which is saved in {run.folder} ({stop.saving:.1f} s);"
+            f" resume with the same command:\n  {command}",
             err=True,
         )
     raise SystemExit(128 + (stop.signal or 0))  # the exit status of shells for a signal

@@ -260,8 +260,8 @@ class Explanation:
             return line
         copy, ops = part
         each = f"the inputs of a part of the blocks take {time(copy)}, its forward pass {time(ops)}"
-        told = "offload hides" if copy <= ops else "offload does not hide: use longer rows"
-        return f"{line}; {each}: {told}"
+        verdict = "offload hides" if copy <= ops else "offload does not hide: use longer rows"
+        return f"{line}; {each}: {verdict}"
 
     def _head(self) -> str:
         """Return the first line: the GPU and its rates."""

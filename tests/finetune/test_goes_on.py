@@ -119,7 +119,7 @@ def test_a_step_is_left_where_it_stands(
         assert time.monotonic() - heard[0] < 5
         assert result.exit_code == 128 + number, result.output
         assert f"Stopping after step {step - 1}. " in result.stderr
-        saved = rf"stopped after step {step - 1}, which is saved in .* \(\d+\.\d s\); resume with the same"
+        saved = rf"stopped after step {step - 1}, which is saved in .* \(\d+\.\d s\); resume with"
         assert re.search(saved, result.stderr)
     assert run(*command).exit_code == 0
     assert weights(tmp_path / "run") == weights(finished)

@@ -19,6 +19,7 @@ if _typing.TYPE_CHECKING:
     from .finetune import read_data as read_data
     from .interop.huggingface import patch as patch
     from .models import load as load
+    from .serving.engine import Engine as Engine
 
 # Attention
 from .models.layers.multi_head_attention import MultiHeadAttention as MultiHeadAttention
@@ -257,6 +258,7 @@ _HOMES = {
     "read_data": "finetune",
     "patch": "interop.huggingface",
     "load": "models",
+    "Engine": "serving.engine",
     **{name: name for name in ("errors", "finetune", "interop", "losses", "models", "parallel")},
 }
 

@@ -57,7 +57,9 @@ from unsloth_cupy import (
 from unsloth_cupy.bench.cases import draw, forward_ops
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, DeviceError, DeviceMemoryError, FrameworkError
+from unsloth_cupy.models.generation.decoding import Decoding
 from unsloth_cupy.models.generation.step import Step
+from unsloth_cupy.serving.work import Work
 from unsloth_cupy.training.captured import Captured, Place
 from unsloth_cupy.training.gradients import sum_gradients
 
@@ -538,6 +540,29 @@ def test_a_step_that_does_not_fit_leaves_nothing_behind(turn: int) -> None:
             step(token)
         assert step.graph.launched == 2 + turn
         assert cache.length == 6 + turn
+
+
+@pytest.mark.parametrize("turn", [0, 1], ids=["the first step", "the captured one"])
+def test_a_step_of_an_engine_that_does_not_fit_leaves_nothing_behind(turn: int) -> None:
+    with gpu(devices=2) as machine:
+        machine.strict = False
+        model = models.create(CONFIG, seed=0, device="cuda:1")
+        step = Decoding(model, rows=1, pages=4, page=4)
+        row, room = step.cache.begin([]), machine.room
+        step.cache.extend([row], [3])
+        work = [Work(row, np.zeros(1, np.int64), 4, 0, "")]
+        for _ in range(turn):
+            step(work)
+        machine.room = machine.held + 4096
+        with pytest.raises(DeviceMemoryError, match="fewer rows or fewer tokens") as caught:
+            step(work)
+        assert caught.value.required > 0
+        machine.room = room
+        for _ in range(3):
+            step(work)
+        ((_, captured),) = step.graphs.values()
+        assert not captured.place.stream.capturing
+        assert captured.graph.launched == 2 + turn
 
 
 def test_a_library_that_is_not_captured_is_called_each_time() -> None:

@@ -37,6 +37,7 @@ WEIGHTS = {"w": ROWS.copy()}
 
 # The arguments that a public class or function needs before its options can be wrong.
 NEEDED: dict[str, dict[str, Any]] = {
+    "Engine": {"model": None},
     **{
         name: {"parameters": WEIGHTS}
         for name in ("AdamW", "Muon", "Adafactor", "Lion", "ScheduleFreeAdamW")

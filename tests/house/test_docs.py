@@ -269,7 +269,6 @@ def test_measurements_stand_in_one_page() -> None:
     assert {*links} == slugs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("place", Sample.one_in(45, range(45)))
 def test_the_table_of_longest_rows_is_that_of_plans(place: int) -> None:
     """A cell in each run, and the published numbers in all."""

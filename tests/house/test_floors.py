@@ -18,6 +18,7 @@ FLOORS = (  # the ground first; rooms of one floor do not know each other
     ("ops",),
     ("training", "inference", "interop", "losses"),
     ("parallel",),
+    ("serving",),
     ("models",),
     ("memory",),
     ("bench",),

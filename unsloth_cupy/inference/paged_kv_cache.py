@@ -179,7 +179,7 @@ class PagedKVCache:
         starts = [self.filled[sequence][layer] for sequence in sequences]
         for sequence in sequences:
             self._leave(*self._take_out(sequence, slice(self._first_seen(sequence))))
-        self._make_room(sequences, starts, k.shape[1])
+        self._make_room(sequences, starts, [k.shape[1]] * len(sequences))
         table, first = self.page_table(sequences), self._placed(starts)
         stored = self.keys[layer], self.values[layer]
         if v is None:  # a thread writes the same row twice
@@ -191,6 +191,53 @@ class PagedKVCache:
         for sequence in sequences:
             self.filled[sequence][layer] += k.shape[1]
         return self.keys[layer], self.values[layer]
+
+    def missing(self, sequences: Sequence[int], counts: Sequence[int]) -> int:
+        """Return how many free pages ``extend`` would take, less those that windows free."""
+        starts = [max(self.filled[sequence], default=0) for sequence in sequences]
+        leaving = sum(
+            self.uses[page] == 1
+            for sequence in sequences
+            for page in self.tables[sequence][: self._first_seen(sequence)]
+            if page != GONE
+        )
+        return self._new_pages(sequences, starts, counts)[1] - leaving
+
+    def extend(self, sequences: Sequence[int], counts: Sequence[int]) -> list[int]:
+        """Count new tokens of sequences in all layers; return how many tokens each had before.
+
+        The sequences get pages for the tokens, whose keys and values the caller stores.
+
+        Raises
+        ------
+        DeviceMemoryError
+            There are too few free pages; no page changes its sequence but those that windows free.
+        """
+        starts = [max(self.filled[sequence], default=0) for sequence in sequences]
+        for sequence in sequences:
+            if first := self._first_seen(sequence):
+                self._leave(*self._take_out(sequence, slice(first)))
+        self._make_room(sequences, starts, counts)
+        for sequence, start, new in zip(sequences, starts, counts, strict=True):
+            self.filled[sequence] = [start + new] * len(self.filled[sequence])
+        return starts
+
+    def begin(self, pages: Sequence[int]) -> int:
+        """Return a new sequence whose first tokens are in these full pages, which it shares."""
+        self.hold(pages)
+        sequence = next(self.numbers)
+        self.tables[sequence] = [*pages]
+        self.filled[sequence] = [len(pages) * self.keys.shape[2]] * len(self.keys)
+        return sequence
+
+    def hold(self, pages: Sequence[int]) -> None:
+        """Count one more owner of each page; ``release`` counts one less."""
+        for page in pages:
+            self.uses[page] += 1
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Count one owner less of each page; pages without an owner become free."""
+        self._leave(*pages)
 
     @property
     def stored(self) -> tuple[Array, ...]:
@@ -304,19 +351,32 @@ class PagedKVCache:
         table[part] = [GONE] * len(table[part])
         return pages
 
-    def _make_room(self, sequences: Sequence[int], starts: Sequence[int], new: int) -> None:
-        """Give each sequence unshared pages for its new tokens, or raise and change nothing."""
+    def _new_pages(
+        self, sequences: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+    ) -> tuple[list[tuple[list[int], int]], int]:
+        """Return the entries of shared pages that new tokens need copied, and the number of pages.
+
+        The number includes the copies.
+        """
         page = self.keys.shape[2]
-        shared, pages = [], 0  # entries of shared pages to copy; the number of new pages
+        shared, pages = [], 0
         leaving: dict[int, int] = {}  # by page: the number of sequences that get a copy
-        for sequence, start in zip(sequences, starts, strict=True):
+        for sequence, start, new in zip(sequences, starts, counts, strict=True):
             table = self.tables[sequence]
             pages += max(0, -(-(start + new) // page) - len(table))
             for index in range(start // page, min(-(-(start + new) // page), len(table))):
                 if self.uses[table[index]] - leaving.get(table[index], 0) > 1:
                     shared.append((table, index))
                     leaving[table[index]] = leaving.get(table[index], 0) + 1
-        self._check_free("append", pages + len(shared))
+        return shared, pages + len(shared)
+
+    def _make_room(
+        self, sequences: Sequence[int], starts: Sequence[int], counts: Sequence[int]
+    ) -> None:
+        """Give each sequence unshared pages for its new tokens, or raise and change nothing."""
+        page = self.keys.shape[2]
+        shared, pages = self._new_pages(sequences, starts, counts)
+        self._check_free("append", pages)
         for table, index in shared:
             old, table[index] = table[index], self._take()
             for storage in self.stored:
@@ -324,7 +384,7 @@ class PagedKVCache:
             if self.scales is not None:
                 self.scales[:, :, table[index]] = self.scales[:, :, old]
             self._leave(old)
-        for sequence, start in zip(sequences, starts, strict=True):
+        for sequence, start, new in zip(sequences, starts, counts, strict=True):
             while len(self.tables[sequence]) * page < start + new:
                 self.tables[sequence].append(self._take())
 

@@ -4,6 +4,7 @@ logits = model.logits(tokens)
 loss, gradients = model.loss_and_gradients(tokens, labels)
 """
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -28,11 +29,12 @@ from .adapters.adapter import Adapter
 from .adapters.outer_weights import resized
 from .any_library import from_any_library
 from .configs.config import Config
-from .configs.heads import SEQUENCE, pooled, sequence_scores
+from .configs.heads import CAUSAL, SEQUENCE, pooled, require_head, sequence_scores
 from .configs.names import HEAD, TABLE
 from .folders.checkpoint_files import SINGLE, Layout, write_folder
 from .folders.expert_files import saved_tensors
 from .folders.quantized_weights import in_folders, saved_config
+from .generation.decoding import Decoding, free_pages
 from .generation.rollouts import Rollouts
 from .generation.rollouts import rollouts as sampled
 from .generation.streaming import Continuation
@@ -46,7 +48,7 @@ from .text.tokenizer import Tokenizer
 
 SHOWN = frozenset({  # the documented names, which ``dir`` and tab completion list
     "adapter", "adapters", "add_adapter", "base", "by_rows", "cache_sizes", "chunked_mlp",
-    "config", "context", "context_attention", "delete_adapter", "division", "dtype",
+    "config", "context", "context_attention", "decoder", "delete_adapter", "division", "dtype",
     "embeddings", "folder", "gather", "generate", "generate_text", "graphs", "grown",
     "invariant", "load_adapter", "log_probs", "logits", "loss", "loss_and_gradients",
     "merge_adapter", "merged", "mix_adapters", "num_parameters", "origin", "outdated",
@@ -619,6 +621,19 @@ class Transformer(Adapted):
     ) -> Iterator[Array]:
         """Yield the new tokens of ``generate`` as they are computed, (batch,) per step."""
         return generation.stream(self, tokens, mask, generation.Options(max_new_tokens, **options))
+
+    def decoder(
+        self, *, rows: int, pages: int | None, page: int, cache_dtype: str | None = None
+    ) -> Decoding:
+        """Return what an Engine needs: the steps of this model, with a cache of ``pages``."""
+        require_head("Engine", self.config, CAUSAL)
+        adapters = {**self.adapters}
+        if pages is None:
+            pages = free_pages(self, rows, page, cache_dtype, adapters)
+        model = copy.copy(self)
+        return Decoding(
+            model, rows=rows, pages=pages, page=page, cache_dtype=cache_dtype, adapters=adapters
+        )
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:

@@ -36,7 +36,7 @@ def attend_of(
         # Texts are padded to the longest one; reading it makes the host wait for the GPU.
         if is_fixed() and not isinstance(offsets, np.ndarray):
             longest = int(np.diff(to_numpy(offsets)).max(initial=0))
-        return partial(_packed, offsets, longest)
+        return partial(packed, offsets, longest)
     if cache is None or latents_of(cache) is not None:
         return partial(_masked, mask)
     return cache.attend
@@ -85,7 +85,7 @@ def _masked(mask: Any, layer: int, q: Array, k: Array, v: Array, **options: Any)
     return attention(q, k, v, mask=mask, **options)
 
 
-def _packed(
+def packed(
     offsets: Array, longest: int | None, layer: int, q: Array, k: Array, v: Array, **options: Any
 ) -> Array:
     """Return the attention of packed texts; a token attends only within its own text."""

@@ -185,6 +185,23 @@ def pipeline_results(
     return [stage.stages.shared(each) for each in results]
 
 
+def through_blocks(
+    model: "Network", call: Call, tokens: Array, head: Callable[[Array], Array], rows: int
+) -> Array:
+    """Return ``head`` of the hidden states, (rows, vocab) logits, equal in all ranks."""
+    stages: Any = None if model.division is None else model.division.stages
+    shape = (*tokens.shape, model.config.hidden)
+
+    def run(chunk: int, x: Any) -> Any:
+        y = chunk_of_blocks(call, stages, chunk, tokens, x)
+        return head(y) if stages.ends_with(chunk) else y
+
+    result = through(stages, lambda: stages.like(model.table, shape), run)
+    if not stages.last:
+        result = stages.like(model.table, (rows, model.config.vocab))
+    return stages.shared(result)
+
+
 def pipeline_logits(model: "Network", stages: Stages, tokens: Array, **options: Any) -> Array:
     """Return the logits after the last tokens, (batch, vocab), equal in all ranks."""
     call = model.call(model.parameters, tokens, **options)

@@ -1,0 +1,345 @@
+"""The engine: tokens are those of each row alone, whatever runs beside it, and no page is lost."""
+
+import re
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import Engine, KVCache
+from unsloth_cupy.errors import ConfigError, DeviceMemoryError
+from unsloth_cupy.models import create
+from unsloth_cupy.models.generation import decoding
+from unsloth_cupy.serving import drawing
+
+from ..harness.sampling import Sample
+from ..models.peers import CONFIGS, MIXTURES, RELATIVES, SIZES
+
+FAMILIES = {
+    "full": {"model_type": "llama"},
+    "windows": {"model_type": "mistral", "sliding_window": 6},
+    "some windows": {**CONFIGS["gemma2"], "sliding_window": 6},
+    "latent": RELATIVES["youtu"],
+    "states": RELATIVES["qwen3_5_text"],
+    "states beside pages": RELATIVES["falcon_h1"],
+    "states alone": RELATIVES["mamba2"],
+    "experts and sinks": MIXTURES["gpt_oss"],
+    "longrope": CONFIGS["phi3 longrope"],
+    "dynamic": CONFIGS["llama dynamic"],
+    "codes": {"model_type": "llama"},
+    "captured": {"model_type": "llama"},
+    "invariant": {"model_type": "llama"},
+}
+SCHEDULES = 1000  # in all runs of as many days as there are TURNS
+TURNS = 50
+CASES = [(number, [*FAMILIES][number % len(FAMILIES)]) for number in range(SCHEDULES)]
+
+
+def model_of(kind):
+    return create({**SIZES, **FAMILIES[kind]}, seed=0, invariant=kind == "invariant")
+
+
+MODELS = {}
+
+
+@pytest.fixture
+def model(kind):
+    """Return the model of a kind, made once."""
+    if kind not in MODELS:
+        MODELS[kind] = model_of(kind)
+    return MODELS[kind]
+
+
+def alone(model, prompt, options, number):
+    """Return the tokens of one row and their log-probabilities: a whole pass for each token."""
+    draws = np.random.default_rng([options["seed"], number])
+    row, log_probs, cache = [*prompt], [], None
+    if "dynamic" in str(model.config.ropes):  # keys stay as they were stored, as in transformers
+        config = model.config
+        cache = KVCache(config.layers, 1, 64, config.kv_heads, config.dim, dtype="float32")
+    while len(row) < len(prompt) + options["max_new_tokens"]:
+        new = row if cache is None else row[cache.length :]
+        logits = model.logits(np.array([new]), cache=cache)[0, -1].astype(np.float64)
+        temperature = options["temperature"]
+        shifted = logits / (temperature or 1.0)
+        top = shifted.max()
+        log_probs.append(shifted - top - np.log(np.exp(shifted - top).sum()))
+        penalty = options.get("repetition_penalty")
+        if penalty is not None:
+            used = [*set(row)]
+            logits[used] = np.where(
+                logits[used] < 0, logits[used] * penalty, logits[used] / penalty
+            )
+        if temperature == 0:
+            token = int(logits.argmax())
+        else:
+            order = np.arange(len(logits))
+            if options["top_k"] is not None:
+                order = np.argsort(-logits, kind="stable")[: options["top_k"]]
+            weights = np.exp((logits[order] - logits.max()) / temperature).cumsum()
+            place = np.searchsorted(weights, draws.random() * weights[-1], side="right")
+            token = int(order[min(place, len(order) - 1)])
+        log_probs[-1] = log_probs[-1][token]
+        row.append(token)
+        if token in options["stop"]:
+            break
+    return row[len(prompt) :], log_probs
+
+
+@pytest.mark.parametrize(("number", "kind"), Sample.one_in(TURNS, CASES))
+def test_rows_are_those_of_each_alone(number, kind, model, monkeypatch):
+    """Random arrivals, lengths, forks, cancels; few pages, so that rows are set back."""
+    if kind == "captured":  # the path of a GPU, on the host
+        monkeypatch.setattr(decoding, "captures", lambda *_: True)
+    rng = np.random.default_rng(number)
+    page = int(rng.integers(1, 6))
+    longest = -(-40 // page)
+    engine = Engine(
+        model,
+        rows=int(rng.integers(1, 6)),
+        pages=longest + int(rng.integers(0, 2 * longest)),
+        page=page,
+        chunk=int(rng.integers(1, 12)),
+        cache_dtype="int8" if kind == "codes" else None,
+    )
+    begin = rng.integers(3, 97, 12).tolist()
+    todo, requests = int(rng.integers(2, 6)), []
+    events, cancelled = [], []
+    while todo or engine.waiting or engine.running:
+        if todo and (rng.random() < 0.3 or not (engine.waiting or engine.running)):
+            todo -= 1
+            prompt = begin[: rng.integers(1, 13)] + rng.integers(3, 97, rng.integers(0, 9)).tolist()
+            options = {
+                "max_new_tokens": int(rng.integers(1, 17)),
+                "temperature": float(rng.choice([0.0, 0.8])),
+                "top_k": None,
+                "seed": int(rng.integers(100)),
+                "stop": rng.integers(3, 97, rng.integers(0, 4)).tolist(),
+                "repetition_penalty": None if rng.random() < 0.7 else 1.3,
+            }
+            if options["temperature"] and rng.random() < 0.5:
+                options["top_k"] = 7
+            if options["temperature"] == 0:
+                options |= {"seed": None}
+            request = engine.submit(
+                prompt,
+                **options,
+                samples=int(rng.integers(1, 4)),
+                first=int(rng.integers(3)),
+                log_probs=True,
+            )
+            requests.append((request, options))
+        if requests and rng.random() < 0.03:
+            cancelled.append(requests[int(rng.integers(len(requests)))][0])
+            engine.cancel(cancelled[-1])
+        events += engine.step()
+    events += engine.step()
+    assert engine.free_pages == len(engine.cache.uses)
+    assert not engine.cache.tables
+    told = {}
+    for event in events:
+        told.setdefault((event.request.number, event.sample), []).extend(event.tokens)
+    for request, options in requests:
+        for index, sample in enumerate(request.samples):
+            assert told[request.number, index] == sample.tokens
+            assert sample.finish is not None
+            if kind == "codes":
+                continue  # no whole pass rounds keys: see the next test
+            seeded = {**options, "seed": options["seed"] or 0}
+            row = request.options.first + index
+            expected, log_probs = alone(model, request.prompt, seeded, row)
+            if sample.finish == "cancelled":
+                assert request in cancelled
+                expected = expected[: len(sample.tokens)]
+            assert sample.tokens == expected
+            np.testing.assert_allclose(
+                sample.log_probs, log_probs[: len(expected)], atol=1e-5, rtol=0
+            )
+            if kind == "invariant" and sample.tokens:
+                text = np.array([[*request.prompt, *sample.tokens]])
+                more = {"temperature": options["temperature"] or 1.0}
+                whole = model.log_probs(text, text, **more).log_probs[0]
+                start = len(request.prompt) - 1
+                np.testing.assert_array_equal(sample.log_probs, whole[start:-1][: len(expected)])
+
+
+def test_codes_do_not_depend_on_pieces(monkeypatch):
+    """In a cache of codes the tokens of a row are the same in any chunks, alone or set back."""
+    model, results = model_of("codes"), []
+    prompts = [[*range(3, 3 + n)] for n in (11, 2, 7)]
+    for rows, pages, chunk in ((3, 60, 100), (1, 12, 3), (3, 14, 5)):
+        with Engine(
+            model, rows=rows, pages=pages, page=3, chunk=chunk, cache_dtype="int8"
+        ) as engine:
+            for prompt in prompts:
+                engine.submit(prompt, max_new_tokens=12, stop=(), temperature=1.0, seed=1)
+            results.append([r.samples[0].tokens for r in engine.run()])
+    assert results[0] == results[1] == results[2]
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_no_rectangle(captured, monkeypatch):
+    """At most 1.05 tokens are computed for each one that is kept, at lengths of 1 to 20 times."""
+    monkeypatch.setattr(decoding, "captures", lambda *_: captured)
+    model, rng = model_of("full"), np.random.default_rng(0)
+    with Engine(model, rows=32, pages=400, page=4, chunk=64) as engine:
+        for length in np.exp(rng.uniform(0, np.log(20), 48)).astype(int).tolist():
+            prompt = rng.integers(3, 97, 1 + length).tolist()
+            engine.submit(prompt, max_new_tokens=2 * length, samples=2, stop=(), temperature=1.0)
+        requests = engine.run()
+        kept = sum(len(r.prompt) + sum(len(s.tokens) for s in r.samples) for r in requests)
+        assert engine.kept_tokens == kept
+        assert engine.computed_rows <= 1.05 * kept
+
+
+def test_equal_prefixes_are_computed_once():
+    model, prompt = model_of("full"), [*range(3, 43)]
+    with Engine(model, rows=4, pages=60, page=4) as engine:
+        engine.submit(prompt, max_new_tokens=2, stop=())
+        engine.run()
+        before = engine.computed_rows
+        other = engine.submit([*prompt, 50], max_new_tokens=2, stop=())
+        engine.run()
+        assert engine.computed_rows - before == 2  # token 50, and the first new one
+        assert other.samples[0].tokens == alone_greedy(model, other.prompt, 2)
+        engine.submit([90, *prompt], max_new_tokens=2, stop=())  # no page is equal
+        engine.run()
+        assert engine.computed_rows - before == 2 + 42
+
+
+def alone_greedy(model, prompt, new):
+    options = {"max_new_tokens": new, "temperature": 0.0, "seed": 0, "stop": ()}
+    return alone(model, prompt, options, 0)[0]
+
+
+def test_rows_have_their_adapters():
+    model = model_of("full")
+    for name in ("a", "b"):
+        model.add_adapter(2, seed=1)
+        for key, array in model.adapter.parameters.items():
+            array[...] = np.random.default_rng(len(key + name) + ord(name)).standard_normal(
+                array.shape
+            )
+        model._adapters[name], model.adapter = model.adapter, None
+    prompt, expected = [5, 6, 7], {}
+    for name in ("a", "b", None):
+        model.set_adapter(name)
+        expected[name] = alone_greedy(model, prompt, 6)
+    model.set_adapter(None)
+    with Engine(model, rows=3, pages=20, page=2) as engine:
+        rows = {
+            name: engine.submit(prompt, max_new_tokens=6, stop=(), adapter=name)
+            for name in ("a", None, "b")
+        }
+        engine.run()
+    assert {name: row.samples[0].tokens for name, row in rows.items()} == expected
+    assert len({tuple(each) for each in expected.values()}) == 3
+
+
+def test_nan_ends_a_sample():
+    model = model_of("full")
+    model.parameters["model.norm.weight"][0] = np.nan
+    with Engine(model, rows=2, pages=9, page=4) as engine:
+        request = engine.submit([3, 4], max_new_tokens=3)
+        (event,) = engine.step()
+    assert (event.finish, event.tokens, request.samples[0].finish) == ("error", [], "error")
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        ({"prompt": []}, "prompt is float64 (0,)"),
+        ({"prompt": [97]}, "outside the vocabulary of 97"),
+        ({"prompt": {"input_ids": [3]}}, "prompt has input_ids; pass the token ids alone"),
+        ({"samples": 0}, "samples=0 must be 1 or more"),
+        ({"first": -1}, "first=-1 must be 0 or more"),
+        ({"temperature": -1}, "temperature=-1"),
+        ({"stop_texts": [""]}, "stop_texts=['']"),
+        ({"stop_texts": "a"}, "stop_texts need the model's tokenizer"),
+        ({"constraint": {"regex": "a"}}, "constraint= needs the model's tokenizer"),
+        ({"adapter": "x"}, "no adapter is named 'x'"),
+    ],
+    ids=str,
+)
+def test_bad_requests_are_one_line(options, problem):
+    with Engine(model_of("full"), rows=2, pages=9, page=4) as engine:
+        with pytest.raises(ConfigError) as caught:
+            engine.submit(**{"prompt": [3], "max_new_tokens": 2, **options})
+        assert problem in str(caught.value)
+        assert str(caught.value).startswith("Engine.submit: ")
+        assert "\n" not in str(caught.value)
+        with pytest.raises(DeviceMemoryError, match="fills 10 pages, and the engine has 9"):
+            engine.submit([3] * 20, max_new_tokens=20)
+
+
+@pytest.mark.parametrize("option", ["rows", "pages", "page", "chunk", "cache_dtype"])
+def test_bad_engines_are_one_line(option):
+    with pytest.raises(ConfigError, match=f"Engine: {option}="):
+        Engine(model_of("full"), **{"pages": 9, option: 0})
+    with pytest.raises(ConfigError, match="Engine: model is a str"):
+        Engine("model")
+
+
+def test_no_new_tokens():
+    with Engine(model_of("full"), rows=2, pages=9, page=4) as engine:
+        request = engine.submit([3], max_new_tokens=0)
+        (event,) = engine.step()
+        assert (event.request, event.finish, event.tokens) == (request, "length", [])
+
+
+def test_draws_are_those_of_the_host():
+    """All rows at once, as a GPU draws them, or one by one: the same tokens."""
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((4, 97))
+    options = SimpleNamespace(temperature=0.7, top_k=9, top_p=0.9, min_p=0.01)
+    uniform = rng.random((4, 1))
+    expected = [drawing.draw(row, options, u) for row, u in zip(logits, uniform[:, 0], strict=True)]
+    assert drawing.draw_all(logits, options, uniform).tolist() == expected
+
+
+@pytest.fixture(scope="module")
+def letters():
+    """Return a model of letters, and its tokenizer: token n is the letter n."""
+    tokenizers = pytest.importorskip("tokenizers", reason="needs the extra `cli`")
+    words = {chr(97 + n) if n < 26 else f"<{n}>": n for n in range(96)}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words | {"<96>": 96}, "<96>"))
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    model = create({**SIZES, **FAMILIES["full"]}, seed=0)
+    model.tokenizer = SimpleNamespace(backend=backend)
+    return model
+
+
+def test_a_stop_text_ends_a_sample(letters):
+    options = {"max_new_tokens": 12, "stop": ()}
+    with Engine(letters, rows=2, pages=20, page=4) as engine:
+        free = engine.submit([5, 6, 7], **options)
+        engine.run()
+        text = letters.tokenizer.backend.decode(free.samples[0].tokens)
+        end = text[len(text) // 2 : len(text) // 2 + 4]
+        stopped = engine.submit([5, 6, 7], **options, stop_texts=[end])
+        engine.run()
+    (sample,) = stopped.samples
+    own = letters.tokenizer.backend.decode(sample.tokens)
+    assert sample.finish == "stop"
+    assert end in own
+    assert end not in letters.tokenizer.backend.decode(sample.tokens[:-1])
+    assert text.startswith(own)
+
+
+def test_a_constraint_chooses_the_text(letters):
+    pytest.importorskip("llguidance", reason="needs the extra `constraints`")
+    with Engine(letters, rows=3, pages=40, page=4) as engine:
+        options = {"max_new_tokens": 9, "stop": 90, "temperature": 1.0, "seed": 1}
+        request = engine.submit([5, 6], **options, samples=3, constraint={"regex": "(ab|cd){2,3}"})
+        plain = engine.submit([5, 6], **options)
+        engine.run()
+        with pytest.raises(ConfigError, match=r"Engine.submit: constraint=\{'x': 1\}"):
+            engine.submit([5], max_new_tokens=1, constraint={"x": 1})
+    for sample in request.samples:
+        text = letters.tokenizer.backend.decode([t for t in sample.tokens if t != 90])
+        assert re.fullmatch("(ab|cd){2,3}", text)
+        assert sample.finish == "stop"
+    with Engine(letters, rows=3, pages=40, page=4) as engine:
+        alone = engine.submit([5, 6], **options)
+        engine.run()
+    assert plain.samples[0].tokens == alone.samples[0].tokens

@@ -1,0 +1,399 @@
+"""The computation of an engine's step: new tokens of many rows, end to end in one row.
+
+    decoding = Decoding(model, rows=64, pages=1024, page=64)
+    logits = decoding([Work(sequence, tokens, of_row, slot), ...])
+
+A row has a sequence of pages; layers without attention have a state for each slot.  On a GPU a step
+of one token per row is captured into a CUDA graph for each rounded number of rows.
+"""
+
+import copy
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from ...core import gpu
+from ...core.dtypes import Array
+from ...core.replay import fixed_order
+from ...core.stand_in import is_planned
+from ...errors import DeviceMemoryError
+from ...inference.paged_kv_cache import PagedKVCache
+from ...inference.paged_rows import PackedRows, PagedRows
+from ...machine import bytes_requested, device_memory, format_bytes
+from ...ops.elements.cast import in_dtype
+from ...parallel.nccl import NcclCommunicator
+from ...placement import on_gpu_of_attribute, to_device_of, to_numpy
+from ...serving.work import Work
+from ...training.captured import Captured, Place
+from ..adapters.adapter import DOWN, UP, Adapter
+from ..adapters.joined import join_downs
+from ..adapters.many import ByRows
+from ..invariant import check_invariant
+from ..layers.attending import packed, project_of, whole_of
+from ..layers.block import blocks, embedded
+from ..layers.call import Attention, Call, Latents, Mixtures, Recurrence, no_states
+from ..layers.head import capped, exact_logits
+from ..layers.norms import join
+from ..network import Network
+from ..ranks.stages import routed_by_all, through_blocks
+
+LEAST = 8  # pages in the table of a captured step; tables double from here
+
+
+@on_gpu_of_attribute("model.table")
+class Decoding:
+    """A model with the caches of its rows: a callable that computes one step.
+
+    Attributes
+    ----------
+    cache : PagedKVCache
+        Keys and values of layers with attention.
+    states : States or None
+        The states of layers without attention, by slot.
+    switch : int or None
+        The number of tokens from which longrope has other angles for all positions of a row.
+    shares : bool
+        Whether a row may use the pages of another row that begins alike, and be computed again.
+    computed : int
+        Number of tokens computed so far, with those that fill up captured steps.
+    vocab, invariant : int, bool
+        Of the model.
+    """
+
+    def __init__(
+        self,
+        model: Network,
+        *,
+        rows: int,
+        pages: int,
+        page: int,
+        cache: PagedKVCache | None = None,
+        cache_dtype: Any = None,
+        notes: bool = False,
+        adapters: dict[str, Adapter] | None = None,
+    ) -> None:
+        self.model = model = model.settled()
+        self.adapters = {} if adapters is None else adapters
+        self.notes = notes and model.config.experts is not None
+        self.cache = cache or paged_cache(model, pages, page, cache_dtype, self.adapters)
+        config = model.config
+        attends = [n for n in own_layers(model) if config.attends(n)]
+        if len(self.cache.keys) == config.layers:
+            attends = [*range(config.layers)]
+        self.places = {layer: place for place, layer in enumerate(attends)}
+        self.states: Any = States(rows, model.table) if config.recurrent else None
+        self.switch = switch_of(config)
+        grows = any(rope.original is not None for rope in config.ropes.values())
+        self.by_length = grows  # angles of a token depend on the length of its row
+        self.shares = not config.recurrent and (not grows or self.switch is not None)
+        self.repeats = not grows or self.switch is not None
+        self.vocab, self.invariant = config.vocab, model.invariant
+        self.softcap = config.logit_softcap if model.invariant else None
+        self.captures = captures(model)
+        self.place, self.graphs = Place(), dict[Any, Any]()
+        self.last: tuple[Any, Network] = (None, model)
+        self.prepared: Any = None
+        self.computed = 0
+        if model.invariant:
+            division = model.division is not None or model.context is not None
+            check_invariant(config, division, PagedRows("generate", self.cache, [], 0), None)
+
+    def __call__(self, work: Sequence[Work]) -> tuple[Array, list[Array] | None]:
+        """Compute the new tokens of rows; return logits (rows, vocab) and routes by row.
+
+        The logits are those after the last token of each row.  Routes are the experts of the new
+        tokens, (tokens, layers with experts, k) on the host, if ``notes`` is true.  The order of
+        rows: those with one token, then those without earlier tokens, then the others.
+        """
+        ones = all(len(each.tokens) == 1 for each in work)
+        if ones and self.captures and all(each.adapter == "" for each in work):
+            logits, routes = self._played(work)
+        else:
+            counts = [len(each.tokens) for each in work]
+            self.computed += sum(counts)
+            rows = PackedRows(self.cache, [w.sequence for w in work], counts, self.places)
+            numbers = np.concatenate([*(w.tokens for w in work), rows.numbers])
+            rows.place(self._placed(numbers))
+            model = self._model(work)
+            parameters = model.entered(model.parameters)
+            slots = self._placed([w.slot for w in work])
+            used = model.used(parameters, None), whole_of(model.adapter)
+            logits, routes = self._computed(model, parameters, used, rows, slots, work)
+        if routes is None:
+            return logits, None
+        starts = np.cumsum([len(each.tokens) for each in work])
+        return logits, np.split(to_numpy(routes)[: starts[-1]], starts[:-1])
+
+    def _played(self, work: Sequence[Work]) -> tuple[Array, Any]:
+        """Compute rows with one token each, by the graph of their rounded number."""
+        sequences = [w.sequence for w in work]
+        pages = max(len(self.cache.tables[s]) for s in sequences) + 1
+        form = rounded_rows(len(work)), max(LEAST, 1 << (pages - 1).bit_length())
+        shape = {"rows": form[0], "pages": form[1]}
+        self.computed += form[0]
+        rows = PackedRows(self.cache, sequences, [1] * len(work), self.places, **shape)
+        tokens = np.zeros(form[0], np.int64)
+        tokens[: len(work)] = [w.tokens[0] for w in work]
+        numbers = np.concatenate([tokens, rows.numbers])
+        if form not in self.graphs:
+            rows.longest = form[1] * self.cache.keys.shape[2]
+            rows.place(self._placed(numbers))
+            self.graphs[form] = rows, Captured(self.place)
+        first, captured = self.graphs[form]
+        first.numbers[...] = self._placed(numbers)
+        model, (parameters, *used) = self.model, self._prepared()
+        run = partial(self._computed, model, parameters, used, first, None, ())
+        if type(first.numbers) is np.ndarray or is_planned(first.numbers):
+            results = run()
+        else:
+            try:
+                results = captured(run)
+            except MemoryError as error:
+                more, (free, whole) = bytes_requested(error), gpu.cupy().cuda.runtime.memGetInfo()
+                raise DeviceMemoryError(
+                    f"generate: a step needs {format_bytes(more)} more, and the GPU has"
+                    f" {format_bytes(free)} free; generate fewer rows or fewer tokens at a time",
+                    whole - free + more,
+                    whole,
+                ) from error
+            comm = None if model.division is None else model.division.comm
+            if captured.graph is not None and isinstance(comm, NcclCommunicator):
+                comm.launched("generate")
+        logits, routes = results
+        return logits[: len(work)], routes
+
+    def _prepared(self) -> tuple[Any, Any, Any]:
+        """Return all parameters, parameters of blocks, and dense weights, rounded once."""
+        if self.prepared is None:
+            model = self.model
+            parameters = model.entered(model.parameters)
+            used = model.used(parameters, None)
+            low = {n: in_dtype(a, model.dtype) for n, a in used.items() if n.endswith((DOWN, UP))}
+            names = [n for n in used if self.cache.latent and n.endswith(".kv_b_proj.weight")]
+            whole = {name: whole_of(model.adapter)(used, name) for name in names}
+            prepared = {**used, **join_downs(low)}
+            self.prepared = parameters, prepared, lambda _, name: whole[name]
+        return self.prepared
+
+    def _computed(
+        self,
+        model: Network,
+        parameters: Any,
+        used: Any,
+        rows: PackedRows,
+        slots: Any,
+        work: Sequence[Work],
+    ) -> tuple[Array, Any]:
+        """Return the logits after the last tokens of rows, and the experts of all tokens."""
+        tokens: Any = rows.tokens[None]
+        positions: Any = rows.positions[None]
+        if self.by_length:
+            tables, positions = self._tables_of_rows(model, rows, work), None
+        else:
+            length = max(rows.longest, 1)
+            tables = {kind: table(length) for kind, table in model.tables.items()}
+            if isinstance(positions, np.ndarray) and not rows.fixed:  # gathered once for all layers
+                place = rows.known[0]
+                tables = {kind: tuple(t[place] for t in each) for kind, each in tables.items()}
+                positions = None
+        offsets: Any = np.array(rows.offsets, np.int32)
+        own, states, latents, attend = None, no_states, None, rows.attend
+        begins = rows.all_fresh and tokens.size >= len(rows.offsets)  # of latent attention
+        if self.states is not None:
+            own, self.states.index, states = self._placed(offsets), slots, self.states.recurrent
+        if self.cache.latent is not None:
+            latents = Latents(lambda layer: begins, rows.append, rows.attend)
+            if begins:
+                attend = partial(packed, self._placed(offsets), max(rows.counts))
+        stacks = {} if model.adapter is None else model.adapter.used_stacks()
+        call = Call(
+            model.config,
+            used[0],
+            project_of(model.config, model.adapter, None, model.division, tokens, offsets),
+            Attention(attend, tables, positions, latents=latents, whole=used[1]),
+            Mixtures(stacks, [] if self.notes else None, ranks=model.expert_ranks),
+            Recurrence(states, None, own),
+            False if isinstance(model.adapter, ByRows) else model.chunked_mlp,
+            model.slices,
+            model.gather,
+        )
+        count = len(rows.offsets) - 1
+        ends = None if tokens.size == count else self._placed(offsets[1:] - 1)
+
+        def head(x: Array) -> Array:
+            x = x if ends is None else x[:, ends]
+            if model.invariant:
+                with fixed_order():
+                    exact: Array = exact_logits(model.config, parameters, x)[0]
+                    return exact
+            logits: Array = model.next_logits(parameters, x)[0]
+            return logits
+
+        with model.ordered():
+            if staged(model):
+                logits = through_blocks(model, call, tokens, head, count)
+            else:
+                branch = embedded(model.config, parameters, tokens, model.slices)
+                branch, stream = blocks(call, branch, None)
+                logits = head(join(call, "model.", model.config.norms.last, branch, stream)[0])
+        if not self.notes:
+            return logits, None
+        routers: Any = call.experts.routers
+        if staged(model):
+            stages: Any = None if model.division is None else model.division.stages
+            routers = routed_by_all(model, stages, routers, tokens.shape)
+        return logits, np.stack([each.experts[0] for each in routers], axis=1)
+
+    def drawn_from(self, logits: Array) -> Array:
+        """Return the logits that tokens are drawn from: with the model's cap."""
+        return capped(self.model.config, logits) if self.invariant else logits
+
+    def _tables_of_rows(
+        self, model: Network, rows: PackedRows, work: Sequence[Work]
+    ) -> dict[str, tuple[Any, ...]]:
+        """Return the rotary tables of each token, whose angles depend on its row's length."""
+        by_kind = {}
+        for kind, table in model.tables.items():
+            parts = [
+                [each[start : start + len(w.tokens)] for each in table(max(w.length, 1))]
+                for w, start in zip(work, rows.before, strict=True)
+            ]
+            by_kind[kind] = tuple(np.concatenate(each) for each in zip(*parts, strict=True))
+        return by_kind
+
+    def _model(self, work: Sequence[Work]) -> Network:
+        """Return the model with the adapter of each row; an empty name is the active adapter."""
+        names = tuple(each.adapter for each in work)
+        if set(names) == {""}:
+            return self.model
+        if self.last[0] != names:
+            model, active = copy.copy(self.model), self.model.adapter
+            adapters = self.adapters if active is None else {**self.adapters, "": active}
+            own = [None if name == "" and active is None else name for name in names]
+            model.adapter = ByRows(adapters, own)
+            self.last = names, model
+        return self.last[1]
+
+    def _placed(self, numbers: Any) -> Any:
+        """Return integers as an int32 array on the device of the model."""
+        return to_device_of(np.asarray(numbers, np.int32), self.model.table)
+
+
+class States:
+    """The states of layers without attention: a row of each array for each slot."""
+
+    def __init__(self, slots: int, like: Array) -> None:
+        self.slots, self.like = slots, like
+        self.arrays: dict[int, tuple[Array, ...]] = {}
+        self.index: Any = None  # the slots of a step's rows, in order
+
+    def recurrent(self, layer: int, tokens: int = 0, *states: Array) -> tuple[Any, ...]:
+        """Return the states of the step's rows; first store ``states``, if passed."""
+        if states:
+            if layer not in self.arrays:
+                self.arrays[layer] = tuple(
+                    np.zeros_like(each, shape=(self.slots, *each.shape[1:])) for each in states
+                )
+            for stored, each in zip(self.arrays[layer], states, strict=True):
+                stored[self.index] = each
+        if layer not in self.arrays:
+            return None, None  # no row has earlier tokens
+        return tuple(each[self.index] for each in self.arrays[layer])
+
+    def clear(self, slot: int) -> None:
+        """Set the states of a slot to the initial states."""
+        for each in self.arrays.values():
+            for stored in each:
+                stored[slot] = 0
+
+    def taken(self, slot: int) -> dict[int, tuple[Array, ...]]:
+        """Return a copy of the states of a slot, by layer."""
+        each = self.arrays.items()
+        return {layer: tuple(stored[slot].copy() for stored in own) for layer, own in each}
+
+    def put(self, slot: int, states: dict[int, tuple[Array, ...]]) -> None:
+        """Store states, which ``taken`` returned, in a slot."""
+        for layer, own in states.items():
+            for stored, each in zip(self.arrays[layer], own, strict=True):
+                stored[slot] = each
+
+
+def captures(model: Network) -> bool:
+    """Return whether a step of one token per row can be one CUDA graph.
+
+    It needs a GPU, rotary angles that do not change, and weights that are whole in memory.  With
+    expert ranks, the host reads the numbers of rows to send: no graph can capture that.
+    """
+    config = model.config
+    divided = model.expert_ranks is not None or model.gather is not None or staged(model)
+    grows = any(rope.original is not None for rope in config.ropes.values())
+    return not (divided or grows or config.recurrent or isinstance(model.table, np.ndarray))
+
+
+def staged(model: Network) -> bool:
+    """Return whether ranks hold different blocks."""
+    return model.division is not None and model.division.stages is not None
+
+
+def own_layers(model: Network) -> list[int]:
+    """Return the layers that this rank computes."""
+    stages = None if model.division is None else model.division.stages
+    return [n for n in range(model.config.layers) if stages is None or stages.holds(n)]
+
+
+def cache_form(model: Network, dtype: Any, adapters: Any = ()) -> dict[str, Any]:
+    """Return the arguments of a PagedKVCache for the attention layers of a model.
+
+    int8 codes have one scale per row, but the two parts of a latent row differ in scale: an int8
+    cache stores whole heads.  So does that of an invariant model, as training computes them, and
+    one for adapters that change ``kv_b_proj``.
+    """
+    config = model.config
+    layers = [n for n in own_layers(model) if config.attends(n)]
+    sizes: dict[str, Any] = {"kv_heads": config.kv_heads, "dim": config.dim, "latent": None}
+    several = any(".kv_b_proj." in name for each in adapters for name in each.parameters)
+    if dtype is None and not model.invariant and not several:
+        sizes = model.cache_sizes
+    windows: Any = [config.window_of(n) for n in layers]
+    if sizes["latent"] is not None or all(window is None for window in windows):
+        windows = None
+    dtype = model.dtype if dtype is None else dtype
+    return {"layers": len(layers), **sizes, "dtype": dtype, "like": model.table, "window": windows}
+
+
+def paged_cache(
+    model: Network, pages: int, page: int, dtype: Any, adapters: Any = None
+) -> PagedKVCache:
+    """Return a new cache for the attention layers of a model."""
+    form = cache_form(model, dtype, (adapters or {}).values())
+    return PagedKVCache(
+        form.pop("layers"), pages, page, form.pop("kv_heads"), form.pop("dim"), **form
+    )
+
+
+def free_pages(model: Network, rows: int, page: int, dtype: Any, adapters: Any) -> int:
+    """Return the pages that rows of all positions fill, at most four fifths of the free memory."""
+    form = cache_form(model, dtype, adapters.values())
+    kind = np.dtype(form["dtype"])
+    numbers = form["layers"] * page * form["kv_heads"] * form["dim"] * kind.itemsize
+    size = max(1, numbers * (1 if form["latent"] is not None else 2))
+    like: Any = model.table
+    where = None if isinstance(like, np.ndarray) else f"cuda:{like.device.id}"
+    free = device_memory(where)[1]
+    most = rows * -(-model.config.positions // page)
+    return max(1, most if free is None else min(most, free * 4 // 5 // size))
+
+
+def switch_of(config: Any) -> int | None:
+    """Return the length from which longrope has other angles for all positions, or None."""
+    ropes = (rope for rope in config.ropes.values() if rope.original is not None)
+    originals = (r.original for r in ropes if (r.scaling or {}).get("rope_type") == "longrope")
+    return next((original + 1 for original in originals if original is not None), None)
+
+
+def rounded_rows(rows: int) -> int:
+    """Return the rows of a captured step: at most 1 / 32 more, so that there are few shapes."""
+    step = max(1, 1 << (rows - 1).bit_length() >> 5)
+    return -(-rows // step) * step

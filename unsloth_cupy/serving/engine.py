@@ -1,0 +1,285 @@
+"""The engine: requests that join and leave a batch between its steps.
+
+with Engine(model, rows=64) as engine:
+request = engine.submit(prompt, max_new_tokens=100, samples=4, temperature=1.0, seed=0)
+engine.run()
+request.samples[0].tokens
+"""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
+
+import numpy as np
+
+from ..core.call import is_integer
+from ..errors import ConfigError, DeviceMemoryError, naming
+from ..inference.paged_kv_cache import PagedKVCache
+from ..placement import to_numpy
+from .constraint import Grammars
+from .options import Options
+from .requests import Event, Request, Row
+from .scheduler import Scheduler
+
+
+class Engine:
+    """Generation for many prompts at once, each with its own options.
+
+    Rows of all requests are computed together, a token at a time; prompts are computed in chunks
+    beside them.  Prompts that begin alike share pages of the KV cache, and the samples of a prompt
+    share its computation.  The tokens of a row depend on its prompt, its options and its seed, not
+    on other rows; in an invariant model not in one bit.
+
+    Parameters
+    ----------
+    model : Transformer
+        A causal language model, whose weights must not change while rows run.
+    rows : int
+        Most rows that are computed together.
+    pages : int, optional
+        Pages of the KV cache.  None: as many as ``rows`` texts of all positions fill, but at most
+        four fifths of the free memory.
+    page : int
+        Tokens per page.
+    cache_dtype : str, optional
+        int8: codes, which take half the memory of 16-bit values.
+    chunk : int
+        Most tokens of prompts in a step.
+
+    Attributes
+    ----------
+    waiting, running : int
+        Number of rows that wait, and of rows that are computed.
+    free_pages : int
+        Number of pages that no row uses.
+    computed_rows : int
+        Number of tokens that the model computed.
+    kept_tokens : int
+        Number of tokens of prompts, each once for all its samples, and of new tokens.
+
+    Raises
+    ------
+    ConfigError
+        A number is invalid, the model has no head for generation, or cannot be invariant.
+
+    Notes
+    -----
+    If pages run out, the youngest row gives up its pages and is computed again later: its tokens
+    and log-probabilities stay.  A model whose layers have recurrent states shares no prefixes, only
+    the prompt of the samples of one request.  A model with dynamic rotary angles shares none
+    either, and its rows start only if all their tokens have pages.
+
+    Examples
+    --------
+    >>> from unsloth_cupy import Engine
+    >>> from unsloth_cupy.models import create
+    >>> model = create(
+    ...     {
+    ...         "model_type": "llama",
+    ...         "vocab_size": 99,
+    ...         "hidden_size": 32,
+    ...         "intermediate_size": 64,
+    ...         "num_hidden_layers": 1,
+    ...         "num_attention_heads": 2,
+    ...     },
+    ...     seed=0,
+    ... )
+    >>> with Engine(model, rows=4) as engine:
+    ...     one = engine.submit([5, 6, 7], max_new_tokens=3, stop=())
+    ...     two = engine.submit([8], max_new_tokens=2, samples=2, temperature=1.0, seed=0, stop=())
+    ...     requests = engine.run()
+    >>> [len(sample.tokens) for request in requests for sample in request.samples]
+    [3, 2, 2]
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        rows: int = 64,
+        pages: int | None = None,
+        page: int = 64,
+        cache_dtype: str | None = None,
+        chunk: int = 512,
+    ) -> None:
+        numbers = {"rows": rows, "pages": pages, "page": page, "chunk": chunk}
+        for name, value in numbers.items():
+            if not (is_integer(value, 1) or (name == "pages" and value is None)):
+                raise ConfigError(f"Engine: {name}={value!r} must be an integer, 1 or more")
+        if cache_dtype not in (None, "int8"):
+            raise ConfigError(f"Engine: cache_dtype={cache_dtype!r} must be 'int8', or None")
+        if not hasattr(model, "decoder"):
+            cure = "pass a model that models.load or models.create returned"
+            raise ConfigError(f"Engine: model is a {type(model).__name__}; {cure}")
+        self.model = model
+        decoder = model.decoder(rows=rows, pages=pages, page=page, cache_dtype=cache_dtype)
+        self._scheduler = Scheduler(decoder, rows=rows, chunk=chunk)
+        self._requests: list[Request] = []
+        self._count = 0
+        self._grammars: dict[Any, Grammars] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for request in self._requests:
+            self.cancel(request)
+        self._requests = []
+
+    @property
+    def cache(self) -> PagedKVCache:
+        """The pages of all rows."""
+        return self._scheduler.cache
+
+    waiting = property(lambda self: self._scheduler.waiting)
+    running = property(lambda self: self._scheduler.running)
+    free_pages = property(lambda self: self._scheduler.free_pages)
+    computed_rows = property(lambda self: self._scheduler.computed_rows)
+    kept_tokens = property(lambda self: self._scheduler.kept_tokens)
+
+    @naming("Engine.submit", "generate")
+    def submit(
+        self,
+        prompt: Any,
+        *,
+        max_new_tokens: int,
+        min_new_tokens: int = 0,
+        samples: int = 1,
+        temperature: float = 0.0,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        min_p: float | None = None,
+        repetition_penalty: float | None = None,
+        seed: int | None = None,
+        first: int = 0,
+        stop: int | Sequence[int] | None = None,
+        stop_texts: Sequence[str] = (),
+        log_probs: bool = False,
+        constraint: Mapping[str, Any] | None = None,
+        adapter: str | None = None,
+    ) -> Request:
+        """Add a prompt; it starts in a later step.
+
+        Parameters
+        ----------
+        prompt : (tokens,) int
+            A list or an array of tokens.
+        max_new_tokens, min_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty, stop
+            As in ``Transformer.generate``.
+        samples : int
+            Number of completions.
+        seed, first : int
+            Sample i draws as row ``first + i`` of ``generate(seed=seed)``.
+        stop_texts : sequence of str
+            Texts that end a sample; the tokens of the text are part of the sample.
+        log_probs : bool
+            Whether samples have the log-probabilities of their tokens.
+        constraint : mapping, optional
+            ``{"json_schema": schema}`` or ``{"regex": text}``: the new tokens are a text of this
+            form.  Needs llguidance and the model's tokenizer.
+        adapter : str, optional
+            Name of an adapter of the model; None: the adapter that is active.
+
+        Returns
+        -------
+        request : Request
+            ``request.samples`` has the tokens so far, and ``finish`` of each sample.
+
+        Raises
+        ------
+        ConfigError
+            An option or the prompt is invalid.
+        DeviceMemoryError
+            The engine has fewer pages than one sample may fill.
+        """
+        decoder = self._scheduler.decoder
+        options = Options(
+            max_new_tokens, min_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
+            seed, stop, None, None, None, first,
+        )  # fmt: skip
+        for name, value, least in (("samples", samples, 1), ("first", first, 0)):
+            if not is_integer(value, least):
+                raise ConfigError(f"generate: {name}={value!r} must be {least} or more")
+        tokens = self._tokens(prompt)
+        ends = options.ends(self.model.config.end_tokens, decoder.vocab)
+        listed = [stop_texts] if isinstance(stop_texts, str) else [*stop_texts]
+        if not all(each and isinstance(each, str) for each in listed):
+            raise ConfigError(f"generate: stop_texts={stop_texts!r} must be a list of texts")
+        tokenizer = getattr(self.model, "tokenizer", None)
+        backend = None if tokenizer is None else tokenizer.backend
+        if listed and backend is None:
+            cure = 'set model.tokenizer = models.Tokenizer("folder")'
+            raise ConfigError(f"generate: stop_texts need the model's tokenizer; {cure}")
+        if adapter is not None and adapter not in self.model.adapters:
+            names = ", ".join(map(repr, self.model.adapters)) or "none; call load_adapter(name)"
+            raise ConfigError(f"generate: no adapter is named {adapter!r}; there are {names}")
+        size = self.cache.keys.shape[2]
+        need = -(-(len(tokens) + max(max_new_tokens - 1, 0)) // size)
+        if need > len(self.cache.uses) and not any(self.cache.windows):
+            raise DeviceMemoryError(
+                f"generate: a sample of {len(tokens)} + {max_new_tokens} tokens fills {need} pages,"
+                f" and the engine has {len(self.cache.uses)}; create it with more pages",
+                need,
+                len(self.cache.uses),
+            )
+        grammar = None
+        if constraint is not None:
+            key = tuple(ends.tolist())
+            if key not in self._grammars:
+                self._grammars[key] = Grammars(backend, decoder.vocab, key)
+            grammar = self._grammars[key]
+        request = Request(tokens, options, samples, self._count)
+        own = secrets.randbits(64) if seed is None else seed
+        rows = [
+            Row(
+                request,
+                index,
+                own,
+                ends,
+                adapter="" if adapter is None else adapter,
+                log_probs=log_probs,
+                matcher=None if grammar is None else grammar.matcher(constraint),
+                allowed=None if grammar is None else grammar.allowed,
+                texts=(backend, listed) if listed else None,
+            )
+            for index in range(samples)
+        ]
+        self._count += 1
+        self._requests.append(request)
+        self._scheduler.add(rows)
+        return request
+
+    def _tokens(self, prompt: Any) -> list[int]:
+        """Return the tokens of a prompt, checked."""
+        if isinstance(prompt, Mapping):
+            cure = "pass the token ids alone: images are not supported yet"
+            raise ConfigError(f"generate: prompt has {', '.join(map(str, prompt))}; {cure}")
+        row = to_numpy(prompt) if hasattr(prompt, "dtype") else np.asarray(prompt)
+        if row.ndim != 1 or row.dtype.kind not in "iu" or not row.size:
+            problem = f"prompt is {row.dtype} {row.shape}"
+            raise ConfigError(f"generate: {problem}; pass a list of one or more tokens")
+        vocab = self._scheduler.decoder.vocab
+        if row.min() < 0 or row.max() >= vocab:
+            raise ConfigError(f"generate: prompt has a token outside the vocabulary of {vocab}")
+        return [int(token) for token in row]
+
+    def step(self) -> list[Event]:
+        """Compute one step; return new tokens and ends of samples, in no order of requests.
+
+        A sample whose logits contain NaN, or whose constraint allows no token, ends with "error".
+        """
+        events = self._scheduler.step()
+        if any(event.finish is not None for event in events):
+            self._requests = [each for each in self._requests if not each.finished]
+        return events
+
+    def run(self) -> list[Request]:
+        """Compute all requests to their ends; return them in the order of ``submit``."""
+        requests = self._requests
+        while self._scheduler.busy:
+            self.step()
+        return requests
+
+    def cancel(self, request: Request) -> None:
+        """End all samples of a request now; the next step returns their events."""
+        self._scheduler.cancel(request)

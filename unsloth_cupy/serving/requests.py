@@ -1,0 +1,139 @@
+"""Requests, their samples, and the rows that compute them."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..core.dtypes import Array
+from .options import Options
+from .prefixes import Node
+from .texts import StopStrings, TextStream
+
+Finish = str | None  # None, "stop", "length", "cancelled", "error"
+
+
+class Sample:
+    """One completion of a request.
+
+    Attributes
+    ----------
+    tokens : list of int
+        The new tokens so far, including the token that ended the row.
+    log_probs : list of float
+        Of each new token in softmax(logits / temperature), before top_k, top_p and min_p; of a
+        greedy sample with temperature 1.  Only if the request has ``log_probs``.
+    finish : str or None
+        None while tokens may follow; then "stop", "length", "cancelled" or "error".
+    """
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.log_probs: list[Any] = []
+        self.finish: Finish = None
+
+    def __repr__(self) -> str:
+        return f"Sample(tokens={self.tokens}, finish={self.finish!r})"
+
+
+class Event(NamedTuple):
+    """New tokens of a sample, or its end."""
+
+    request: "Request"
+    sample: int
+    tokens: list[int]
+    log_probs: list[Any] | None
+    finish: Finish
+
+
+class Request:
+    """A prompt and its options; ``samples`` are its completions."""
+
+    def __init__(self, prompt: Sequence[int], options: Options, count: int, number: int) -> None:
+        self.prompt, self.options, self.number = [*prompt], options, number
+        self.samples = [Sample() for _ in range(count)]
+        self.stem: Stem | None = None  # the computed prompt, until all samples have begun
+        self.leader: Row | None = None  # the row that computes the prompt
+        self.counted = False  # whether kept_tokens has the prompt
+
+    @property
+    def finished(self) -> bool:
+        """Whether all samples have ended."""
+        return all(sample.finish is not None for sample in self.samples)
+
+    def __repr__(self) -> str:
+        return f"Request({self.number}, prompt of {len(self.prompt)} tokens, {self.samples})"
+
+
+class Stem(NamedTuple):
+    """A computed prompt: its sequence, the logits after it, states, experts, and prefix."""
+
+    sequence: int
+    logits: Any
+    states: Any
+    routes: list[Array]
+    node: Node | None
+    depth: int
+
+
+class Row:
+    """A sample that the engine computes: its tokens, and how many of them the caches hold."""
+
+    def __init__(
+        self,
+        request: Request,
+        index: int,
+        seed: int,
+        ends: Array,
+        *,
+        number: int | None = None,
+        adapter: str | None = "",
+        log_probs: bool = False,
+        matcher: Any = None,
+        allowed: Callable[[Any], Array] | None = None,
+        texts: tuple[Any, Sequence[str]] | None = None,
+    ) -> None:
+        self.request, self.index, self.options = request, index, request.options
+        self.sample, self.tokens = request.samples[index], [*request.prompt]
+        number = request.options.first + (index if number is None else number)
+        self.draws = np.random.default_rng([seed, number])
+        self.ends, self.adapter, self.log_probs = ends, adapter, log_probs
+        self.end_set = frozenset(ends.tolist())
+        self.matcher, self._allowed = matcher, allowed
+        self.stops = None
+        if texts is not None:
+            self.stops = TextStream(texts[0], self.tokens), StopStrings(texts[1])
+        self.sequence: int | None = None
+        self.pinned = False  # whether the caller owns the sequence
+        self.filled = 0  # tokens whose keys and values are in the cache
+        self.slot, self.born = 0, 0
+        self.node: Node | None = None  # of the last full page in the tree of prefixes
+        self.depth = 0  # number of its pages in the tree
+        self.routes: list[Array] = []
+
+    @property
+    def count(self) -> int:
+        """The number of new tokens."""
+        return len(self.sample.tokens)
+
+    def allowed(self) -> Array | None:
+        """Return which tokens the constraint allows next, (vocab,) bool; None without one."""
+        return None if self.matcher is None else self._allowed(self.matcher)  # type: ignore[misc]
+
+    def take(self, token: int) -> Finish:
+        """Add a token; return why the row ends with it, or None."""
+        self.tokens.append(token)
+        self.sample.tokens.append(token)
+        if token in self.end_set:
+            return "stop"
+        if self.matcher is not None:
+            if not self.matcher.consume_token(token):
+                return "error"
+            if self.matcher.is_stopped():
+                return "stop"
+        if self.stops is not None:
+            pieces, stops = self.stops
+            stops.push(pieces.push(token))
+            if stops.has_match:
+                return "stop"
+        return "length" if self.count >= self.options.max_new_tokens else None

@@ -1,0 +1,379 @@
+"""The order of work: which rows are computed in a step, and which pages they have.
+
+Each step computes one token of every row that has its prompt, and up to ``chunk`` tokens of
+prompts.  Rows start in the order of their requests.  If pages run out, the least recently used
+prefixes that no row uses become free; then the youngest row is set back: its pages become free, and
+it waits with its tokens, which are computed again later.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ..core.dtypes import FLOAT32, Array
+from ..core.gpu import device_of
+from ..core.replay import fixed_order
+from ..ops.losses.linear_log_probs import of_logits
+from ..placement import to_device_of, to_numpy
+from .drawing import choose
+from .prefixes import Prefixes
+from .requests import Event, Finish, Request, Row, Stem
+from .work import Decoder, Work
+
+
+class Scheduler:
+    """Rows, the pages that they have, and the queue of rows that wait.
+
+    Attributes
+    ----------
+    kept_tokens : int
+        Number of tokens of prompts, each once for all its samples, and of new tokens.
+    """
+
+    def __init__(self, decoder: Decoder, *, rows: int, chunk: int, prefixes: bool = True) -> None:
+        self.decoder, self.rows, self.chunk = decoder, rows, chunk
+        self.cache = decoder.cache
+        self.tree = Prefixes(self.cache) if prefixes and decoder.shares else None
+        self.queue: deque[Row] = deque()
+        self.active: list[Row] = []  # in the order in which they started
+        self.slots = [*range(rows)][::-1]
+        self.stems: list[Request] = []
+        self.forked: list[tuple[Row, Any]] = []  # new rows of a computed prompt, and their logits
+        self.pending: list[Event] = []
+        self.births = 0
+        self.kept_tokens = 0
+
+    @property
+    def waiting(self) -> int:
+        """The number of rows that have not started, or were set back."""
+        return len(self.queue)
+
+    @property
+    def running(self) -> int:
+        """The number of rows that have pages."""
+        return len(self.active)
+
+    @property
+    def computed_rows(self) -> int:
+        """The number of tokens that the model has computed."""
+        return self.decoder.computed
+
+    @property
+    def free_pages(self) -> int:
+        """The number of pages that no row uses; earlier prefixes may still be in some of them."""
+        return len(self.cache.free_pages) + (0 if self.tree is None else self.tree.unused)
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Add rows to the end of the queue; rows without new tokens end at once."""
+        for row in rows:
+            if row.options.max_new_tokens:
+                self.queue.append(row)
+            else:
+                self._end(row, "length")
+                self.pending.append(Event(row.request, row.index, [], None, "length"))
+
+    def step(self) -> list[Event]:
+        """Compute one step; return the new tokens of rows, and which rows ended."""
+        events, self.pending = self.pending, []
+        self._start_rows()
+        batch = self._batch()
+        logits: Any = None
+        if batch:
+            work = [
+                Work(
+                    row.sequence,  # type: ignore[arg-type]
+                    np.array(row.tokens[row.filled : row.filled + count], np.int64),
+                    len(row.tokens),
+                    row.slot,
+                    row.adapter,
+                )
+                for row, count in batch
+            ]
+            logits, routes = self.decoder(work)
+            for place, (row, count) in enumerate(batch):
+                row.filled += count
+                new = row.filled - sum(map(len, row.routes))
+                if routes is not None and new > 0:  # tokens keep the experts of their first pass
+                    row.routes.append(routes[place][-new:])
+                self._keep_prefix(row)
+        places = [place for place, (row, _) in enumerate(batch) if self._complete(row)]
+        ready = [batch[place][0] for place in places]
+        self._fork_prompts(ready, places, logits)
+        if ready or self.forked:
+            events += self._drawn(ready, places, logits)
+        return events
+
+    @staticmethod
+    def _complete(row: Row) -> bool:
+        """Return whether the next token of a row can be drawn."""
+        return row.filled == len(row.tokens)
+
+    # Rows that start, and the pages of a step
+
+    def _start_rows(self) -> None:
+        """Start waiting rows while there are rows and pages."""
+        late = deque[Row]()
+        while self.queue and len(self.active) < self.rows:
+            row = self.queue.popleft()
+            request = row.request
+            if not row.count and request.leader is not None:
+                late.append(row)  # the prompt is being computed by another sample
+            elif not row.count and request.stem is not None and self._may_fork(row):
+                self._start_from_stem(row)
+            elif row.pinned or (request.stem is None and self._fits(row)):
+                self._start(row)
+            else:
+                self.queue.appendleft(row)
+                break
+        self.queue.extendleft(reversed(late))
+
+    def _fits(self, row: Row) -> bool:
+        """Return whether a row's known tokens and its next token have pages."""
+        size = self.cache.keys.shape[2]
+        if not self.decoder.repeats:  # no row can be set back: all its tokens need pages
+            rows = [*self.active, row]
+            every = [len(r.request.prompt) + r.options.max_new_tokens - 1 for r in rows]
+            return sum(-(-each // size) for each in every) <= len(self.cache.uses)
+        if not self.active:
+            return True
+        need = -(-(len(row.tokens) + 1) // size)
+        if need <= len(self.cache.free_pages):
+            return True
+        if self.tree is not None:
+            need -= len(self.tree.longest(self._kind(row), row.tokens))
+        return need <= self.free_pages
+
+    def _may_fork(self, row: Row) -> bool:
+        """Return whether a sample may start from its computed prompt: all its tokens have pages."""
+        return self.decoder.repeats or self._fits(row)
+
+    def _kind(self, row: Row) -> Any:
+        """Return the kind of prefixes that a row may share."""
+        switch = self.decoder.switch
+        return row.adapter, switch is not None and len(row.tokens) >= switch
+
+    def _admit(self, row: Row) -> None:
+        self.births += 1
+        row.born, row.slot = self.births, self.slots.pop()
+        self.active.append(row)
+
+    def _start(self, row: Row) -> None:
+        """Give a row a sequence, which begins with the pages of an equal prefix."""
+        self._admit(row)
+        if not row.pinned:
+            nodes = []
+            if self.tree is not None:
+                nodes = self.tree.longest(self._kind(row), row.tokens)
+                row.node = nodes[-1] if nodes else self.tree.root(self._kind(row))
+            row.sequence = self.cache.begin([node.page for node in nodes])
+            row.depth = len(nodes)
+            row.filled = row.depth * self.cache.keys.shape[2]
+        if self.decoder.states is not None:
+            self.decoder.states.clear(row.slot)
+        if not row.count and len(row.request.samples) > 1:
+            row.request.leader = row
+
+    def _start_from_stem(self, row: Row) -> None:
+        stem: Any = row.request.stem
+        self._admit(row)
+        self._fork(row, stem)
+        self.forked.append((row, stem.logits))
+        self._drop_finished_stem(row.request)
+
+    def _fork(self, row: Row, stem: Stem) -> None:
+        row.sequence, row.filled = self.cache.fork(stem.sequence), len(row.tokens)
+        row.node, row.depth = stem.node, stem.depth
+        row.routes = [*stem.routes]
+        if self.decoder.states is not None:
+            self.decoder.states.put(row.slot, stem.states)
+
+    def _drop_finished_stem(self, request: Request) -> None:
+        """Free the stem of a request if no sample waits for the prompt."""
+        if not any(row.request is request and not row.count for row in self.queue):
+            self._drop_stem(request)
+
+    def _drop_stem(self, request: Request) -> None:
+        if request.stem is not None:
+            self.cache.free(request.stem.sequence)
+            request.stem = None
+            self.stems.remove(request)
+
+    def _batch(self) -> list[tuple[Row, int]]:
+        """Return the rows of a step with their numbers of tokens, after making room for them."""
+        while True:
+            rest, batch = self.chunk, list[tuple[Row, int]]()
+            for row in self.active:
+                count = len(row.tokens) - row.filled
+                if count > 1:
+                    count = min(count, rest)
+                    rest -= count
+                if count:
+                    batch.append((row, count))
+            counts = [count for _, count in batch]
+            sequences: list[Any] = [row.sequence for row, _ in batch]
+            missing = self.cache.missing(sequences, counts) - len(self.cache.free_pages)
+            if missing <= 0 or not self._make_room(missing):
+                break
+        # rows with one token, then rows without earlier tokens, then others
+        return sorted(batch, key=lambda each: 0 if each[1] == 1 else 1 + (self._held(each[0]) > 0))
+
+    def _held(self, row: Row) -> int:
+        """Return the number of tokens in a row's sequence, with tokens of an earlier call."""
+        return max(self.cache.filled[row.sequence], default=0)  # type: ignore[index]
+
+    def _make_room(self, pages: int) -> bool:
+        """Free some pages; return False if nothing can be freed."""
+        if self.tree is not None and self.tree.free(pages):
+            return True
+        if self.stems:
+            self._drop_stem(self.stems[-1])
+            return True
+        rows = [row for row in self.active if not row.pinned]
+        if len(self.active) < 2 or not rows or not self.decoder.repeats:
+            return False
+        self._set_back(max(rows, key=lambda row: row.born))
+        return True
+
+    def _set_back(self, row: Row) -> None:
+        """Free the pages of a row, and let it wait at the front of the queue."""
+        self._leave(row)
+        row.filled, row.node, row.depth = 0, None, 0
+        self.queue.appendleft(row)
+
+    def _leave(self, row: Row) -> None:
+        """Remove a row from the active rows; free its pages unless the caller owns them."""
+        self.active.remove(row)
+        self.slots.append(row.slot)
+        self.forked = [each for each in self.forked if each[0] is not row]
+        if row.request.leader is row:
+            row.request.leader = None
+        if not row.pinned:
+            self.cache.free(row.sequence)  # type: ignore[arg-type]
+            row.sequence = None
+
+    def _keep_prefix(self, row: Row) -> None:
+        """Add the pages of a row that are full now to the tree of prefixes."""
+        if self.tree is None or row.node is None or row.pinned:
+            return
+        size = self.cache.keys.shape[2]
+        table = self.cache.tables[row.sequence]  # type: ignore[index]
+        for place in range(row.depth, row.filled // size):
+            if table[place] < 0 or row.node.gone:  # the page is before the window of all layers
+                row.node = None
+                return
+            own = row.tokens[place * size : (place + 1) * size]
+            row.node, row.depth = self.tree.add(row.node, own, table[place]), place + 1
+            if row.node.page != table[place]:  # another row had the same tokens first
+                self.cache.hold([row.node.page])
+                self.cache.release([table[place]])
+                table[place] = row.node.page
+
+    # Tokens
+
+    def _fork_prompts(self, ready: list[Row], places: list[int], logits: Any) -> None:
+        """Start further samples of prompts that are complete now, while there are rows."""
+        for row, place in [*zip(ready, places, strict=True)]:
+            request = row.request
+            if not request.counted:
+                request.counted = True
+                self.kept_tokens += len(request.prompt)
+            if request.leader is not row:
+                continue
+            request.leader = None
+            others = [r for r in self.queue if r.request is request and not r.count]
+            room = self.rows - len(self.active)
+            states = None
+            if others and self.decoder.states is not None:
+                states = self.decoder.states.taken(row.slot)
+            own: Any = row.sequence
+            stem = Stem(own, logits[place], states, [*row.routes], row.node, row.depth)
+            late = others[room:]
+            for other in others[:room]:
+                if not self._may_fork(other):
+                    late.append(other)
+                    continue
+                self.queue.remove(other)
+                self._admit(other)
+                self._fork(other, stem)
+                ready.append(other)
+                places.append(place)
+            if late:
+                # a captured step writes its logits again
+                last, sequence = stem.logits.copy(), self.cache.fork(stem.sequence)
+                request.stem = stem._replace(sequence=sequence, logits=last)
+                self.stems.append(request)
+
+    def _drawn(self, ready: list[Row], places: list[int], logits: Any) -> list[Event]:
+        """Draw the next token of rows; return their events."""
+        if logits is not None and places != [*range(len(logits))]:
+            logits = logits[to_device_of(np.array(places, np.int64), logits)]
+        if self.forked:
+            stems = [own[None] for _, own in self.forked]
+            logits = np.concatenate([*([] if logits is None else [logits]), *stems])
+            ready = [*ready, *(row for row, _ in self.forked)]
+            self.forked = []
+        with device_of(logits):
+            ends = [row.ends for row in ready]
+            chosen = choose(self.decoder.drawn_from(logits), ready, ends)
+        log_probs = self._log_probs(logits, ready, chosen)
+        events = []
+        for row, token, log_prob in zip(ready, chosen.tolist(), log_probs, strict=True):
+            finish: Finish = "error"
+            if token >= 0:
+                finish = row.take(token)
+                self.kept_tokens += 1
+                if row.log_probs:
+                    row.sample.log_probs.append(log_prob)
+            new, of_new = ([token], [log_prob]) if token >= 0 else ([], [])
+            shown = of_new if row.log_probs else None
+            events.append(Event(row.request, row.index, new, shown, finish))
+            if finish is not None:
+                self._leave(row)
+                self._end(row, finish)
+            elif len(row.tokens) == self.decoder.switch and not row.pinned:
+                self._set_back(row)  # all rotary angles of the row change, so do its experts
+                row.routes = []
+        return events
+
+    def _log_probs(self, logits: Any, rows: Sequence[Row], chosen: Array) -> list[Any]:
+        """Return the log-probability of each token; None where the row does not need it."""
+        results: list[Any] = [None] * len(rows)
+        groups: dict[float, list[int]] = {}
+        for place, row in enumerate(rows):
+            if row.log_probs and chosen[place] >= 0:
+                groups.setdefault(row.options.temperature or 1.0, []).append(place)
+        for temperature, places in groups.items():
+            part = logits
+            if len(places) < len(rows):
+                part = logits[to_device_of(np.array(places), logits)]
+            part = part.astype(np.promote_types(part.dtype, FLOAT32), copy=False)
+            labels = to_device_of(chosen[places], part)
+            with fixed_order(self.decoder.invariant), device_of(part):
+                own = of_logits(part, labels, temperature, self.decoder.softcap)
+            for place, log_prob in zip(places, to_numpy(own), strict=True):
+                results[place] = log_prob
+        return results
+
+    def _end(self, row: Row, finish: Finish) -> None:
+        row.sample.finish = finish
+
+    def cancel(self, request: Request) -> None:
+        """End all samples of a request; their events come with the next step."""
+        for row in [row for row in self.active if row.request is request]:
+            self._leave(row)
+            self._cancelled(row)
+        for row in [row for row in self.queue if row.request is request]:
+            self.queue.remove(row)
+            self._cancelled(row)
+        self._drop_stem(request)
+
+    def _cancelled(self, row: Row) -> None:
+        self._end(row, "cancelled")
+        self.pending.append(Event(row.request, row.index, [], None, "cancelled"))
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step has anything to do."""
+        return bool(self.queue or self.active or self.pending)

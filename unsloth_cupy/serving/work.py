@@ -1,0 +1,55 @@
+"""What an engine requires of a model: a callable that computes the new tokens of rows."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+from ..core.dtypes import Array
+from ..inference.paged_kv_cache import PagedKVCache
+
+
+class Work(NamedTuple):
+    """The new tokens of a row in one step."""
+
+    sequence: int  # of the cache
+    tokens: Array  # (count,) int, on the host
+    length: int  # number of all tokens of the row: angles of longrope depend on it
+    slot: int  # of the row's states
+    adapter: str | None  # name; None: no adapter; "": the model's active adapter
+
+
+class States(Protocol):
+    """The states of layers without attention, which each row has beside its pages."""
+
+    def clear(self, slot: int) -> None:
+        """Set the states of a slot to the initial states."""
+
+    def taken(self, slot: int) -> Any:
+        """Return a copy of the states of a slot."""
+
+    def put(self, slot: int, states: Any) -> None:
+        """Store states, which ``taken`` returned, in a slot."""
+
+
+class Decoder(Protocol):
+    """The computation of steps, with the caches of all rows.
+
+    ``shares`` is whether rows may share pages of equal prefixes, ``repeats`` whether a row's tokens
+    may be computed again with the same results.  From ``switch`` tokens on, if not None, a row has
+    other rotary angles for all tokens.  ``computed`` is the number of tokens computed so far.
+    """
+
+    cache: PagedKVCache
+    states: States | None
+    switch: int | None
+    shares: bool
+    repeats: bool
+    vocab: int
+    invariant: bool
+    softcap: float | None
+    computed: int
+
+    def __call__(self, work: Sequence[Work]) -> tuple[Array, list[Array] | None]:
+        """Return the logits after each row's last token, and the experts of its new tokens."""
+
+    def drawn_from(self, logits: Array) -> Any:
+        """Return the logits that tokens are drawn from."""

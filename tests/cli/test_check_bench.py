@@ -604,7 +604,7 @@ def test_attention_at_known_shapes(
     result = run("bench", "attention", "--json", numbers, "--plot", picture, *more)
     assert result.exit_code == 0, result.output
     said = re.sub(r"[\s│]+", " ", result.output)
-    for text in ("tiny 2 x 4 x 8 x 64", "both passes", "up to 32k on a GPU"):
+    for text in ("tiny 2 x 4 x 8 x 64", "both passes", "512 to 32k tokens on a GPU"):
         assert text in said
     assert picture.read_bytes().startswith(b"\x89PNG")
     rows = json.loads(numbers.read_text())["attention"]

@@ -38,7 +38,7 @@ from unsloth_cupy.memory.largest import Largest
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.generation import next_logits
-from unsloth_cupy.models.generation.streaming import StopStrings, TextStream
+from unsloth_cupy.serving.texts import StopStrings, TextStream
 from unsloth_cupy.training import adamw
 
 ROOT = Path(__file__).parents[2]
@@ -1170,3 +1170,12 @@ def test_out_of_memory_names_fit_where_it_helps(
     done = run(*words)
     assert_one_clear_error(done, "out of memory (3 GiB); ")
     assert ("--fit chooses settings that fit it; or try" in done.output) == (words == ["finetune"])
+
+
+def test_a_warning_is_one_line_without_code() -> None:
+    command = [sys.executable, "-m", "unsloth_cupy", "plan", str(LLAMA), "--tokens", "999999"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    (line,) = (line for line in done.stderr.splitlines() if "max_position_embeddings" in line)
+    assert line.startswith("warning: ")
+    assert ".py" not in done.stderr
+    assert "UserWarning" not in done.stderr

@@ -1054,7 +1054,11 @@ class TestSplit:
         collected = records._Collected()
         for line, text in enumerate(texts):
             collected.append(Record(line, [], "", text))
-        both = records._split("a.jsonl", collected, np.array(weights, float), **options)
+        *both, repeated = records._split("a.jsonl", collected, np.array(weights, float), **options)
+        held = {texts[record.line] for record in both[1]}
+        times = [n for n, w in zip(texts, weights, strict=True) if n in held and w >= 1]
+        if all(weight >= 1 for weight in weights):
+            assert repeated == len(times) - len(held)
         return [[record.line for record in part] for part in both]
 
     @pytest.mark.parametrize("share", [None, 0.1, 0.3, 0.01])
@@ -1126,6 +1130,8 @@ class TestSplit:
                 weight = 3 if line <= 40 and line not in known else 1
                 assert times[line] == (0 if text in held else weight) or line <= 40
             assert actual.where == before.where
+            lines = {record.line for record in (*actual.train, *actual.held_out)}
+            assert actual.repeated == 70 - len(lines) > 0
             assert [*records.split(before, share).train] == [*actual.train]
 
     @pytest.mark.parametrize("memory", [10**9, 2000, 1])

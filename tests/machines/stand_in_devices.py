@@ -310,10 +310,12 @@ def cuda_names(gpus: Gpus) -> dict[str, Any]:
 
         def free_postprocess(self, **told: Any) -> None: ...
 
-    class Pinned:
-        def __init__(self, size: int) -> None:
-            self.bytes = np.zeros(size, np.uint8)
-            self.ptr = self.bytes.ctypes.data
+    class Pinned(bytearray):
+        """A buffer, as CuPy's, with an address."""
+
+        @property
+        def ptr(self) -> int:
+            return np.frombuffer(self, np.uint8).ctypes.data
 
     class Allocated:
         def __init__(self, size: int) -> None:

@@ -9,9 +9,9 @@ import pytest
 
 from unsloth_cupy import KVCache, NonFiniteError
 from unsloth_cupy.errors import ConfigError, DTypeError, FrameworkError, RangeError, ShapeError
-from unsloth_cupy.models import create, generate
-from unsloth_cupy.models.generate import Options
-from unsloth_cupy.models.generation import drawing
+from unsloth_cupy.models import create
+from unsloth_cupy.serving import drawing
+from unsloth_cupy.serving.options import Options
 
 from .peers import SIZES
 
@@ -155,12 +155,12 @@ def test_draws_of_part_of_a_vocabulary_and_of_all_rows_are_the_same(cut, monkeyp
     sort = lambda row, count: np.argsort(-row, kind="stable")[:count]  # noqa: E731
 
     def draws():
-        return [generate._draw(row, options, 0.05 + place / 130) for place, row in enumerate(rows)]
+        return [drawing.draw(row, options, 0.05 + place / 130) for place, row in enumerate(rows)]
 
-    monkeypatch.setattr(generate, "FEW", 3)
+    monkeypatch.setattr(drawing, "FEW", 3)
     actual = draws()
-    monkeypatch.setattr(generate, "likeliest", sort)
-    monkeypatch.setattr(generate, "FEW", 97)
+    monkeypatch.setattr(drawing, "likeliest", sort)
+    monkeypatch.setattr(drawing, "FEW", 97)
     assert actual == draws()
     uniform = 0.05 + np.arange(len(rows))[:, None] / 130
     assert drawing.draw_all(np.array(rows), options, uniform).tolist() == actual

@@ -414,7 +414,7 @@ def test_explain_says_whether_it_is_a_graph() -> None:
     assert run().graph == ""
     assert "\ngraph: from the third call on" in str(run(graph=True))
     offload = CheckpointConfig(offload=True)
-    assert "\ngraph: from its third call on" in str(run(graph=True, checkpoint=offload))
+    assert "\ngraph: from the third call on" in str(run(graph=True, checkpoint=offload))
     here = explain(model.loss_and_gradients, tokens, tokens, graph=True)
     assert here.graph == "no graph: its arrays are not on a GPU"
 

@@ -342,7 +342,7 @@ def test_problem_type_decides() -> None:
         (lambda f: classifier().log_probs(TOKENS, TOKENS), "log_probs: the head of this model is"),
         (
             lambda f: classifier().rollouts([[3, 4]], max_new_tokens=1, seed=0),
-            r"rollouts: .*; pass the language model; labels come from logits\(tokens\), or predict",
+            r"rollouts: .*; pass a language model, or get labels from logits\(tokens\) or predict",
         ),
         (
             lambda f: classifier().add_adapter(2, merge_into="q8_0"),

@@ -9,8 +9,9 @@ from unsloth_cupy.finetune.run.new_model import small_llama
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.configs.names import parameter_name
 from unsloth_cupy.models.folders.expert_files import file_tensors
-from unsloth_cupy.models.generate import Options, _draw
 from unsloth_cupy.models.text.chat import CHATML_TOKENS
+from unsloth_cupy.serving.drawing import draw
+from unsloth_cupy.serving.options import Options
 
 from .peers import CONFIGS, MIXTURES, RELATIVES, batch, make
 
@@ -116,11 +117,11 @@ def test_shares_of_tokens(top_k, top_p, min_p):
     shares = torch.softmax(scores, -1)[0].numpy()
     options = Options(1, temperature=1.3, top_k=top_k, top_p=top_p, min_p=min_p, seed=0)
     draws = 2000
-    drawn = [_draw(logits, options, (i + 0.5) / draws) for i in range(draws)]
+    drawn = [draw(logits, options, (i + 0.5) / draws) for i in range(draws)]
     counted = np.bincount(drawn, minlength=40)
     assert (np.abs(counted - draws * shares) <= 1).all()
     assert not counted[shares == 0].any()
-    assert shares[_draw(logits, options, np.nextafter(1, 0))] > 0
+    assert shares[draw(logits, options, np.nextafter(1, 0))] > 0
 
 
 def test_transformers_opens_a_new_model(tmp_path):

@@ -14,8 +14,8 @@ from unsloth_cupy import models
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Settings, Trainer
 from unsloth_cupy.finetune.data.tokenizer import train_tokenizer
-from unsloth_cupy.models.generation.streaming import TextStream
 from unsloth_cupy.models.text.chat import CHATML, CHATML_TOKENS
+from unsloth_cupy.serving.texts import TextStream
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,

@@ -173,7 +173,7 @@ def test_the_adapter_alone_is_not_the_model(tmp_path: Path) -> None:
     plain = model.loss(IDS, IDS)
     model.adapter.into.active = True
     assert abs(model.loss(IDS, IDS) - plain) > 1e-3
-    with pytest.raises(ConfigError, match=r"trained through q4_0, and llama\.cpp would add"):
+    with pytest.raises(ConfigError, match=r"trained through q4_0, but llama\.cpp would add"):
         models.export_adapter_gguf(tmp_path / "adapter", tmp_path / "a.gguf")
     with pytest.raises(ConfigError, match="through q4_0 of GGUF; unsloth-cupy export writes"):
         models.merge(tmp_path / "adapter", tmp_path / "m")

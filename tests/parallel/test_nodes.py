@@ -123,6 +123,21 @@ def test_each_disk_has_one_copy(
     assert not [*tmp_path.glob("*/*.partial"), *run.glob("*.partial")]
 
 
+def test_a_copy_makes_the_folders_above_it(tmp_path: Path) -> None:
+    """The folder of a run, such as runs/first, need not exist on other nodes."""
+    (tmp_path / "a" / "runs" / "first").mkdir(parents=True)
+    (tmp_path / "a" / "runs" / "first" / "log.jsonl").write_text("a line")
+
+    def rank(comm: Any) -> str:
+        folder = tmp_path / "ab"[comm.rank] / "runs" / "first"
+        copy = FolderCopy(RunFolder(folder), ranks_of(comm))
+        with copy.locked():
+            copy.bring("log.jsonl")
+            return (copy.run.folder / "log.jsonl").read_text()
+
+    assert by_threads(2, rank) == ["a line", "a line"]
+
+
 def test_a_copy_needs_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A full disk is an error before anything is written; the copy that is there stays."""
     for name in "ab":

@@ -3,7 +3,9 @@
 import os
 import signal
 import sys
+import warnings
 
+from ..errors import printable
 from ..starting import end
 from .missing import missing
 
@@ -19,4 +21,6 @@ def main() -> None:
         raise SystemExit(f"Error: {missing(error)}") from None
     if signal.getsignal(signal.SIGINT) is end:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    # users of a command need the message, and not the line of code that warns
+    warnings.formatwarning = lambda message, *_, **__: f"warning: {printable(str(message))}\n"
     group(prog_name="unsloth-cupy")

@@ -14,23 +14,20 @@ import secrets
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from ..core.call import check_options, is_integer, is_number
 from ..core.dtypes import FLOAT32, Array
 from ..core.gpu import device_of
 from ..core.replay import fixed_order
 from ..errors import ConfigError
-from ..inference.paged_kv_cache import PagedKVCache
 from ..ops.losses.linear_log_probs import of_logits
 from ..placement import to_device_of, to_numpy
+from ..serving.drawing import draw, draw_all, penalise, wide
+from ..serving.options import Options
 from ..training.find_nan import NonFiniteError
-from .configs.config import Config
 from .configs.heads import CAUSAL, require_head
-from .generation.drawing import draw_all, likeliest, penalise, wide
 from .generation.next_logits import (
     CachedLogits,
     PagedLogits,
@@ -42,92 +39,8 @@ from .layers.head import capped
 from .layers.positions import check
 from .network import Network
 
-# Number of tokens that top_p sorts first; it sorts the vocabulary only if they do not reach top_p.
-FEW = 1024
-
 # (tokens, True where not padding) on the host -> logits
 NextLogits = Callable[[Array, Array], Array]
-
-
-@check_options
-@dataclass(frozen=True)
-class Options:
-    """The options of ``Transformer.generate``; its docstring describes them."""
-
-    max_new_tokens: int
-    min_new_tokens: int = 0
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float | None = None
-    min_p: float | None = None
-    repetition_penalty: float | None = None
-    seed: int | None = None
-    stop: int | Sequence[int] | None = None
-    cache: PagedKVCache | None = None
-    sequences: Sequence[int] | None = None
-    cache_dtype: str | None = None
-    first: int = 0  # number of the first row among all prompts, from which it draws
-    CALL: ClassVar[str] = "generate"
-
-    def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "min_new_tokens"):
-            self._require(name, is_integer(getattr(self, name), 0), "be an integer, 0 or more")
-        self._require(
-            "min_new_tokens",
-            self.min_new_tokens <= self.max_new_tokens,
-            f"not exceed max_new_tokens={self.max_new_tokens}",
-        )
-        valid_temperature = is_number(self.temperature) and 0 <= self.temperature < float("inf")
-        self._require("temperature", valid_temperature, "be a number, 0 (greedy) or more")
-        self._require(
-            "top_k", self.top_k is None or is_integer(self.top_k, 1), "be 1 or more, or None"
-        )
-        valid_top_p = self.top_p is None or (is_number(self.top_p) and 0 < self.top_p <= 1)
-        self._require("top_p", valid_top_p, "be in (0, 1], or None")
-        valid_min_p = self.min_p is None or (is_number(self.min_p) and 0 <= self.min_p <= 1)
-        self._require("min_p", valid_min_p, "be in [0, 1], or None")
-        penalty = self.repetition_penalty
-        valid_penalty = penalty is None or (is_number(penalty) and 0 < penalty < float("inf"))
-        self._require("repetition_penalty", valid_penalty, "be a number above 0, or None")
-        int8 = isinstance(self.cache_dtype, str) and self.cache_dtype == "int8"
-        supported = self.cache_dtype is None or (int8 and self.cache is None)
-        self._require(
-            "cache_dtype",
-            supported,
-            "be 'int8', or None; it must be None with a cache",
-        )
-        valid_seed = self.seed is None or is_integer(self.seed, 0)
-        self._require("seed", valid_seed, "be an integer of 0 or more, or None")
-
-        if self.temperature == 0:
-            unused = [
-                n for n in ("top_k", "top_p", "min_p", "seed") if getattr(self, n) is not None
-            ]
-            if unused:
-                warnings.warn(
-                    f"{self.CALL}: temperature=0 takes the most likely token, so"
-                    f" {' and '.join(unused)} change nothing; pass a temperature above 0 to sample",
-                    stacklevel=2,
-                )
-
-    def _require(self, name: str, valid: bool, must: str) -> None:
-        """Raise a ConfigError that says what an option must be, unless it is valid."""
-        if not valid:
-            raise ConfigError(f"{self.CALL}: {name}={getattr(self, name)!r} must {must}")
-
-    def end_tokens(self, config: Config) -> Array:
-        """Return the tokens that end a row."""
-        stop = self.stop
-        if stop is None:
-            return np.array([token for token in config.end_tokens if token < config.vocab], int)
-        listed = [*stop] if isinstance(stop, Sequence) else [stop]
-        if isinstance(stop, bytes) or not all(is_integer(token, 0) for token in listed):
-            raise ConfigError(f"generate: stop={stop!r} must be a token, a list of them, or None")
-        if any(token >= config.vocab for token in listed):
-            raise ConfigError(
-                f"generate: stop={stop!r} is outside the vocabulary of {config.vocab}"
-            )
-        return np.array(listed, int)
 
 
 def stream(model: Network, tokens: Array, mask: Array | None, options: Options) -> Iterator[Array]:
@@ -137,7 +50,7 @@ def stream(model: Network, tokens: Array, mask: Array | None, options: Options) 
     """
     model = copy.copy(model)
     require_head(options.CALL, model.config, CAUSAL)
-    ends = options.end_tokens(model.config)
+    ends = options.ends(model.config.end_tokens, model.config.vocab)
     check(tokens, mask)
     if options.temperature and options.seed is None and model.division is not None:
         raise ConfigError(f"{options.CALL}: ranks draw the same tokens; pass seed= to all of them")
@@ -287,34 +200,9 @@ def _choose(logits: Any, options: Options, draws: Sequence[np.random.Generator])
         chosen = logits.argmax(axis=-1)
     elif isinstance(logits, np.ndarray):
         rows = zip(logits, nan, draws, strict=True)
-        drawn = [-1 if bad else _draw(row, options, draw.random()) for row, bad, draw in rows]
+        drawn = [-1 if bad else draw(row, options, number.random()) for row, bad, number in rows]
         chosen = np.array(drawn, int)
     else:
         uniform = np.array([[draw.random()] for draw in draws])
         chosen = draw_all(logits, options, to_device_of(uniform, logits))
     return np.where(nan, -1, chosen)
-
-
-def _draw(logits: Array, options: Options, uniform: float) -> int:
-    """Return the token at which the cumulative sum of the allowed probabilities passes uniform."""
-    order = np.arange(logits.size)
-    if options.top_k is not None:
-        order = likeliest(logits, options.top_k)
-    candidates = logits[order]
-    with np.errstate(over="ignore"):  # the quotient overflows to -inf at temperatures near 0
-        weights = np.exp((candidates - candidates.max()) / options.temperature)
-    if options.top_p is not None:
-        share = options.top_p * weights.sum()
-        for count in (FEW, order.size):
-            first = likeliest(candidates, count)
-            cumulative = weights[first].cumsum()
-            if cumulative[-1] > share or count >= order.size:
-                break
-        first = first[: np.searchsorted(cumulative, share) + 1]
-        order, weights = order[first], weights[first]
-    if options.min_p is not None:
-        weights = np.where(weights < options.min_p, 0, weights)
-    cumulative = weights.cumsum()
-    index = np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
-    last = np.searchsorted(cumulative, cumulative[-1])  # tokens after it have probability 0
-    return int(order[min(index, last)])

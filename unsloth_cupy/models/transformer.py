@@ -21,6 +21,7 @@ from ..errors import ArgumentError, ConfigError, naming
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..ops.losses.linear_log_probs import LogProbs
+from ..serving.options import Options
 from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
 from . import generate as generation
@@ -551,7 +552,7 @@ class Transformer(Adapted):
         DeviceMemoryError
             The cache has too few free pages.
         """
-        options = generation.Options(
+        options = Options(
             max_new_tokens, min_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
             seed, stop, cache, sequences, cache_dtype,
         )  # fmt: skip
@@ -608,7 +609,7 @@ class Transformer(Adapted):
             raise ConfigError("rollouts: temperature=0 does not sample; pass one above 0")
         if not is_integer(seed, 0):
             raise ConfigError(f"rollouts: seed={seed!r} must be an integer of 0 or more")
-        options = generation.Options(
+        options = Options(
             max_new_tokens, 0, temperature, top_k, top_p, min_p, None, seed, stop, cache, None,
             cache_dtype, first,
         )  # fmt: skip
@@ -620,7 +621,7 @@ class Transformer(Adapted):
         self, tokens: Array, *, max_new_tokens: int, mask: Array | None = None, **options: Any
     ) -> Iterator[Array]:
         """Yield the new tokens of ``generate`` as they are computed, (batch,) per step."""
-        return generation.stream(self, tokens, mask, generation.Options(max_new_tokens, **options))
+        return generation.stream(self, tokens, mask, Options(max_new_tokens, **options))
 
     def decoder(
         self, *, rows: int, pages: int | None, page: int, cache_dtype: str | None = None

@@ -10,14 +10,12 @@ The next token is the one where the cumulative sum of p passes a uniform random 
 """
 
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
 from ..core.dtypes import FLOAT32, Array
 from ..core.gpu import device_of
-from ..ops.losses.linear_log_probs import of_logits
 from ..placement import to_device_of, to_numpy
 
 # Number of tokens that top_p sorts first; it sorts the vocabulary only if they do not reach top_p.
@@ -143,22 +141,6 @@ def draw_all(logits: Array, options: Any, uniform: Array) -> Array:
     index = (cumulative <= uniform * whole).sum(axis=-1, keepdims=True)
     index = np.minimum(index, (cumulative < whole).sum(axis=-1, keepdims=True))
     return (index if order is None else np.take_along_axis(order, index, axis=-1))[:, 0]
-
-
-def planned_draw(planned_logits: Any) -> None:
-    """Allocate planned arrays as the draw of rows and their log-probabilities do."""
-    logits, (rows, vocab), of = wide(planned_logits), planned_logits.shape, planned_logits.of
-    logits.max(axis=-1)
-    if isinstance(planned_logits, np.ndarray):  # row by row: tokens, their logits, weights and sums
-        arrays = [of((vocab,), np.float64) for _ in range(4)]
-        del arrays
-        chosen = of((rows,), np.int64)
-    else:
-        options = SimpleNamespace(temperature=1.0, top_k=None, top_p=None, min_p=None)
-        chosen = draw_all(logits, options, of((rows, 1), np.float64))
-    del logits
-    floats = planned_logits.astype(np.promote_types(planned_logits.dtype, FLOAT32), copy=False)
-    of_logits(floats, chosen, 1.0)
 
 
 def likeliest(logits: Array, count: int) -> Array:

@@ -112,11 +112,18 @@ class Records(NamedTuple):
     forms: dict[str, int] = {}  # noqa: RUF012 -- number of records by form
     method: str = "sft"  # the method that reads the records
     evaluated: Any = None  # records of a separate evaluation file, whose lines are negative
+    repeated: int = 0  # number of rows that are left out, as they equal rows that are held out
 
     @property
     def chats(self) -> bool:
         """Whether any training record is a chat."""
         return any(record.messages for record in self.train)
+
+    @property
+    def repetitions(self) -> str:
+        """The number of repeated rows that are left out, as text to append to a summary."""
+        rows = f"{self.repeated:,} repeated row{'s' * (self.repeated > 1)}"
+        return f"; {rows} left out (equal to evaluation rows)" * bool(self.repeated)
 
     @property
     def where(self) -> str:
@@ -267,13 +274,14 @@ def read_records(
     where = files[0].name + f" and {len(files) - 1} more" * (len(files) > 1)
     weights = np.repeat([file.weight for file in files], np.diff([0, *ends]))
     most = HELD_OUT_PROMPTS if PROMPTS in KINDS[method] else len(weights)
-    train, held_out = _split(where, collected, weights, most=most, whole=whole)
+    train, held_out, repeated = _split(where, collected, weights, most=most, whole=whole)
     # JSON counts objects, not lines: one line may hold several
     before = (f"{f.name}, object " if f.kind == "JSON" else f.before for f in files)
     return Records(
         alone, name or name_of(files), digest.hexdigest(), size, train,
         held_out, tuple(zip(starts, (file.name for file in files), before, strict=True)),
         _summary(where, counts, ignore, unused, more) + _absent(absent), dict(counts), method,
+        repeated=repeated,
     )  # fmt: skip
 
 
@@ -312,8 +320,9 @@ def split(records: Records, share: float) -> Records:
     for line in sorted(every):
         collected.append(every[line])
     weights = np.array([max(times[line], 1) for line in sorted(every)], float)
-    train, held_out = _split(records.where, collected, weights, share)
-    return records._replace(train=train, held_out=held_out)
+    train, held_out, more = _split(records.where, collected, weights, share)
+    repeated = records.repeated + more  # no part has the rows that the first split left out
+    return records._replace(train=train, held_out=held_out, repeated=repeated)
 
 
 def _split(
@@ -323,8 +332,10 @@ def _split(
     share: float | None = None,
     most: int | None = None,
     whole: bool = False,
-) -> tuple[Sequence[Record], Sequence[Record]]:
+) -> tuple[Sequence[Record], Sequence[Record], int]:
     """Split records at random into training and held-out records; duplicates stay together.
+
+    The last result is the number of records that are left out, because they equal held-out ones.
 
     ``share`` is the held-out share.  If it is None, a tenth is held out, up to ``most`` records and
     ``HELD_OUT_CHARACTERS``.  With ``whole``, nothing is held out.
@@ -336,7 +347,7 @@ def _split(
         cure = "add a line" if whole else "write two lines or more: one is held out for evaluation"
         raise ConfigError(f"{where} {'holds one record' if len(digests) else 'is empty'}; {cure}")
     if whole:
-        return collected.some(np.arange(len(digests))), []
+        return collected.some(np.arange(len(digests))), [], 0
     _, first, group = np.unique(digests, return_index=True, return_inverse=True)
     order = np.random.default_rng(0).permutation(np.sort(first)).tolist()
     held, characters = list[int](), 0
@@ -347,7 +358,9 @@ def _split(
         characters += collected.sizes[index]
     chance = np.random.default_rng(1).random(len(digests))
     times = np.floor(weights).astype(np.int64) + (chance < weights % 1)
-    times[np.isin(group, group[held])] = 0
+    equal = np.isin(group, group[held]) & (times > 0)
+    times[equal] = 0
+    equal[held] = False
     train = np.repeat(np.arange(len(digests)), times)
     if not len(train):
         cure = "write lines that differ" if len(first) < 2 else "give more lines, or more weight"
@@ -357,4 +370,5 @@ def _split(
             else "no training line besides the evaluation lines"
         )
         raise ConfigError(f"{where} holds {only}; {cure}")
-    return collected.some(train), collected.some(np.array(sorted(held)))
+    held_out = collected.some(np.array(sorted(held)))
+    return collected.some(train), held_out, int(equal.sum())

@@ -360,6 +360,7 @@ def from_records(
         counts = [len(targets), len(held_out_labels)]
         baseline = unigram_baseline(targets, held_out_labels, config.vocab)
         baseline = None if method.losses else baseline  # only cross-entropy has this baseline
+    note += records.repetitions
     if any(without) and records.held_out is not records.train:
         note += "; evaluation data: {1:,} dropped, {0:,} truncated".format(*without)
     return TrainingData(batches, sequential_batches(held_out, held_shape), baseline, counts[0],

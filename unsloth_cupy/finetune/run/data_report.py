@@ -128,8 +128,9 @@ def inspect_data(
     least, middle, high, most = np.quantile(lengths, [0, 0.5, 0.99, 1], method="higher").tolist()
     named = {"least": least, "median": middle, "99 %": high, "most": most}
     records = isinstance(data, Records)
+    note = f"{data.path or data.name}: running text, all tokens are targets"
     return DataReport(
-        data.note if records else f"{data.path or data.name}: running text, all tokens are targets",
+        data.note + data.repetitions if records else note,
         data.forms if records else {"text": 1},
         len(data.train) if records else len(lengths), len(data.held_out) if records else 0,
         "characters" if model is None else "tokens", len(lengths), named, _histogram(lengths),

@@ -1,17 +1,20 @@
 """Rollouts: sampled completions of prompts, and their log-probabilities."""
 
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...core.call import is_integer
-from ...core.dtypes import Array
+from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
+from ...ops.losses.linear_log_probs import of_logits
 from ...placement import to_device_of, to_numpy
+from ...serving.drawing import draw_all, wide
+from ...serving.options import Options
 from ..configs.heads import CAUSAL, require_head
-from ..generate import Options, sample
+from ..generate import sample
 from ..network import Network
-from .drawing import planned_draw
 from .next_logits import CachedLogits, check_pages, on_device_of
 
 
@@ -66,7 +69,7 @@ def rollouts(model: Network, prompts: Any, samples: int, options: Options) -> Ro
     real = np.zeros(tokens.shape, bool)
     for row, (to, is_real) in zip(rows, zip(tokens, real, strict=True), strict=True):
         to[width - len(row) :], is_real[width - len(row) :] = row, True
-    ends = options.end_tokens(model.config)
+    ends = options.ends(model.config.end_tokens, model.config.vocab)
     routes: list[Array] = []
     steps = list(sample(model, tokens, real, ends, options, samples, routes))
     new = np.stack([to_numpy(token) for token, _ in steps], axis=1)
@@ -99,11 +102,27 @@ def planned_rollouts(model: Network, prompts: int, samples: int, length: int, ne
     tokens = np.zeros((rows, length), np.int64)
     like = on_device_of(tokens, place)
     logits = CachedLogits(model, like, rows, length + new, samples=samples, notes=True)
-    arrays = planned_draw(logits(tokens, tokens == 0))
+    arrays = _planned_draw(logits(tokens, tokens == 0))
     if new > 1:
         last = logits.of_last()
         del arrays  # arrays of the previous step are freed after the logits of this one
-        planned_draw(last)
+        _planned_draw(last)
+
+
+def _planned_draw(planned_logits: Any) -> tuple[Any, ...]:
+    """Allocate planned arrays as a draw does; return those that are alive in the next step."""
+    logits, (rows, vocab), of = wide(planned_logits), planned_logits.shape, planned_logits.of
+    np.isnan(logits).any(axis=-1)
+    if isinstance(planned_logits, np.ndarray):  # row by row: tokens, their logits, weights and sums
+        arrays = [of((vocab,), np.float64) for _ in range(4)]
+        del arrays
+        chosen = of((rows,), np.int64)
+    else:
+        options = SimpleNamespace(temperature=1.0, top_k=None, top_p=None, min_p=None)
+        chosen = draw_all(logits, options, of((rows, 1), np.float64))
+    floats = planned_logits.astype(np.promote_types(planned_logits.dtype, FLOAT32), copy=False)
+    of_logits(floats, chosen, 1.0)
+    return planned_logits, logits
 
 
 def prompts_of(model: Network, prompts: Any) -> list[Array]:

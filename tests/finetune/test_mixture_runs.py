@@ -107,6 +107,11 @@ def test_what_a_run_refuses(bases: Path, tmp_path: Path) -> None:
     assert_one_clear_error(packed, "is quantized already, as mxfp4; leave --quantize out")
     rounded = asked("mixtral", "--lora", 4, "--quantize", "ternary")
     assert_one_clear_error(rounded, "ternary does not support the stacks of experts of")
+    update = "--router-bias-update-rate", 0.001
+    unbiased = asked("mixtral", *update)
+    assert_one_clear_error(unbiased, "mixtral: none is in its files; leave it out")
+    adapter = asked("mixtral", "--lora", 4, *update)
+    assert_one_clear_error(adapter, "which the file of an adapter does not store; leave it out")
     assert not (tmp_path / "run" / "model").exists()
 
 

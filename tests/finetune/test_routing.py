@@ -11,6 +11,7 @@ from unsloth_cupy.finetune.run import routing
 from unsloth_cupy.finetune.run.printer import measured
 from unsloth_cupy.finetune.run.routing import Routing, draw_routing
 from unsloth_cupy.models import create
+from unsloth_cupy.models.parse import parse
 
 from ..models.peers import MIXTURES, SIZES
 
@@ -37,7 +38,7 @@ def test_tokens_of_every_expert_are_counted_once(label: str, checkpoint: Any) ->
     model.hidden(model.parameters, TOKENS, routers=seen)
     count = model.config.experts.count
     expected = [np.bincount(each.experts.reshape(-1), minlength=count) for each in seen]
-    measures = own.measures(same)
+    measures = own.measures(own.counts(same))
     line = own.line(7)
     assert line == {"step": 7, "layers": own.layers, "tokens": np.array(expected).tolist()}
     assert [model.config.experts.sparse[layer] for layer in line["layers"]] == [True] * len(seen)
@@ -45,22 +46,22 @@ def test_tokens_of_every_expert_are_counted_once(label: str, checkpoint: Any) ->
     assert measures["expert_tokens"] == pytest.approx(mean)
     assert measures["expert_load"] == pytest.approx(np.max(expected) / mean)
     assert measures["idle_experts"] == (np.array(expected) == 0).sum()
-    assert own.measures(same) == {}
+    assert own.measures(own.counts(same)) == {}
     assert own.line(8) is None
 
 
 def test_an_expert_of_one_token_is_not_idle() -> None:
     _, own = counted("qwen3_moe")
-    actual = own.measures(lambda _: np.array([[0, 1, 3], [4, 0, 0]]))
+    actual = own.measures(own.counts(lambda _: np.array([[0, 1, 3], [4, 0, 0]])))
     expected = {"expert_tokens": 8 / 6, "expert_load": 3.0, "idle_experts": 3}
     assert actual == pytest.approx(expected)
 
 
 def test_nothing_is_counted_outside_of_a_block_nor_of_a_dense_model() -> None:
     model, own = counted("mixtral")
-    before = own.measures(same)
+    before = own.measures(own.counts(same))
     model.loss(TOKENS, TOKENS)
-    assert own.measures(same) == {}
+    assert own.measures(own.counts(same)) == {}
     with pytest.raises(KeyError), own.counting():
         raise KeyError
     assert model.seen is None
@@ -69,23 +70,23 @@ def test_nothing_is_counted_outside_of_a_block_nor_of_a_dense_model() -> None:
     silent = Routing(dense)
     with silent.counting():
         dense.loss(TOKENS, TOKENS)
-    assert silent.measures(same) == {}
+    assert silent.measures(silent.counts(same)) == {}
 
 
 def test_passes_of_a_step_are_added() -> None:
     model, whole = counted("qwen3_moe")
-    own, expected = Routing(model), whole.measures(same)
+    own, expected = Routing(model), whole.measures(whole.counts(same))
     with own.counting():
         for rows in (TOKENS[:2], TOKENS[2:]):
             model.loss(rows, rows)
-    assert own.measures(same) == pytest.approx(expected)
+    assert own.measures(own.counts(same)) == pytest.approx(expected)
     assert own.line(1) == whole.line(1)
 
 
 def test_counts_of_ranks_are_added() -> None:
     """Each rank says what all of them counted."""
     _, whole = counted("qwen3_moe")
-    expected, parts = whole.measures(same), []
+    expected, parts = whole.measures(whole.counts(same)), []
     for rows in (TOKENS[:2], TOKENS[2:]):
         model = create(SIZES | MIXTURES["qwen3_moe"], seed=0)
         parts.append(Routing(model))
@@ -93,7 +94,9 @@ def test_counts_of_ranks_are_added() -> None:
             model.loss(rows, rows)
     others = [np.array(part.newest) for part in parts]
     for part, other in zip(parts, others[::-1], strict=True):
-        assert part.measures(lambda own, other=other: own + other) == pytest.approx(expected)
+        assert part.measures(part.counts(lambda own, other=other: own + other)) == pytest.approx(
+            expected
+        )
         assert part.line(1) == {"step": 1, "layers": part.layers, "tokens": sum(others).tolist()}
 
 
@@ -143,3 +146,27 @@ def test_a_picture_of_many_layers_names_eight(
 def test_progress_says_the_load() -> None:
     line = {"step": 3, "loss": 1.0, "expert_tokens": 8.0, "expert_load": 1.25, "idle_experts": 2}
     assert measured(line) == ", expert load 1.250, idle experts 2"
+
+
+CORRECTED = [label for label, keys in MIXTURES.items() if parse(SIZES | keys).experts.corrected]
+
+
+@pytest.mark.parametrize("label", CORRECTED)
+def test_biases_move_toward_an_equal_load(label: str) -> None:
+    """A copy of each bias is to change by the rate: those of a file may be read-only."""
+    model = create(SIZES | MIXTURES[label], seed=0)
+    before = model.parameters
+    own = Routing(model, 0.125)
+    with own.counting():
+        model.loss(TOKENS, TOKENS)
+    counts = own.counts(same)
+    names = [name for name in model.parameters if name.endswith("e_score_correction_bias")]
+    actual = own.bias_updates(counts)
+    assert [*actual] == names
+    for update, tokens in zip(actual.values(), counts, strict=True):
+        expected = 0.125 * np.sign(tokens.mean() - tokens)
+        np.testing.assert_array_equal(update, expected)
+        assert expected.any()
+    assert own.bias_updates(own.counts(same)) == {}
+    assert Routing(model).bias_updates(counts) == {}
+    assert [name for name in before if model.parameters[name] is not before[name]] == names

@@ -18,9 +18,11 @@ from unsloth_cupy.cli.commands import group
 from unsloth_cupy.core.arrays import Unwritten
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.data.text import Batch
+from unsloth_cupy.finetune.data.tokenizer import train_tokenizer
 from unsloth_cupy.finetune.run.executor import squares
 from unsloth_cupy.finetune.run.ranks import Ranks, alone
 from unsloth_cupy.finetune.run.run_folder import RunFolder
+from unsloth_cupy.models import create
 from unsloth_cupy.ops.common.dynamic_codes import decode
 from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.training.averages import (
@@ -31,6 +33,8 @@ from unsloth_cupy.training.averages import (
 )
 
 from ..harness.sampling import Sample
+from ..models.peers import MIXTURES
+from ..models.peers import SIZES as MODEL
 from .grids import STEPS, STOP, WRONG, is_stopped, todays
 from .ranks import by_sockets, close, needs_mpi, run
 from .threads import by_threads
@@ -176,6 +180,53 @@ def equal_one(text: Path, folder: Path, *options: str) -> None:
         for line, other in zip(logs[out], logs[folder / "one"], strict=True):
             for key in {"loss", "held_out_loss"} & other.keys():
                 close(line[key], other[key], 1e-4)
+
+
+@pytest.mark.slow
+def test_biases_of_routers_are_those_of_one_process(text: Path, tmp_path: Path) -> None:
+    """Grids of two ranks, and a resumed run: equal biases in the model's file."""
+    base, one, resumed = (tmp_path / name for name in ("base", "one", "resumed"))
+    tokenizer = train_tokenizer(iter([text.read_text()]), 300)
+    sizes = {"vocab_size": tokenizer.get_vocab_size(), "hidden_size": 64, "num_hidden_layers": 4}
+    create(MODEL | MIXTURES["glm4_moe"] | sizes, seed=0).save(base)
+    tokenizer.save(str(base / "tokenizer.json"))
+
+    def command(out: Path, *more: str) -> tuple[str, ...]:
+        data = "--text", str(text), "--out", str(out), "--batch", "4", "--tokens", "16"
+        rates = "--lr", "0.01", "--warmup", "0", "--decay", "constant"
+        biased = "--router-bias-update-rate", "0.0625", "--accumulate", "2"
+        return ("finetune", str(base), *data, *rates, *biased, *more)
+
+    for out, steps in (one, "4"), (resumed, "2"), (resumed, "4"):
+        done = invoke(*command(out, "--steps", steps))
+        assert done.exit_code == 0, done.output
+    grids = (
+        "--data-parallel 2 --zero 3",
+        "--expert-parallel 2 --zero 1",
+        "--tensor-parallel 2",
+        "--pipeline-parallel 2",
+        "--context-parallel 2",
+    )
+    outs = [tmp_path / str(number) for number in range(len(grids))]
+    each = (command(out, *g.split(), "--steps", "4") for g, out in zip(grids, outs, strict=True))
+    commands = [word for one_run in each for word in (*one_run, "--")]
+    ended = by_sockets(2, WHOLE, *commands[:-1], limit=300)
+    assert [each.code for each in ended] == [0, 0], ended
+    start, expected = biases(base), biases(one / "model")
+    assert expected
+    for name, bias in expected.items():
+        moved = (bias - start[name]) / 0.0625
+        np.testing.assert_allclose(moved, np.round(moved), atol=1e-4)
+        assert 0 < np.abs(moved).max() < 4.01
+    for out in (resumed, *outs):
+        actual = biases(out / "model")
+        for name, bias in expected.items():
+            np.testing.assert_array_equal(actual[name], bias, f"{out} {name}")
+
+
+def biases(folder: Path) -> dict[str, Any]:
+    arrays = load_file(folder / "model.safetensors")
+    return {n: a for n, a in arrays.items() if n.endswith("e_score_correction_bias")}
 
 
 @pytest.mark.gpu

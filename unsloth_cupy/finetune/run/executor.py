@@ -210,6 +210,14 @@ class Executor:
         counts = self.replicas.all_reduce(counts)
         return pipeline.all_reduce(counts) if pipeline.size > 1 else counts
 
+    def add(self, updates: Mapping[str, Any]) -> None:
+        """Add whole arrays, named by parameter, to this rank's parameters in place."""
+        own = updates if self.parts is None else self.parts.divided(updates)
+        for name, update in own.items():
+            array = self.model.parameters.get(name)
+            if array is not None:  # else another stage has this layer
+                array += to_device_of(update.astype(array.dtype), array)
+
     def held_out(self, batches: Sequence[Mapping[str, Any]], sums: int = 0) -> Any:
         """Return for each batch the loss, and counts of its labels or ``sums`` of a method.
 

@@ -74,13 +74,14 @@ class Loop:
         self.method: Any = objective if plan.method != "sft" else METHODS["sft"]
         own: Any = self.method
         model.texts = {**model.texts, "config.json": own.settled(model.texts["config.json"])}
+        self.routing = Routing(model, plan.router_bias_update_rate)
         fixed = {n: a for n, a in model.parameters.items() if n not in model.trainable}
         self.undecayed = [] if plan.decay_all else undecayed(model)
         optimizer = optimizer_of(
             plan.kind, model, lr=plan.lr, weight_decay=plan.weight_decay,
             state_bits=plan.state_bits, undecayed=self.undecayed, embedding_lr=plan.embedding_lr,
         )  # fmt: skip
-        self.callbacks, self.routing = Callbacks([], self, ""), Routing(model)
+        self.callbacks = Callbacks([], self, "")
         copies = self.executor.copies(plan.dtype)
         self._check_copies(copies)
         if model.adapter is None:
@@ -251,7 +252,10 @@ class Loop:
         }
         if scaler.dynamic:
             line |= {"loss_scale": scaler.value, "skipped_steps": scaler.skipped}
-        line |= self.routing.measures(self.executor.over_all)
+        tokens = self.routing.counts(self.executor.over_all)
+        line |= self.routing.measures(tokens)
+        if finite:
+            self.executor.add(self.routing.bias_updates(tokens))
         line |= self.memory.end_step()
         self.callbacks.call("on_step_end")
         due = self.step % self.plan.log_every == 0 or self.step == self.plan.steps
@@ -430,10 +434,24 @@ class Loop:
             problem = "is not supported when ranks split the layers"
             raise ConfigError(f"{named('neftune')} {problem}; leave it out")
         check_prompts(self)
+        if self.plan.router_bias_update_rate:
+            self._check_biases()
         if self.plan.embedding_lr is not None and not of_tables(self.model.trainable):
             problem = "the run trains neither the embedding nor the head"
             cure = f"leave it out, or train embedding rows with {named('new_tokens')}"
             raise ConfigError(f"{named(embedding_lr=self.plan.embedding_lr)}: {problem}; {cure}")
+
+    def _check_biases(self) -> None:
+        """Raise a ConfigError unless the routers have biases that a file of the run stores."""
+        name, experts = self.model.config.model_type, self.model.config.experts
+        if self.model.adapter is not None:
+            problem = "changes weights of the model, which the file of an adapter does not store"
+        elif experts is None or not experts.corrected:
+            why = "it has no experts" if experts is None else "none is in its files"
+            problem = f"changes the biases that routers add to choose experts; {name}: {why}"
+        else:
+            return
+        raise ConfigError(f"{named('router_bias_update_rate')} {problem}; leave it out")
 
     def _placed(self, batch: Batch, shared: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the objective: arrays on the device, and shared values."""

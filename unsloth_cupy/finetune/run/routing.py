@@ -1,8 +1,11 @@
-"""Counts the tokens per expert in a run, for the log and for a picture.
+"""Counts the tokens per expert in a run, for the log, for a picture, and for the routers' biases.
 
-    load = largest / mean          of the tokens per expert of a layer in a step
+    load = largest / mean                      of the tokens per expert of a layer in a step
+    bias += rate * sign(mean - tokens)         with a rate, after each step
 
-Every token goes to its k experts: experts have no capacity limit, so no token is dropped.
+Every token goes to its k experts: experts have no capacity limit, so no token is dropped.  A bias
+changes which experts are chosen, but not their weights, and has no gradient (Wang et al. 2024,
+"Auxiliary-loss-free load balancing", arXiv:2408.15664).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...core.dtypes import Array
+from ...core.dtypes import FLOAT32, Array
+from ...models.configs.config import CORRECTION
 from ...ops.experts.sort_by_expert import sort_by_expert
 from ...pictures import INK, SOFT, save_picture, write_title
 from ...placement import to_numpy
@@ -25,15 +29,22 @@ WIDTH = 60  # characters of a title line
 
 
 class Routing:
-    """Counts the tokens of every expert in the passes of a step, on the device."""
+    """Counts the tokens of every expert in the passes of a step, on the device.
 
-    def __init__(self, model: "Transformer") -> None:
+    ``rate``: of the update of the routers' biases.
+    """
+
+    def __init__(self, model: "Transformer", rate: float = 0.0) -> None:
         experts = model.config.experts
         self.model, self.count = model, 0 if experts is None else experts.count
         sparse = () if experts is None else experts.sparse
         self.layers = [layer for layer, has_experts in enumerate(sparse) if has_experts]
         self.newest: Any = None  # (layers, experts), on the device; graphs add to it
         self.since: Any = 0  # tokens since the last ``line``, on the host
+        self.rate = rate
+        if rate:  # weights of a file may be read-only, and a reference model may share them
+            own = {n: a.copy() for n, a in model.parameters.items() if n.endswith(CORRECTION)}
+            model.parameters = model.parameters | own
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -55,17 +66,37 @@ class Routing:
             offsets = sort_by_expert(each.experts, self.count + 1)[1]  # the last: of padding
             self.newest[place] += offsets[1:-1] - offsets[:-2]
 
-    def measures(self, summed: Callable[[Array], Array]) -> dict[str, float]:
-        """Return the measures of a step for the log; ``summed`` sums over ranks."""
+    def counts(self, summed: Callable[[Array], Array]) -> Array | None:
+        """Return the tokens of a step, (layers, experts); None without experts or tokens.
+
+        ``summed`` sums over ranks.
+        """
         if not self.layers:
-            return {}
+            return None
         own: Any = np.zeros((len(self.layers), self.count)) if self.newest is None else self.newest
         counts = summed(to_numpy(own).astype(np.float64))
         if self.newest is not None:
             self.newest[...] = 0
         if not counts.any():
-            return {}
+            return None
         self.since = self.since + counts
+        return counts
+
+    def bias_updates(self, counts: Array | None) -> dict[str, Array]:
+        """Return what to add to the bias of each router, by parameter name."""
+        if counts is None or not self.rate:
+            return {}
+        experts: Any = self.model.config.experts
+        signs = np.sign(counts.mean(axis=1, keepdims=True) - counts)
+        bias = f"{experts.module}.{experts.correction_in}{CORRECTION}"
+        names = (f"model.layers.{layer}.{bias}" for layer in self.layers)
+        return dict(zip(names, (self.rate * signs).astype(FLOAT32), strict=True))
+
+    @staticmethod
+    def measures(counts: Array | None) -> dict[str, float]:
+        """Return the measures of a step for the log."""
+        if counts is None:
+            return {}
         return {
             "expert_tokens": float(counts.mean()),
             "expert_load": float((counts.max(axis=1) / counts.mean(axis=1)).max()),

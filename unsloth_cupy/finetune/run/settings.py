@@ -215,6 +215,14 @@ class Settings(Options):
         least=0,
         rare=True,
     )
+    router_bias_update_rate: float = setting(
+        "training",
+        "Per step, raise a router's bias by this much for each expert with fewer tokens than the"
+        " mean, and lower it for each with more (DeepSeek-V3 uses 0.001).",
+        0.0,
+        least=0,
+        rare=True,
+    )
     graph: bool | None = setting(
         "training",
         "On a GPU, replay steps as CUDA graphs.  [default: yes, except for a custom objective]",

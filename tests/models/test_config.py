@@ -132,8 +132,11 @@ def test_create():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"model_type": "mamba"}, "choose from apertus, arcee, bamba, bitnet, cohere,"),
-        ({"model_type": None}, "choose from"),
+        (
+            {"model_type": "mamba"},
+            "model_type is 'mamba', which is not supported; the nearest known",
+        ),
+        ({"model_type": None}, "choose from apertus, arcee, bamba, bitnet, cohere,"),
         ({"model_type": ["llama"]}, "choose from"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": None}, "vocab_size is missing"),

@@ -157,17 +157,32 @@ def test_a_mixture_of_few_layers_without_a_row(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"model_type": "nanochat"}, "no known family has its tensors"),
-        ({"model_type": "diffllama"}, "no known family reads its config.json: lambda_std_dev"),
-        ({"model_type": "exaone", "residual_factor": 2.0}, "its config.json: residual_factor"),
-        ({"model_type": "no such type"}, "transformers does not support it either"),
+        ({"model_type": "nanochat"}, "is .*, which does not read .*=.* and has no mlp.fc1"),
+        ({"model_type": "diffllama"}, "is llama, which does not read lambda_std_dev=0.1 and has"),
+        ({"model_type": "exaone", "residual_factor": 2.0}, "is .*, which does not read residual_f"),
+        ({"model_type": "no such type"}, "is llama; transformers has no such type"),
+        (
+            {"model_type": "no such type", "num_hidden_layers": 0},
+            "is llama, but num_hidden_layers is 0",
+        ),
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
-def test_a_type_that_no_structure_fits_is_refused(config: Any, message: str) -> None:
+def test_the_nearest_family_of_a_type_that_is_refused(config: Any, message: str) -> None:
     transformers()
-    with pytest.raises(ConfigError, match=f"choose from apertus, .*{message}"):
+    with pytest.raises(ConfigError, match=f"supported; the nearest known family {message}"):
         parse(SIZES | config)
+
+
+def test_tensors_of_files_name_the_nearest_family(tmp_path: Path) -> None:
+    """A type that transformers does not have is compared by its files: here, a mixture's."""
+    create(SIZES | MIXTURES["qwen3_moe"], seed=0).save(tmp_path)
+    file = tmp_path / "config.json"
+    settings = json.loads(file.read_text()) | {"model_type": "of tomorrow", "sparse_k": 4}
+    file.write_text(json.dumps(settings))
+    nearest = "the nearest known family is qwen3_moe, which does not read sparse_k=4"
+    with pytest.raises(ConfigError, match=f"{nearest}(; transformers|; install|$)"):
+        load(tmp_path)
 
 
 def test_a_structure_with_other_logits_is_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +190,7 @@ def test_a_structure_with_other_logits_is_not_believed(monkeypatch: pytest.Monke
     computed = Transformer.logits
     changed = SIZES | {"model_type": "exaone", "rope_theta": 901.0}  # which nothing has cached
     monkeypatch.setattr(Transformer, "logits", lambda *a, **o: computed(*a, **o) + 1e-3)
-    with pytest.raises(ConfigError, match="its logits differ from every known"):
+    with pytest.raises(ConfigError, match="its logits differ from those of every"):
         parse(changed)
     monkeypatch.undo()
     assert parse(changed | {"rope_theta": 902.0}).heads == SIZES["num_attention_heads"]
@@ -186,7 +201,7 @@ def test_without_transformers_other_types_are_refused(monkeypatch: pytest.Monkey
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "transformers" else found(name)
     )
-    with pytest.raises(ConfigError, match=r"extra `peers` \(transformers\) to compare other"):
+    with pytest.raises(ConfigError, match=r"extra `peers` \(transformers\), with which"):
         parse(SIZES | {"model_type": "cwm"})
 
 

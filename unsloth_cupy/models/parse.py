@@ -1,7 +1,7 @@
 """Parse a Hugging Face config.json, in its older and newer forms, into a ``Config``."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
@@ -38,8 +38,11 @@ FLAGS = ("qkv_bias", "output_bias", "mlp_bias", "head_bias", "interleaved", "par
 CAUSALITY = {"use_bidirectional_attention": (None, False), "is_causal": (True,)}
 
 
-def parse(values: Mapping[str, Any]) -> Config:
+def parse(values: Mapping[str, Any], stored: Callable[[], Collection[str]] = tuple) -> Config:
     """Return the ``Config`` of a config.json.
+
+    ``stored`` returns the names of the tensors in the model's files; an error about an unknown
+    type compares them with those of known families.
 
     Raises
     ------
@@ -54,7 +57,7 @@ def parse(values: Mapping[str, Any]) -> Config:
     kind = values.get("model_type")
     row = FAMILIES.get(kind) if isinstance(kind, str) else None
     if row is None:
-        family, values = recognised(values, parse_as)
+        family, values = recognised(values, parse_as, stored)
     else:
         family, values = row, without_ignored(values, str(kind), row)
     return replace(parse_as(values, family), body=body)

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ...errors import ConfigError
 from ...files import complete_moves, read_json
+from ..folders.checkpoint_files import tensor_names
 from ..parse import parse
 from .config import Config
 from .heads import Choice, chosen
@@ -27,7 +29,7 @@ def read_config(
     source = read_json(path / "config.json")
     choice = chosen(source, head, labels)
     try:
-        config = parse(choice.values)
+        config = parse(choice.values, partial(tensor_names, path))
     except ConfigError as error:
         raise ConfigError(f"{path / 'config.json'}: {error}") from None
     texts: dict[str, Mapping[str, Any]] = {"config.json": text_config(choice.values)}

@@ -84,7 +84,7 @@ def without_ignored(values: Mapping[str, Any], kind: str, family: Family) -> Map
     own = {*keys, *family.facts, *NEUTRAL}
     ignored = {k: v for k, v in values.items() if k not in own and not str(k).startswith("_")}
     if named := {k: v for k, v in ignored.items() if not _changes_nothing(k, v, WITHOUT_EFFECT)}:
-        say_once(f"config: {_listed(named)}: ignored, as in transformers' class of {kind}")
+        say_once(f"config: {listed(named)}: ignored, as in transformers' class of {kind}")
     return {key: value for key, value in values.items() if key not in ignored}
 
 
@@ -98,14 +98,19 @@ def check_keys(values: Mapping[str, Any], family: Family) -> None:
         if not isinstance(values[key], str | int | float | list | tuple | Mapping | None):
             problem = f"config: {key} is {type(values[key]).__name__}"
             raise ConfigError(f"{problem}; it must be a JSON value, such as a number")
+    refuse_unread(unread_keys(values, family), "config")
+
+
+def unread_keys(values: Mapping[str, Any], family: Family) -> dict[str, Any]:
+    """Return the keys that a family does not read and that may change what the model computes."""
+    known = READ | family.defaults.keys() | {*family.factors}
     harmless = {**WITHOUT_EFFECT, **family.facts}
-    unread = {
+    return {
         key: value
         for key, value in values.items()
         if not (key in known or key in NEUTRAL or str(key).startswith("_"))
         if not _changes_nothing(key, value, harmless)
     }
-    refuse_unread(unread, "config")
 
 
 def _changes_nothing(key: str, value: Any, harmless: Mapping[str, Any]) -> bool:
@@ -121,11 +126,11 @@ def _changes_nothing(key: str, value: Any, harmless: Mapping[str, Any]) -> bool:
 def refuse_unread(unread: Mapping[Any, Any], where: str) -> None:
     """Raise a ConfigError that lists the unread keys, if there are any."""
     if unread:
-        problem = f"{where}: {_listed(unread)}: not read, and may change what the model computes"
+        problem = f"{where}: {listed(unread)}: not read, and may change what the model computes"
         raise ConfigError(f"{problem}; remove keys without effect; other models are not supported")
 
 
-def _listed(keys: Mapping[Any, Any]) -> str:
+def listed(keys: Mapping[Any, Any]) -> str:
     """Return the first keys with their values for a message; long ones are cut."""
     shown = sorted(((str(key), str(value)) for key, value in keys.items()))[:SHOWN]
     more = f" and {len(keys) - SHOWN} more" * (len(keys) > SHOWN)

@@ -7,15 +7,19 @@ defaults of the type.
 
 A family is recognised if a small model of the type, with random weights, has the tensors of the
 family, and the same logits in both implementations.  A family that does not read all keys of
-config.json is excluded.
+config.json is excluded.  If no family is recognised, the error names the nearest one, with the keys
+and tensors that differ.
 """
 
 import importlib.util
 import json
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +29,7 @@ from .config import Config
 from .families import FAMILIES
 from .family import Family
 from .names import parameter_name
+from .reading import SHOWN, listed, unread_keys
 
 Parse = Callable[[Mapping[str, Any], Family], Config]
 # Layers and tokens of the small model: enough for each kind of layer, and for a sliding window.
@@ -40,33 +45,85 @@ SMALL = {
 HEADS = 4
 
 
-def recognised(values: Mapping[str, Any], parse_as: Parse) -> tuple[Family, Mapping[str, Any]]:
+class Unknown(NamedTuple):
+    """Why no family is recognised; the type's tensors and settings, if transformers has it."""
+
+    reason: str
+    tensors: Collection[str] = ()
+    settings: Mapping[str, Any] = MappingProxyType({})
+
+
+def recognised(
+    values: Mapping[str, Any], parse_as: Parse, stored: Callable[[], Collection[str]]
+) -> tuple[Family, Mapping[str, Any]]:
     """Return the family of a model whose type is not in ``FAMILIES``, and all its settings.
+
+    ``stored`` returns the names of the tensors in the model's files, for the error.
 
     Raises
     ------
     ConfigError
         transformers does not support the type or is not installed, or no family fits.
     """
-    kind, known = values.get("model_type"), ", ".join(sorted({*FAMILIES, "gemma3"}))
-    problem = f"config: model_type is {kind!r}; choose from {known}"
+    kind = values.get("model_type")
     if not isinstance(kind, str):
-        raise ConfigError(problem)
+        known = ", ".join(sorted({*FAMILIES, "gemma3"}))
+        raise ConfigError(f"config: model_type is {kind!r}; choose from {known}")
     if importlib.util.find_spec("transformers") is None:
-        cure = "install the extra `peers` (transformers) to compare other types with these"
-        raise ConfigError(f"{problem}; {cure}")
-    try:
-        text = json.dumps(values, sort_keys=True)
-    except (TypeError, ValueError):
-        raise ConfigError(problem) from None
-    result = _recognise(text, parse_as)
-    if isinstance(result, str):
-        raise ConfigError(f"{problem}; {result}")
-    return result
+        cure = "install the extra `peers` (transformers), with which more types are recognised"
+        result: Any = Unknown(cure)
+    else:
+        try:
+            text = json.dumps(values, sort_keys=True)
+        except (TypeError, ValueError):
+            raise ConfigError(f"config: model_type {kind!r}: values must be JSON values") from None
+        result = _recognise(text, parse_as)
+    if not isinstance(result, Unknown):
+        known_family, settings = result
+        return known_family, settings
+    nearest = _nearest({**values, **result.settings}, result.tensors or stored(), parse_as)
+    problem = f"config: model_type is {kind!r}, which is not supported"
+    raise ConfigError("; ".join(filter(None, (problem, nearest, result.reason))))
+
+
+def _nearest(values: Mapping[str, Any], tensors: Collection[str], parse_as: Parse) -> str:
+    """Return the family with the fewest differing tensors, then keys, and these differences."""
+    names = {_without_numbers(own) for own in map(parameter_name, tensors) if own is not None}
+    compared, failed = [], list[tuple[int, str]]()
+    for kind, family in FAMILIES.items():
+        unread = unread_keys(values, family)
+        try:
+            config = parse_as({k: v for k, v in values.items() if k not in unread}, family)
+        except ConfigError as error:
+            reason = str(error).removeprefix("config: ").split(";")[0]
+            failed.append((len(unread), f"{kind}, but {reason}"))
+            continue
+        known = {_without_numbers(name) for name in config.shapes()} if names else set[str]()
+        differences = [
+            f"does not read {listed(unread)}" if unread else "",
+            f"has no {_shown(names - known)}" if names - known else "",
+            f"needs {_shown(known - names)}" if known - names else "",
+        ]
+        which = " and ".join(filter(None, differences))
+        score = len(names ^ known), len(unread)
+        compared.append((score, f"{kind}, which {which}" if which else kind))
+    nearest = min(compared or failed, key=lambda each: each[0])[1]
+    return f"the nearest known family is {nearest}"
+
+
+def _without_numbers(name: str) -> str:
+    """Return a parameter's name without numbers of layers; files name experts in many ways."""
+    return re.sub(r"\.\d+(?=\.)", "", name.partition(".experts.")[0])
+
+
+def _shown(names: Collection[str]) -> str:
+    """Return the first names for a message."""
+    first = [name.removeprefix("model.layers.") for name in sorted(names)]
+    return ", ".join(first[:SHOWN]) + f" and {len(first) - SHOWN} more" * (len(first) > SHOWN)
 
 
 @lru_cache(maxsize=16)
-def _recognise(text: str, parse_as: Parse) -> tuple[Family, Mapping[str, Any]] | str:
+def _recognise(text: str, parse_as: Parse) -> tuple[Family, Mapping[str, Any]] | Unknown:
     """Return the family of a config.json and all settings, or the reason why none fits."""
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -74,42 +131,37 @@ def _recognise(text: str, parse_as: Parse) -> tuple[Family, Mapping[str, Any]] |
     values = json.loads(text)
     kind = values.pop("model_type")
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
-        return "transformers does not support it either"
+        return Unknown("transformers has no such type to compare with")
     try:
         whole = _plain(AutoConfig.for_model(kind, **values))
-        rows, reason = _readers(whole, parse_as)
-        if not rows:
-            return f"no known family reads its config.json: {reason}"
+        rows = _readers(whole, parse_as)
         small = AutoConfig.for_model(kind, **_small(whole))
     except Exception as error:
         message = next(iter(str(error).splitlines()), type(error).__name__)
-        return f"transformers rejects the config: {message}"
+        return Unknown(f"transformers rejects the config: {message}")
     settings = _plain(small)
-    known = [(family, parse_as(settings, family)) for family in rows]
     try:
         parameters, tokens, expected = _computed(small)
     except Exception as error:
-        return f"a small model of the type does not run: {type(error).__name__}: {error}"
+        return Unknown(f"a small model of the type does not run: {type(error).__name__}: {error}")
+    known = [(family, parse_as(settings, family)) for family in rows]
     shapes = {name: array.shape for name, array in parameters.items()}
     fits = [row for row, config in _varied(known) if config.shapes() == shapes]
-    why = "no known family has its tensors"
     for family in fits:
         if _agrees(parse_as(settings, family), parameters, tokens, expected):
             return family, whole
-        why = "its logits differ from every known family's with its tensors"
-    return why
+    why = "its logits differ from those of every family with its tensors" if fits else ""
+    return Unknown(why, shapes.keys(), whole)
 
 
-def _readers(values: Mapping[str, Any], parse_as: Parse) -> tuple[list[Family], str]:
-    """Return the families that read a config.json, and the shortest reason of the others."""
-    rows, reasons = [], set[str]()
+def _readers(values: Mapping[str, Any], parse_as: Parse) -> list[Family]:
+    """Return the families that read a whole config.json."""
+    rows = []
     for family in FAMILIES.values():
-        try:
+        with suppress(ConfigError):
             parse_as(values, family)
             rows.append(family)
-        except ConfigError as error:
-            reasons.add(str(error).removeprefix("config: ").split(";")[0])
-    return rows, min(reasons, key=len, default="")
+    return rows
 
 
 def _varied(rows: list[tuple[Family, Config]]) -> Iterator[tuple[Family, Config]]:

@@ -108,6 +108,16 @@ def find_tensors(
     return {name: homes[name] for name in shapes if name in homes}, files
 
 
+def tensor_names(folder: Path) -> set[str]:
+    """Return the names of the tensors in a folder's files; none if they cannot be read."""
+    names = set[str]()
+    with suppress(ConfigError):
+        for file in _weight_files(folder):
+            with opened(folder / file) as tensors:
+                names |= {*tensors.keys()}
+    return names
+
+
 def _check_tied(folder: Path, homes: dict[str, StoredTensor]) -> None:
     """Use a tied model's head as its table if the table is missing; raise if they differ."""
     head, table = homes[HEAD], homes.setdefault(TABLE, homes[HEAD])

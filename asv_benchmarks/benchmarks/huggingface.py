@@ -1,8 +1,9 @@
 """A training step of a transformers model, unpatched and patched.
 
-    cd asv_benchmarks && python -m benchmarks.huggingface [HIDDEN | mixture]
+    cd asv_benchmarks && python -m benchmarks.huggingface [HIDDEN | mixture | images]
 
-prints a table of docs/guide/huggingface.md: of a Llama, or of a mixture of experts.  Each peak is
+prints a table of docs/measurements.md: of a Llama, of a mixture of experts, or of a Qwen2.5-VL with
+one image in each row.  Each peak is
 measured in a separate process: the resident memory of a step (VmHWM) beyond that of the model, its
 gradients and the libraries before it.  Times are CPU time, in one process in which both models take
 turns, and in one thread, as CPU time includes threads that wait for each other.  The result is the
@@ -24,7 +25,9 @@ MIB = 2**20
 THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 KINDS = ("plain", "patched")
 ALL = "norm,mlp,embedding,lora,experts,router,rotary,qk_norm,attention,residual,loss"
-MIXTURE = 0  # in place of a hidden size
+MIXTURE, IMAGES = 0, -1  # in place of a hidden size
+NAMES = {"mixture": MIXTURE, "images": IMAGES}
+IMAGE, SIDE = VOCAB - 1, 16  # the token of images; patches along each side of an image
 EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
 
 
@@ -40,12 +43,37 @@ def model_of(parts: str, hidden: int) -> Any:
             vocab_size=VOCAB // 16, hidden_size=HIDDEN, num_hidden_layers=2, head_dim=64,
             norm_topk_prob=True, **sizes, **EXPERTS,
         )  # fmt: skip
+    elif hidden == IMAGES:
+        return patched(of_images(sizes), parts)
     else:
         config = LlamaConfig(
             vocab_size=VOCAB, hidden_size=hidden, intermediate_size=hidden * 11 // 4,
             num_hidden_layers=LAYERS, **sizes,
         )  # fmt: skip
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").train()
+    return patched(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa"), parts)
+
+
+def of_images(sizes: dict[str, int]) -> Any:
+    """Return a Qwen2.5-VL of 4 layers, with a tower of 4 blocks."""
+    from transformers import AutoModelForImageTextToText, Qwen2_5_VLConfig
+
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
+    text = {
+        "vocab_size": VOCAB, "hidden_size": HIDDEN, "intermediate_size": HIDDEN * 11 // 4,
+        "num_hidden_layers": LAYERS, "rope_parameters": rope, **sizes,
+    }  # fmt: skip
+    tower = {
+        "depth": 4, "hidden_size": 256, "intermediate_size": 704, "num_heads": 4,
+        "out_hidden_size": HIDDEN, "fullatt_block_indexes": [3],
+    }  # fmt: skip
+    names = {"image_token_id": IMAGE, "vision_start_token_id": IMAGE - 1}
+    config = Qwen2_5_VLConfig(text_config=text, vision_config=tower, **names)
+    return AutoModelForImageTextToText.from_config(config, attn_implementation="sdpa")
+
+
+def patched(model: Any, parts: str) -> Any:
+    """Return a model in training, with these parts patched."""
+    model.train()
     if parts:
         from unsloth_cupy.interop.huggingface import patch
 
@@ -57,8 +85,18 @@ def step(model: Any, tokens: int) -> None:
     """Compute a loss and add its gradients to the existing ones."""
     import torch
 
-    ids = torch.arange(BATCH * tokens).view(BATCH, tokens) * 7 % model.config.vocab_size
-    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    text = model.config.get_text_config()
+    ids = torch.arange(BATCH * tokens).view(BATCH, tokens) * 7 % (text.vocab_size - 2)
+    more = {}
+    if text is not model.config:
+        side = SIDE if tokens > SIDE * SIDE else 2  # patches of 14 x 14; 4 patches are a token
+        ids[:, : side * side // 4] = IMAGE
+        pixels = torch.linspace(-1, 1, BATCH * side * side * 1176).view(-1, 1176)
+        more = {
+            "pixel_values": pixels, "image_grid_thw": torch.tensor([[1, side, side]] * BATCH),
+            "mm_token_type_ids": (ids == IMAGE).long(),
+        }  # fmt: skip
+    model(input_ids=ids, labels=ids, use_cache=False, **more).loss.backward()
 
 
 class PatchedStep:
@@ -123,7 +161,7 @@ def main(hidden: int) -> None:
 
 if __name__ == "__main__":
     given = sys.argv[1] if len(sys.argv) > 1 else str(HIDDEN)
-    size = MIXTURE if given == "mixture" else int(given)
+    size = NAMES[given] if given in NAMES else int(given)
     if len(sys.argv) > 2:
         print(json.dumps([peak(sys.argv[2], size), turns(sys.argv[2], size)]))
     else:

@@ -30,6 +30,7 @@ from ._trials import Candidate, Refused, agree, check_alone, draw
 
 Forward = Callable[..., Any]
 GATED = ({"gate_proj", "up_proj", "down_proj"}, {"gate_up_proj", "down_proj"})
+WIDTH = 16  # of the rows in the trial of a norm without weights, which has no width of its own
 ACTIVATIONS = ("act_fn", "activation_fn", "act", "activation")
 
 
@@ -40,6 +41,9 @@ def norm(module: nn.Module, _: torch.dtype) -> Candidate | None:
     if module._modules or not (named or isinstance(eps, float)):
         return None
     weight, bias = module._parameters.get("weight"), module._parameters.get("bias")
+    if not module._parameters and isinstance(eps, float):  # as for the values of Gemma 4
+        _check_arguments(module)
+        return Candidate([_plain_rms_norm(eps)], (draw(2, 3, WIDTH),), {}, torch.float32)
     if weight is None or weight.ndim != 1 or not isinstance(eps, float):
         raise Refused("it does not have one vector of weights and an eps")
     gated = _other_arguments(module) == ["gate"]
@@ -81,6 +85,15 @@ def _rms_norm(eps: float, offset: float) -> Forward:
         weight = _weight_for(self, x)
         y, h, _ = rms_norm_forward(x, weight, residual, eps=eps, offset=offset)
         return y if residual is None else (y, h)
+
+    return forward
+
+
+def _plain_rms_norm(eps: float) -> Forward:
+    """Return a forward that computes ``rms_norm`` without weights."""
+
+    def forward(_: Any, x: Any) -> Any:
+        return rms_norm(x, x.new_ones(x.shape[-1]), eps=eps)
 
     return forward
 
@@ -184,22 +197,27 @@ def table(module: nn.Module, dtype: torch.dtype) -> Candidate | None:
     """Return the candidate for an embedding that only looks up rows of a table."""
     if not isinstance(module, nn.Embedding):
         return None
-    if type(module).forward is not nn.Embedding.forward:
+    scale = module._buffers.get("embed_scale")
+    scaled = scale is not None and scale.numel() == 1
+    if type(module).forward is not nn.Embedding.forward and not scaled:
         raise Refused("it does more than look up")
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise Refused("its gradient is sparse or scaled, or its rows are bounded")
     tokens = torch.arange(min(5, module.num_embeddings), device=module.weight.device)
-    return Candidate([_lookup(module.padding_idx)], (tokens,), {}, dtype)
+    return Candidate([_lookup(module.padding_idx, scaled)], (tokens,), {}, dtype)
 
 
-def _lookup(padding: int | None) -> Forward:
-    """Return the forward of an embedding; the row of the padding token has no gradient."""
+def _lookup(padding: int | None, scaled: bool) -> Forward:
+    """Return the forward of an embedding; the row of the padding token has no gradient.
+
+    ``scaled``: rows are multiplied by ``embed_scale``, rounded to their dtype, as in Gemma.
+    """
 
     def forward(self: Any, tokens: Any) -> Any:
         x = embedding(tokens, self.weight)
-        if padding is None or not x.requires_grad:
-            return x
-        return torch.where((tokens == padding)[..., None], x.detach(), x)
+        if padding is not None and x.requires_grad:
+            x = torch.where((tokens == padding)[..., None], x.detach(), x)
+        return x * self.embed_scale.to(x.dtype) if scaled else x
 
     return forward
 

@@ -122,6 +122,16 @@ def _rotation(layout: str, interleaved: bool) -> Rotation:
     return turn
 
 
+def _alone(layout: str) -> Rotation:
+    """Return a rotation of queries or keys alone, as Gemma 4 has layers without keys."""
+
+    def turn(op: Turn, x: Any, cos: Any, sin: Any, unsqueeze_dim: int = 1) -> Any:
+        no_heads = x[:, :, :0] if unsqueeze_dim == 2 else x[:, :0]
+        return _rotation(layout, False)(op, x, no_heads, cos, sin, unsqueeze_dim)[0]
+
+    return turn
+
+
 def _sorted(op: Turn, q: Any, k: Any, cos: Any, sin: Any, **options: Any) -> Any:
     """Rotate neighbours; in the result the first values of all pairs come before the second."""
     q, k = (torch.cat([x[..., ::2], x[..., 1::2]], -1) for x in (q, k))
@@ -145,4 +155,4 @@ def _turned(op: Turn, q: Any, k: Any, cos: Any, sin: Any, interleaved: bool) -> 
 
 LAYOUTS = ("halves", "neighbours", "whole")  # angles twice in two halves or as pairs; or once
 ROTATIONS = [*(_rotation(layout, pairs) for pairs in (False, True) for layout in LAYOUTS)]
-ROTATIONS += [_sorted, _complex]
+ROTATIONS += [_sorted, _complex, *map(_alone, LAYOUTS)]

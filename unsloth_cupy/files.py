@@ -419,8 +419,8 @@ def check_room(call: str, path: Path, needed: int, what: str) -> None:
     free = shutil.disk_usage(existing).free
     if free < needed:
         raise ConfigError(
-            f"{call}: {what} needs {needed / 2**20:,.0f} MiB, but the disk of {path} has only"
-            f" {free / 2**20:,.0f} MiB left; make room, or use a folder on another disk"
+            f"{call}: {what} needs {needed / 2**20:,.1f} MiB, but the disk of {path} has only"
+            f" {free / 2**20:,.1f} MiB left; make room, or use a folder on another disk"
         )
 
 

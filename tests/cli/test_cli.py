@@ -916,6 +916,7 @@ def wrong(tmp_path: Path) -> Path:
     ("arguments", "said"),
     [
         ("info --nonsense", "No such option"),
+        ("finetune --epoch 1", "Did you mean '--epochs'?"),
         ("finetune --text missing.txt --out run", "missing.txt: No such file"),
         ("finetune --text full --out run", "full: Is a directory"),
         ("finetune --text empty.txt --out run", "is empty"),

@@ -12,7 +12,7 @@ import pytest
 from unsloth_cupy import models
 from unsloth_cupy.finetune.data.chat import Chat
 
-from .test_cli import run
+from .test_cli import assert_one_clear_error, run
 
 pytest.importorskip("gguf", reason="needs the extra `gguf`")
 
@@ -27,6 +27,25 @@ def follow(result: click.testing.Result) -> list[list[str]]:
     assert result.exit_code == 0, result.output
     lines = result.stderr.partition("next:\n")[2].splitlines()
     return [shlex.split(line) for line in lines if line.startswith("  ")]
+
+
+def test_a_classifier_does_not_generate(tmp_path: Path) -> None:
+    """The error comes before anything is printed."""
+    models.load(MODEL, head="sequence_classification", labels=2).save(tmp_path)
+    shutil.copy(TOKENIZER, tmp_path)
+    result = run("generate", tmp_path, "a tree walks")
+    assert_one_clear_error(result, "the head of this model is 'sequence_classification'")
+    assert not result.stdout
+
+
+def test_the_answers_of_a_pair_have_their_names(tmp_path: Path) -> None:
+    path = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"{n}?", "chosen": f"yes {n}", "rejected": f"no {n}"} for n in range(9)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    shown = run("data", path, "--method", "dpo").stdout
+    assert shown.index("pairs.jsonl:1, chosen\n0?") < shown.index("pairs.jsonl:1, rejected\n0?")
+    report = json.loads(run("data", path, "--method", "dpo", "--json").stdout)
+    assert [each["side"] for each in report["examples"]][:2] == ["chosen", "rejected"]
 
 
 @pytest.mark.slow

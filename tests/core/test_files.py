@@ -386,7 +386,7 @@ def test_room_is_asked_of_the_disk_that_will_hold_the_path(tmp_path: Path) -> No
     free = shutil.disk_usage(tmp_path).free
     files.check_room("merge", tmp_path / "a" / "b", 1, "a run")
     with pytest.raises(
-        ConfigError, match=r"^merge: a run needs [\d,]+ MiB, but the disk of .*b has "
+        ConfigError, match=r"^merge: a run needs [\d,.]+ MiB, but the disk of .*b has "
     ):
         files.check_room("merge", tmp_path / "a" / "b", 2 * free, "a run")
 

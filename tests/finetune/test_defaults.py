@@ -640,7 +640,9 @@ def test_the_largest_step_is_planned(
             )
 
     for steps, number in (([3, 5, 9], 5), ([3], 3)):
-        lines: Any = SimpleNamespace(batches=SimpleNamespace(largest=lambda *_, steps=steps: steps))
+        lines: Any = SimpleNamespace(
+            batches=SimpleNamespace(largest=lambda *_, steps=steps, **__: steps)
+        )
         context = SimpleNamespace(
             context=SimpleNamespace(size=1 if alone else 3), pipeline=SimpleNamespace(size=1)
         )
@@ -668,3 +670,6 @@ def test_the_largest_step_is_planned(
         context.pipeline.size = 2
         preparation.planned_memory(sizes, plan, ranks, None)
         assert (replaced["beside"], replaced["whole"]) == (2 * 3, False)
+        ranks.schedule, ranks.chunks = "interleaved", 4
+        preparation.planned_memory(sizes, plan, ranks, None)
+        assert replaced["beside"] == 3  # 2 ranks, each with 1.25 times a pass

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import random
 import statistics
 from contextlib import suppress
 from dataclasses import replace
@@ -13,9 +14,12 @@ import pytest
 from unsloth_cupy import CheckpointConfig, DeviceMemoryError, fit, plan_memory
 from unsloth_cupy.core.dtypes import BFLOAT16
 from unsloth_cupy.errors import ConfigError
-from unsloth_cupy.finetune import Settings, Trainer
+from unsloth_cupy.finetune import Settings, Trainer, read_data
+from unsloth_cupy.finetune.data.chat import Chat
+from unsloth_cupy.finetune.data.training_data import Shape, from_records
 from unsloth_cupy.finetune.methods.registry import METHODS
 from unsloth_cupy.finetune.planning import choices as module
+from unsloth_cupy.finetune.planning.data_size import measured
 from unsloth_cupy.finetune.run import limit, preparation
 from unsloth_cupy.memory.plan import plan_memory as plan_of_config
 from unsloth_cupy.models.configs.few_layers import extrapolated, period_of
@@ -32,6 +36,7 @@ from ..memory.test_memory import SIZES, SMALL
 
 LLAMA = SMALL | SIZES | {"num_hidden_layers": 6, "max_position_embeddings": 4096}
 MIB = 2**20
+SAMPLED = {"method": "grpo", "samples": 2, "max_new_tokens": 64}
 MODELS = ROOT / "tests" / "golden" / "models"
 FAMILIES = sorted({path.parent.name for path in tracked("tests/golden/models/*/config.json")})
 
@@ -67,13 +72,25 @@ def test_a_plan_of_few_layers_gives_the_bytes_of_the_whole_model(family: str) ->
 @pytest.mark.parametrize(
     ("mib", "fixed"),
     Sample.one_in(
-        4, [(40, {}), (14, {}), (60, {"lora": None}), (10, {"quantize": "nf4", "lora": 4})]
+        3,
+        [
+            (40, {}), (14, {}), (60, {"lora": None}), (10, {"quantize": "nf4", "lora": 4}),
+            (40, SAMPLED), (12, SAMPLED),
+        ],
     ),
     ids=str,
-)
-def test_the_choices_fit_and_no_better_one_does(mib: int, fixed: dict[str, Any]) -> None:
+)  # fmt: skip
+def test_the_choices_fit_and_no_better_one_does(
+    mib: int, fixed: dict[str, Any], tmp_path: Path
+) -> None:
+    """With grpo, the split of a batch is also that of the answers that are sampled at once."""
     options: dict[str, Any] = {"tokens": 256, "host_memory": 2 * MIB, **fixed}
-    fits = None
+    fits, objective = None, None
+    if fixed == SAMPLED:
+        (tmp_path / "r.py").write_text("def one(completions):\n    return [1.0]\n")
+        options["reward"] = [f"{tmp_path}/r.py:one"]
+        own = {name: options[name] for name in (*SAMPLED, "reward")}
+        objective = Settings(**own).learning.sized(LLAMA)
     with suppress(DeviceMemoryError):
         fits = fit(LLAMA, device=card(mib), **options)
     found: list[Any] = []
@@ -88,6 +105,7 @@ def test_the_choices_fit_and_no_better_one_does(mib: int, fixed: dict[str, Any])
         plan = plan_memory(
             LLAMA, batch=batch, tokens=256, dtype="bfloat16", rank=lora, quantization=kind,
             recompute_every=every, offload=bool(offload), state_bits=bits, accumulate=accumulate,
+            objective=objective,
         )  # fmt: skip
         if plan.total <= mib * MIB and plan.host <= 2 * MIB:
             found.append((plan.total, kind, every, offload, bits, batch))
@@ -217,6 +235,51 @@ def test_steps_are_about_those_of_a_run(
     assert command[3:5] == ["--data", str(chats)]
 
 
+@pytest.mark.parametrize(("batch", "tokens"), [(4, None), (2, 90), (1, 40)])
+def test_packing_is_a_choice(model: Path, chats: Path, batch: int, tokens: int | None) -> None:
+    """The fastest is at least as fast as with each of the two, and names the difference."""
+    options: dict[str, Any] = {
+        "data": chats, "device": "rtx 4090", "batch": batch, "tokens": tokens, "epochs": 1,
+    }  # fmt: skip
+    best = fit(model, **options).fastest
+    packed, rows = (fit(model, **options, pack=pack).fastest for pack in (True, False))
+    each = [choice.hours / choice.steps for choice in (packed, rows)]  # type: ignore[operator]
+    assert each == pytest.approx([packed.seconds / 3600, rows.seconds / 3600])
+    assert best.hours == pytest.approx(min(packed.hours, rows.hours))  # type: ignore[type-var]
+    shown = [reason for reason in best.reasons if reason.startswith("pack=True")]
+    assert bool(shown) == (rows.hours > 1.02 * packed.hours)  # type: ignore[operator]
+    assert not any("pack" in reason for reason in (*packed.reasons, *rows.reasons))
+    assert packed.tokens_per_second >= 0.99 * rows.tokens_per_second
+
+
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_the_padding_of_rows_is_that_of_a_run(
+    model: Path, tmp_path: Path, batch: int, method: str
+) -> None:
+    """The mean width of batches without packing, and the tokens of an epoch with it."""
+    draw = random.Random(0)
+    texts = [[f"{side} cat sees " * draw.randint(1, 9) for side in "ab"] for _ in range(200)]
+    names = ("prompt", "completion") if method == "sft" else ("chosen", "rejected")
+    rows = [dict(zip(names, each, strict=True)) for each in texts]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    data: Any = read_data(tmp_path / "rows.jsonl", method=method)
+    settings = Settings(batch=batch, method=method)
+    tokenizer, config = (
+        load_tokenizer(model),
+        parse(json.loads((model / "config.json").read_text())),
+    )
+    size = measured(data, model, settings, config, METHODS[method])
+    for pack in (True, False):
+        shape = Shape(batch, size.tokens, pack, 0, METHODS[method])
+        run = from_records(data, tokenizer, config, shape, 0, Chat(model)).batches
+        every = [run.at(number) for number in range(run.count(1))]
+        expected = sum(each.real if pack else each.tokens.size for each in every)
+        rows_of_epoch = size.rows(packed=pack) * METHODS[method].group
+        actual = rows_of_epoch * size.row(batch, packed=pack)
+        assert actual == pytest.approx(expected, rel=0.05)  # a mean over the order of rows
+
+
 def test_the_steps_of_running_text(model: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("A cat sees 10 mice.\n\n" * 2000)
     fits = fit(model, data=tmp_path / "text.txt", device="rtx 4090", epochs=1, tokens=32)
@@ -253,7 +316,7 @@ def test_the_command(model: Path, chats: Path) -> None:
     assert result.exit_code == 0, result.output
     for text in ("fastest", "longest row", "least memory", "43.9 ms", "--lora 8", "RTX 4090"):
         assert text in result.output
-    assert "Not varied: --pack." in result.output
+    assert "--pack: without this, an epoch would take" in result.output
     words = ("plan", model, "--tokens", 32, "--device", "16gb rtx 4060 ti", "--fit", "--json")
     tables = [json.loads(line) for line in run(*words).output.splitlines()]
     assert [row["settings"] for row in tables[0]["rows"]] == [

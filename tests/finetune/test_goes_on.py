@@ -890,6 +890,9 @@ def test_an_adapter_has_its_own_tokenizer_or_that_of_its_base(tmp_path: Path) ->
     ):
         with pytest.raises(ConfigError, match=said):
             model_folder(path)
+    (tmp_path / "settings.json").write_text("{}")
+    with pytest.raises(ConfigError, match="has not finished, and has saved no checkpoint yet; res"):
+        model_folder(tmp_path)
 
 
 def test_files_are_read_again_if_they_have_changed(

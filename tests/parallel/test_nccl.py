@@ -265,6 +265,30 @@ def test_two_gpus_exchange_what_numpy_says() -> None:
     in_threads(2, work)
 
 
+def counted_together(comm: SocketCommunicator) -> int:
+    return int(comm.all_gather(np.array([comm.rank]))[comm.rank])
+
+
+def test_all_ranks_end_if_one_has_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in nccl.LOCAL_RANK:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(SocketCommunicator, "local_rank", counted_together)
+    port, rank_of, errors = free_port(), threading.local(), dict[int, str]()
+    monkeypatch.setattr(nccl, "count", lambda: 0 if rank_of.number == 1 else 8)
+
+    def work(rank: int) -> None:
+        rank_of.number = rank
+        host = SocketCommunicator(rank, 2, port=port, timeout=5)
+        with pytest.raises(DeviceError) as error:
+            NcclCommunicator.over(host)
+        errors[rank] = str(error.value)
+
+    in_threads(2, work)
+    expected = "NcclCommunicator: CuPy sees no GPU in rank 1; check nvidia-smi, or use --device cpu"
+    assert all(actual.startswith(expected) for actual in errors.values())
+    assert len(errors) == 2
+
+
 @pytest.mark.parametrize(
     ("addresses", "capability", "expected"),
     [
@@ -279,7 +303,11 @@ def test_two_gpus_exchange_what_numpy_says() -> None:
 def test_each_rank_has_a_gpu_of_its_own_or_all_are_on_the_cpu(
     addresses: list[list[str]], capability: str, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Also where no launcher sets an index, and all ranks count together, as with MPI."""
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    for name in nccl.LOCAL_RANK:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(SocketCommunicator, "local_rank", counted_together)
     port, rank_of = free_port(), threading.local()
 
     def gpus() -> tuple[list[machine.Gpu], str]:
@@ -294,7 +322,7 @@ def test_each_rank_has_a_gpu_of_its_own_or_all_are_on_the_cpu(
 
     def work(rank: int) -> None:
         rank_of.number = rank
-        comm = SocketCommunicator(rank, 2, port=port, timeout=30)
+        comm = SocketCommunicator(rank, 2, port=port, timeout=10)
         actual[rank] = ranks._device("auto", comm)
 
     in_threads(2, work)

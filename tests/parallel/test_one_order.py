@@ -2,7 +2,9 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,16 +17,19 @@ from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Callback, Settings, Trainer
 from unsloth_cupy.finetune.data.text import Example, texts_of
 from unsloth_cupy.finetune.data.tokenizer import END, train_tokenizer
-from unsloth_cupy.finetune.data.training_data import Shape
+from unsloth_cupy.finetune.data.training_data import Packed, Shape
 from unsloth_cupy.finetune.methods.method import RANKS
 from unsloth_cupy.models.objective import IGNORE
-from unsloth_cupy.parallel import DataParallel
+from unsloth_cupy.parallel import DataParallel, SingleCommunicator
 from unsloth_cupy.parallel.data import in_halves
+from unsloth_cupy.training import gradients
 from unsloth_cupy.training.gradients import sum_in_halves
 
 from ..harness.sampling import Sample
+from ..machines.stand_in import gpu
+from ..machines.stand_in_devices import Stream, UnorderedError
 from ..models.peers import CONFIGS, MIXTURES, RELATIVES, SIZES
-from .one_order import WAYS
+from .one_order import RESUMED, WAYS
 from .ranks import by_sockets
 from .threads import by_threads
 
@@ -40,7 +45,8 @@ FULL = (
     "--no-pack --state-bits 8",
 )
 LORA = "--lora 2 --lora-dropout 0.2"
-TIMED = {"seconds", "tokens_per_second", "memory_bytes"}  # of a line of the log
+# of a line of the log: they depend on the machine and on the number of ranks
+MEASURED = {"seconds", "tokens_per_second", "memory_bytes", "planned_bytes", "peak_bytes"}
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +73,9 @@ def model_in(folder: Path, config: Mapping[str, Any], text: str) -> Path:
 
 
 def numbers(run: Path) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
-    """Return the log of a run without times, and its model and optimizer as bytes."""
+    """Return the log of a run without what was measured, and its model and optimizer as bytes."""
     lines = [json.loads(line) for line in (run / "log.jsonl").read_text().splitlines()]
-    log = [{name: each for name, each in line.items() if name not in TIMED} for line in lines]
+    log = [{name: each for name, each in line.items() if name not in MEASURED} for line in lines]
     files = *run.glob("model/*model.safetensors"), *run.glob("checkpoint-*/optimizer.safetensors")
     assert len(files) == 2
     arrays = {
@@ -112,6 +118,27 @@ def test_runs_end_in_equal_bits(home: Path, tmp_path: Path) -> None:
         assert_equal_runs(tmp_path, name)
 
 
+@pytest.mark.slow
+def test_a_resume_on_other_ranks_ends_in_equal_bits(home: Path, tmp_path: Path) -> None:
+    """From 1 rank to 2, and from 4 ranks with ZeRO-1 to 1, in the middle of an epoch."""
+    base = str(model_in(tmp_path / "model", CONFIGS["llama"], (home / "text.txt").read_text()))
+    words = [base, "--data", str(home / "rows.jsonl"), *COMMON, "--decay", "constant"]
+    more = {"full": ("--neftune", "5"), "lora": LORA.split()}
+    commands = {name: [*words, *more[name]] for name in Sample.one_in(2, more)}
+    (tmp_path / "commands.json").write_text(json.dumps(commands))
+    place = str(tmp_path / "commands.json"), str(tmp_path), "resumed"
+    ended = by_sockets(4, "tests.parallel.one_order", *place, limit=300)
+    assert [each.code for each in ended] == [0] * 4, ended[0].said
+    for name in commands:
+        (log, arrays), *others = (numbers(tmp_path / f"{name}-{label}") for label in RESUMED)
+        assert [line["step"] for line in log if "loss" in line] == [1, 2, 3, 4]
+        for other_log, other in others:
+            assert other_log == log
+            assert other.keys() == arrays.keys()
+            for key, array in arrays.items():
+                np.testing.assert_array_equal(other[key], array, err_msg=f"{name}: {key}")
+
+
 def same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
     np.testing.assert_array_equal(actual.view(np.uint32), expected.view(np.uint32))
 
@@ -139,6 +166,86 @@ def test_ranks_add_halves(size: int) -> None:
 
     by_threads(size, work)
     assert (summed(terms)["x"] != np.add.reduce(terms)).any()  # else the test shows nothing
+
+
+class Four(SingleCommunicator):
+    """Rank 0 of four, whose peers have the same arrays."""
+
+    size = 4
+
+    def split(self, color: int) -> Any:
+        pair = Four()
+        pair.size = 2
+        return pair
+
+    def all_reduce(self, x: Any, op: str = "sum") -> Any:
+        return x + x
+
+
+@pytest.mark.parametrize("halves", [True, False])
+@pytest.mark.parametrize("missing", [None, 0, 1, 2])
+def test_sums_beside_computation_wait_for_it(
+    missing: int | None, halves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two buckets are summed on a second stream; without one of the events, work is unordered."""
+    waits, wait_event = list[Any](), Stream.wait_event
+
+    def wait(stream: Stream, event: Any) -> None:
+        waits.append(stream)
+        if len(waits) - 1 != missing:
+            wait_event(stream, event)
+
+    monkeypatch.setattr(Stream, "wait_event", wait)
+    with gpu("90") as machine:
+        trained = {name: machine.array((8,), "float32") for name in "ab"}
+        model: Any = SimpleNamespace(trainable=trained)
+        ranks = DataParallel(model, Four(), bucket_bytes=1, halves=halves)
+        ordered = nullcontext() if missing is None else pytest.raises(UnorderedError)
+        with ordered:
+            gradients = {name: array * 3 for name, array in trained.items()}
+            sums = ranks.sums(gradients)
+            assert sums["a"] + sums["b"] is not None
+        if missing is None:
+            assert len(waits) == 3
+            assert waits[0] is waits[1] is not waits[2]
+
+
+def test_sums_in_memory_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass makes a sum, and each addition of two sums frees one."""
+    added, add = list[int](), gradients.add_gradients
+
+    def counted(sums: Any, terms: Any) -> Any:
+        added.append(bool(sums))
+        return add(sums, terms)
+
+    monkeypatch.setattr(gradients, "add_gradients", counted)
+    for count in range(1, 18):
+        actual = list[int]()
+
+        def passes(count: int = count, actual: list[int] = actual) -> Any:
+            for number in range(count):
+                actual.append(number - sum(added))
+                yield {"x": np.ones(1, np.float32)}
+
+        added.clear()
+        sum_in_halves(passes(), count)
+        assert gradients.sums_held(count) == actual
+
+
+@pytest.mark.parametrize(
+    ("lengths", "expected"),
+    [
+        ([[3, 9], [8, 5], [4, 4]], [0]),  # the longest text has a sum beside it
+        ([[9, 3], [8, 5], [4, 4]], [1, 0]),
+        ([[1, 1, 1, 2], [7, 1, 1, 1], [2, 6, 1, 1]], [0, 2, 1]),
+    ],
+)
+def test_the_steps_with_the_longest_texts(lengths: Any, expected: list[int]) -> None:
+    zeros = [np.zeros(length, int) for each in lengths for length in each]
+    examples = [Example(tokens, tokens, 0) for tokens in zeros]
+    source = Packed(examples, Shape(len(lengths[0]), 10, False, 0), 0, "rows")
+    source._order = lambda epoch: range(len(zeros))  # type: ignore[method-assign,assignment]
+    assert source.largest(len(lengths), 1, by_text=True) == expected
 
 
 def test_parts_are_balanced() -> None:
@@ -193,6 +300,21 @@ def test_blas_has_one_thread(home: Path, tmp_path: Path, monkeypatch: pytest.Mon
     assert seen == [{1}]
 
 
+def test_a_resume_with_or_without_it_is_named(home: Path, tmp_path: Path) -> None:
+    """A run goes on with the setting that it has, or not at all."""
+    sizes: dict[str, Any] = {"layers": 1, "hidden": 32, "vocabulary": 300, "tokens": 8, "batch": 1}
+
+    def train(name: str, steps: int, **more: Any) -> Any:
+        settings = Settings(steps=steps, out=tmp_path / name, device="cpu", **sizes, **more)
+        return Trainer(None, home / "text.txt", settings, quiet=True).train()
+
+    train("usual", 1)
+    with pytest.raises(ConfigError, match=r"invariant False \(now True\)"):
+        train("usual", 2, invariant=True)
+    train("invariant", 1, invariant=True)
+    assert train("invariant", 2).loop.plan.by_text
+
+
 def test_what_is_refused() -> None:
     def refused(match: str, **more: Any) -> None:
         with pytest.raises(ConfigError, match=match):
@@ -204,7 +326,6 @@ def test_what_is_refused() -> None:
         )
     refused("invariant does not support zero=3 with method=sft; leave", zero=3, data_parallel=2)
     refused("invariant does not support graph=True", graph=True)
-    refused("invariant does not support limit_memory=", limit_memory=2**30)
     refused("halves of the data ranks, and 3 are not a power of two; start 2 or 4", data_parallel=3)
     refused(
         "method=dpo does not use invariant; leave it out, or choose sft, grpo or rloo", method="dpo"

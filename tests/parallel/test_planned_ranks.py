@@ -6,19 +6,28 @@ from pathlib import Path
 from typing import Any
 
 import click.testing
+import numpy as np
 import pytest
 
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError, ShapeError
+from unsloth_cupy.finetune.run.executor import Executor
+from unsloth_cupy.finetune.run.ranks import alone as start_alone
 from unsloth_cupy.memory import stage_plan
 from unsloth_cupy.memory.ledger import MemoryPlan
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.memory.planned_ranks import PlannedRanks
 from unsloth_cupy.memory.stage_plan import Layout, plan_ranks
+from unsloth_cupy.models import create
+from unsloth_cupy.models.objective import TrainingStep
+from unsloth_cupy.models.optimizers import optimizer_of
 from unsloth_cupy.models.parse import parse
 from unsloth_cupy.parallel._shards import Cut
+from unsloth_cupy.training import offload as training_offload
+from unsloth_cupy.training.checkpoint import CheckpointConfig
 
 from ..harness.sampling import Sample
+from ..machines.stand_in import gpu
 from ..models.peers import CONFIGS, SIZES
 
 LLAMA = SIZES | {"model_type": "llama", "num_hidden_layers": 4, "num_key_value_heads": 4}
@@ -79,6 +88,75 @@ def test_ranks_offload_their_own_inputs_of_blocks() -> None:
     assert (first.host, last.host) == (2 * 3 * row, 3 * row)  # two microbatches, and one
     with pytest.raises(ConfigError, match=r"plan_ranks\(offload=True\): it moves the inputs"):
         planned(Layout(2), offload=True)
+
+
+@pytest.mark.parametrize(("stages", "chunks"), Sample.one_in(2, [(2, 2), (4, 2), (2, 4), (4, 4)]))
+def test_interleaved_stages_offload_at_most_what_a_run_counts(stages: int, chunks: int) -> None:
+    """More than the inputs of one pass, and at most 1 + 1 / chunks times as much."""
+    config = LLAMA | {"num_hidden_layers": 64}
+    moved: dict[str, Any] = {"recompute_every": 1, "offload": True}
+    whole = plan_memory(config, batch=2, tokens=16, dtype="bfloat16", **moved).host
+    first, *_ = planned(
+        Layout(pipeline=stages), config, schedule="interleaved", chunks=chunks,
+        microbatches=2 * stages, **moved,
+    )  # fmt: skip
+    assert whole < first.host <= (1 + 1 / chunks) * whole
+
+
+class First(PlannedRanks):
+    """Rank 0 of two, on any arrays, whose peer sends as much, or a few bytes more."""
+
+    more = 0
+
+    def _gather_rows(self, call: str, row: Any) -> Any:
+        return np.array([row, row + self.more])
+
+
+@pytest.mark.parametrize("moved", [False, True])
+@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize("rank", [None, 4])
+def test_data_ranks_with_offload_hold_what_is_planned(
+    zero: int, rank: int | None, moved: bool
+) -> None:
+    """A step of a rank on a stand-in that counts: its GPU to 3 %, and the host to the byte."""
+    config = LLAMA | {"num_hidden_layers": 6, "hidden_size": 128, "intermediate_size": 256}
+    tokens, parts = 512, CheckpointConfig(recompute_every=1, offload=moved)
+    (plan,) = plan_ranks(
+        config, Layout(data=2, zero=zero), batch=2, tokens=tokens, dtype="bfloat16",
+        microbatches=1, rank=rank, recompute_every=1, offload=moved,
+    )  # fmt: skip
+    with gpu("90", devices=1) as machine:
+        machine.strict = False
+        model = create(config, seed=0, dtype="float32", device="cuda")
+        if rank is not None:
+            model.add_adapter(rank=rank)
+        ranks = First(0, 2, 2, ahead=True)
+        run = start_alone()
+        run.replicas, run.zero = ranks, zero
+        ranks.more = 1024 * (zero == 1)  # parts are multiples of a block
+        executor = Executor(run, model)
+        optimizer = optimizer_of("adamw", model)
+        copies = executor.copies("bfloat16")
+        if rank is None:
+            optimizer.keep_copies(copies)
+        model.parameters = model.parameters | copies
+        steps = executor.optimizer(optimizer)
+        rows = machine.place(np.ones((2, tokens), np.int64))
+        batch = {"tokens": rows, "labels": rows, "count": 1}
+        peaks, copied = list[int](), 0
+        for _ in range(3):
+            before, copied = machine.held, training_offload.moved["to_host"]
+            machine.peak = before
+            passes = executor.gradients([batch], TrainingStep(parts))
+            _, gradients = executor.summed(passes, 1)
+            steps.step(gradients, finite=True, factor=0.5)
+            del gradients
+            peaks.append(machine.peak - before)
+        copied = training_offload.moved["to_host"] - copied
+    held = plan.weights + plan.optimizer + plan.master
+    assert plan.total - held == pytest.approx(peaks[-1], rel=0.03)  # what plans promise
+    assert plan.host == copied
+    assert bool(copied) == moved
 
 
 def test_quantized_weights_are_divided_as_codes() -> None:

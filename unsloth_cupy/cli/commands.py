@@ -52,6 +52,7 @@ def suggest(error: click.NoSuchOption) -> None:
     spelled = "--" + error.option_name.lstrip("-").replace("_", "-")
     words = spelled, *(as_flags({name: None}) for name in own)
     better = [flag for flag in words if flag in known]
+    better += sorted(flag for flag in known if flag.startswith(spelled))
     vars(error)["possibilities"] = better[:1] or error.possibilities
 
 

@@ -64,7 +64,7 @@ def data(
     for each in report.left_out:
         echo(each)
     for example in report.examples:
-        echo(f"\n--- {example.where}")
+        echo(f"\n--- {example.where}" + f", {example.side}" * bool(example.side))
         echo_marked(example.pieces)
 
 
@@ -72,6 +72,7 @@ def _plain(report: DataReport) -> dict[str, Any]:
     """Return a report as JSON values."""
     examples = [
         {"where": each.where, "pieces": [piece._asdict() for piece in each.pieces]}
+        | ({"side": each.side} if each.side else {})
         for each in report.examples
     ]
     return report._asdict() | {"examples": examples}

@@ -22,6 +22,7 @@ from ..finetune.run.run_folder import model_folder, words_folder
 from ..finetune.run.settings import DEVICES
 from ..machine import blas_threads, device_title, echo
 from ..models.adapters.adapter_base import base_of
+from ..models.configs.heads import CAUSAL, require_head
 from ..models.generation.streaming import NEW, TEMPERATURE, stream_text
 from ..models.text.chat import Message
 from .options import BASE, FILE, QUANTIZE, Device, Integer, Number, Words, option, utf8
@@ -129,6 +130,7 @@ def generate(
             placing: dict[str, Any] = {"device": ranks.device, **ranks.placing}
             placing |= {} if whole is None else {"lora": source}
             model = models.load(whole or source, quantize=quantize, **placing)
+            require_head("generate", model.config, CAUSAL)  # before the prompt is printed
             for each in (ranks.problem, model.origin):
                 if each and ranks.first:
                     echo(each, err=True)

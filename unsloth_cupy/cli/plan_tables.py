@@ -5,6 +5,7 @@ from typing import Any
 
 from .. import machine
 from ..finetune.planning.choices import Fits
+from ..finetune.run.printer import duration
 from ..machine import format_bytes
 from ..memory.largest import Largest
 from ..memory.ledger import ALL, ROLLOUTS, MemoryPlan
@@ -151,11 +152,10 @@ def show_fits(console: Any, fits: Fits, name: str) -> None:
     rows = {"fastest": fits.fastest, "longest row": fits.longest, "least memory": fits.leanest}
     for label, each in rows.items():
         choices.setdefault(each.command, []).append(label)
-        count = each.settings.batch * each.settings.accumulate * fits.tokens
         table.add_row(
             label, format_bytes(each.device_bytes), format_bytes(each.host_bytes),
-            time(each.seconds), "-" if each.hours is None else f"{each.hours:.1f} h",
-            f"{count / each.seconds:,.0f}", f"{each.longest_row:,}",
+            time(each.seconds), "-" if each.hours is None else duration(3600 * each.hours),
+            f"{each.tokens_per_second:,.0f}", f"{each.longest_row:,}",
         )  # fmt: skip
     console.print(table)
     commands = Table("choice", "command", title="to train with these settings")

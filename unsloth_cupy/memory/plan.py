@@ -20,7 +20,7 @@ from ..core.dtypes import KERNEL_DTYPES, float_dtype
 from ..errors import ConfigError
 from ..ops.common.checks import check_choice
 from ..training.checkpoint import CheckpointConfig
-from ..training.gradients import measure_gradients, sum_gradients
+from ..training.gradients import add_gradients, measure_gradients, sum_gradients, sums_held
 from .ledger import GRADIENTS, Ledger, MemoryPlan
 from .planned import placed_inputs, recording_in
 from .planned_model import (
@@ -63,6 +63,7 @@ def plan_memory(
     device: str = "cuda",
     inputs: Sequence[Mapping[str, Any]] = (),
     merge_into: str | None = None,
+    halves: bool = False,
 ) -> MemoryPlan:
     """Plan the memory of a training step, op by op, without allocating its arrays.
 
@@ -120,6 +121,10 @@ def plan_memory(
     merge_into : str, optional
         Train the adapter through the quantizer of this kind of file, as in ``add_adapter``.  None
         uses the setting of the adapter.
+    halves : bool
+        Whether gradients are summed as with ``finetune --invariant``: memory then holds a sum for
+        each half, ``sum_in_halves``.  ``inputs`` are then the passes to plan, one for each number
+        of sums that memory holds, from 0.
 
     Returns
     -------
@@ -157,7 +162,7 @@ def plan_memory(
         tensor_parallel * pipeline_parallel,
     )  # fmt: skip
     parts = segments("plan_memory", recompute_every, offload=offload, device=device)
-    _check_inputs(inputs, layout.ranks)
+    _check_inputs(inputs, layout.ranks, halves=halves)
     if layout.ranks > 1:
         plans = plan_ranks(
             parsed, layout, batch=batch, tokens=tokens, dtype=kind, microbatches=accumulate,
@@ -176,7 +181,8 @@ def plan_memory(
         model.chunked_mlp = chunked_mlp
         objective = with_planned_models(ledger, objective, arrays, kind)
         ledger.begin()
-        alike = len(inputs) or min(accumulate, ALIKE)
+        most = max(sums_held(accumulate)) + 1 if halves else min(accumulate, ALIKE)
+        alike = len(inputs) or most
         if not inputs and hasattr(objective, "full"):
             inputs = [objective.full(batch, tokens)] * alike
         rows = inputs[0]["tokens"].shape if inputs else (batch, tokens)
@@ -194,7 +200,11 @@ def plan_memory(
                 yield loss, gradients
                 del loss, gradients
 
-        _, gradients = sum_gradients(passes(), alike)
+        gradients = (
+            _summed(ledger, (own for _, own in passes()), alike)
+            if halves
+            else sum_gradients(passes(), alike)[1]
+        )
         ledger.enter(GRADIENTS, gradients)
         ledger.note("sum of gradients" if accumulate > 1 else "gradients")
         if steps is not None:
@@ -204,6 +214,13 @@ def plan_memory(
             del measure
             ledger.note(f"{steps.call}.step")
         return ledger.plan()
+
+
+def _summed(ledger: Ledger, passes: Iterator[dict[str, Any]], count: int) -> dict[str, Any]:
+    """Return the sums of passes; each pass runs with one more sum in memory than the one before."""
+    sums = add_gradients({}, next(passes))
+    ledger.enter(GRADIENTS, sums)
+    return sums if count == 1 else add_gradients(sums, _summed(ledger, passes, count - 1))
 
 
 def _adapter_of(
@@ -233,7 +250,7 @@ def _batches(
             yield placed_inputs(inputs[number], arrays)
 
 
-def _check_inputs(inputs: Any, ranks: int) -> None:
+def _check_inputs(inputs: Any, ranks: int, *, halves: bool) -> None:
     """Raise a ConfigError unless ``inputs`` is a list of valid inputs for one rank."""
     listed = isinstance(inputs, list | tuple) and all(isinstance(each, Mapping) for each in inputs)
     if not listed or not all({"tokens", "labels"} <= each.keys() for each in inputs):
@@ -241,6 +258,9 @@ def _check_inputs(inputs: Any, ranks: int) -> None:
         raise ConfigError(f"plan_memory(inputs={reprlib.repr(inputs)}): {cure}")
     if inputs and ranks > 1:
         raise ConfigError(f"plan_memory(inputs=..., {ranks} ranks): inputs need a single rank")
+    if halves and ranks > 1:
+        problem = f"plan_memory(halves=True, {ranks} ranks): halves need an undivided model"
+        raise ConfigError(f"{problem}; leave tensor_parallel and pipeline_parallel out")
 
 
 def _check_optimizer(optimizer: str, state_bits: int, layout: "Layout") -> None:

@@ -210,7 +210,9 @@ def plan_stage(
         first = hasattr(job.objective, "rehearse")
         here = stage == 0 if first else stages is None or stages.last
         objective = with_planned_models(ledger, job.objective, arrays, job.dtype, here)
-        runs = _Runs(model, job.as_arrays(arrays), job._replace(objective=objective))
+        several = sum(step.backward for step in steps) > 1
+        batch, own_job = job.as_arrays(arrays), job._replace(objective=objective)
+        runs = _Runs(model, batch, own_job, casts=several)
         if zero == 3:
             runs.record_order()
         ledger.begin()
@@ -278,7 +280,7 @@ def _sums(
 class _Runs:
     """Runs the steps of a stage and sums their gradients."""
 
-    def __init__(self, model: Any, batch: Mapping[str, Any], job: Job) -> None:
+    def __init__(self, model: Any, batch: Mapping[str, Any], job: Job, *, casts: bool) -> None:
         self.model, self.batch, self.objective = model, batch, job.objective
         every: Any = job.recompute_every  # a CheckpointConfig, or None
         self.how = TrainingStep(checkpoint=every)
@@ -288,6 +290,7 @@ class _Runs:
         stage = ModelStage(model, model.trainable, self.how, job.objective) if staged else None
         self.stage = stage
         self.sums: dict[str, Any] = {} if self.stage is None else self.stage.sums
+        self.casts = casts
 
     def record_order(self) -> None:
         """Run a step in which Zero3 records the order of blocks, as in the first step of a run."""
@@ -318,7 +321,8 @@ class _Runs:
     def _add(self, gradients: dict[str, Any]) -> None:
         for name in [*gradients]:
             if name not in self.sums:
-                self.sums[name] = gradients.pop(name).astype(FLOAT32)
+                own = gradients.pop(name)  # of a single pass, gradients are not cast
+                self.sums[name] = own.astype(FLOAT32) if self.casts else own
             else:
                 del gradients[name]
 

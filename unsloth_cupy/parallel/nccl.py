@@ -5,6 +5,7 @@ and detect a rank that fails while a GPU waits for it.
 """
 
 import os
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -98,10 +99,16 @@ class NcclCommunicator(Exchanges):
     @classmethod
     def over(cls, host: Host, *, checked: bool = False) -> "NcclCommunicator":
         """Return a communicator of the ranks of ``host``, each with a GPU of its machine."""
-        if not (cupy() and count()):
+        # all ranks take part, also without a GPU, and all raise: none waits for another one
+        with suppress(ImportError):
+            cupy()
+        local, gpus = local_rank(host), count()
+        without = np.flatnonzero(host.all_gather(np.array([gpus])) == 0)
+        if without.size:
             cure = "check nvidia-smi, or use --device cpu or MpiCommunicator"
-            raise DeviceError(f"NcclCommunicator: CuPy sees no GPU; {cure}")
-        cupy().cuda.Device(local_rank(host) % count()).use()
+            where = f" in rank {', '.join(map(str, without))}" * (without.size < host.size)
+            raise DeviceError(f"NcclCommunicator: CuPy sees no GPU{where}; {cure}")
+        cupy().cuda.Device(local % gpus).use()
         return cls._of(host, host.timeout, checked)
 
     @classmethod

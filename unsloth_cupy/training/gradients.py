@@ -113,6 +113,13 @@ def sum_in_halves(passes: Iterator[dict[str, Array]], count: int) -> dict[str, A
     return add_gradients(sums, sum_in_halves(passes, second))
 
 
+def sums_held(count: int) -> list[int]:
+    """Return for each pass of ``sum_in_halves`` the number of sums in memory when it begins."""
+    if count <= 1:
+        return [0] * count
+    return sums_held(count - count // 2) + [1 + held for held in sums_held(count // 2)]
+
+
 @on_gpu_of_first
 def measure_gradients(
     gradients: Mapping[str, Array], max_norm: float = math.inf, *, scaler: Any = None

@@ -136,8 +136,8 @@ class Source(Protocol):
     def epoch(self, step: int) -> float:
         """Return the number of epochs in the first ``step`` batches."""
 
-    def largest(self, steps: int, accumulate: int) -> list[int]:
-        """Return the steps that may need the most memory."""
+    def largest(self, steps: int, accumulate: int, *, by_text: bool = False) -> list[int]:
+        """Return the steps that may need the most memory; ``by_text``: each text is a pass."""
 
 
 class TrainingData(NamedTuple):
@@ -335,7 +335,7 @@ class Batches:
         """Return the number of epochs in the first ``step`` batches."""
         return step * self.batch / self.windows
 
-    def largest(self, steps: int, accumulate: int) -> list[int]:
+    def largest(self, steps: int, accumulate: int, *, by_text: bool = False) -> list[int]:
         """Return the first step: all steps need the same memory."""
         return [0]
 

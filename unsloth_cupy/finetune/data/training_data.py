@@ -18,6 +18,7 @@ from ...core.dtypes import Array
 from ...errors import ConfigError
 from ...models.objective import IGNORE
 from ...models.text.tokenizer import check_tokens
+from ...training.gradients import sums_held
 from ..listener import reading
 from ..naming import named
 from .chat import Chat, LeftOut, left_out_by
@@ -214,18 +215,36 @@ class Packed:
             self.starts.append(last)
         return self.starts[batch]
 
-    def largest(self, steps: int, accumulate: int) -> list[int]:
+    def largest(self, steps: int, accumulate: int, *, by_text: bool = False) -> list[int]:
         """Return the steps of ``accumulate`` batches that may need the most memory.
 
         One contains the largest first batch of a step, another the largest later batch: later
-        batches run while the gradients of earlier batches are in memory.
+        batches run while the gradients of earlier batches are in memory.  ``by_text``: each text is
+        a pass, and the steps contain the longest text for each number of sums in memory.
         """
         count = min(steps, max(1, SEEN // accumulate)) * accumulate
+        if by_text:
+            return self._largest_by_text(count)
         sizes = [self._size(number) for number in range(count)]
         first = range(0, count, accumulate)
         parts = first, [number for number in range(count) if number not in first]
         chosen = [max(part, key=lambda n: (sizes[n], -n)) for part in parts if part]
         return list(dict.fromkeys(number // accumulate for number in chosen))
+
+    def _largest_by_text(self, steps: int) -> list[int]:
+        longest: dict[int, tuple[int, int]] = {}  # by number of sums: tokens, step
+        for step in range(steps):
+            own = self._indices(step)
+            for held, index in zip(sums_held(len(own)), own, strict=True):
+                most = longest.get(held, (0, 0))[0]
+                if self.lengths[index] > most:
+                    longest[held] = self.lengths[index], step
+        chosen, most = list[int](), 0
+        for held in sorted(longest, reverse=True):  # a shorter text with fewer sums needs less
+            if longest[held][0] > most:
+                most = longest[held][0]
+                chosen.append(longest[held][1])
+        return list(dict.fromkeys(chosen))
 
     def _size(self, batch: int) -> int:
         """Return the number of tokens of a batch, including padding."""

@@ -117,9 +117,8 @@ class Method(Format):
             raise ConfigError(f"{named('invariant')} needs an undivided model; {cure}")
         if not settings.by_text:
             return
-        conflicts = {"zero": 3, "graph": True, "limit_memory": settings.limit_memory}
-        for name, value in conflicts.items():
-            if value is not None and getattr(settings, name) == value:
+        for name, value in {"zero": 3, "graph": True}.items():
+            if getattr(settings, name) == value:
                 both = f"{named('invariant')} does not support {named(**{name: value})}"
                 raise ConfigError(f"{both} with {named(method='sft')}; leave one of them out")
         if (count := settings.data_parallel or 1) & (count - 1):

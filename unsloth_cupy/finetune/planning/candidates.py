@@ -16,6 +16,7 @@ from ...profiling.cards import Card
 from ...profiling.training_step import explain_step
 from ..run.limit import Sizes
 from ..run.settings import Plan, Settings
+from .data_size import DataSize
 
 CODES = "nf4"  # quantization to try: the smallest codes whose products have a fast kernel
 RANKS = 16, 8  # LoRA ranks to try; the second only if nothing fits with the first
@@ -62,6 +63,7 @@ class Candidate:
     sizes: Sizes
     card: Card
     accumulated: float = 0.0  # bytes that gradient accumulation adds
+    data: DataSize | None = None
 
     @property
     def choice(self) -> tuple[Any, ...]:
@@ -120,10 +122,36 @@ class Candidate:
         """Return the settings with another micro-batch, and as many rows in a step."""
         rows = self.settings.batch * self.settings.accumulate
         accumulate = self.settings.accumulate if batch == self.settings.batch else -(-rows // batch)
-        changed = dataclasses.replace(self.settings, batch=batch, accumulate=accumulate)
-        candidate = Candidate(changed, self.sizes, self.card, self.accumulated)
+        return self._with(batch=batch, accumulate=accumulate)
+
+    def with_pack(self, pack: bool) -> "Candidate":
+        """Return the settings with or without packing; full rows need the same memory."""
+        return self._with(pack=pack)
+
+    def _with(self, **changes: Any) -> "Candidate":
+        candidate = dataclasses.replace(
+            self, settings=dataclasses.replace(self.settings, **changes)
+        )
         candidate.line = self.line
         return candidate
+
+    @property
+    def packed(self) -> bool:
+        """Whether texts share rows."""
+        return self.settings.pack is not False
+
+    @property
+    def row(self) -> float:
+        """The mean number of tokens of a row, with padding."""
+        if self.data is None:
+            return self.sizes.tokens
+        return self.data.row(self.settings.batch, packed=self.packed)
+
+    @property
+    def cost(self) -> float:
+        """The seconds of an epoch, or without data of a step."""
+        rows = 1.0 if self.data is None else self.data.rows(packed=self.packed)
+        return rows * self.seconds
 
     def about_longest(self, bounds: Bounds) -> float:
         """Return about how many tokens a row can have, by the line."""
@@ -137,14 +165,14 @@ class Candidate:
     @cached_property
     def seconds(self) -> float:
         """The predicted seconds of an optimizer step, with its sampled answers if any."""
-        plan, sizes = self.plan, self.sizes
+        plan, sizes, tokens = self.plan, self.sizes, max(2, round(self.row))
 
         def measure(config: Any) -> tuple[float, float]:
             adapter = sizes.adapter
             if adapter is None and plan.adapters is not None:
                 adapter = new_adapter(config, **plan.adapters.options(config, plan.trained_tokens))
             explanation = explain_step(
-                config, batch=plan.batch, tokens=sizes.tokens, adapter=adapter,
+                config, batch=plan.batch, tokens=tokens, adapter=adapter,
                 dtype=float_dtype("fit", plan.dtype, KERNEL_DTYPES), device=self.card,
                 optimizer=plan.kind, state_bits=plan.state_bits, quantization=sizes.quantized,
                 checkpoint=plan.checkpoint, objective=sizes.objective,
@@ -158,9 +186,10 @@ class Candidate:
         if sizes.quantized is not None:
             passes = 2 + (plan.recompute_every is not None)
             one += passes * ROUNDED * self._frozen * per_gb
-        one = max(one, 2 * self.size.host / self.card.link / 1e9)  # offloaded, and back
-        sampled = (plan.max_new_tokens or 0) * plan.learning.is_on_policy
-        answers = sampled * self.size.weights * per_gb / DECODING
+        host = self.estimate.host * tokens / sizes.tokens
+        one = max(one, 2 * host / self.card.link / 1e9)  # offloaded, and back
+        sampled = getattr(sizes.objective, "max_new_tokens", 0)
+        answers = sampled * self.estimate.weights * per_gb / DECODING
         return plan.accumulate * (one + answers) + optimizer
 
     def longest_row(self, bounds: Bounds) -> int:
@@ -195,7 +224,7 @@ class Candidate:
 
 
 def candidates(
-    settings: Settings, sizes: Sizes, card: Card, fixed: Mapping[str, Any]
+    settings: Settings, sizes: Sizes, card: Card, data: DataSize | None, fixed: Mapping[str, Any]
 ) -> Iterator[Candidate]:
     """Yield candidates with the batch size of ``settings``; settings in ``fixed`` do not change."""
 
@@ -220,7 +249,8 @@ def candidates(
                         settings, quantize=settings.quantize if sizes.quantized else kind,
                         state_bits=bits, recompute_every=every, offload=offload or None,
                     )  # fmt: skip
-                    candidate = Candidate(changed, sizes._replace(quantized=kind), card)
+                    own = sizes._replace(quantized=kind)
+                    candidate = Candidate(changed, own, card, data=data)
                     if accumulated is None:
                         two = candidate.bytes_of(1, sizes.tokens, accumulate=2)
                         accumulated = two.device - candidate.line[0].device

@@ -28,7 +28,7 @@ from ..run.reference import folder_of, with_teacher
 from ..run.run_folder import config_file, model_folder, model_without_weights
 from ..run.settings import Settings
 from .candidates import RANKS, Bounds, Candidate, candidates, choice_of
-from .data_size import measured
+from .data_size import DataSize, measured
 
 # Part of a card's memory that arrays may use: the driver, the CUDA context and kernels need the
 # rest, and plans are exact to 3 %.
@@ -36,9 +36,11 @@ USABLE = 0.93
 
 
 BEYOND = 4  # longest row to try, as a multiple of the rows, if these exceed the model's positions
+NEGLIGIBLE = 0.01  # difference of predicted times that is not worth a line
 # settings that ``fit`` may choose
 CHOSEN = (
-    "lora", "quantize", "state_bits", "recompute_every", "offload", "batch", "accumulate", "tokens"
+    "lora", "quantize", "state_bits", "recompute_every", "offload", "batch", "accumulate", "tokens",
+    "pack",
 )  # fmt: skip
 
 
@@ -54,12 +56,17 @@ class Fit:
         Planned peak of a step on the GPU, and of pinned memory on the host.
     seconds : float
         Predicted time of an optimizer step.
+    tokens_per_second : float
+        Tokens without padding in a step, divided by ``seconds``.
+    steps : int or None
+        Number of optimizer steps; None without data.
     hours : float or None
         Predicted time of all steps, without evaluations; None without data.
     longest_row : int
         Largest number of tokens in a row that fits, in a batch of one row.
     reasons : tuple of str
-        For each setting that saves memory: the bytes that a step would need without it.
+        For each setting that saves memory: the bytes that a step would need without it.  For
+        packing: how much longer an epoch would take without it.
     command : str
         The command that trains with these settings.
     """
@@ -68,6 +75,8 @@ class Fit:
     device_bytes: int
     host_bytes: int
     seconds: float
+    tokens_per_second: float
+    steps: int | None
     hours: float | None
     longest_row: int
     reasons: tuple[str, ...]
@@ -79,8 +88,8 @@ class Fits:
     """The choices of ``fit``: the fastest, the one with the longest row, the smallest.
 
     ``card`` is the GPU; ``device_memory`` and ``host_memory`` are the bytes that arrays may use;
-    ``tokens`` is the length of a row and ``steps`` the number of optimizer steps, None without
-    data.  ``not_varied`` are settings that also change memory and time, and stay as they are.
+    ``tokens`` is the length of a row.  ``not_varied`` are settings that also change memory and
+    time, and stay as they are, because they change what is learned.
     """
 
     fastest: Fit
@@ -90,8 +99,12 @@ class Fits:
     device_memory: int
     host_memory: int
     tokens: int
-    steps: int | None
     not_varied: tuple[str, ...]
+
+    @property
+    def steps(self) -> int | None:
+        """The number of optimizer steps of the fastest choice; None without data."""
+        return self.fastest.steps
 
 
 class _Model(NamedTuple):
@@ -116,10 +129,12 @@ def fit(
 ) -> Fits:
     """Choose the settings with which a model can be trained on one GPU.
 
-    Searches quantization, gradient checkpointing, offload, 8-bit optimizer states, LoRA rank and
-    the split of a batch into micro-batches (``batch`` times ``accumulate`` stays the same).  Memory
-    is planned as in ``plan_memory``; seconds are predicted from the roofline of each op and the
-    fractions of it that kernels reached on an H200.  Nothing is allocated, and no GPU is needed.
+    Searches quantization, gradient checkpointing, offload, 8-bit optimizer states, LoRA rank,
+    packing of data in rows, and the split of a batch into micro-batches (``batch`` times
+    ``accumulate`` stays the same).  On-policy methods sample the answers of a micro-batch at once.
+    Memory is planned as in ``plan_memory``; seconds are predicted from the roofline of each op and
+    the fractions of it that kernels reached on an H200.  Nothing is allocated, and no GPU is
+    needed.
 
     Parameters
     ----------
@@ -153,7 +168,7 @@ def fit(
     """
     card, usable = _card_of(device)
     settings = Settings(method=method, **fixed)
-    learning, steps, text = settings.learning, None, None
+    learning, size, text = settings.learning, None, None
     model = _model_of(config, learning.loading)
     if data is not None and model.folder is None:
         raise ConfigError("fit(data=...): tokens need a tokenizer; pass the folder of a model")
@@ -174,37 +189,45 @@ def fit(
     )
     if text is not None and model.folder is not None:
         size = measured(text, model.folder, settings, model.config, learning)
-        settings, steps = dataclasses.replace(settings, tokens=size.tokens), size.steps(settings)
+        settings = dataclasses.replace(settings, tokens=size.tokens)
     tokens = tokens_of(settings.tokens, model.config.positions)
     settings = dataclasses.replace(settings, tokens=tokens)
+    texts = settings.batch * settings.accumulate
+    if settings.by_text:  # each text is a pass, for every split
+        settings, fixed = (
+            dataclasses.replace(settings, batch=1, accumulate=texts),
+            fixed | {"batch": 1},
+        )
     teachers = {} if settings.teacher is None else {"teacher": folder_of(settings.teacher)}
     objective: Any = next_token if method == "sft" else with_teacher(learning, teachers)
     if learning.is_on_policy:
         objective = objective.sized(model.values)
     sizes = Sizes(
         model.config, settings.batch, tokens, "cuda", not model.config.bit_layers, model.adapter,
-        kind, objective,
+        kind, objective, texts=texts,
     )  # fmt: skip
     positions = model.config.positions
     limit = positions if tokens <= positions else BEYOND * tokens
     bounds = Bounds(card, usable, for_offload(host_memory), limit)
-    choices, every = _chosen(settings, sizes, bounds, fixed)
+    packs = isinstance(text, Records) and not learning.is_on_policy and "pack" not in fixed
+    choices, every = _chosen(settings, sizes, bounds, size, fixed, packs=packs)
 
     def described(candidate: Candidate) -> Fit:
+        own = candidate.settings
+        steps = None if size is None else size.steps(own)
+        real = tokens if size is None or candidate.packed else size.share * tokens
         return Fit(
-            candidate.settings, round(candidate.size.device), round(candidate.size.host),
-            candidate.seconds, None if steps is None else steps * candidate.seconds / 3600,
-            candidate.longest_row(bounds), (*_reasons(candidate, every, bounds),),
-            _command(candidate.settings, config, data, fixed),
+            own, round(candidate.size.device), round(candidate.size.host), candidate.seconds,
+            own.batch * own.accumulate * real / candidate.seconds, steps,
+            None if steps is None else steps * candidate.seconds / 3600,
+            candidate.longest_row(bounds), (*_reasons(candidate, every, bounds, packs=packs),),
+            _command(own, config, data, fixed),
         )  # fmt: skip
 
     fastest, longest, leanest = map(described, choices)
-    names = ("samples", "max_new_tokens") if learning.is_on_policy else ("pack",)
-    varies = names if learning.is_on_policy or isinstance(text, Records) else ()
+    varies = ("samples", "max_new_tokens") if learning.is_on_policy else ()
     not_varied = (named(**{name: getattr(fastest.settings, name)}) for name in varies)
-    return Fits(
-        fastest, longest, leanest, card, usable, bounds.host, tokens, steps, (*not_varied,)
-    )  # fmt: skip
+    return Fits(fastest, longest, leanest, card, usable, bounds.host, tokens, (*not_varied,))
 
 
 def fit_run(settings: Settings, data: Text | Records, source: Path | None, ranks: Any) -> Fits:
@@ -268,7 +291,13 @@ def _model_of(config: Any, loading: Mapping[str, Any]) -> _Model:
 
 
 def _chosen(
-    settings: Settings, sizes: Sizes, bounds: Bounds, fixed: Mapping[str, Any]
+    settings: Settings,
+    sizes: Sizes,
+    bounds: Bounds,
+    data: DataSize | None,
+    fixed: Mapping[str, Any],
+    *,
+    packs: bool,
 ) -> tuple[list[Candidate], list[Candidate]]:
     """Return the fastest candidate that fits, the one with the longest row, and the smallest.
 
@@ -276,13 +305,14 @@ def _chosen(
     """
     for rank in (settings.lora,) if "lora" in fixed or settings.lora is None else RANKS:
         base = dataclasses.replace(settings, lora=rank)
-        every = [*candidates(base, sizes, bounds.card, fixed)]
-        may_split = "batch" not in fixed and not settings.learning.is_on_policy
+        every = [*candidates(base, sizes, bounds.card, data, fixed)]
+        # batches whose answers are sampled at once are counted in batches, and would change
+        may_split = not fixed.keys() & {"batch", "steps_per_generation"}
         single = [each.with_batch(1) if may_split else each for each in every]
         small = [each for each in single if each.fits(bounds)]
         whole = [each for each in every if each.fits(bounds)]
         orders = (
-            sorted(_largest(every, bounds, may_split), key=_cost),
+            sorted(_largest(every, bounds, may_split, packs), key=_cost),
             sorted(small or whole, key=lambda each: -each.about_longest(bounds)),
             sorted([*small, *whole], key=lambda each: each.estimate.device),
         )
@@ -302,21 +332,35 @@ def _chosen(
 
 
 def _cost(candidate: Candidate) -> float:
-    """Return the seconds of a step; offload must be more than 5 % faster, as copies may stall."""
-    return candidate.seconds * (1.05 if candidate.settings.offload else 1.0)
+    """Return the seconds of an epoch; offload must be more than 5 % faster, as copies may stall."""
+    return candidate.cost * (1.05 if candidate.settings.offload else 1.0)
 
 
-def _largest(every: Sequence[Candidate], bounds: Bounds, may_split: bool) -> Iterator[Candidate]:
-    """Yield each candidate that fits, with its largest micro-batch that fits."""
+def _largest(
+    every: Sequence[Candidate], bounds: Bounds, may_split: bool, packs: bool
+) -> Iterator[Candidate]:
+    """Yield each candidate that fits, with its largest micro-batch that fits, packed or not."""
     for candidate in every:
         batch = candidate.settings.batch
         halved = [batch >> n for n in range(batch.bit_length())]  # batch, batch / 2, ... 1
         tried = map(candidate.with_batch, halved if may_split else [batch])
-        yield from islice((each for each in tried if each.fits(bounds)), 1)
+        for each in islice((each for each in tried if each.fits(bounds)), 1):
+            yield each
+            if packs:
+                yield each.with_pack(False)
 
 
-def _reasons(candidate: Candidate, every: Sequence[Candidate], bounds: Bounds) -> Iterator[str]:
-    """Yield, for each setting that saves memory, about the bytes that a step needs without it."""
+def _reasons(
+    candidate: Candidate, every: Sequence[Candidate], bounds: Bounds, *, packs: bool
+) -> Iterator[str]:
+    """Yield, for each setting that saves memory, about the bytes that a step needs without it.
+
+    For packing, yield how much longer an epoch takes without it.
+    """
+    if packs:
+        longer = candidate.with_pack(False).cost / candidate.cost - 1
+        if candidate.packed and longer > NEGLIGIBLE:
+            yield f"{named(pack=True)}: without this, an epoch would take {longer:.0%} longer"
     own, usual = candidate.settings, every[0].settings
     by_choice = {each.choice: each for each in every}
     groups = ("quantize",), ("recompute_every", "offload"), ("offload",), ("state_bits",)

@@ -18,6 +18,7 @@ from ...errors import ConfigError
 from ...files import path_of
 from ...models.text.chat import REASONING
 from ..data.chat import Chat, LeftOut, Lesson, left_out_by
+from ..data.forms import SIDES
 from ..data.messages import shown
 from ..data.records import Record, Records
 from ..data.sources import find_data
@@ -54,10 +55,11 @@ class Piece(NamedTuple):
 
 
 class Shown(NamedTuple):
-    """An example, with its file and line."""
+    """An example, with its file and line; ``side`` of a pair: "chosen" or "rejected", else ""."""
 
     where: str
     pieces: list[Piece]
+    side: str = ""
 
 
 class DataReport(NamedTuple):
@@ -114,14 +116,15 @@ def inspect_data(
     left_out, chat = Counter[LeftOut](), words.chat
     for where, record in _records(data, TOKENISED if model is not None else None):
         without = list[Counter[LeftOut]]()
-        for side in record.sides:
+        names = ("",) if record.rejected is None else SIDES
+        for name, side in zip(names, record.sides, strict=True):
             chat.left_out.clear()
             size, targets = words.counts(side, where)
             without.append(chat.left_out.copy())
             lengths.append(size)
             total, learned, unlearned = total + size, learned + targets, unlearned + (not targets)
             if len(shown) < examples:
-                shown.append(Shown(where, words.pieces(side, where)))
+                shown.append(Shown(where, words.pieces(side, where), name))
         left_out += left_out_by(without)
     if not lengths:
         raise ConfigError(f"inspect_data({data.name!r}): holds no text to train on")

@@ -18,7 +18,8 @@ from ...memory.planned_model import new_adapter
 from ...memory.pool import memory_pool
 from ...models.objective import Objective, next_token
 from ...models.quantizer import KINDS
-from ..data.text import TrainingData
+from ...training.gradients import sums_held
+from ..data.text import TrainingData, texts_of
 from ..listener import announce
 from ..methods.method import Method
 from ..naming import named
@@ -52,6 +53,7 @@ class Sizes(NamedTuple):
     inputs: Sequence[Mapping[str, Any]] = ()  # inputs of the passes of a step; empty: full rows
     beside: int = 1  # ranks on this machine, which share the memory of the host
     whole: bool = True  # a rank holds all weights, so that its memory is that of one device
+    texts: int = 1  # texts of a step, if each text is a pass of its own
 
     def planned(self, plan: "Plan", **changes: Any) -> MemoryPlan:
         """Return the memory plan of a step, with some settings changed."""
@@ -65,7 +67,8 @@ class Sizes(NamedTuple):
             "adapter": self.adapter,
             "quantization": self.quantized,
             "recompute_every": plan.checkpoint or plan.recompute_every,
-            "accumulate": 2 if plan.by_text else plan.accumulate,
+            "accumulate": self.texts if plan.by_text else plan.accumulate,
+            "halves": plan.by_text,
             "chunked_mlp": plan.chunked_mlp,
             "device": "cpu" if self.device is None else "cuda",
             "objective": _noisy(self.objective) if plan.neftune else self.objective,
@@ -92,6 +95,15 @@ def passes_of(
     first, *others = (data.batches.at(number) for number in numbers)
     chosen = [first, max(others, key=lambda batch: batch.tokens.size)] if others else [first]
     return [method.inputs(method.padded(batch) if padded else batch) for batch in chosen]
+
+
+def texts_by_sums(data: TrainingData, step: int, method: Method) -> list[dict[str, Any]]:
+    """Return the longest text of a step for each number of sums that memory holds beside it."""
+    texts = texts_of(data.batches.at(step))
+    longest: dict[int, Any] = {}
+    for held, text in zip(sums_held(len(texts)), texts, strict=True):
+        longest[held] = max(longest.get(held, text), text, key=lambda each: each.tokens.size)
+    return [method.inputs(longest[held]) for held in sorted(longest)]
 
 
 def tokens_of(tokens: int | None, positions: int) -> int:

@@ -50,13 +50,14 @@ from .limit import (
     checked_plan,
     passes_of,
     quantized_kind,
+    texts_by_sums,
     with_savings,
 )
 from .loop import Loop
 from .new_model import ONLINE, SIZES, small_llama
 from .new_tokens import account as account_of
 from .new_tokens import add_tokens, rows_with
-from .ranks import Ranks
+from .ranks import Ranks, chunks_of
 from .reference import add_reference, add_taught, other_models, reference_known, with_teacher
 from .resume import OUTLIER
 from .run_folder import Facts, RunFolder, model_without_weights, words_folder
@@ -123,7 +124,7 @@ def prepare(
         source is not None and not config.bit_layers, adapter, kind, objective,
     )  # fmt: skip
     plan, memory = planned_memory(
-        sizes, plan, ranks, None if isinstance(text, Text) or plan.by_text else training_data
+        sizes, plan, ranks, None if isinstance(text, Text) else training_data
     )
     compared = others.get("reference", source)
     has_reference = method.compares and reference_known(
@@ -171,16 +172,22 @@ def planned_memory(
     most that offload needs on the host.
     """
     rows, tokens = -(-sizes.batch // ranks.data.size), -(-sizes.tokens // ranks.groups.context.size)
+    texts = -(-plan.batch // ranks.data.size)  # with by_text, a batch has all rows of a step
     beside, stages = ranks.beside(), ranks.groups.pipeline.size
     if ranks.schedule == "gpipe":  # a stage holds the inputs of all passes; else of one per stage
         beside *= -(-plan.accumulate // stages)
-    sizes = sizes._replace(batch=rows, tokens=tokens, beside=beside, whole=ranks.whole)
+    if ranks.schedule == "interleaved":  # of 1 + 1 / chunks passes: later chunks begin before
+        parts = chunks_of(ranks.schedule, ranks.chunks)
+        beside = -(-beside * (parts + 1) // parts)
+    sizes = sizes._replace(batch=rows, tokens=tokens, beside=beside, whole=ranks.whole, texts=texts)
     plan = with_savings(sizes, plan)
     limit, device, largest, bytes_of = plan.limit_memory, sizes.device, 0, None
     if ranks.alone and lines is not None and not METHODS[plan.method].is_on_policy:
 
         def of_step(step: int) -> Sizes:
             own: Any = METHODS["sft"] if plan.method == "sft" else sizes.objective
+            if plan.by_text:
+                return full._replace(inputs=texts_by_sums(lines, step, own))
             padded = device is not None and plan.graph is not False
             passes = passes_of(lines, step, plan.accumulate, own, padded=padded)
             return full._replace(inputs=passes)
@@ -188,7 +195,10 @@ def planned_memory(
         def bytes_of(step: int) -> int:
             return of_step(step).planned(plan).total
 
-        full, candidates = sizes, lines.batches.largest(plan.steps, plan.accumulate)
+        full, candidates = (
+            sizes,
+            lines.batches.largest(plan.steps, plan.accumulate, by_text=plan.by_text),
+        )
         largest = max(candidates, key=bytes_of) if len(candidates) > 1 else candidates[0]
         sizes = of_step(largest)
     step_plan = checked_plan(sizes, plan, limit)
@@ -196,7 +206,7 @@ def planned_memory(
         step_plan,
         limit,
         device,
-        counts=ranks.alone and not plan.by_text,
+        counts=ranks.alone,
         largest=largest,
         bytes_of=bytes_of,
     )

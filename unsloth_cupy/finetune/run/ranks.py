@@ -381,8 +381,8 @@ def _device(device: str | None, comm: Communicator) -> tuple[str | None, str]:
     result, problem = resolve_device(device)
     if device != "auto" or not isinstance(comm, MpiCommunicator | SocketCommunicator):
         return result, problem
-    devices = gpus()[0]
-    own = devices[local_rank(comm) % len(devices)] if devices else None
+    devices, local = gpus()[0], local_rank(comm)  # all ranks take part, also without a GPU
+    own = devices[local % len(devices)] if devices else None
     place = b""
     if own is not None and own.is_usable:
         place = hashlib.sha256(f"{platform.node()} {own.address}".encode()).digest()[:8]

@@ -348,6 +348,9 @@ def model_folder(path: Path) -> Path:
         raise ConfigError(f"{path} is a file; name the folder that holds config.json")
     inside = model_of_run(path)
     if inside == path and not any((path / name).exists() for name in ("config.json", ADAPTER)):
+        if RunFolder(path).settings.is_file():
+            problem = f"{path} is a run that has not finished, and has saved no checkpoint yet"
+            raise ConfigError(f"{problem}; resume it with the command that began it")
         raise ConfigError(f"{path} holds no config.json; name a Hugging Face model folder")
     return inside
 

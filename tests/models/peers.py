@@ -141,6 +141,7 @@ RULE: dict[str, Any] = {  # of layers with a delta rule
     "linear_num_value_heads": 4,
     "linear_value_head_dim": 12,
 }
+OF_GEMMA4 = {"head_dim": 16, "sliding_window": 5, "rms_norm_eps": 1e-5}
 RELATIVES: dict[str, dict[str, Any]] = {
     "smollm3": {
         "model_type": "smollm3",
@@ -339,6 +340,22 @@ RELATIVES: dict[str, dict[str, Any]] = {
         "dim_model_base": None,
         "tie_word_embeddings": False,
     },
+    "gemma4_text": {
+        "model_type": "gemma4_text",
+        **OF_GEMMA4,
+        **{"attention_k_eq_v": True, "num_key_value_heads": 4},
+        "per_layer_config": {"2": {"head_dim": 12, "num_key_value_heads": 2}},
+        "hidden_size_per_layer_input": 0,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"],
+    },
+    "gemma4_text shared": {
+        "model_type": "gemma4_text",
+        **OF_GEMMA4,
+        **{"global_head_dim": 20, "num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+        **{"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 300},
+        **{"num_hidden_layers": 5, "final_logit_softcapping": 3.0, "attention_bias": True},
+        "layer_types": ["full_attention", "sliding_attention"] * 2 + ["full_attention"],
+    },
     "youtu": {  # transformers sets the padding's embedding to 0 when it loads
         "model_type": "youtu",
         **HEADS,
@@ -368,6 +385,7 @@ ROUTED = {
     "n_group": 3,
     "topk_group": 2,
 }
+OF_DEEPSEEK = ("n_routed_experts", "n_shared_experts", "first_k_dense_replace")
 TYPES = ["full_attention", "sliding_attention", "sliding_attention"]
 MIXTURES: dict[str, dict[str, Any]] = {
     "mixtral": {"model_type": "mixtral", "num_local_experts": 4, **BALANCED},
@@ -631,6 +649,107 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "norm_topk_prob": False,
         "layers_block_type": ["full_attention", "moe", "linear_attention", "moe"],
     },
+    "dots1": {
+        "model_type": "dots1",
+        **ROUTED,
+        "norm_topk_prob": True,
+        "sliding_window": 5,
+        "max_window_layers": 1,
+        "attention_bias": True,
+    },
+    "dots1 types": {
+        "model_type": "dots1",
+        **ROUTED,
+        **{"n_group": 1, "topk_group": 1, "head_dim": 12, "n_shared_experts": 1},
+        "sliding_window": 5,
+        "layer_types": TYPES,
+    },
+    "exaone_moe": {
+        "model_type": "exaone_moe",
+        **{key: value for key, value in ROUTED.items() if key not in OF_DEEPSEEK},
+        **{"num_experts": 6, "num_shared_experts": 2, "norm_topk_prob": False},
+        "sliding_window": 5,
+        "sliding_window_pattern": 2,
+        "first_k_dense_replace": 2,
+    },
+    "exaone_moe types": {
+        "model_type": "exaone_moe",
+        **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
+        **{"head_dim": 12, "sliding_window": 5, "layer_types": TYPES},
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+    },
+    "hunyuan_v1_moe": {
+        "model_type": "hunyuan_v1_moe",
+        **{"num_experts": 4, "moe_topk": [2, 3, 2], "head_dim": 12, "attention_bias": True},
+        "rope_parameters": {
+            **{"rope_type": "dynamic", "rope_theta": 1000.0, "factor": 1.0, "alpha": 50.0}
+        },
+    },
+    "hunyuan_v1_moe of one": {
+        "model_type": "hunyuan_v1_moe",
+        **{"num_experts": 3, "moe_topk": 2, "head_dim": 8, "tie_word_embeddings": True},
+    },
+    "granitemoeshared": {
+        "model_type": "granitemoeshared",
+        **MULTIPLIERS,
+        **BALANCED,
+        **{"num_local_experts": 5, "num_experts_per_tok": 3, "shared_intermediate_size": 20},
+        "attention_bias": True,
+    },
+    "granitemoeshared without": {"model_type": "granitemoeshared", "num_local_experts": 4},
+    "gemma4_text experts": {
+        "model_type": "gemma4_text",
+        **OF_GEMMA4,
+        **{"enable_moe_block": True, "num_experts": 5, "top_k_experts": 3},
+        **{"moe_intermediate_size": 12, "hidden_size_per_layer_input": 0, "num_hidden_layers": 2},
+        **{"global_head_dim": 16, "layer_types": ["sliding_attention", "full_attention"]},
+    },
+    "llama4_text": {
+        "model_type": "llama4_text",
+        **{"head_dim": 12, "intermediate_size_mlp": 40, "attention_chunk_size": 6},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2},
+        **{"no_rope_layer_interval": 2, "floor_scale": 4, "attn_scale": 0.3},
+    },
+    "llama4_text plain": {
+        "model_type": "llama4_text",
+        **{"head_dim": 8, "intermediate_size_mlp": 40, "attention_chunk_size": None},
+        **{"num_local_experts": 3, "moe_layers": [0], "use_qk_norm": False},
+        **{"attn_temperature_tuning": False, "no_rope_layers": [1, 0, 1]},
+    },
+    "mistral4": {
+        "model_type": "mistral4",
+        **HEADS,
+        **ROUTED,
+        "rope_parameters": YARN
+        | {"mscale": 1.0, "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0.3},
+    },
+    "mistral4 plain": {
+        "model_type": "mistral4",
+        **HEADS,
+        **{**ROUTED, "n_group": 1, "topk_group": 1, "q_lora_rank": None, "norm_topk_prob": False},
+        **{"rope_interleave": False, "attention_bias": True},
+        "rope_parameters": YARN | {"mscale": 0.9, "mscale_all_dim": 0.7, "llama_4_scaling_beta": 0},
+    },
+    "deepseek_v32": {
+        "model_type": "deepseek_v32",
+        **HEADS,
+        **ROUTED,
+        **{"index_n_heads": 9, "index_head_dim": 10, "index_topk": 5, "attention_bias": True},
+    },
+    "glm_moe_dsa": {
+        "model_type": "glm_moe_dsa",
+        **HEADS,
+        **ROUTED,
+        **{"index_n_heads": 10, "index_head_dim": 12, "index_topk": 6},
+        "indexer_types": ["full", "shared", "full"],
+        "mlp_layer_types": ["sparse", "dense", "sparse"],
+    },
+    "flex_olmo": {
+        "model_type": "flex_olmo",
+        **{"num_experts": 5, "num_experts_per_tok": 2, "norm_topk_prob": True},
+        "attention_bias": True,
+        **BALANCED,
+    },
     "minimax_m2": {
         "model_type": "minimax_m2",
         "num_local_experts": 6,
@@ -642,6 +761,15 @@ MIXTURES: dict[str, dict[str, Any]] = {
 }
 
 
+def class_of(known: Any) -> Any:
+    """Return transformers' class of a language model; not all are in its registry."""
+    import transformers
+
+    named = transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    kind = f"{type(known).__name__.removesuffix('Config')}ForCausalLM"
+    return getattr(transformers, named.get(known.model_type, kind))
+
+
 def make(folder: Path, config: dict[str, Any], seed: int = 0) -> Any:
     """Save a random model with this config, and return it in float32."""
     import torch
@@ -649,9 +777,9 @@ def make(folder: Path, config: dict[str, Any], seed: int = 0) -> Any:
 
     torch.manual_seed(seed)
     known = transformers.AutoConfig.for_model(**SIZES | config)
-    model = transformers.AutoModelForCausalLM.from_config(
-        known, attn_implementation="eager", dtype=torch.float32
-    ).eval()
+    model = (
+        class_of(known)._from_config(known, attn_implementation="eager", dtype=torch.float32).eval()
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):  # decays that leave something of a state
@@ -667,6 +795,8 @@ def make(folder: Path, config: dict[str, Any], seed: int = 0) -> Any:
         for name, buffer in model.named_buffers():
             if name.endswith(("act_fn.beta", "act_fn.eps")):
                 buffer.fill_(0.37 if name.endswith("beta") else -0.2)
+            elif name.endswith("layer_scalar"):
+                buffer.fill_(0.7)
             elif name.endswith("correction_bias"):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
     model.save_pretrained(folder)

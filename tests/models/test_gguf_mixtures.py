@@ -75,6 +75,32 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "attention_multiplier": 0.2,
         "tie_word_embeddings": True,
     },
+    "granitemoe with a shared expert": {
+        "model_type": "granitemoeshared",
+        **MULTIPLIERS,
+        **{"num_local_experts": 4, "shared_intermediate_size": 40},
+    },
+    "dots1": {
+        "model_type": "dots1",
+        **ROUTED,
+        **{"n_shared_experts": 2, "n_group": 2, "topk_group": 1, "routed_scaling_factor": 1.5},
+        **{
+            "first_k_dense_replace": 1,
+            "head_dim": 16,
+            "sliding_window": None,
+            "num_key_value_heads": 4,
+        },
+    },
+    "exaone-moe": {
+        "model_type": "exaone_moe",
+        **FEW,
+        **{"num_shared_experts": 2, "head_dim": 16, "sliding_window": 5, "num_hidden_layers": 5},
+    },
+    "hunyuan-moe": {
+        "model_type": "hunyuan_v1_moe",
+        **{"num_experts": 5, "moe_topk": 2, "head_dim": 16},
+        "rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e3, "alpha": 50.0},
+    },
     "glm4moe": {
         "model_type": "glm4_moe",
         **ROUTED,

@@ -29,7 +29,10 @@ PARSED = {label: parse(SIZES | config) for label, config in FAMILIES.items()}
 REFUSED = {  # families that no order is known for
     label
     for label, config in PARSED.items()
-    if config.recurrent or any(rope.original for rope in config.ropes.values())
+    if config.recurrent
+    or config.chunk
+    or config.indexer
+    or any(rope.original for rope in config.ropes.values())
 }
 
 

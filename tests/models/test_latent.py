@@ -12,7 +12,7 @@ from unsloth_cupy.models.configs.families import FAMILIES
 from unsloth_cupy.models.generation import next_logits
 from unsloth_cupy.models.parse import parse
 
-from .peers import MIXTURES, RELATIVES, SIZES
+from .peers import MIXTURES, RELATIVES, SIZES, class_of
 
 ALONE = {  # the others are of test_hybrids, as no pages hold their states
     name for name, family in FAMILIES.items() if family.latent and family.delta is None
@@ -48,10 +48,18 @@ def test_packed_texts_and_caches(label):
         PagedKVCache(model.config.layers, 12, 4, **sizes, dtype="float32")
         for sizes in (model.cache_sizes, heads)
     ]
+    if model.config.indexer is not None:  # whose keys pages and whole heads do not store
+        with pytest.raises(ConfigError, match="has no sparse attention"):
+            model.generate(TOKENS, max_new_tokens=4, cache=caches[0])
+        with pytest.raises(ConfigError, match="in latent rows; use a KVCache"):
+            model.generate(TOKENS, max_new_tokens=4, cache_dtype="int8")
+        caches = []
     for cache in (None, *caches):
         made = model.generate(TOKENS, max_new_tokens=4, stop=(), cache=cache)
         np.testing.assert_array_equal(made, whole)
-    assert model.generate(TOKENS, max_new_tokens=4, stop=(), cache_dtype="int8").shape == (2, 16)
+    if model.config.indexer is None:
+        made = model.generate(TOKENS, max_new_tokens=4, stop=(), cache_dtype="int8")
+        assert made.shape == (2, 16)
 
 
 @pytest.mark.parametrize("label", CONFIGS)
@@ -59,13 +67,14 @@ def test_a_cache_holds_one_row_of_a_token(label):
     """Tokens one by one, some at a time and after padding have the logits of a whole pass."""
     model = create(CONFIGS[label], seed=0)
     sizes: Any = model.cache_sizes
-    assert sizes == {"kv_heads": 1, "dim": 12 + 6, "latent": 12}
+    dim = 12 + 6 + (0 if model.config.indexer is None else model.config.indexer.dim)
+    assert sizes == {"kv_heads": 1, "dim": dim, "latent": 12}
     mask = np.ones((2, 12), bool)
     mask[1, :3] = False
     expected = model.logits(TOKENS, mask=mask)
     near = 2e-5 * np.abs(expected).max()
     cache = KVCache(model.config.layers, 2, 16, **sizes, dtype="float32")
-    assert sum(array.nbytes for array in cache.stored) == model.config.layers * 2 * 16 * 18 * 4
+    assert sum(array.nbytes for array in cache.stored) == model.config.layers * 2 * 16 * dim * 4
     steps = (slice(0, 5), slice(5, 6), slice(6, 10), slice(10, 12))
     parts = [model.logits(TOKENS[:, s], mask=mask[:, : s.stop], cache=cache) for s in steps]
     actual = np.concatenate(parts, axis=1)
@@ -103,12 +112,13 @@ def test_tokens_are_those_of_transformers(label, tmp_path):
     peers = pytest.importorskip("transformers", reason="transformers computes the references")
     model = create(CONFIGS[label], seed=0)
     model.save(tmp_path)
-    peer = peers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    known = peers.AutoConfig.from_pretrained(tmp_path)
+    peer = class_of(known).from_pretrained(tmp_path, dtype=torch.float32)
     options = {"max_new_tokens": 12, "min_new_tokens": 12}
     prompt = torch.from_numpy(TOKENS)
     expected = peer.generate(prompt, **options, do_sample=False, pad_token_id=0).numpy()
     cache = PagedKVCache(model.config.layers, 20, 4, **model.cache_sizes, dtype="float32")
-    for each in (None, cache):
+    for each in (None, cache) if model.config.indexer is None else (None,):
         np.testing.assert_array_equal(model.generate(TOKENS, **options, cache=each), expected)
 
 

@@ -13,7 +13,7 @@ from unsloth_cupy.models.text.chat import CHATML_TOKENS
 from unsloth_cupy.serving.drawing import draw
 from unsloth_cupy.serving.options import Options
 
-from .peers import CONFIGS, MIXTURES, RELATIVES, batch, make
+from .peers import CONFIGS, MIXTURES, RELATIVES, batch, class_of, make
 
 torch = pytest.importorskip("torch", reason="torch computes the references")
 transformers = pytest.importorskip("transformers", reason="transformers computes the references")
@@ -31,6 +31,8 @@ def pair(request, tmp_path_factory):
 @pytest.mark.parametrize("side", ["none", "left", "right"])
 def test_loss_logits_and_gradients(pair, side):
     peer, model, _ = pair
+    if side == "left" and model.config.chunk is not None:
+        pytest.skip("transformers counts padding as positions of chunks; golden cases do not")
     data = batch(seed=1, tokens=20)
     mask = None if side == "none" else data[side]
     options = {}
@@ -63,9 +65,11 @@ def test_loss_logits_and_gradients(pair, side):
 @pytest.mark.filterwarnings("ignore:generate.*max_position_embeddings")
 @pytest.mark.parametrize("side", ["none", "left"])
 def test_greedy_tokens(pair, side):
-    _, model, folder = pair
+    peer, model, folder = pair
+    if side == "left" and model.config.chunk is not None:
+        pytest.skip("transformers counts padding as positions of chunks; golden cases do not")
     # Anew: dynamic rope in transformers remembers the longest sequence that it ever met.
-    peer = transformers.AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
+    peer = class_of(peer.config).from_pretrained(folder, attn_implementation="eager")
     peer.config.output_router_logits = False  # with a cache its loss of the router is undefined
     data = batch(seed=2, tokens=8)
     mask = np.ones(data["ids"].shape, np.int64) if side == "none" else data[side]
@@ -156,6 +160,6 @@ def test_transformers_opens_a_new_model(tmp_path):
 def test_transformers_reads_what_we_save(pair, tmp_path):
     peer, model, _ = pair
     model.save(tmp_path / "ours")
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours")
+    again = class_of(peer.config).from_pretrained(tmp_path / "ours")
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, peer.state_dict()[name]), name

@@ -144,11 +144,15 @@ def test_a_type_without_a_row_is_compared(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "again" / "config.json").read_text())["model_type"] == "cwm"
 
 
-def test_a_mixture_of_few_layers_without_a_row(tmp_path: Path) -> None:
+def test_a_mixture_of_few_layers_without_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Of three layers a kimi_linear, with which it is compared, has none with attention."""
     transformers()
     kinds = {"model_type": "kimi_linear", "num_key_value_heads": 4}
     assert not parse(SIZES | kinds).ropes
+    rows: Any = FAMILIES
+    monkeypatch.delitem(rows, "flex_olmo")
     settings = {"num_experts": 3, "num_experts_per_tok": 2, "output_router_logits": True}
     peer = saved("flex_olmo", tmp_path, num_key_value_heads=4, norm_topk_prob=True, **settings)
     np.testing.assert_allclose(load(tmp_path).logits(TOKENS), logits(peer), rtol=0, atol=1e-4)

@@ -14,7 +14,7 @@ from unsloth_cupy.models.parse import parse
 from unsloth_cupy.training.precision import DTYPES, compute_copies
 
 from ..harness.sampling import Sample
-from .peers import CONFIGS, MIXTURES, RELATIVES, SIZES
+from .peers import CONFIGS, MIXTURES, RELATIVES, SIZES, class_of
 
 EVERY = CONFIGS | RELATIVES | MIXTURES
 HALVES = ("float16", "bfloat16")
@@ -30,7 +30,7 @@ def kept(label: str, dtype: str) -> set[str]:
     kind = getattr(torch, dtype)
     with torch.device("meta"):
         known = transformers.AutoConfig.for_model(**SIZES | EVERY[label])
-        model = transformers.AutoModelForCausalLM.from_config(known, dtype=kind)
+        model = class_of(known)._from_config(known, dtype=kind)
     plan = model._get_dtype_plan(kind)
     named = build_glob_alternation([*plan])[0].search if plan else lambda name: None
     every = model.state_dict().items()

@@ -34,6 +34,8 @@ SCALINGS: list[dict[str, Any]] = [
     LLAMA3,
     LONGROPE,
     LONGROPE | {"factor": 16.0, "attention_factor": 1.2},
+    {"rope_type": "proportional", "partial_rotary_factor": 0.6},
+    {"rope_type": "proportional", "factor": 2.0, "rope_theta": 900.0},
 ]
 
 
@@ -105,7 +107,10 @@ def test_like_chooses_the_library() -> None:
 @pytest.mark.parametrize(
     ("scaling", "message"),
     [
-        ({"rope_type": "spiral"}, "one of default, linear, dynamic, yarn, longrope, llama3"),
+        (
+            {"rope_type": "spiral"},
+            "one of default, linear, dynamic, yarn, longrope, llama3, proportional",
+        ),
         ({"rope_type": ["yarn"]}, "one of default"),
         ({"full_attention": {"rope_type": "yarn"}}, "the dict of one layer type"),
         ("yarn", "the dict of one layer type"),

@@ -29,8 +29,8 @@ from .configs.config import CORRECTION, Config
 from .folders.quantized_weights import trainable
 from .graphs import Graphs
 from .invariant import check_invariant, without_padding
-from .layers.attending import absorbs, attend_of, latents_of, project_of, whole_of
-from .layers.block import blocks, embedded, rope_rows
+from .layers.attending import absorbs, attend_of, chunks_of, latents_of, project_of, whole_of
+from .layers.block import blocks, embedded, inputs_of_layers, rope_rows
 from .layers.call import Attention, Call, Gather, Mixtures, Recurrence, no_states
 from .layers.context import Context, own_tokens, token_numbers
 from .layers.head import logits_of
@@ -170,8 +170,9 @@ class Network(Summary):
         config = self.config
         if config.latent is None or not absorbs(self.adapter):
             return {"kv_heads": config.kv_heads, "dim": config.dim, "latent": None}
-        rank = config.latent.rank
-        return {"kv_heads": 1, "dim": rank + config.latent.rotated, "latent": rank}
+        rank, index = config.latent.rank, config.indexer
+        dim = rank + config.latent.rotated + (0 if index is None else index.dim)
+        return {"kv_heads": 1, "dim": dim, "latent": rank}
 
     def on_tape(
         self, parameters: Mapping[str, Any], step: TrainingStep, reached: Reached | None = None
@@ -228,7 +229,8 @@ class Network(Summary):
         branch = embedded(self.config, parameters, own, self.slices)
         if self.noise is not None:
             branch = self.noise(branch, token_numbers(context, rows, self.first_token), context)
-        branch, stream = blocks(call, branch, self.step.checkpoint)
+        inputs = inputs_of_layers(self.config, parameters, own, branch)
+        branch, stream = blocks(call, branch, self.step.checkpoint, inputs=inputs)
         self.report_routes(call)
         return join(call, "model.", self.config.norms.last, branch, stream)[0]
 
@@ -274,13 +276,21 @@ class Network(Summary):
             problem = f"the attention of a {self.config.model_type} has sinks"
             cure = "divide the batch, not its tokens: --data-parallel, without --context-parallel"
             raise ConfigError(f"Transformer: {problem}, which ranks do not divide; {cure}")
+        if context is not None and (self.config.chunk or self.config.indexer):
+            cure = "divide the batch, not its tokens: --data-parallel, without --context-parallel"
+            problem = "ranks do not divide the tokens of chunked or sparse attention"
+            raise ConfigError(f"Transformer: {problem}; {cure}")
         if self.config.recurrent:
             self._check_recurrent(rows, context)
         where = where if context is None else context.places(where)
         used = self.used(parameters, seed)
+        attend, of_chunks = attend_of(rows, where.mask, where.offsets, context), None
+        if (size := self.config.chunk) is not None:
+            of_chunks = chunks_of(size, attend, rows, where.mask, where.offsets, tokens)
         attention = Attention(
-            attend_of(rows, where.mask, where.offsets, context), where.tables, where.positions,
-            latents=latents_of(rows), whole=whole_of(self.adapter),
+            attend, where.tables, where.positions, of_chunks=of_chunks,
+            latents=latents_of(rows), whole=whole_of(self.adapter), cached=cache is not None,
+            padding=where.mask,
         )  # fmt: skip
         stacks = {} if self.adapter is None else self.adapter.used_stacks()
         project = project_of(
@@ -330,7 +340,8 @@ class Network(Summary):
             raise ShapeError(problem, expected=shape, actual=tuple(routes.shape))
         if routes.dtype.kind != "i":
             raise DTypeError(f"Transformer: routes are {routes.dtype}; they must be integers")
-        if isinstance(routes, np.ndarray) and routes.size and routes.max() >= experts.count:
+        limit = experts.count + bool(experts.chosen)  # see ``Routed``
+        if isinstance(routes, np.ndarray) and routes.size and routes.max() >= limit:
             problem = f"routes contain expert {routes.max()}, and there are {experts.count} experts"
             numbers = range(experts.count)
             raise RangeError(f"Transformer: {problem}", expected=numbers, actual=int(routes.max()))

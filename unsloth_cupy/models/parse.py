@@ -7,22 +7,26 @@ from typing import Any
 
 from ..errors import ConfigError
 from .configs.config import (
+    CHUNKED,
+    FULL,
     LINEAR,
     MLP,
     SLIDING,
     Config,
     Delta,
     Experts,
+    Indexer,
     Latent,
     Rope,
     Structure,
 )
 from .configs.families import FAMILIES
 from .configs.family import Family
+from .configs.gemma4_config import of_gemma4
 from .configs.heads import CAUSAL, NONE, head_of, labels_of
 from .configs.kimi_config import of_kimi
 from .configs.parse_experts import experts_of
-from .configs.parse_layers import activation_of, layers_of
+from .configs.parse_layers import activation_of, by_layer_of, layers_of
 from .configs.parse_rope import rope_of
 from .configs.parse_states import multipliers_of, state_space_of, with_types
 from .configs.reading import CUT, Reader, check_keys, token_ids, without_ignored
@@ -66,6 +70,7 @@ def parse(values: Mapping[str, Any], stored: Callable[[], Collection[str]] = tup
 def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     """Return the ``Config`` of a text model's config.json, read by the rules of a family."""
     values = with_types(of_kimi(values) if family.delta == "short" else values)
+    values = of_gemma4(values) if family.by_layer else values
     check_keys(values, family)
     read = Reader(values, family)
     hidden, heads, layers = (
@@ -81,26 +86,32 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     read, kv_heads = _with_heads(read, hidden, heads, latent)
     dim = read.size("head_dim")
     rotated, layer_types = layers_of(read, layers)
-    turned = dim if latent is None else latent.rotated
-    ropes = {kind: rope_of(read, kind, turned) for kind in sorted({*layer_types} - {LINEAR, MLP})}
+    by_layer = by_layer_of(read, layer_types, kv_heads, dim) if family.by_layer else {}
+    full, turned = by_layer.get("full_heads"), dim if latent is None else latent.rotated
+    lengths = {FULL: turned if full is None else full[1]}
+    ropes = {
+        kind: rope_of(read, kind, lengths.get(kind, turned))
+        for kind in sorted({*layer_types} - {LINEAR, MLP})
+    }
     activation = activation_of(read)
     normed = read.resolve(family.query_key_if)
     head = head_of(values)
     read.flag("attention_bias")
     return Config(
-        **_structure_of(read),
+        **_structure_of(read, layers),
         model_type=values["model_type"],
         vocab=read.size("vocab_size"),
         hidden=hidden,
         inner=read.size(family.inner),
         layers=layers,
         heads=heads,
-        kv_heads=kv_heads,
-        dim=dim,
+        kv_heads=kv_heads if full is None else max(kv_heads, full[0]),
+        dim=dim if full is None else max(dim, full[1]),
         eps=read.number(family.eps) if isinstance(family.eps, str) else family.eps,
         activation=activation,
         layer_types=layer_types,
         window=read.size("sliding_window") if SLIDING in layer_types else None,
+        chunk=read.size("attention_chunk_size") if CHUNKED in layer_types else None,
         ropes=ropes,
         **_scales_of(read, hidden, layers),
         scale=_scale_of(read, dim, latent, ropes),
@@ -119,21 +130,26 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         rotated=() if all(rotated) else rotated,
         clip=read.factor("clip_qkv"),
         latent=latent,
+        indexer=None if latent is None else indexer_of(read, latent, layers),
         delta=None if family.delta is None else delta_of(read),
         space=state_space_of(read),
         **multipliers_of(read),
         head=head,
         labels=labels_of(values, head),
+        **by_layer,
     )
 
 
-def _structure_of(read: Reader) -> dict[str, Any]:
+def _structure_of(read: Reader, layers: int) -> dict[str, Any]:
     """Return the fields of ``Structure``: from the family, or from the keys that it names."""
     family = read.family
     values = {each.name: getattr(family, each.name) for each in fields(Structure)}
     values |= {name: read.resolve(getattr(family, name)) for name in FLAGS}
     if values["parallel"]:
         values["norms"] = replace(family.norms, before_mlp=None)
+    if shared := read.get("num_kv_shared_layers") if family.by_layer else 0:
+        every = "|".join(map(str, range(layers - shared, layers)))
+        values["left_out"] = rf"model\.layers\.({every})\.self_attn\.[kv]_(proj|norm)\."
     return values | ({"qkv_bias": False} if family.latent else {})
 
 
@@ -185,6 +201,8 @@ def _with_heads(read: Reader, hidden: int, heads: int, latent: Latent | None) ->
 
 def _scale_of(read: Reader, dim: int, latent: Latent | None, ropes: Mapping[str, Rope]) -> float:
     """Return the factor of attention scores."""
+    if not read.family.scaled_scores:
+        return 1.0
     scale = (
         latent_scale(latent, {} if read.family.rotates == "none" else ropes)
         or read.factor("attention_multiplier")
@@ -261,6 +279,38 @@ def latent_of(read: Reader, hidden: int, heads: int) -> Latent:
         rotated=rotated,
         value=hidden // heads if value is None else read.size("v_head_dim"),
         biases=read.flag("attention_bias"),
+    )
+
+
+def indexer_of(read: Reader, latent: Latent, layers: int) -> Indexer | None:
+    """Return the sizes of sparse attention's indexer; None for a family without one."""
+    if read.family.indexer is None:
+        return None
+    dim, rotated = read.size("index_head_dim"), latent.rotated
+    if latent.queries is None or dim < rotated:
+        problem = "the indexer needs q_lora_rank, and index_head_dim of at least qk_rope_head_dim"
+        raise ConfigError(f"config: {problem}: {latent.queries}, {dim} and {rotated}")
+    types, pattern = read.get("indexer_types"), read.get("index_topk_pattern")
+    if types is None and pattern is not None:
+        letters = {"F": "full", "S": "shared"}
+        types = [letters.get(each, each) for each in pattern]
+    if types is None:
+        period, first = read.get("index_topk_freq") or 1, read.get("index_skip_topk_offset")
+        first = 2 if first is None else first
+        if type(period) is not int or type(first) is not int:
+            raise ConfigError("config: index_topk_freq and index_skip_topk_offset must be integers")
+        kinds = (max(n - first + 1, 0) % max(period, 1) for n in range(layers))
+        types = ["shared" if kind else "full" for kind in kinds]
+    listed = isinstance(types, list) and len(types) == layers and types[:1] == ["full"]
+    if not listed or any(each not in ("full", "shared") for each in types):
+        problem = f"indexer_types is {types!r}"
+        raise ConfigError(f"config: {problem}; it must list full, then full or shared: {layers}")
+    return Indexer(
+        heads=read.size("index_n_heads"),
+        dim=dim,
+        keys=read.size("index_topk"),
+        interleaved=read.family.indexer == "pairs",
+        shared=tuple(each == "shared" for each in types),
     )
 
 

@@ -7,7 +7,7 @@ from ..core import gpu
 from ..core.dtypes import Stored
 from ..machine import one_screen
 from ..ops.quantized.weight import Quantized
-from .folders.quantized_weights import FIXED
+from .folders.quantized_weights import is_fixed
 
 
 class Summary:
@@ -46,7 +46,7 @@ class Summary:
         embedding.  In a divided model, only the parameters of this rank count.
         """
         own = [] if self.adapter is None else [*self.adapter.parameters.values()]
-        values = [each for name, each in self.parameters.items() if not name.endswith(FIXED)]
+        values = [each for name, each in self.parameters.items() if not is_fixed(name)]
         if only_trainable:
             values = [] if own else [each for each in values if not isinstance(each, Stored)]
         return sum(math.prod(each.shape) for each in (*values, *own))

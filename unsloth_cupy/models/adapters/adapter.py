@@ -39,7 +39,7 @@ from ...parallel.taped import taped, value_of
 from ...placement import stream, to_device_of
 from ..configs.config import Config
 from ..configs.heads import CAUSAL, NONE, SEQUENCE, TOKEN
-from ..configs.names import ADAPTED, HEAD, TABLE, TEXT, is_norm, is_router, stored_name
+from ..configs.names import ADAPTED, HEAD, INDEXER, TABLE, TEXT, is_norm, is_router, stored_name
 from ..folders.checkpoint_files import write_folder
 from ..folders.initial_weights import INITIAL, beside, initial_pairs, plain_settings
 from .adapter_base import ADAPTER, BASE, WEIGHTS, home_facts
@@ -611,7 +611,7 @@ def linear_layers(config: Config, *, routers: bool = False) -> dict[str, tuple[i
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in config.shapes().items()
         if name.startswith("model.layers.") and name.endswith(".weight") and len(shape) == 2
-        if not is_norm(name) and (routers or not is_router(name))
+        if not is_norm(name) and (routers or not is_router(name)) and INDEXER not in name
     }
 
 

@@ -106,7 +106,7 @@ def _settings(
     for own in experts.names:
         named = [each.parameter for each in stacks.values() if each.parameter.endswith(own)]
         whole = len(named) == sum(experts.sparse)
-        listed += [f"{experts.module}.experts.{own}"] if whole else named
+        listed += [f"{experts.prefix}experts.{own}"] if whole else named
     facts["target_parameters"] = listed
     both = f"experts.{STACKS[0]}"
     root = math.sqrt if settings.get("use_rslora") else float

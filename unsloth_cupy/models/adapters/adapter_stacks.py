@@ -50,12 +50,12 @@ def stacks_of(config: Config, chosen: Callable[[str], bool]) -> dict[str, Stack]
     for layer in range(config.layers) if experts is not None else ():
         if experts is None or not experts.sparse[layer]:
             continue
-        outer = f"model.layers.{layer}.{experts.module}.experts"
+        outer = f"model.layers.{layer}.{experts.prefix}experts"
         names = [f"{outer}.{name}" for name in experts.names if chosen(f"{outer}.{name}")]
         for name in names:
             module = f"{outer}.base_layer" if len(names) > 1 and name == names[0] else outer
             count, outputs, inputs = shapes[name]
-            turns = experts.transposed and name.endswith(STACKS[0])
+            turns = experts.transposed and not experts.halves and name.endswith(STACKS[0])
             stacks[module] = Stack(name, module, (count, outputs, inputs), turns)
     return stacks
 
@@ -68,7 +68,7 @@ def targets_of(config: Config) -> tuple[str, ...]:
 def target_parameters(config: Config, targets: Collection[str]) -> list[str]:
     """Return peft's target_parameters for the stacks among targets."""
     own, experts = targets_of(config), config.experts
-    return [] if experts is None else [f"{experts.module}.{n}" for n in own if n in targets]
+    return [] if experts is None else [f"{experts.prefix}{n}" for n in own if n in targets]
 
 
 def named_alone(settings: Mapping[str, Any], name: str) -> bool:

@@ -97,6 +97,19 @@ deepseek_v3: attention_bias=false eos_token_id=1 first_k_dense_replace=3 hidden_
  num_local_experts num_mtp_layers=1 num_nextn_predict_layers output_router_logits=false
  pretraining_tp=1 q_lora_rank=1536 qk_nope_head_dim=128 qk_rope_head_dim=64 rope_interleave=true
  routed_scaling_factor=2.5 topk_group=4 use_cache=true v_head_dim=128 vocab_size=129280
+deepseek_v32: attention_bias=false eos_token_id=1 first_k_dense_replace=3 head_dim=64
+ hidden_act="silu" hidden_size=7168 index_head_dim=128 index_n_heads=64 index_topk=2048
+ intermediate_size=18432 kv_lora_rank=512 max_position_embeddings=163840 mlp_bias=false
+ moe_intermediate_size=2048 n_group=8 n_routed_experts=256 n_shared_experts=1 norm_topk_prob=true
+ num_attention_heads=128 num_experts num_experts_per_tok=8 num_hidden_layers=61
+ num_key_value_heads=128 num_local_experts output_router_logits=false q_lora_rank=1536
+ qk_nope_head_dim=128 qk_rope_head_dim=64 routed_scaling_factor=2.5 topk_group=4 use_cache=true
+ v_head_dim=128 vocab_size=129280
+dots1: attention_bias=false eos_token_id first_k_dense_replace=0 hidden_act="silu" hidden_size=4608
+ intermediate_size=10944 max_window_layers=62 moe_intermediate_size=1408 n_group=1 n_routed_experts
+ n_shared_experts norm_topk_prob=false num_experts_per_tok num_hidden_layers=62
+ num_key_value_heads=32 num_local_experts output_router_logits=false routed_scaling_factor=1.0
+ sliding_window=4096 topk_group=1 use_cache=true vocab_size=152064
 ernie4_5: attention_dropout head_dim=128 hidden_act="silu" hidden_size=1024 intermediate_size=3072
  max_position_embeddings=131072 num_attention_heads=16 num_hidden_layers=18 num_key_value_heads=2
  rms_norm_eps=1e-05 rope_theta=500000.0 tie_word_embeddings=true use_bias=false use_cache=true
@@ -110,6 +123,11 @@ ernie4_5_moe: attention_dropout hidden_act="silu" hidden_size=2560 intermediate_
  use_cache=true vocab_size=103424
 exaone4: hidden_act="silu" intermediate_size=16384 num_key_value_heads=32 rms_norm_eps=1e-05
  sliding_window=4096 sliding_window_pattern=4 use_cache=true vocab_size=102400
+exaone_moe: eos_token_id=53 first_k_dense_replace=1 hidden_act="silu" intermediate_size=16384
+ moe_intermediate_size=1024 n_group=1 norm_topk_prob=true num_experts=64 num_experts_per_tok=8
+ num_key_value_heads=32 num_shared_experts=1 output_router_logits=false rms_norm_eps=1e-05
+ routed_scaling_factor=2.5 sliding_window=4096 sliding_window_pattern=4 topk_group=1 use_cache=true
+ vocab_size=102400
 falcon_h1: attention_bias=false attention_in_multiplier=1.0 attention_out_multiplier=1.0
  embedding_multiplier=1.0 get_text_config hidden_act="silu" intermediate_size=14336
  key_multiplier=1.0 layers_block_type lm_head_multiplier=1.0 mamba_chunk_size=256
@@ -119,6 +137,10 @@ falcon_h1: attention_bias=false attention_in_multiplier=1.0 attention_out_multip
  num_key_value_heads=8 num_logits_to_keep=1 projectors_bias=false rms_norm_eps=1e-05
  ssm_in_multiplier=1.0 ssm_multipliers ssm_out_multiplier=1.0 time_step_limit use_cache=true
  vocab_size=128000
+flex_olmo: attention_bias=false eos_token_id=100257 hidden_act="silu" intermediate_size=11008
+ max_position_embeddings=4096 norm_topk_prob=false num_experts=7 num_experts_per_tok=5
+ num_local_experts output_router_logits=false rope_theta=500000.0 router_aux_loss_coef=0.01
+ use_cache=true vocab_size=100352
 gemma: attention_bias=false eos_token_id=1 head_dim=256 hidden_act="gelu_pytorch_tanh"
  hidden_size=3072 intermediate_size=24576 max_position_embeddings=8192 num_attention_heads=16
  num_hidden_layers=28 num_key_value_heads=16 tie_word_embeddings=true use_bidirectional_attention
@@ -137,6 +159,17 @@ gemma3_text: attention_bias=false attn_logit_softcapping eos_token_id=1 final_lo
  query_pre_attn_scalar=256 rope_local_base_freq rope_theta sliding_window=4096
  sliding_window_pattern text_config tie_word_embeddings=true use_bidirectional_attention=false
  use_cache=true vision_config vocab_size=262208
+gemma4: audio_config audio_token_id boa_token_id boi_token_id eoa_token_index=258883 eoi_token_id
+ image_token_id text_config tie_word_embeddings=true video_token_id vision_config
+gemma4_text: attention_bias=false attention_context_left attention_context_right
+ attention_invalid_logits_value attention_k_eq_v=false attention_logit_cap enable_moe_block=false
+ eos_token_id=1 final_logit_softcapping get_text_config global_head_dim head_dim=256
+ hidden_activation="gelu_pytorch_tanh" hidden_size=2304 hidden_size_per_layer_input=256
+ intermediate_size=9216 max_position_embeddings=131072 moe_intermediate_size num_attention_heads=8
+ num_experts num_global_key_value_heads num_hidden_layers=30 num_key_value_heads=4
+ num_kv_shared_layers=0 patch_size pooling_kernel_size position_embedding_size sliding_window=512
+ standardize tie_word_embeddings=true top_k_experts use_bidirectional_attention use_cache=true
+ use_clipped_linears use_double_wide_mlp=false vocab_size=262144 vocab_size_per_layer_input=262144
 glm: attention_bias=true eos_token_id head_dim=128 hidden_act="silu" intermediate_size=13696
  max_position_embeddings=131072 num_hidden_layers=40 num_key_value_heads=2 rms_norm_eps=1.5625e-07
  use_cache=true vocab_size=151552
@@ -161,6 +194,15 @@ glm4v: image_end_token_id image_start_token_id image_token_id text_config video_
 glm4v_text: eos_token_id hidden_act="silu" intermediate_size=13696 max_position_embeddings=32768
  num_hidden_layers=40 num_key_value_heads=2 rms_norm_eps=1e-05 tie_word_embeddings use_cache=true
  vocab_size=151552
+glm_moe_dsa: attention_bias=false eos_token_id=1 first_k_dense_replace=3 head_dim=64
+ hidden_act="silu" hidden_size=6144 index_head_dim=128 index_n_heads=32 index_skip_topk_offset
+ index_topk=2048 index_topk_freq index_topk_pattern indexer_types intermediate_size=12288
+ kv_lora_rank=512 max_position_embeddings=202752 mlp_bias=false moe_intermediate_size=2048 n_group=1
+ n_routed_experts=256 n_shared_experts=1 norm_topk_prob=true num_attention_heads=64 num_experts
+ num_experts_per_tok=8 num_hidden_layers=78 num_key_value_heads=64 num_local_experts
+ output_router_logits=false q_lora_rank=2048 qk_nope_head_dim=192 qk_rope_head_dim=64
+ rms_norm_eps=1e-05 routed_scaling_factor=2.5 topk_group=1 use_cache=true v_head_dim=256
+ vocab_size=154880
 got_ocr2: image_seq_length=576 image_token_id image_token_index=151859 text_config
  tie_word_embeddings=true vision_config
 gpt_oss: attention_bias=true eos_token_id head_dim=64 hidden_act="silu" hidden_size=2880
@@ -179,10 +221,17 @@ granitemoehybrid: attention_bias=false attention_multiplier=1.0 embedding_multip
  mamba_n_groups=1 mamba_n_heads=128 mamba_proj_bias=false num_experts_per_tok=2 num_local_experts=8
  output_router_logits=false position_embedding_type residual_multiplier=1.0
  router_aux_loss_coef=0.001 shared_intermediate_size=1024 time_step_limit use_cache=true
+granitemoeshared: attention_bias=false attention_multiplier=1.0 embedding_multiplier=1.0
+ hidden_act="silu" intermediate_size=11008 logits_scaling=1.0 num_experts_per_tok=2
+ num_local_experts=8 output_router_logits=false residual_multiplier=1.0 router_aux_loss_coef=0.001
+ shared_intermediate_size=0 use_cache=true
 helium: attention_bias=false head_dim=128 hidden_act="silu" hidden_size=2560 intermediate_size=7040
  max_position_embeddings=4096 mlp_bias=false num_attention_heads=20 num_hidden_layers=24
  num_key_value_heads=20 rms_norm_eps=1e-08 rope_theta=100000.0 use_cache=true vocab_size=48000
 hunyuan_v1_dense: attention_bias=false eod_token_id hidden_act="silu" intermediate_size=11008
+ pretraining_tp=1 rms_norm_eps=1e-05 use_cache=true vocab_size=290943
+hunyuan_v1_moe: attention_bias=false eod_token_id hidden_act="silu" intermediate_size=11008
+ moe_topk=1 num_experts=1 num_experts_per_tok num_local_experts output_router_logits=false
  pretraining_tp=1 rms_norm_eps=1e-05 use_cache=true vocab_size=290943
 idefics3: image_token_id scale_factor=2 text_config use_cache=true vision_config
 internvl: downsample_ratio=0.5 image_seq_length=256 image_token_id projector_hidden_act="gelu"
@@ -201,6 +250,17 @@ kimi_linear: attention_bias=false eos_token_id=163586 hidden_act="silu" hidden_s
  routed_scaling_factor=2.446 topk_group=1 use_cache=true v_head_dim=128 vocab_size=163840
 llama: attention_bias=false hidden_act="silu" intermediate_size=11008 mlp_bias=false
  pretraining_tp=1 use_cache=true
+llama4: boi_token_id boi_token_index=200080 eoi_token_id eoi_token_index=200081 image_token_id
+ image_token_index=200092 text_config vision_config
+llama4_text: attention_bias=false attention_chunk_size=8192 attn_scale=0.1
+ attn_temperature_tuning=true floor_scale=8192 head_dim=128 hidden_act="silu" hidden_size=5120
+ image_size interleave_moe_layer_step=1 intermediate_size=8192 intermediate_size_mlp=16384
+ max_position_embeddings=131072 moe_layers no_rope_layer_interval=4 no_rope_layers
+ num_attention_heads=40 num_channels num_experts_per_tok=1 num_hidden_layers=48
+ num_key_value_heads=8 num_local_experts=16 output_router_logits=false patch_size
+ pixel_shuffle_ratio projector_dropout projector_input_dim projector_output_dim rms_norm_eps=1e-05
+ rope_theta=500000.0 router_aux_loss_coef=0.001 router_jitter_noise=0.0 text_config use_cache=true
+ use_qk_norm=true vocab_size=202048
 llava: image_seq_length=576 image_token_id image_token_index=32000 multimodal_projector_bias=true
  projector_hidden_act="gelu" text_config vision_config vision_feature_layer=-2
  vision_feature_select_strategy="default"
@@ -241,6 +301,12 @@ mistral: hidden_act="silu" intermediate_size=14336 max_position_embeddings=13107
 mistral3: image_token_id image_token_index=10 multimodal_projector_bias=false
  projector_hidden_act="gelu" spatial_merge_size=2 text_config tie_word_embeddings=true vision_config
  vision_feature_layer=-1
+mistral4: attention_bias=false first_k_dense_replace=0 hidden_act="silu" intermediate_size=12288
+ kv_lora_rank=256 max_position_embeddings=1048576 moe_intermediate_size=2048 n_group=1
+ n_routed_experts=128 n_shared_experts=1 norm_topk_prob=true num_experts_per_tok=4
+ num_hidden_layers=36 num_key_value_heads=32 num_local_experts output_router_logits=false
+ pretraining_tp=1 q_lora_rank=1024 qk_nope_head_dim=64 qk_rope_head_dim=64 rope_interleave=true
+ routed_scaling_factor=1.0 topk_group=1 use_cache=true v_head_dim=128 vocab_size=131072
 mixtral: hidden_act="silu" intermediate_size=14336 max_position_embeddings=131072 num_experts
  num_experts_per_tok=2 num_key_value_heads=8 num_local_experts=8 output_router_logits=false
  rms_norm_eps=1e-05 rope_theta=1000000.0 router_aux_loss_coef=0.001 router_jitter_noise=0.0

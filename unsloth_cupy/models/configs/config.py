@@ -9,10 +9,12 @@ from .names import TEXT
 from .state_space import StateSpace
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
+CHUNKED = "chunked_attention"
 MLP = "mlp"  # type of a layer that has only an MLP
 # Epsilon of the norms inside latent attention, and of the lengths of a delta rule's queries and
 # keys: transformers' classes do not use the config's rms_norm_eps there.
 INNER_EPS = 1e-6
+SCALAR = "layer_scalar"  # a factor of a block's output that is stored and not trained
 BUFFERS = ("beta", "eps")  # constants of xielu that are stored and not trained
 CORRECTION = "e_score_correction_bias"  # bias of a router's choice, not trained by gradients
 STACKS, UNGATED = ("gate_up_proj", "down_proj"), ("up_proj", "down_proj")  # of experts
@@ -26,7 +28,8 @@ class Rope:
     The first ``dim`` elements of each head are rotated.  ``scaling`` is the argument of
     ``rope_tables``.  In sequences longer than ``original``, the angles of every position depend on
     the length of the sequence (dynamic and longrope); None: they never do.  With ``growth``, (beta,
-    length), queries at position p are scaled by 1 + beta log(1 + floor(p / length)).
+    length), queries at position p are scaled by 1 + beta log(1 + floor((p + ahead) / length)).
+    ``whole``: also the elements that are not rotated; ``still``: only in layers without rotation.
     """
 
     dim: int
@@ -34,6 +37,9 @@ class Rope:
     scaling: Mapping[str, Any] | None = None
     original: int | None = None
     growth: tuple[float, float] | None = None
+    ahead: int = 0
+    whole: bool = False
+    still: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,12 +106,21 @@ class Structure:
     single: bool = False  # a block has one branch: attention, a recurrence or an MLP
     wide: tuple[str, ...] = ()  # suffixes of parameters that stay float32 in 16-bit models
     wide_in_float16: tuple[str, ...] = ()  # the same in float16 models only
+    value_norm: bool = False  # heads of values have an RMS norm without weight
+    layer_scalar: bool = False  # a stored number multiplies the output of each block
 
 
 @dataclass(frozen=True)
 class Experts:
     """A mixture of experts: in each layer a router chooses k of ``count`` experts for each token.
 
+    pairs       whether a group's score is the sum of its two best scores, also for softmax
+    beside      whether a layer also has a dense MLP; each branch then has norms of its own, and the
+                router reads the normalised residual stream, times a vector; its weights are
+                multiplied by a number of each expert
+    before      whether the weights multiply the inputs of experts, not their outputs
+    halves      whether the columns of transposed stacks are gate, then up
+    chosen      k of each layer, if layers differ; ``k`` is then the largest
     inner       inner size of an expert
     sparse      for each layer, whether it has experts; other layers are dense
     scores, normalize, groups, top_groups, scale        options of ``route``
@@ -152,6 +167,20 @@ class Experts:
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transposed: bool = False
     latent: int | None = None
+    chosen: tuple[int, ...] = ()
+    beside: bool = False
+    before: bool = False
+    halves: bool = False
+    pairs: bool = False
+
+    @property
+    def prefix(self) -> str:
+        """The prefix of the experts' names in a layer."""
+        return f"{self.module}." if self.module else ""
+
+    def k_of(self, layer: int) -> int:
+        """Return the number of experts of each token in a layer."""
+        return self.chosen[layer] if self.chosen else self.k
 
     @property
     def names(self) -> tuple[str, str]:
@@ -161,7 +190,7 @@ class Experts:
     @property
     def shared_module(self) -> str:
         """The module name of the shared expert in a layer."""
-        return self.shared_in if self.shared_beside else f"{self.module}.{self.shared_in}"
+        return self.shared_in if self.shared_beside else self.prefix + self.shared_in
 
     @property
     def clamps(self) -> dict[str, float]:
@@ -177,7 +206,7 @@ class Experts:
     @property
     def wide_names(self) -> tuple[str, ...]:
         """Suffixes of the names of parameters that stay float32 in 16-bit models."""
-        router = f".{self.module}.{self.router}.weight"
+        router = f".{self.prefix}{self.router}.weight"
         return (CORRECTION, router) if self.wide else (CORRECTION,)
 
     def stacks(self, hidden: int) -> dict[str, tuple[int, ...]]:
@@ -186,9 +215,9 @@ class Experts:
         sizes = (rows, width), (width, self.inner)
         shapes: dict[str, tuple[int, ...]] = {}
         for name, (outputs, inputs) in zip(self.names, sizes, strict=True):
-            shapes[f"{self.module}.experts.{name}"] = self.count, outputs, inputs
+            shapes[f"{self.prefix}experts.{name}"] = self.count, outputs, inputs
             if self.biases:
-                shapes[f"{self.module}.experts.{name}_bias"] = self.count, outputs
+                shapes[f"{self.prefix}experts.{name}_bias"] = self.count, outputs
         return shapes
 
 
@@ -232,6 +261,29 @@ class Latent:
             yield "kv_a_proj_with_mqa.bias", (self.rank + self.rotated,)
         if self.biases and self.queries is not None:
             yield "q_a_proj.bias", (self.queries,)
+
+
+@dataclass(frozen=True)
+class Indexer:
+    """The choice of keys in sparse attention: see ``layers/indexer.py``.
+
+    keys        number of keys that a query attends to
+    shared      for each layer, whether it uses the choice of an earlier one
+    """
+
+    heads: int
+    dim: int
+    keys: int
+    interleaved: bool
+    shared: tuple[bool, ...]
+
+    def shapes(self, hidden: int, low: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+        """Yield the names and shapes of a layer's parameters."""
+        yield "wq_b.weight", (self.heads * self.dim, low)
+        yield "wk.weight", (self.dim, hidden)
+        yield "k_norm.weight", (self.dim,)
+        yield "k_norm.bias", (self.dim,)
+        yield "weights_proj.weight", (self.heads, hidden)
 
 
 @dataclass(frozen=True)
@@ -304,9 +356,12 @@ class Config(Structure):
     """The settings of a decoder-only transformer.
 
     window          number of keys that a query of a sliding layer attends to, including its own
-    query_key_norm  "head" (all heads share a weight), "heads" (a matrix with a row per head),
-                    "modules" (a module per head), "projection" (a norm over all heads), or None;
-                    ``query_key_biases``: whether these norms have biases
+    chunk           in layers of type CHUNKED, queries attend to keys in the same chunk of this many
+                    positions
+    query_key_norm  "ones" (no weights, only in layers that rotate), "head" (all heads share a
+                    weight), "heads" (a matrix with a row per head), "modules" (a module per head),
+                    "projection" (a norm over all heads), or None; ``query_key_biases``: whether
+                    these norms have biases
     rotated         for each layer, whether queries and keys are rotated; empty: in all layers
     interleaved     which elements are rotated in pairs: see ``rope``
     clip            bound of queries, keys and values
@@ -316,6 +371,14 @@ class Config(Structure):
     bit_layers      whether all linear layers except the head are ``bit_linear``, which rounds
                     weights at every call
     inverse_scales  whether ternary weights in the checkpoint are codes / scale, not codes * scale
+    full_heads      (KV heads, head dimension) of layers with full attention, if other than of the
+                    others; ``kv_heads`` and ``dim`` are then the larger ones, as in caches
+    keys_as_values  whether values of layers with full attention are their keys before the norm
+    shared_layers   number of last layers without keys and values of their own: they use those of
+                    the last earlier layer of their type
+    shared_inner    inner size of the MLP in these layers
+    layer_inputs    (tokens, size): each layer has an embedding table of its own, whose rows enter
+                    at the end of the block; 0: none
     latent          sizes of latent attention; ``dim`` is then the head dimension in caches
     experts         the mixture of experts
     body            prefix of the body's modules in transformers' model; multimodal models have
@@ -362,11 +425,40 @@ class Config(Structure):
     head_bias: bool = False
     experts: Experts | None = None
     latent: Latent | None = None
+    indexer: Indexer | None = None  # of latent attention
     delta: Delta | None = None  # in layers of type LINEAR
     space: StateSpace | None = None  # in layers of type LINEAR, or in all
     gate_scale: float = 1.0  # factor of an MLP's gate
     down_scale: float = 1.0  # factor of an MLP's output
     attention_scales: tuple[float, float] = (1.0, 1.0)  # factors of attention's input and output
+
+    chunk: int | None = None
+    full_heads: tuple[int, int] | None = None
+    other_heads: tuple[int, int] = (0, 0)  # of the other layers, if there are ``full_heads``
+    keys_as_values: bool = False
+    shared_layers: int = 0
+    shared_inner: int = 0
+    layer_inputs: tuple[int, int] = (0, 0)
+
+    def heads_of(self, layer: int) -> tuple[int, int]:
+        """Return the number of KV heads and the head dimension of a layer."""
+        if self.full_heads is None:
+            return self.kv_heads, self.dim
+        return self.full_heads if self.layer_types[layer] == FULL else self.other_heads
+
+    def shares(self, layer: int) -> bool:
+        """Return whether a layer uses the keys and values of an earlier one."""
+        return layer >= self.layers - self.shared_layers
+
+    def inner_of(self, layer: int) -> int:
+        """Return the inner size of a dense layer."""
+        return self.shared_inner if self.shared_layers and self.shares(layer) else self.inner
+
+    def projections_of(self, layer: int) -> str:
+        """Return the letters of a layer's projections: of queries, keys and values."""
+        if self.shared_layers and self.shares(layer):
+            return "q"
+        return "qk" if self.keys_as_values and self.layer_types[layer] == FULL else "qkv"
 
     def rotates(self, layer: int) -> bool:
         """Return whether this layer rotates its queries and keys."""
@@ -422,6 +514,12 @@ class Config(Structure):
         shapes: dict[str, tuple[int, ...]] = {
             "model.embed_tokens.weight": (self.vocab, self.hidden)
         }
+        tokens, size = self.layer_inputs
+        if size:
+            every = self.layers * size
+            shapes["model.embed_tokens_per_layer.weight"] = tokens, every
+            shapes["model.per_layer_model_projection.weight"] = every, self.hidden
+            shapes["model.per_layer_projection_norm.weight"] = (size,)
         for layer in range(self.layers):
             for name, shape in self._block_shapes(layer):
                 shapes[f"model.layers.{layer}.{name}"] = shape
@@ -448,7 +546,7 @@ class Config(Structure):
             module = self.names.recurrent
             yield from ((f"{module}.{name}", shape) for name, shape in rule.shapes(self.hidden))
         if self.attends(layer):
-            yield from self._attention_shapes()
+            yield from self._attention_shapes(layer)
         if not self.single or self.layer_types[layer] == MLP:
             yield from self._feed_forward_shapes(layer)
         if self.activation == "xielu":
@@ -458,39 +556,57 @@ class Config(Structure):
             yield "self_attn.attn_sub_norm.weight", (self.heads * self.dim,)
             yield "mlp.ffn_sub_norm.weight", (self.inner,)
         norms = self.norms_of(layer)
+        own: tuple[str | None, ...] = ()
+        if self.experts is not None and self.experts.beside:
+            own = f"{norms.after_mlp}_1", f"{norms.after_mlp}_2", f"{norms.before_mlp}_2"
+        if size := self.layer_inputs[1]:
+            own += ("post_per_layer_input_norm",)
+            yield "per_layer_input_gate.weight", (size, self.hidden)
+            yield "per_layer_projection.weight", (self.hidden, size)
+        if self.layer_scalar:
+            yield SCALAR, (1,)
         for norm in (
             norms.before_attention,
             norms.after_attention,
             norms.before_mlp,
             norms.after_mlp,
+            *own,
         ):
             if norm:
                 yield from self._norm_shapes(norm).items()
 
-    def _attention_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def _attention_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of attention's parameters."""
         names, latent, module = self.names, self.latent, self.names.attention
-        queries = self.heads * (self.dim if latent is None else latent.value)
+        kv_heads, dim = self.heads_of(layer)
+        queries = self.heads * (dim if latent is None else latent.value)
         if latent is None:
-            yield from self._projection_shapes()
+            yield from self._projection_shapes(layer)
         else:
             for name, shape in latent.shapes(self.heads, self.hidden):
                 yield f"{module}.{name}", shape
+        indexer = self.indexer
+        if latent and latent.queries and indexer is not None and not indexer.shared[layer]:
+            for name, shape in indexer.shapes(self.hidden, latent.queries):
+                yield f"{module}.indexer.{name}", shape
         yield f"{module}.{names.output}.weight", (self.hidden, queries)
         if self.output_bias:
             yield f"{module}.{names.output}.bias", (self.hidden,)
-        for name, heads in ((names.query_norm, self.heads), (names.key_norm, self.kv_heads)):
-            yield from self._query_key_shapes(f"{module}.{name}", heads)
+        both = (names.query_norm, self.heads), (names.key_norm, kv_heads)
+        for name, heads in both[: len(self.projections_of(layer))]:
+            yield from self._query_key_shapes(f"{module}.{name}", heads, dim)
         if self.sinks:
             yield f"{module}.sinks", (self.heads,)
 
-    def _projection_shapes(self) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def _projection_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of the query, key and value projections."""
         module = self.names.attention
-        queries, keys = self.heads * self.dim, self.kv_heads * self.dim
+        kv_heads, dim = self.heads_of(layer)
+        queries, keys = self.heads * dim, kv_heads * dim
         if "qkv" in self.fused:
             yield f"{module}.qkv_proj.weight", (queries + 2 * keys, self.hidden)
-        for name, size in (("q", queries * (1 + self.gated)), ("k", keys), ("v", keys)):
+        for name in self.projections_of(layer):
+            size = queries * (1 + self.gated) if name == "q" else keys
             if "qkv" not in self.fused:
                 yield f"{module}.{name}_proj.weight", (size, self.hidden)
             if self.qkv_bias:
@@ -498,10 +614,11 @@ class Config(Structure):
 
     def _feed_forward_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of a block's MLP, or of its experts."""
-        if self.experts is not None and self.experts.sparse[layer]:
+        sparse = self.experts is not None and self.experts.sparse[layer]
+        if self.experts is not None and sparse:
             yield from self._experts_shapes(self.experts)
-        else:
-            yield from self._mlp_shapes(self.names.mlp, self.inner)
+        if self.experts is None or not sparse or self.experts.beside:
+            yield from self._mlp_shapes(self.names.mlp, self.inner_of(layer))
 
     def _mlp_shapes(self, module: str, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of a dense MLP."""
@@ -518,26 +635,30 @@ class Config(Structure):
 
     def _experts_shapes(self, experts: Experts) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of a router, its experts and the shared expert."""
-        module, count, hidden = experts.module, experts.count, self.hidden
-        yield f"{module}.{experts.router}.weight", (count, hidden)
+        module, count, hidden = experts.prefix, experts.count, self.hidden
+        yield f"{module}{experts.router}.weight", (count, hidden)
         if experts.biases:
-            yield f"{module}.{experts.router}.bias", (count,)
+            yield f"{module}{experts.router}.bias", (count,)
         if experts.corrected:
-            yield f"{module}.{experts.correction_in}{CORRECTION}", (count,)
+            yield f"{module}{experts.correction_in}{CORRECTION}", (count,)
+        if experts.beside:
+            yield "router.scale", (hidden,)
+            yield "router.per_expert_scale", (count,)
         yield from experts.stacks(hidden).items()
         if (size := experts.latent) is not None:
             for name, rows, columns in zip(LATENT, (size, hidden), (hidden, size), strict=True):
-                yield f"{module}.{name}.weight", (rows, columns)
+                yield f"{module}{name}.weight", (rows, columns)
                 if self.mlp_bias:
-                    yield f"{module}.{name}.bias", (rows,)
+                    yield f"{module}{name}.bias", (rows,)
         if experts.shared:
             yield from self._mlp_shapes(experts.shared_module, experts.shared)
         if experts.shared_gate:
             yield f"{experts.shared_module}_gate.weight", (1, hidden)
 
-    def _query_key_shapes(self, name: str, heads: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def _query_key_shapes(
+        self, name: str, heads: int, dim: int
+    ) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of a norm of queries or keys."""
-        dim = self.dim
         match self.query_key_norm:
             case "modules":
                 yield from ((f"{name}.norms.{head}.weight", (dim,)) for head in range(heads))

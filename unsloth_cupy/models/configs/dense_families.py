@@ -1,6 +1,7 @@
 """Families whose blocks consist of attention and a dense MLP."""
 
 from collections.abc import Mapping
+from typing import Any
 
 from .config import Names, Norms
 from .family import AFTER, AROUND, LAYER, Family
@@ -102,6 +103,13 @@ MINISTRAL3_ROPE = {
 GRANITE_FACTORS = {
     **dict.fromkeys(("embedding_multiplier", "residual_multiplier"), 1.0),
     **dict.fromkeys(("attention_multiplier", "logits_scaling"), 1.0),
+}
+HUNYUAN_NAMES = Names(query_norm="query_layernorm", key_norm="key_layernorm")
+HUNYUAN_FACTS: Mapping[str, Any] = {
+    **dict.fromkeys(("eod_token_id", "org_vocab_size", "cla_share_factor"), ...),
+    **dict.fromkeys(("pad_id", "eod_id", "im_start_id", "im_end_id"), ...),
+    **dict.fromkeys(("mask_init_id", "text_start_id", "text_end_id"), ...),
+    **{"use_qk_norm": True, "use_rotary_pos_emb": True, "norm_type": "rms"},
 }
 DENSE: Mapping[str, Family] = {
     "llama": Family(mlp_bias="mlp_bias"),
@@ -217,16 +225,10 @@ DENSE: Mapping[str, Family] = {
     "hunyuan_v1_dense": Family(
         {"rms_norm_eps": 1e-5},
         query_key_norm="head",
-        names=Names(query_norm="query_layernorm", key_norm="key_layernorm"),
+        names=HUNYUAN_NAMES,
         rotated_first=True,
         of_rope=("alpha",),
-        facts={
-            **dict.fromkeys(("eod_token_id", "org_vocab_size", "cla_share_factor"), ...),
-            **dict.fromkeys(("pad_id", "eod_id", "im_start_id", "im_end_id"), ...),
-            **dict.fromkeys(("mask_init_id", "text_start_id", "text_end_id"), ...),
-            **{"use_qk_norm": True, "use_rotary_pos_emb": True, "norm_type": "rms"},
-            "num_experts": 1,
-        },
+        facts={**HUNYUAN_FACTS, "num_experts": 1},
     ),
     "seed_oss": Family(
         {

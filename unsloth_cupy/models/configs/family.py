@@ -33,6 +33,7 @@ class Family(Structure):
     unrotated   layers without rotation, if use_sliding_window is true
     most        all layers except every sliding_window_pattern-th
     named       all layers, without layer_types
+    chunked     no layer; layers with rotation have chunks of attention_chunk_size positions
     linear      no layer; all layers except every full_attention_interval-th have no attention
 
     ``rotates`` chooses the layers that rotate queries and keys:
@@ -73,3 +74,6 @@ class Family(Structure):
     inner: str = "intermediate_size"  # key of the inner size of dense layers
     activation: str = "hidden_act"
     latent: bool = False  # latent attention
+    indexer: str | None = None  # of sparse attention; it rotates "halves" or "pairs"
+    scaled_scores: bool = True  # scores are divided by the root of the head dimension
+    by_layer: bool = False  # keys of Gemma 4 about single layers: see ``gemma4_config``

@@ -13,20 +13,22 @@ LONGEST_PERIOD = 12  # more than the 8 layers of the longest period among the fa
 
 def with_layers(config: Config, count: int) -> Config:
     """Return the config of a model that has only the first ``count`` layers."""
-    experts = config.experts
+    experts, indexer = config.experts, config.indexer
     return replace(
         config,
         layers=count,
         layer_types=config.layer_types[:count],
         rotated=config.rotated[:count],
-        experts=experts and replace(experts, sparse=experts.sparse[:count]),
+        indexer=indexer and replace(indexer, shared=indexer.shared[:count]),
+        experts=experts
+        and replace(experts, sparse=experts.sparse[:count], chosen=experts.chosen[:count]),
     )
 
 
 def period_of(config: Config) -> tuple[int, int]:
     """Return the number of first layers that differ, and the period of the layers after them."""
     kinds = [
-        (kind, config.rotates(layer), config.experts is not None and config.experts.sparse[layer])
+        (kind, config.rotates(layer), *_experts_of(config, layer))
         for layer, kind in enumerate(config.layer_types)
     ]
     pairs = (
@@ -36,6 +38,12 @@ def period_of(config: Config) -> tuple[int, int]:
         if kinds[first:-period] == kinds[first + period :]
     )
     return min(pairs, key=sum, default=(0, config.layers))
+
+
+def _experts_of(config: Config, layer: int) -> tuple[bool, int]:
+    """Return whether a layer has experts, and how many compute a token."""
+    experts = config.experts
+    return (False, 0) if experts is None else (experts.sparse[layer], experts.k_of(layer))
 
 
 def extrapolated(config: Config, measure: Callable[[Config], Sequence[float]]) -> list[float]:

@@ -4,15 +4,17 @@ from collections.abc import Mapping
 from typing import Any
 
 from .config import BEFORE, Names, Norms
-from .dense_families import GRANITE_FACTORS
+from .dense_families import GRANITE_FACTORS, MINISTRAL3_ROPE
 from .family import AFTER, Family
 from .mixtures import (
     DEEPSEEK2,
+    DSA,
     GLM4,
     GRANITE_HYBRID,
     KEYS,
     KIMI,
     LISTED,
+    MISTRAL4,
     NEMOTRON_H,
     QWEN2,
     QWEN35,
@@ -68,6 +70,9 @@ DEEPSEEK = {
     "topk_group": 4,
     "max_position_embeddings": 4096,
 }
+SPARSE_KEYS = {
+    **{"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64, "mlp_layer_types": None}
+}
 BAMBA = Norms(before_mlp="pre_ff_layernorm", last="final_layernorm")
 SINGLE = Norms("norm", before_mlp=None, last="norm_f")
 MIXER_FACTS: Mapping[str, Any] = {  # keys about rounding, initial weights and other programs
@@ -83,6 +88,10 @@ FACTORS = {  # of Falcon-H1: the defaults multiply by 1
 HEAD_DIM: Mapping[str, Any] = {"qk_head_dim": ...}  # the sum of two keys that are read
 ROUTER: Mapping[str, Any] = {"aux_loss_alpha": ..., "seq_aux": ..., "moe_layer_freq": 1, **HEAD_DIM}
 FURTHER = dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers", "ep_size"), ...)
+MISTRAL4_ROPE = {
+    **MINISTRAL3_ROPE,
+    **{"rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192},
+}
 HYBRIDS: Mapping[str, Family] = {
     "qwen3_next": Family(
         {
@@ -296,6 +305,59 @@ HYBRIDS: Mapping[str, Family] = {
         facts={**FURTHER, **ROUTER, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         experts=GLM4,
         left_out=r"model\.layers\.61\.",
+        latent=True,
+    ),
+    "deepseek_v32": Family(
+        {
+            **DEEPSEEK,
+            **SPARSE_KEYS,
+            "norm_topk_prob": True,
+            "max_position_embeddings": 163_840,
+        },
+        interleaved=True,
+        facts={**FURTHER, **ROUTER, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+        experts=DSA,
+        left_out=r"model\.layers\.61\.",
+        latent=True,
+        indexer="halves",
+        wide_in_float16=("indexer.weights_proj.weight",),
+    ),
+    "glm_moe_dsa": Family(
+        {
+            **DEEPSEEK,
+            **SPARSE_KEYS,
+            **{"index_n_heads": 32, "indexer_types": None, "index_topk_pattern": None},
+            **{"index_topk_freq": 1, "index_skip_topk_offset": 2},
+            **{"norm_topk_prob": True, "q_lora_rank": 2048, "qk_nope_head_dim": 192},
+            **{"v_head_dim": 256, "n_group": 1, "topk_group": 1, "rms_norm_eps": 1e-5},
+            "max_position_embeddings": 202_752,
+        },
+        interleaved=True,
+        facts={
+            **{**FURTHER, **ROUTER, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
+            **{"rope_interleave": True, "indexer_rope_interleave": True},
+        },
+        experts=DSA,
+        left_out=r"model\.layers\.78\.",
+        latent=True,
+        indexer="pairs",
+        wide_in_float16=("indexer.weights_proj.weight",),
+    ),
+    "mistral4": Family(
+        {
+            **DEEPSEEK,
+            "norm_topk_prob": True,
+            "rope_interleave": True,
+            **{"q_lora_rank": 1024, "kv_lora_rank": 256, "qk_nope_head_dim": 64},
+            **{"n_routed_experts": 128, "num_experts_per_tok": 4, "first_k_dense_replace": 0},
+            **{"routed_scaling_factor": 1.0, "n_group": 1, "topk_group": 1},
+            "max_position_embeddings": 1_048_576,
+            "rope_parameters": MISTRAL4_ROPE,
+        },
+        interleaved="rope_interleave",
+        factors=("llama_4_scaling_beta",),
+        facts={**FURTHER, **ROUTER},
+        experts=MISTRAL4,
         latent=True,
     ),
     "glm4_moe_lite": Family(

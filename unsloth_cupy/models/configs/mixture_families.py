@@ -2,14 +2,28 @@
 
 from collections.abc import Mapping
 
-from .dense_families import GLM, GRANITE_FACTORS, MISTRAL, QWEN
-from .family import LAYER, Family
+from .config import Names
+from .dense_families import (
+    GEMMA,
+    GLM,
+    GRANITE_FACTORS,
+    HUNYUAN_FACTS,
+    HUNYUAN_NAMES,
+    MISTRAL,
+    QWEN,
+)
+from .family import AFTER, AROUND, LAYER, Family
 from .mixtures import (
     ERNIE,
+    EXAONE,
+    GEMMA4,
     GLM4,
     GPT_OSS,
     GRANITE,
+    GRANITE_SHARED,
+    HUNYUAN,
     KEYS,
+    LLAMA4,
     MINIMAX,
     MIXTRAL,
     NOISE,
@@ -20,6 +34,14 @@ from .mixtures import (
     STEPPED,
 )
 
+NO_GROUPS = {
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 1408,
+    "first_k_dense_replace": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.0,
+}
 GPT_OSS_ROPE = {
     "rope_type": "yarn",
     "rope_theta": 150_000.0,
@@ -29,7 +51,46 @@ GPT_OSS_ROPE = {
     "truncate": False,
     "original_max_position_embeddings": 4096,
 }
+GEMMA4_ROPE = {
+    "full_attention": {
+        **{"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25}
+    },
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+}
 MIXTURES: Mapping[str, Family] = {
+    "gemma4_text": Family(
+        {
+            **{key: value for key, value in GEMMA.items() if key != "hidden_act"},
+            "hidden_activation": "gelu_pytorch_tanh",
+            "vocab_size": 262_144,
+            "num_attention_heads": 8,
+            "max_position_embeddings": 131_072,
+            "sliding_window": 512,
+            "rope_parameters": GEMMA4_ROPE,
+            "final_logit_softcapping": None,
+            "global_head_dim": 512,
+            "num_global_key_value_heads": None,
+            "attention_k_eq_v": False,
+            "num_kv_shared_layers": 0,
+            "use_double_wide_mlp": False,
+            "hidden_size_per_layer_input": 256,
+            "vocab_size_per_layer_input": 262_144,
+            **dict.fromkeys(("num_experts", "top_k_experts", "moe_intermediate_size"), None),
+        },
+        "most",
+        norms=AROUND,
+        activation="hidden_activation",
+        scaled_embedding=True,
+        query_key_norm="head",
+        local=True,
+        factors=("final_logit_softcapping",),
+        facts={"enable_moe_block": ...},
+        experts=GEMMA4,
+        value_norm=True,
+        layer_scalar=True,
+        scaled_scores=False,
+        by_layer=True,
+    ),
     "mixtral": Family(
         {
             **MISTRAL,
@@ -106,6 +167,13 @@ MIXTURES: Mapping[str, Family] = {
     "granitemoe": Family(
         {**GRANITE_FACTORS, **KEYS}, factors=tuple(GRANITE_FACTORS), experts=GRANITE
     ),
+    "granitemoeshared": Family(
+        {**GRANITE_FACTORS, **KEYS, "shared_intermediate_size": 0},
+        names=Names(mlp="shared_mlp", gate_up="input_linear", down="output_linear"),
+        fused=("mlp",),
+        factors=tuple(GRANITE_FACTORS),
+        experts=GRANITE_SHARED,
+    ),
     "phimoe": Family(
         {
             **KEYS,
@@ -151,6 +219,113 @@ MIXTURES: Mapping[str, Family] = {
         facts=dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), ...),
         experts=GLM4,
         left_out=r"model\.layers\.(46|92)\.",
+    ),
+    "dots1": Family(
+        {
+            **KEYS,
+            **NO_GROUPS,
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "max_window_layers": 62,
+            "use_sliding_window": True,  # not a key of the family: the window is enough
+            "n_routed_experts": None,
+            "num_experts_per_tok": None,
+            "n_shared_experts": None,
+            "first_k_dense_replace": 0,
+            "norm_topk_prob": False,
+        },
+        "late",
+        query_key_norm="head",
+        experts=GLM4,
+    ),
+    "exaone_moe": Family(
+        {
+            **KEYS,
+            **NO_GROUPS,
+            "rms_norm_eps": 1e-5,
+            "num_key_value_heads": 32,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 4,
+            "mlp_layer_types": None,
+            "num_experts": 64,
+            "num_local_experts": None,
+            "num_experts_per_tok": 8,
+            "num_shared_experts": 1,
+            "moe_intermediate_size": 1024,
+            "routed_scaling_factor": 2.5,
+        },
+        "most",
+        query_key_norm="head",
+        qkv_bias=False,
+        output_bias=False,
+        rotates="windowed",
+        facts=dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), ...),
+        experts=EXAONE,
+        left_out=r"mtp\.",
+    ),
+    "hunyuan_v1_moe": Family(
+        {
+            **KEYS,
+            "rms_norm_eps": 1e-5,
+            "num_experts": 1,
+            "num_local_experts": None,
+            "moe_topk": 1,
+            "num_experts_per_tok": None,
+        },
+        query_key_norm="head",
+        names=HUNYUAN_NAMES,
+        rotated_first=True,
+        of_rope=("alpha",),
+        facts=HUNYUAN_FACTS,
+        experts=HUNYUAN,
+    ),
+    "llama4_text": Family(
+        {
+            **KEYS,
+            **NOISE,
+            "head_dim": 128,
+            "num_key_value_heads": 8,
+            "num_local_experts": 16,
+            "num_experts_per_tok": 1,
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 500_000.0,
+            "max_position_embeddings": 131_072,
+            "intermediate_size": 8192,
+            "intermediate_size_mlp": 16_384,
+            "moe_layers": None,
+            "interleave_moe_layer_step": 1,
+            "use_qk_norm": True,
+            "no_rope_layers": None,
+            "no_rope_layer_interval": 4,
+            "attention_chunk_size": 8192,
+            "attn_temperature_tuning": True,
+            **{"floor_scale": 8192, "attn_scale": 0.1},
+        },
+        "chunked",
+        query_key_norm="ones",
+        query_key_if="use_qk_norm",
+        names=Names(mlp="feed_forward"),
+        rotated_first=True,
+        interleaved=True,
+        rotates="listed",
+        inner="intermediate_size_mlp",
+        facts={"for_llm_compressor": ...},
+        experts=LLAMA4,
+    ),
+    "flex_olmo": Family(
+        {
+            **KEYS,
+            "num_experts": 7,
+            "num_local_experts": None,
+            "num_experts_per_tok": 5,
+            "norm_topk_prob": False,
+            "rope_theta": 500_000.0,
+            "router_aux_loss_coef": 0.01,
+            "max_position_embeddings": 4096,
+        },
+        norms=AFTER,
+        query_key_norm="projection",
+        experts=OLMOE,
     ),
     "ernie4_5_moe": Family(
         {

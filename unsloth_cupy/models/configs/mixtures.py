@@ -16,8 +16,10 @@ class Mixture:
     all         all layers
     stepped     every decoder_sparse_step-th layer that is not in mlp_only_layers
     late        all layers after the first first_k_dense_replace
+    numbered    the layers in moe_layers; without it, every interleave_moe_layer_step-th
     between     every moe_layer_interval-th, from moe_layer_start_index to moe_layer_end_index
-    listed      the layers that mlp_layer_types lists as sparse
+    listed      the layers that mlp_layer_types lists as sparse; without it, all after the first
+    listed or late  the same; without it, as late
 
     ``grouped`` is whether routers choose groups first, or the key topk_method, which names
     "group_limited_greedy" if they do.  ``Experts`` documents ``files``.
@@ -26,7 +28,7 @@ class Mixture:
     count: tuple[str, ...] = ("num_local_experts", "num_experts")
     k: tuple[str, ...] = ("num_experts_per_tok",)
     inner: str = "intermediate_size"
-    layers: str = "all"  # all, stepped, late, between or listed
+    layers: str = "all"
     scores: str = "softmax"
     normalize: str | bool = True
     grouped: bool | str = False
@@ -48,6 +50,11 @@ class Mixture:
     latent: str | None = None
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transposed: bool = False
+    # as in ``Experts``
+    beside: bool = False
+    before: bool = False
+    halves: bool = False
+    pairs: bool = False
 
 
 def _of_files(module: str, *names: str) -> dict[str, tuple[str, ...]]:
@@ -112,6 +119,40 @@ GRANITE_HYBRID = replace(
     shared_beside=True,
     optional=True,
 )
+GRANITE_SHARED = replace(GRANITE_HYBRID, optional=False)
+HUNYUAN = Mixture(
+    count=("num_experts", "num_local_experts"),
+    k=("moe_topk", "num_experts_per_tok"),
+    wide=True,
+    shared=("intermediate_size",),
+    shared_in="shared_mlp",
+    balanced=False,
+    router="gate.wg",
+    files=BY_NAME,
+)
+GEMMA4 = Mixture(
+    count=("num_experts",),
+    k=("top_k_experts",),
+    inner="moe_intermediate_size",
+    optional=True,
+    balanced=False,
+    module="",
+    router="router.proj",
+    beside=True,
+)
+LLAMA4 = Mixture(
+    layers="numbered",
+    scores="sigmoid",
+    normalize=False,
+    shared=("intermediate_size",),
+    shared_in="shared_expert",
+    balanced=False,
+    module="feed_forward",
+    router="router",
+    transposed=True,
+    before=True,
+    halves=True,
+)
 PHIMOE = Mixture(
     mixer=True, router="router", files={**W123, "mlp.router.weight": (f"{SPARSE}.gate.weight",)}
 )
@@ -129,8 +170,20 @@ GLM4 = Mixture(
     balanced=False,
     files=BY_NAME,
 )
+MISTRAL4 = replace(GLM4, scores="softmax", correction=None, wide=False, files={}, pairs=True)
 DEEPSEEK2 = replace(GLM4, scores="softmax", normalize=False, grouped="topk_method", correction=None)
 LISTED = replace(GLM4, layers="listed")
+DSA = replace(GLM4, layers="listed or late")
+EXAONE = replace(
+    LISTED,
+    layers="listed or late",
+    count=("num_experts", "num_local_experts"),
+    shared=("moe_intermediate_size", "num_shared_experts"),
+    files={
+        **BY_NAME,
+        "mlp.gate.e_score_correction_bias": ("mlp.e_score_correction_bias",),
+    },
+)
 NEMOTRON_H = replace(
     LISTED,
     shared=("moe_shared_expert_intermediate_size",),

@@ -13,13 +13,17 @@ import re
 from typing import Any
 
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+# of the inputs that each layer has: a table, and a projection of the embeddings
+TABLE_OF_LAYERS = "model.embed_tokens_per_layer.weight"
+INTO_LAYERS = "model.per_layer_model_projection"
 ADAPTED = "base_model.model."  # prefix of an adapter's tensors
 SCORE, SCORE_BIAS = "score.weight", "score.bias"  # head of a classifier
 TEXT, IMAGES = "model.", "model.language_model."  # prefixes of a body's modules
 BACKBONE, EMBEDDINGS = "backbone.", "model.embeddings.weight"  # Mamba's names of a body and a table
 BODY = re.compile(
     r"(?:(?:model|language_model|text_model|backbone)\.){0,3}"
-    r"(?=(?:embed_tokens|embeddings|layers|norm|norm_f|final_layernorm)\.)"
+    r"(?=(?:embed_tokens|embeddings|layers|norm|norm_f|final_layernorm|embed_tokens_per_layer"
+    r"|per_layer_model_projection|per_layer_projection_norm)\.)"
 )
 HEADS = re.compile(r"language_model\.(?=lm_head\.)")
 ROLES = {
@@ -29,9 +33,11 @@ ROLES = {
     **dict.fromkeys(("query_layernorm", "q_layernorm"), "q_norm"),
     **dict.fromkeys(("key_layernorm", "k_layernorm"), "k_norm"),
 }
+INDEXER = ".indexer."  # in names of parameters that only choose keys
+ROUTERS = (".gate.weight", ".router.weight", ".gate.wg.weight", ".router.proj.weight")
 LEFT_OUT = re.compile(
     r"(?:model\.)?(?:vision_tower|vision_model|visual|image_tower|video_tower|audio_tower|connector"
-    r"|multi_modal_projector|image_newline)(?:\.|$)|.*rotary_emb\.inv_freq$"
+    r"|multi_modal_projector|image_newline|embed_vision|embed_audio)(?:\.|$)|.*rotary_emb\.inv_freq$"
 )
 
 
@@ -47,7 +53,7 @@ def parameter_name(stored: str) -> str | None:
 
 def is_norm(name: str) -> bool:
     """Return whether a parameter is the weight of a norm, which may have a row for each head."""
-    return name.endswith("norm.weight")
+    return name.endswith(("norm.weight", "layernorm_1.weight", "layernorm_2.weight"))
 
 
 def is_attention(config: Any, name: str) -> bool:
@@ -58,7 +64,7 @@ def is_attention(config: Any, name: str) -> bool:
 
 def is_router(name: str) -> bool:
     """Return whether a parameter is the weight of a router, which stays dense."""
-    return name.endswith((".gate.weight", ".router.weight"))
+    return name.endswith(ROUTERS)
 
 
 def is_stack(name: str) -> bool:

@@ -18,6 +18,7 @@ def experts_of(read: Reader, layers: int) -> Experts | None:
         return None
     if rules.optional and read.get(rules.count[0]) in (0, None):
         return None
+    read, chosen = _by_layer(read, rules.k, layers)
     count, k = (_size(read, keys) for keys in (rules.count, rules.k))
     sparse = _sparse(read, rules.layers, layers)
     if rules.optional and not any(sparse):
@@ -66,6 +67,11 @@ def experts_of(read: Reader, layers: int) -> Experts | None:
         files=rules.files,
         transposed=rules.transposed,
         latent=read.size(rules.latent) if rules.latent and read.get(rules.latent) else None,
+        chosen=chosen,
+        beside=rules.beside,
+        before=rules.before,
+        halves=rules.halves,
+        pairs=rules.pairs and groups is not None,
     )
 
 
@@ -73,6 +79,21 @@ def _size(read: Reader, keys: tuple[str, ...]) -> int:
     """Return the size of the first of these keys that is present."""
     there = (key for get in (read.values.get, read.get) for key in keys if get(key) is not None)
     return read.size(next(there, keys[0]))
+
+
+def _by_layer(read: Reader, keys: tuple[str, ...], layers: int) -> tuple[Reader, tuple[int, ...]]:
+    """Return a reader with one number of experts for a token, and those of layers that differ."""
+    for key in keys:
+        listed = read.values.get(key)
+        if not isinstance(listed, list | tuple):
+            continue
+        if len(listed) < layers or any(type(each) is not int or each < 1 for each in listed):
+            problem = f"{key} is {listed!r}"
+            raise ConfigError(f"config: {problem}; it must list {layers} numbers, one a layer")
+        chosen = tuple(listed[:layers])
+        read = Reader({**read.values, key: max(chosen)}, read.family)
+        return read, chosen if len({*chosen}) > 1 else ()
+    return read, ()
 
 
 def _groups(read: Reader, rules: Mixture, count: int) -> tuple[int | None, int | None]:
@@ -115,9 +136,11 @@ def _sparse(read: Reader, rule: str, layers: int) -> tuple[bool, ...]:
         case "late":
             first = read.number("first_k_dense_replace")
             return tuple(n >= first for n in every)
-        case "listed":
+        case "listed" | "listed or late":
             kinds = read.get("mlp_layer_types")
-            kinds = ["dense", *["sparse"] * (layers - 1)] if kinds is None else kinds
+            if kinds is None:
+                first = read.number("first_k_dense_replace") if rule == "listed or late" else 1
+                kinds = ["dense" if n < first else "sparse" for n in every]
             listed = isinstance(kinds, list | tuple) and len(kinds) == layers
             if not listed or any(kind not in ("dense", "sparse") for kind in kinds):
                 problem = f"mlp_layer_types is {kinds!r}"
@@ -125,6 +148,14 @@ def _sparse(read: Reader, rule: str, layers: int) -> tuple[bool, ...]:
                     f"config: {problem}; it must list dense or sparse, {layers} times"
                 )
             return tuple(kind == "sparse" for kind in kinds)
+        case "numbered":
+            own = read.get("moe_layers")
+            if own is None:
+                step = read.size("interleave_moe_layer_step")
+                own = range(step - 1, layers, step)
+            elif not isinstance(own, list | tuple) or any(type(n) is not int for n in own):
+                raise ConfigError(f"config: moe_layers is {own!r}; it must list layers")
+            return tuple(n in own for n in every)
         case "between":
             first, last = read.number("moe_layer_start_index"), read.get("moe_layer_end_index")
             if type(last) is not int or last < -1:

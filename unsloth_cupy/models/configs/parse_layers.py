@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...errors import ConfigError
-from .config import FULL, LINEAR, MLP, SLIDING
+from .config import CHUNKED, FULL, LINEAR, MLP, SLIDING
 from .reading import Reader
 
 ACTIVATIONS = {
@@ -63,10 +63,37 @@ def layers_of(read: Reader, layers: int) -> tuple[tuple[bool, ...], tuple[str, .
             return (True,) * layers, _types(read, layers)
 
 
+def by_layer_of(read: Reader, types: tuple[str, ...], kv_heads: int, dim: int) -> dict[str, Any]:
+    """Return the fields of ``Config`` about head sizes, shared keys and inputs of layers."""
+    full = read.get("num_global_key_value_heads")
+    sizes = kv_heads if full is None else read.size("num_global_key_value_heads")
+    sizes_of_full = sizes, read.size("global_head_dim")
+    both, heads = (sizes_of_full, (kv_heads, dim)), read.size("num_attention_heads")
+    if heads % sizes or max(kv_heads, sizes) % min(kv_heads, sizes):
+        problem = f"num_global_key_value_heads is {sizes}"
+        cure = f"it must divide {heads} heads, and {kv_heads} KV heads or be a multiple of them"
+        raise ConfigError(f"config: {problem}; {cure}")
+    shared, layers = read.number("num_kv_shared_layers"), len(types)
+    first = layers - int(shared)
+    if shared and (first < 1 or not {*types[first:]} <= {*types[:first]}):
+        problem = f"num_kv_shared_layers is {int(shared)} of {layers}"
+        raise ConfigError(f"config: {problem}; a layer of each type must have keys of its own")
+    wide = read.flag("use_double_wide_mlp")
+    inputs = read.get("hidden_size_per_layer_input")
+    return {
+        "full_heads": None if both[0] == both[1] else both[0],
+        "other_heads": both[1],
+        "keys_as_values": read.flag("attention_k_eq_v"),
+        "shared_layers": int(shared),
+        "shared_inner": read.size("intermediate_size") * (1 + wide),
+        "layer_inputs": (read.size("vocab_size_per_layer_input"), inputs) if inputs else (0, 0),
+    }
+
+
 def _rotated(read: Reader, layers: int) -> tuple[bool, ...]:
     """Return which layers have a 1 in no_rope_layers; by default all but every fourth."""
     listed = read.get("no_rope_layers")
-    if listed is None:
+    if listed is None or listed == []:
         period = read.size("no_rope_layer_interval")
         return tuple((layer + 1) % period != 0 for layer in range(layers))
     whole = isinstance(listed, list | tuple) and len(listed) >= layers
@@ -83,6 +110,8 @@ def _types(read: Reader, layers: int, rotated: tuple[bool, ...] = ()) -> tuple[s
     windows, window = read.family.windows, read.get("sliding_window")
     if windows == "linear":
         return _linear(read, layers)
+    if windows == "chunked":
+        return _chunked(read, layers, rotated)
     by_flag = windows in ("flagged", "late", "early", "unrotated")
     if windows == "none" or (by_flag and not read.flag("use_sliding_window")):
         return (FULL,) * layers
@@ -97,6 +126,20 @@ def _types(read: Reader, layers: int, rotated: tuple[bool, ...] = ()) -> tuple[s
         )
     if SLIDING in types and window is None:
         raise ConfigError("config: layer_types has sliding layers; add sliding_window")
+    return tuple(types)
+
+
+def _chunked(read: Reader, layers: int, rotated: tuple[bool, ...]) -> tuple[str, ...]:
+    """Return the type of each layer in a family whose layers have chunked or full attention."""
+    types, size = read.get("layer_types"), read.get("attention_chunk_size")
+    if types is None:
+        return tuple(CHUNKED if each and size is not None else FULL for each in rotated)
+    names = isinstance(types, list) and all(each in (FULL, CHUNKED) for each in types)
+    if not names or len(types) != layers or (CHUNKED in types and size is None):
+        raise ConfigError(
+            f"config: layer_types must be a list of num_hidden_layers={layers} names, each {FULL!r}"
+            f" or {CHUNKED!r}, which needs attention_chunk_size, not {types!r}"
+        )
     return tuple(types)
 
 

@@ -1,6 +1,7 @@
 """Parse the rotary positions of a config.json, in older and newer forms."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from ...core.call import is_number
@@ -9,7 +10,7 @@ from ...ops.position.rope_tables import scaled_frequencies
 from .config import FULL, SLIDING, Rope
 from .reading import MOST, Reader, refuse_unread
 
-ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+ROPES = ("default", "linear", "dynamic", "yarn", "longrope", "llama3", "proportional")
 LOCAL = "rope_local_base_freq"  # key of sliding layers' rope_theta, in older configs
 GROWING = ("dynamic", "longrope")  # types whose angles depend on the length of the sequence
 # Keys of rope_parameters that are known in all families.
@@ -23,6 +24,14 @@ OF_ROPE = {
 
 
 def rope_of(read: Reader, kind: str, dim: int) -> Rope:
+    """Return the rotary positions of the layers of one type, and the growth of their queries."""
+    rope, still = _rope_of(read, kind, dim), "attn_scale" in read.family.defaults
+    if rope.growth is None or not (still or read.family.latent):
+        return rope
+    return replace(rope, whole=True, still=still, ahead=int(still))
+
+
+def _rope_of(read: Reader, kind: str, dim: int) -> Rope:
     """Return the rotary positions of the layers of one type.
 
     The newer form is ``rope_parameters``, for all layers or by layer type; the older one is
@@ -40,20 +49,15 @@ def rope_of(read: Reader, kind: str, dim: int) -> Rope:
     if name not in ROPES:
         raise ConfigError(f"config: rope_type is {name!r}; choose from {', '.join(ROPES)}")
     share = parameters.pop("partial_rotary_factor", None) or read.get("partial_rotary_factor")
+    share = None if read.family.latent else share  # the rotated part of a head has its own size
     alpha = Reader({"alpha": parameters.pop("alpha", None) or 0}, read.family).number("alpha")
     if alpha and name == "dynamic" and dim > 2:  # Hunyuan's form, which ignores the length
         name, base = "default", base * alpha ** (dim / (dim - 2))
-    if share is None and read.get("rotary_dim") is not None:
-        share = read.size("rotary_dim") / dim
-    share = share or 1
-    if name == "default" and not read.family.partial:
-        share = 1  # the family's class in transformers ignores the key for this type
-    if type(share) not in (int, float) or not 0 < share <= 1 or int(dim * share) % 2:
-        raise ConfigError(
-            f"config: partial_rotary_factor={share!r} times head_dim={dim} must be an even number"
-            " of elements; choose a share in (0, 1] and an even head_dim"
-        )
+    share = _share(read, name, dim, share)
     growth = _growth(read, parameters, share)
+    if name == "proportional":  # the whole head has frequencies, most of which are 0
+        parameters |= {"rope_type": name, "partial_rotary_factor": share}
+        return _checked(Rope(dim, base, parameters, growth=growth))
     if name == "default":
         return _checked(Rope(int(dim * share), base, growth=growth))
     positions = read.size("max_position_embeddings")
@@ -72,6 +76,25 @@ def rope_of(read: Reader, kind: str, dim: int) -> Rope:
     return _checked(Rope(int(dim * share), base, parameters, grows, growth))
 
 
+def _share(read: Reader, name: str, dim: int, share: Any) -> float:
+    """Return which share of a head's elements are rotated; ``share`` is the value of the key."""
+    if share is None and read.get("rotary_dim") is not None:
+        share = read.size("rotary_dim") / dim
+    share = share or 1
+    if name == "default" and not read.family.partial:
+        share = 1  # the family's class in transformers ignores the key for this type
+    if (
+        type(share) not in (int, float)
+        or not 0 < share <= 1
+        or (name != "proportional" and int(dim * share) % 2)
+    ):
+        raise ConfigError(
+            f"config: partial_rotary_factor={share!r} times head_dim={dim} must be an even number"
+            " of elements; choose a share in (0, 1] and an even head_dim"
+        )
+    return float(share)
+
+
 def _parameters(read: Reader, kind: str) -> dict[str, Any]:
     """Return the settings of rotary positions for the layers of one type."""
     scaling = read.get("rope_scaling") or {}
@@ -80,7 +103,7 @@ def _parameters(read: Reader, kind: str) -> dict[str, Any]:
     if not isinstance(newer, Mapping) or not isinstance(scaling, Mapping):
         raise ConfigError("config: rope_parameters and rope_scaling must be dicts")
     assumed = read.values.get("rope_parameters") is None and newer
-    if assumed and read.values.get("rope_theta") not in (None, newer["rope_theta"]):
+    if assumed and read.values.get("rope_theta") not in (None, newer.get("rope_theta")):
         cure = "put both into rope_parameters"
         raise ConfigError(f"config: rope_theta is present without rope_scaling; {cure}")
     nested, both = by_type and (FULL in newer or SLIDING in newer), (FULL, SLIDING)
@@ -100,10 +123,13 @@ def _parameters(read: Reader, kind: str) -> dict[str, Any]:
 
 def _growth(read: Reader, parameters: dict[str, Any], share: float) -> tuple[float, float] | None:
     """Return (beta, length) of queries whose scale grows with their position: see ``Rope``."""
+    if "attn_scale" in read.family.defaults:
+        tuned = read.get("attn_temperature_tuning")
+        return (read.number("attn_scale"), read.size("floor_scale")) if tuned else None
     beta = parameters.pop("llama_4_scaling_beta", None)
     if "llama_4_scaling_beta" not in read.family.factors or not beta:
         return None
-    if share != 1:
+    if share != 1 and not read.family.latent:
         raise ConfigError("config: llama_4_scaling_beta requires partial_rotary_factor=1")
     length = parameters.get("original_max_position_embeddings")
     reader = Reader(

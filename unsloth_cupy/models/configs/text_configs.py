@@ -18,6 +18,8 @@ OUTER_KEYS = ("tie_word_embeddings", "eos_token_id", "pad_token_id", "quantizati
 # a text_config without model_type.
 OUTER = {
     "gemma3": "gemma3_text",
+    "gemma4": "gemma4_text",
+    "llama4": "llama4_text",
     **dict.fromkeys(("llava", "llava_next", "llava_next_video", "vipllava"), "llama"),
     **dict.fromkeys(("video_llava", "idefics3", "smolvlm", "voxtral"), "llama"),
     **dict.fromkeys(("llava_onevision", "internvl", "qwen2_audio", "got_ocr2"), "qwen2"),
@@ -52,7 +54,11 @@ PLAIN_HEAD = {
     "final_logit_softcapping": None,
     **dict.fromkeys(("logit_scale", "logits_scaling", "lm_head_multiplier"), 1.0),
 }
-BODIES = dict.fromkeys(("idefics3", "smolvlm"), "model.text_model.")
+OWN_HEAD = ("gemma4", "llama4")  # multimodal classes with the head of the language model
+BODIES = {
+    **dict.fromkeys(("idefics3", "smolvlm"), "model.text_model."),
+    "llama4": "language_model.model.",
+}
 
 
 def body_of(values: Mapping[str, Any]) -> str:
@@ -90,7 +96,7 @@ def text_config(values: Mapping[str, Any]) -> Mapping[str, Any]:
         inner = without_ignored(inner, kind, Family())
     text = {**_assumed(kind), **OF_OUTER.get(outer, {}), **inner, "model_type": same}
     text |= {key: values[key] for key in OUTER_KEYS if values.get(key) is not None}
-    if (family := FAMILIES.get(same)) is not None:
+    if (family := FAMILIES.get(same)) is not None and outer not in OWN_HEAD:
         text |= {key: value for key, value in PLAIN_HEAD.items() if key in family.factors}
     text["architectures"] = [class_of({"model_type": same}, head_of(values))]
     if kind == "glm4v_text" and isinstance(text.get("hidden_size"), int):  # it ignores head_dim

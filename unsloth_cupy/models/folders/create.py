@@ -12,7 +12,7 @@ from ...core.dtypes import FLOAT32, Array, float_dtype
 from ...errors import ConfigError
 from ...machine import check_bytes, on_device
 from ...parallel.communicator import Communicator, check_communicator
-from ..configs.config import Config
+from ..configs.config import SCALAR, Config
 from ..configs.text_configs import text_config
 from ..parse import parse
 from ..transformer import Transformer
@@ -21,7 +21,10 @@ from .rank_part import RankPart, division_of
 XIELU = {"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3))}
 XIELU |= {"beta": 0.5, "eps": -1e-6}
 DECAYS = (0.01, 16.0)  # range of exp(A_log), as in transformers
-ONES = ("linear_attn.norm.weight", "o_norm.weight", "dt_bias", ".D")
+ONES = (
+    *("linear_attn.norm.weight", "o_norm.weight", "dt_bias", ".D", SCALAR, "router.scale"),
+    *("per_expert_scale", "layernorm_1.weight", "layernorm_2.weight"),
+)
 
 
 @check_options

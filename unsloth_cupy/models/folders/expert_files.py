@@ -211,7 +211,9 @@ def _of_layer(config: Config, experts: Experts, prefix: str) -> Iterator[tuple[s
     shapes = experts.stacks(config.hidden)
     for own, shape in shapes.items():
         first = own.removesuffix("_bias").endswith(STACKS[0])
-        if experts.transposed and len(shape) == 3:
+        if experts.halves and len(shape) == 3:
+            yield own, Place(prefix + own, (shape[0], shape[2], shape[1]), turned=True)
+        elif experts.transposed and len(shape) == 3:
             turned = shape[0], shape[2], shape[1]
             yield own, Place(prefix + own, turned, in_turns=first, turned=True)
             scales = *shape[:2], shape[2] // BLOCK

@@ -18,8 +18,8 @@ from ...ops.quantized.int8 import Int8
 from ...ops.quantized.nf4 import Nf4
 from ...ops.quantized.ternary import Ternary
 from ...ops.quantized.weight import Quantized
-from ..configs.config import BUFFERS, CORRECTION
-from ..configs.names import is_stack
+from ..configs.config import BUFFERS, CORRECTION, SCALAR
+from ..configs.names import INDEXER, is_stack
 from ..quantizer import OF_STACKS
 
 # endings of tensor names after a layer's name, except weight and bias, by class of weights
@@ -33,7 +33,7 @@ PARTS: Mapping[type[Quantized], re.Pattern[str]] = {
 }
 KEY = "quantization_config"
 GGUF = "gguf"  # the quant_method of a GGUF file that is read as a folder
-FIXED = (*(f".act_fn.{name}" for name in BUFFERS), CORRECTION)
+FIXED = (*(f".act_fn.{name}" for name in BUFFERS), CORRECTION, f".{SCALAR}")
 LEFT_DENSE = {"bitnet": "modules_to_not_convert"}  # the key that lists the layers that stay dense
 
 
@@ -131,6 +131,11 @@ def packed_stacks(values: Mapping[str, Any]) -> set[str]:
     return {n for n, each in values.items() if is_stack(n) and getattr(each, "OF_STACKS", False)}
 
 
+def is_fixed(name: str) -> bool:
+    """Return whether a parameter has no gradient: constants, and what only chooses keys."""
+    return name.endswith(FIXED) or INDEXER in name
+
+
 def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
     """Return the trainable parameters; raise if a matrix is quantized.
 
@@ -144,9 +149,7 @@ def trainable(parameters: dict[str, Any]) -> dict[str, Any]:
         if not getattr(parameters[frozen], "IN_FOLDERS", True):
             cure += ", which save(folder) writes"
         raise GradientError(f"{frozen} is quantized and frozen; {cure}")
-    trained = {
-        n: value for n, value in parameters.items() if not (n in packed or n.endswith(FIXED))
-    }
+    trained = {n: value for n, value in parameters.items() if not (n in packed or is_fixed(n))}
     return trained if len(trained) < len(parameters) else parameters
 
 

@@ -18,7 +18,7 @@ from ...core import gpu
 from ...core.dtypes import Array
 from ...core.replay import fixed_order
 from ...core.stand_in import is_planned
-from ...errors import DeviceMemoryError
+from ...errors import ConfigError, DeviceMemoryError
 from ...inference.paged_kv_cache import PagedKVCache
 from ...inference.paged_rows import PackedRows, PagedRows
 from ...machine import bytes_requested, device_memory, format_bytes
@@ -31,8 +31,8 @@ from ..adapters.adapter import DOWN, UP, Adapter
 from ..adapters.joined import join_downs
 from ..adapters.many import ByRows
 from ..invariant import check_invariant
-from ..layers.attending import packed, project_of, whole_of
-from ..layers.block import blocks, embedded
+from ..layers.attending import no_rows, packed, project_of, whole_of
+from ..layers.block import blocks, embedded, inputs_of_layers
 from ..layers.call import Attention, Call, Latents, Mixtures, Recurrence, no_states
 from ..layers.head import capped, exact_logits
 from ..layers.norms import join
@@ -204,7 +204,7 @@ class Decoding:
         if self.states is not None:
             own, self.states.index, states = self._placed(offsets), slots, self.states.recurrent
         if self.cache.latent is not None:
-            latents = Latents(lambda layer: begins, rows.append, rows.attend)
+            latents = Latents(lambda layer: begins, rows.append, rows.attend, no_rows)
             if begins:
                 attend = partial(packed, self._placed(offsets), max(rows.counts))
         stacks = {} if model.adapter is None else model.adapter.used_stacks()
@@ -212,7 +212,7 @@ class Decoding:
             model.config,
             used[0],
             project_of(model.config, model.adapter, None, model.division, tokens, offsets),
-            Attention(attend, tables, positions, latents=latents, whole=used[1]),
+            Attention(attend, tables, positions, latents=latents, whole=used[1], cached=True),
             Mixtures(stacks, [] if self.notes else None, ranks=model.expert_ranks),
             Recurrence(states, None, own),
             False if isinstance(model.adapter, ByRows) else model.chunked_mlp,
@@ -236,7 +236,8 @@ class Decoding:
                 logits = through_blocks(model, call, tokens, head, count)
             else:
                 branch = embedded(model.config, parameters, tokens, model.slices)
-                branch, stream = blocks(call, branch, None)
+                inputs = inputs_of_layers(model.config, parameters, tokens, branch)
+                branch, stream = blocks(call, branch, None, inputs=inputs)
                 logits = head(join(call, "model.", model.config.norms.last, branch, stream)[0])
         if not self.notes:
             return logits, None
@@ -351,6 +352,10 @@ def cache_form(model: Network, dtype: Any, adapters: Any = ()) -> dict[str, Any]
     one for adapters that change ``kv_b_proj``.
     """
     config = model.config
+    if config.chunk is not None or config.indexer is not None:
+        kind = "chunked" if config.indexer is None else "sparse"
+        problem = f"the pages of a {config.model_type}, and so an Engine, have no {kind} attention"
+        raise ConfigError(f"Engine: {problem}; use generate, which has a KVCache")
     layers = [n for n in own_layers(model) if config.attends(n)]
     sizes: dict[str, Any] = {"kv_heads": config.kv_heads, "dim": config.dim, "latent": None}
     several = any(".kv_b_proj." in name for each in adapters for name in each.parameters)

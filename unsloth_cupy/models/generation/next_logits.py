@@ -308,7 +308,9 @@ def _steps_on_device(model: Network, most: int) -> bool:
     A step needs a GPU, rotary angles that do not change up to that length, and weights that are
     whole in memory, not gathered block by block.
     """
-    if stages_of(model) is not None or model.gather is not None or model.config.recurrent:
+    if stages_of(model) is not None or model.gather is not None:
+        return False
+    if model.config.recurrent or model.config.indexer is not None:
         return False
     ropes = model.config.ropes.values()
     fixed = all(rope.original is None or most <= rope.original for rope in ropes)

@@ -29,7 +29,7 @@ from ...training.captured import Captured, Place
 from ..adapters.adapter import DOWN, UP
 from ..adapters.joined import join_downs
 from ..layers.attending import project_of, whole_of
-from ..layers.block import blocks, embedded
+from ..layers.block import blocks, embedded, inputs_of_layers
 from ..layers.call import Attention, Call, Latents, Mixtures
 from ..layers.norms import join
 from ..network import Network
@@ -73,7 +73,8 @@ class Step:
         self.latents: Latents | None = None
         self.whole: dict[str, Any] = {}  # dense kv_b_proj weights, with the adapter merged
         if cache.latent is not None:
-            self.latents = Latents(lambda layer: False, cache.append, self.attend)
+            nothing = cache.keys.__getitem__  # no model with an indexer decodes by steps
+            self.latents = Latents(lambda layer: False, cache.append, self.attend, nothing)
             names = [name for name in used if name.endswith(".kv_b_proj.weight")]
             self.whole = {name: whole_of(model.adapter)(used, name) for name in names}
         start, sinks = real.shape[1], cache.sinks
@@ -138,11 +139,14 @@ class Step:
             Attention(
                 *(self.attend, self.tables, self.positions, self.turn, self.latents),
                 whole=lambda _, name: self.whole[name],
+                of_chunks=self.attend_in_chunk,
+                cached=True,
             ),
             Mixtures(stacks, routers, ranks=model.expert_ranks),
             division=model.slices,
         )
-        branch, stream = blocks(call, branch, None)
+        inputs = inputs_of_layers(model.config, self.parameters, self.tokens, branch)
+        branch, stream = blocks(call, branch, None, inputs=inputs)
         if routers is not None:
             self.routes = np.stack([each.experts[:, 0] for each in routers], axis=1)
         x = join(call, "model.", model.config.norms.last, branch, stream)[0]
@@ -171,7 +175,13 @@ class Step:
         stored = keys, values, self.starts
         return rope_append_(q, k, v, cos, sin, *stored, positions, sinks=sinks)[0], None
 
-    def attend(self, layer: int, q: Array, k: Any, v: Any, **options: Any) -> Array:
+    def attend_in_chunk(self, layer: int, q: Array, k: Any, v: Any, **options: Any) -> Array:
+        """Return ``attend`` for keys in the chunk of the query's position."""
+        return self.attend(layer, q, k, v, chunk=self.model.config.chunk, **options)
+
+    def attend(
+        self, layer: int, q: Array, k: Any, v: Any, chunk: int | None = None, **options: Any
+    ) -> Array:
         """Store k and v, and return the attention of q to all slots of the cache with real tokens.
 
         k is None if ``turn`` has stored it; v is None for a latent cache.  Slots of a window may be
@@ -182,6 +192,10 @@ class Step:
         slots = keys.shape[1]
         sinks, lengths, seen = min(cache.sinks, slots), self.lengths[slots], self.seen.get(slots)
         options["mask"] = None if seen is None else seen[:, None, None]
+        if chunk is not None:
+            places = np.arange(slots, like=keys)[None] if seen is None else seen.cumsum(axis=1) - 1
+            same = (places // chunk == self.positions // chunk)[:, None, None]
+            options["mask"] = same if seen is None else same & options["mask"]
         if cache.latent is not None:
             check_latent_options("Step.attend", options)
             kv_append_(k, k, keys, keys, self.starts, sinks=sinks)

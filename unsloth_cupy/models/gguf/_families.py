@@ -117,6 +117,15 @@ OF_GRANITE: Mapping[str, Any] = {
     "scalings": (*PLAIN, "llama3", "longrope"),
 }
 NEXT = Mixtures(shared="sized")
+SIGMOID = Mixtures(
+    "sigmoid",
+    normalize=None,
+    shared="counted",
+    dense="leading",
+    corrected=True,
+    groups=True,
+    gating=True,
+)
 OF_DEEPSEEK = Mixtures(normalize=None, shared="counted", dense="leading", gating=True)
 DEEPSEEK = Architecture("deepseek2", interleaved=True, scalings=("default", "yarn"))
 NEMOTRON = Architecture("nemotron_h", biases=True, rotates="none", doubled=False, listed=True)
@@ -208,6 +217,20 @@ ROWS = {
     "granitemoe": Architecture(
         "granitemoe", **OF_GRANITE, experts=Mixtures("softmax_of_k", own_size=False)
     ),
+    "granitemoeshared": Architecture(
+        "granitemoe",
+        **OF_GRANITE,
+        experts=Mixtures("softmax_of_k", shared="sized", own_size=False),
+    ),
+    "dots1": Architecture("dots1", experts=SIGMOID),
+    "exaone_moe": Architecture(
+        "exaone-moe",
+        windows=True,
+        fourth=True,
+        rotates="sliding",
+        experts=replace(SIGMOID, shared="sized"),
+    ),
+    "hunyuan_v1_moe": Architecture("hunyuan-moe", experts=Mixtures(shared="sized")),
     "phimoe": Architecture(
         "phimoe",
         any_head=False,
@@ -216,18 +239,7 @@ ROWS = {
         scalings=(*PLAIN, "longrope"),
         experts=Mixtures(own_size=False),
     ),
-    "glm4_moe": Architecture(
-        "glm4moe",
-        experts=Mixtures(
-            "sigmoid",
-            normalize=None,
-            shared="counted",
-            dense="leading",
-            corrected=True,
-            groups=True,
-            gating=True,
-        ),
-    ),
+    "glm4_moe": Architecture("glm4moe", experts=SIGMOID),
     "ernie4_5_moe": Architecture(
         "ernie4_5-moe",
         interleaved=True,
@@ -263,14 +275,7 @@ ROWS = {
         output="own",
         rotates="none",
         listed=True,
-        experts=Mixtures(
-            "sigmoid",
-            shared="counted",
-            dense="leading",
-            corrected=True,
-            groups=True,
-            gating=True,
-        ),
+        experts=replace(SIGMOID, normalize=True),
     ),
     "minicpm3": Architecture(
         "minicpm3",
@@ -395,7 +400,7 @@ def _problems_of_norms(config: Config, known: Architecture) -> Iterator[str]:
     """Yield how norms differ."""
     if known.name == "phimoe":
         yield "has RMS norms, where this model has LayerNorm"
-    if known.name == "olmoe" and config.kv_heads != config.heads:
+    if known.name in ("olmoe", "dots1") and config.kv_heads != config.heads:
         yield f"has as many KV heads as query heads (num_key_value_heads={config.heads})"
     if config.delta is not None and config.eps != INNER_EPS:
         yield (
@@ -497,7 +502,7 @@ def _problems_of_layers(config: Config, known: Architecture) -> Iterator[str]:
         yield f"has windows only in models with {known.windows_of} layers, and always there"
     if known.fourth and any(slides) and slides != fourth:
         yield "has windows in all layers but every fourth"
-    if known.name == "cohere2" and not any(slides):
+    if known.name in ("cohere2", "exaone-moe") and not any(slides):
         yield "always has windows"
     rotated = [config.rotates(layer) for layer in layers]
     everywhere = known.rotates == "all" or (known.rotates == "sliding" and not any(slides))
@@ -545,7 +550,9 @@ def _problems_of_experts(config: Config, experts: Experts, known: Mixtures) -> I
 
 
 def _problems_of_shared(experts: Experts, known: Mixtures) -> Iterator[str]:
-    """Yield how the shared expert differs."""
+    """Yield how the shared expert, and the number of experts per token, differ."""
+    if experts.chosen:
+        yield "has the same number of experts per token in all layers"
     if experts.shared and known.shared is None:
         yield "has no shared expert"
     if known.shared == "counted" and not experts.shared:

@@ -127,6 +127,9 @@ def _model_type(keys: Keys, window: Any, pattern: Any) -> tuple[str, Architectur
     ]
     scaled = "embedding_scale" in keys.left
     types = [kind for kind in types if named[kind].scales == scaled] or types
+    shared = any(keys.left.get(f"expert_shared_{n}") for n in ("feed_forward_length", "count"))
+    same = [t for t in types if bool((mix := named[t].experts) and mix.shared) == shared]
+    types = same or types
     if mixed and types and named[types[0]].latent:
         gating = keys.left.get("expert_gating_func") or 1
         types = [t for t in types if (mix := named[t].experts) and GATING[mix.scores] == gating]

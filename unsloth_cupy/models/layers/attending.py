@@ -8,6 +8,7 @@ import numpy as np
 
 from ...core.dtypes import Array
 from ...core.replay import is_fixed
+from ...errors import ConfigError
 from ...inference.kv_cache import KVCache
 from ...inference.paged_rows import PagedRows
 from ...ops.attention.attention import attention
@@ -15,7 +16,7 @@ from ...ops.attention.attention_varlen import attention_varlen
 from ...ops.linear.linear import linear
 from ...ops.linear.linears import linears, rows_of_one
 from ...ops.quantized.weight import Quantized
-from ...placement import to_numpy
+from ...placement import to_device_of, to_numpy
 from ...training.variable import Var
 from ..adapters.adapter import BIAS, Adapter
 from ..adapters.many import ByRows
@@ -42,14 +43,79 @@ def attend_of(
     return cache.attend
 
 
+def chunks_of(
+    size: int, attend: Attend, cache: Any, mask: Any, offsets: Any, tokens: Array
+) -> Attend:
+    """Return the attention function of layers whose queries see keys of the same chunk only.
+
+    Chunks have ``size`` positions, which do not count padding.  Without padding and cache, chunks
+    are texts of a pack.
+    """
+    if isinstance(cache, PagedRows):
+        problem = "a PagedKVCache, and so an Engine, has no chunked attention"
+        raise ConfigError(f"Transformer: {problem}; use a KVCache, as generate does")
+    if cache is not None and any(width is not None for width in cache.windows):
+        cure = "make the cache without window"
+        raise ConfigError(f"Transformer: chunked attention does not work with a window; {cure}")
+    if cache is None and mask is None:
+        return partial(packed, chunk_offsets(size, tokens, offsets), min(size, tokens.size))
+    new = tokens.shape[1]
+    if mask is None:
+        places = np.arange(cache.length + new, like=tokens)[None]
+    else:
+        places = mask[:, 0, 0].cumsum(axis=1) - 1  # of keys, (batch, keys)
+    own = places // size
+    same = own[:, None, -new:, None] == own[:, None, None]  # (batch, 1, new, keys)
+    if cache is None:
+        attend, same = partial(_masked, None), same & mask
+    return partial(_in_chunks, attend, same)
+
+
+def chunk_offsets(size: int, tokens: Array, offsets: Any) -> Array:
+    """Return the first token of each chunk, then the number of tokens; later ones may be equal."""
+    if offsets is None:
+        rows, length = tokens.shape
+        starts = np.arange(rows)[:, None] * length + np.arange(0, max(length, 1), size)
+        return to_device_of(np.append(starts, rows * length).astype(np.int32), tokens)
+    index = np.arange(tokens.size, dtype=offsets.dtype, like=offsets)
+    places = index - offsets[np.searchsorted(offsets[1:], index, side="right")]
+    chunk = (places % size == 0).cumsum() - 1
+    most = tokens.size // size + len(offsets) - 1  # at most one of a text is not full
+    starts = np.searchsorted(chunk, np.arange(most + 1, like=offsets))
+    return starts.astype(offsets.dtype)
+
+
+def _in_chunks(
+    attend: Attend, same: Array, layer: int, q: Array, k: Array, v: Array, **options: Any
+) -> Array:
+    return attend(layer, q, k, v, mask=same, **options)
+
+
 def latents_of(cache: KVCache | PagedRows | None) -> Latents | None:
     """Return the functions of a cache that stores latent rows; None for other caches."""
     if isinstance(cache, PagedRows):
         if cache.cache.latent is not None:
-            return Latents(lambda layer: not any(cache.starts(layer)), cache.append, cache.attend)
+            begins = lambda layer: not any(cache.starts(layer))  # noqa: E731
+            return Latents(begins, cache.append, cache.attend, no_rows)
     elif cache is not None and cache.latent is not None:
-        return Latents(lambda layer: not cache.filled[layer], cache.append, cache.attend)
+        begins = lambda layer: not cache.filled[layer]  # noqa: E731
+        return Latents(begins, cache.append, cache.attend, partial(_rows, cache))
     return None
+
+
+def _rows(cache: KVCache, layer: int) -> Array:
+    """Return the rows of a latent cache that has no window, (batch, tokens, dim)."""
+    if cache.windows[layer] is not None:
+        cure = "make the cache without window"
+        raise ConfigError(f"Transformer: sparse attention does not work with a window; {cure}")
+    rows: Array = cache.keys[layer][:, : cache.filled[layer], 0]
+    return rows
+
+
+def no_rows(layer: int) -> Array:
+    """Raise: the pages of a cache do not store what an indexer needs."""
+    problem = "a PagedKVCache, and so an Engine, has no sparse attention"
+    raise ConfigError(f"Transformer: {problem}; use a KVCache, as generate does")
 
 
 def absorbs(adapter: Adapter | None) -> bool:
@@ -80,9 +146,9 @@ def _merged(adapter: Adapter, parameters: Mapping[str, Any], name: str) -> Any:
     return adapter.merge(name, parameters[name])
 
 
-def _masked(mask: Any, layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
+def _masked(padding: Any, layer: int, q: Array, k: Array, v: Array, **options: Any) -> Array:
     """Return the attention of the tokens in each row; the mask excludes padding."""
-    return attention(q, k, v, mask=mask, **options)
+    return attention(q, k, v, **{"mask": padding, **options})
 
 
 def packed(

@@ -2,14 +2,20 @@
 
 from typing import Any
 
+import numpy as np
+
+from ...core.dtypes import Array
 from ...ops.elements.arithmetic import add, scale
 from ...ops.elements.elementwise import clip
+from ...ops.norms.rms_norm import rms_norm
 from ...ops.position.qk_norm_rope import qk_norm_rope
 from ...ops.position.rope import rope
 from ...ops.position.rope_qk import rope_qk
+from ...parallel.taped import value_of
+from ..configs.config import CHUNKED, Config
 from .call import Call
 from .delta_layer import delta_layer
-from .elements import gated, split
+from .elements import gated, grown, split
 from .latent_attention import latent_attention_heads
 from .norms import divided_norm, head_norm
 from .state_space_layer import state_space_layer
@@ -31,7 +37,8 @@ def _attention(call: Call, layer: int, module: str, x: Any) -> Any:
     """Return the output of an attention layer for normalised x."""
     config = call.config
     batch, tokens, _ = x.shape
-    queries, keys = config.heads * config.dim, config.kv_heads * config.dim
+    kv_heads, dim = config.heads_of(layer)
+    queries, keys = config.heads * dim, kv_heads * dim
     before = config.attention_scales[0]
     x = x if before == 1 else scale(x, factor=before)
     if config.latent is not None:
@@ -41,8 +48,13 @@ def _attention(call: Call, layer: int, module: str, x: Any) -> Any:
         (fused,) = call.project(call.parameters, [module + "qkv_proj"], x)
         q, k, v = split(fused, (queries, keys, keys))
     else:
-        names = [f"{module}{name}_proj" for name in "qkv"]
-        q, k, v = call.project(call.parameters, names, x)
+        letters = config.projections_of(layer)
+        names = [f"{module}{name}_proj" for name in letters]
+        projected = call.project(call.parameters, names, x)
+        if letters == "q":
+            q = projected[0].reshape(batch, tokens, config.heads, dim)
+            return _with_shared(call, layer, module, q)
+        q, k, v = projected if letters == "qkv" else (*projected, projected[-1])
     if config.query_key_norm == "projection":
         q, k = (divided_norm(call, module, f"{n}_norm", each) for n, each in (("q", q), ("k", k)))
     if config.clip is not None:
@@ -50,10 +62,14 @@ def _attention(call: Call, layer: int, module: str, x: Any) -> Any:
     # (batch, tokens, heads, dim), or 2 * dim with a gate
     q, gate = q.reshape(batch, tokens, config.heads, q.shape[-1] // config.heads), None
     if config.gated:  # query and gate of a head are neighbours in the projection
-        q, gate = split(q, (config.dim, config.dim))
-    k = k.reshape(batch, tokens, config.kv_heads, config.dim)
-    v = v.reshape(batch, tokens, config.kv_heads, config.dim)
+        q, gate = split(q, (dim, dim))
+    k, v = (each.reshape(batch, tokens, kv_heads, dim) for each in (k, v))
+    if config.value_norm:
+        v = rms_norm(v, np.ones_like(value_of(v), shape=(dim,)), eps=config.eps)
     q, k = _placed(call, layer, module, q, k, v)
+    q = grown(call, layer, q)
+    if config.shared_layers and call.attention.shared is not None:
+        call.attention.shared[config.layer_types[layer]] = k, v
     return _attended(call, layer, module, q, k, v, gate)
 
 
@@ -63,8 +79,42 @@ def _attended(call: Call, layer: int, module: str, q: Any, k: Any, v: Any, gate:
     options = call.options(layer)
     if config.sinks:
         options["sinks"] = call.parameters[module + "sinks"]
-    out = call.attention.attend(layer, q, k, v, **options)
+    heads, attend = config.heads_of(layer), call.attention.attend
+    if config.layer_types[layer] == CHUNKED:
+        attend = call.attention.of_chunks
+    if call.attention.cached and heads != (config.kv_heads, config.dim):
+        q, k, v = _as_in_cache(config, q, k, v)
+        out = attend(layer, q, k, v, **options)[..., : heads[1]]
+    else:
+        out = attend(layer, q, k, v, **options)
     return _output(call, module, out if gate is None else gated(out, gate))
+
+
+def _with_shared(call: Call, layer: int, module: str, q: Any) -> Any:
+    """Return the output of a layer that uses the keys and values of an earlier one.
+
+    Each layer of a cache stores them again.
+    """
+    config, (_, tables, positions, *_) = call.config, call.attention
+    q = head_norm(call, module + config.names.query_norm, q)
+    if config.rotates(layer):
+        cos, sin, *_ = tables[config.layer_types[layer]]
+        q = rope(q, cos, sin, positions, interleaved=config.interleaved)
+    k, v = (call.attention.shared or {})[config.layer_types[layer]]
+    return _attended(call, layer, module, q, k, v)
+
+
+def _as_in_cache(config: Config, *arrays: Array) -> list[Array]:
+    """Return queries, keys and values with the heads of a cache, which has one size for all layers.
+
+    Zeros do not change scores.  A KV head is repeated for a part of its query heads.
+    """
+    wide = []
+    for array, heads in zip(arrays, (None, config.kv_heads, config.kv_heads), strict=True):
+        own = np.zeros_like(array, shape=(*array.shape[:-1], config.dim))
+        own[..., : array.shape[-1]] = array
+        wide.append(own if heads is None else np.repeat(own, heads // array.shape[2], axis=2))
+    return wide
 
 
 def _output(call: Call, module: str, out: Any) -> Any:
@@ -106,11 +156,12 @@ def _placed(call: Call, layer: int, module: str, q: Any, k: Any, v: Any) -> tupl
 
     if by_head and not config.rotated_first:
         q, k = normalised(q, k)
-    if rotates and of_queries:
+    if rotates and len(of_queries) == 2:
         q_cos, q_sin = of_queries
         q, k = rope(q, q_cos, q_sin, positions), rope(k, cos, sin, positions)
     elif rotates and turn is not None and not (config.interleaved or config.rotated_first):
         q, k = turn(layer, q, k, v, cos, sin, positions)
     elif rotates:
         q, k = rope_qk(q, k, cos, sin, positions, interleaved=config.interleaved)
-    return normalised(q, k) if config.rotated_first else (q, k)
+    after = config.rotated_first and (rotates or config.query_key_norm != "ones")
+    return normalised(q, k) if after and by_head else (q, k)

@@ -9,26 +9,33 @@ A residual sum and the norm after it are one op, so a block returns the two term
 (branch, stream).  Parameters have their Hugging Face names; biases are optional.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from ...core.dtypes import Array
 from ...errors import naming
-from ...ops.elements.arithmetic import add, scale
+from ...ops.activations.geglu import geglu
+from ...ops.elements.arithmetic import add, scale, scale_by
+from ...ops.linear.linear import linear
+from ...ops.norms.rms_norm import rms_norm
 from ...ops.position.rope_tables import rope_tables
+from ...parallel.taped import value_of
 from ...parallel.vocabulary import vocab_parallel_embedding
 from ...placement import stream
 from ...training.checkpoint import CheckpointConfig, checkpoint
 from ..adapters.adapter import PREFIX
 from ..adapters.outer_weights import embedding_of
-from ..configs.config import MLP, Config, Rope
+from ..configs.config import MLP, SCALAR, Config, Rope
+from ..configs.names import INTO_LAYERS, TABLE_OF_LAYERS
 from ..ranks.division import Division, entered, joined
 from .attention_branch import attention_branch
 from .call import Call
-from .mlp_branch import mlp_branch
+from .elements import split
+from .mlp_branch import mlp_and_experts, mlp_branch
 from .norms import join, norm_of
 
 
@@ -36,7 +43,7 @@ def rope_rows(rope: Rope, like: Array) -> Callable[[int], tuple[Array, ...]]:
     """Return a function from a length to cos and sin tables of at least that many positions.
 
     With ``rope.growth`` the function returns two more tables: cos and sin of queries, multiplied
-    by the growth factors.
+    by the growth factors; if ``rope.whole``, one more: these factors, (length, 1).
     """
 
     def scaled(size: int) -> tuple[Array, ...]:
@@ -44,8 +51,10 @@ def rope_rows(rope: Rope, like: Array) -> Callable[[int], tuple[Array, ...]]:
         if rope.growth is None:
             return cos, sin
         beta, length = rope.growth
-        steps = np.floor(np.arange(size, like=cos) / length)
+        steps = np.floor((np.arange(size, like=cos) + rope.ahead) / length)
         factors = (1 + beta * np.log1p(steps)).astype(cos.dtype)[:, None]
+        if rope.whole:
+            return cos, sin, factors
         return cos, sin, cos * factors, sin * factors
 
     # Each stream has its own tables, at most 8 sizes of them: work on another stream may start
@@ -81,16 +90,40 @@ def embedded(
     return x
 
 
+def inputs_of_layers(
+    config: Config, parameters: Mapping[str, Any], tokens: Array, x: Any
+) -> tuple[Any, ...]:
+    """Return the input of each layer, (batch, tokens, size), for embeddings x; () without inputs.
+
+    (norm(hidden^-1/2 x A) + size^1/2 table[token]) / 2^1/2         split among layers
+    """
+    _, size = config.layer_inputs
+    if not size:
+        return ()
+    rows = scale(embedding_of(tokens, parameters[TABLE_OF_LAYERS]), factor=size**0.5)
+    own = scale(linear(x, parameters[f"{INTO_LAYERS}.weight"]), factor=config.hidden**-0.5)
+    own = own.reshape(*own.shape[:-1], config.layers, size)
+    own = rms_norm(own, parameters["model.per_layer_projection_norm.weight"], eps=config.eps)
+    both = scale(add(own.reshape(*rows.shape), rows), factor=2**-0.5)
+    return tuple(split(both, (size,) * config.layers))
+
+
 def blocks(
-    call: Call, branch: Any, checkpoints: CheckpointConfig | None, layers: range | None = None
+    call: Call,
+    branch: Any,
+    checkpoints: CheckpointConfig | None,
+    layers: range | None = None,
+    inputs: Sequence[Any] = (),
 ) -> tuple[Any, Any]:
     """Return the output of all blocks as (branch, stream), with gradient checkpointing if enabled.
 
-    Blocks run one at a time if their parameters are gathered from other ranks.
+    Blocks run one at a time if their parameters are gathered from other ranks.  ``inputs`` are
+    those of ``inputs_of_layers``.
     """
+    shared = dict[str, Any]()
     layers = range(call.config.layers) if layers is None else layers
     size, stream = call.config.layers if call.gather is None else 1, None
-    run: Callable[..., tuple[Any, Any, Any]] = _part
+    run: Callable[..., tuple[Any, Any, Any, Any]] = _part
     if checkpoints is not None and checkpoints.enabled:
         size, keep, offload = checkpoints.recompute_every, checkpoints.keep, checkpoints.offload
         if "attention_forward" in keep:
@@ -102,19 +135,51 @@ def blocks(
         needed = {n: value for n, value in call.parameters.items() if n.startswith(prefixes)}
         routers = None if call.experts.routers is None else list[Any]()
         part = call._replace(parameters=needed, experts=call.experts._replace(routers=routers))
-        branch, stream, routed = run(part, group, branch, stream)
+        own = tuple(inputs[group.start : group.stop])
+        branch, stream, routed, stored = run(part, group, branch, stream, own, shared)
+        shared = shared | stored
         if call.experts.routers is not None:
             call.experts.routers.extend(routed)
     return branch, stream
 
 
-def _part(call: Call, layers: range, branch: Any, stream: Any) -> tuple[Any, Any, Any]:
-    """Gather the parameters of some blocks; return their (branch, stream) and their routes."""
+def _part(
+    call: Call,
+    layers: range,
+    branch: Any,
+    stream: Any,
+    inputs: Sequence[Any] = (),
+    shared: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[Any, Any, Any, Any]:
+    """Gather the parameters of some blocks; return their (branch, stream) and their routes.
+
+    Also return the keys and values that later blocks share: ``shared`` are those of earlier blocks.
+    """
     if call.gather is not None:
         call = call._replace(parameters=call.gather(call.parameters))
+    known = {**shared}
+    call = call._replace(attention=call.attention._replace(shared=known))
     for layer in layers:
         branch, stream = block(call, layer, branch, stream, layer == layers[-1])
-    return branch, stream, call.experts.routers
+        if call.config.layer_inputs[1] or call.config.layer_scalar:
+            x = branch if stream is None else add(branch, stream)
+            own = inputs[layer - layers.start] if inputs else None
+            branch, stream = _ended(call, f"model.layers.{layer}.", x, own), None
+    new = {kind: pair for kind, pair in known.items() if pair is not shared.get(kind)}
+    return branch, stream, call.experts.routers, new
+
+
+def _ended(call: Call, prefix: str, x: Any, inputs: Any) -> Any:
+    """Return the output of a block with the layer's inputs, times the block's number."""
+    if inputs is not None:
+        (gate,) = call.project(call.parameters, [f"{prefix}per_layer_input_gate"], x)
+        y = geglu(gate, inputs, approximate=call.config.activation == "gelu_tanh")
+        (y,) = call.project(call.parameters, [f"{prefix}per_layer_projection"], y)
+        x = add(x, norm_of(call, prefix, "post_per_layer_input_norm", y))
+    if not call.config.layer_scalar:
+        return x
+    factor = value_of(call.parameters[prefix + SCALAR]).reshape(())
+    return scale_by(x, factor.astype(x.dtype, copy=False))
 
 
 def block(call: Call, layer: int, branch: Any, stream: Any, last: bool = False) -> tuple[Any, Any]:
@@ -139,7 +204,11 @@ def block(call: Call, layer: int, branch: Any, stream: Any, last: bool = False) 
     branch = _scaled(norm_of(call, prefix, norms.after_attention, branch), config.residual_scale)
     x, stream = join(call, prefix, norms.before_mlp, branch, stream)
     unread = last and ranks is None and norms.after_mlp is None and config.residual_scale == 1
-    branch = joined(ranks, mlp_branch(call, layer, prefix, entered(ranks, x), unread))
+    beside = config.experts is not None and config.experts.beside
+    if beside:
+        branch = mlp_and_experts(call, layer, prefix, x, stream)
+    else:
+        branch = joined(ranks, mlp_branch(call, layer, prefix, entered(ranks, x), unread))
     branch = _scaled(norm_of(call, prefix, norms.after_mlp, branch), config.residual_scale)
     return branch, stream
 

@@ -24,6 +24,7 @@ class Latents(NamedTuple):
     begins: Callable[[int], bool]  # (layer) whether the cache has no rows of the layer yet
     append: Callable[..., Any]  # (layer, rows, None)
     attend: Attend
+    rows: Callable[[int], Any]  # (layer) the rows of earlier tokens, (batch, tokens, dim)
 
 
 def no_states(*_: Any) -> tuple[None, None]:
@@ -44,6 +45,10 @@ class Attention(NamedTuple):
     turn: Turn | None = None  # rotates q and k, in place of rope_qk; returns None for a stored k
     latents: Latents | None = None  # the cache, if it holds latent rows
     whole: Whole = lambda parameters, name: parameters[name]
+    of_chunks: Any = None  # as ``attend``, in layers whose queries see their chunk only
+    cached: bool = False  # whether ``attend`` stores keys and values, of one size for all layers
+    padding: Any = None  # (batch, 1, 1, keys) True where keys are not padding; None: no padding
+    shared: dict[str, Any] | None = None  # keys and values that later layers use, by layer type
 
 
 class Mixtures(NamedTuple):

@@ -128,6 +128,23 @@ def gated(x: Any, gate: Any) -> Any:
     return taped("gated", rounded(value * factor, arrays[0].dtype), back, x=x, gate=gate)
 
 
+def grown(call: Any, layer: int, q: Any) -> Any:
+    """Return queries, (batch, tokens, heads, dim), scaled by their positions: see ``Rope``."""
+    kind = call.config.layer_types[layer]
+    rope, positions = call.config.ropes[kind], call.attention.positions
+    if rope.growth is None or not rope.whole or (rope.still and call.config.rotates(layer)):
+        return q
+    factors = call.attention.tables[kind][2]  # (length, 1)
+    factors = factors[None] if positions is None else factors[positions]
+    value = value_of(q)
+    wide = np.promote_types(value.dtype, FLOAT32)
+
+    def scaled(x: Any) -> Any:
+        return rounded(x.astype(wide, copy=False) * factors[..., None], value.dtype)
+
+    return taped("grown", scaled(value), lambda dy, wanted: {"q": scaled(dy)}, q=q)
+
+
 def clamped_swiglu(gate: Any, up: Any, *, limit: float, alpha: float) -> Any:
     """Return (u + 1) g sigmoid(alpha g) with g = min(gate, limit), u = clip(up, -limit, limit)."""
     arrays = value_of(gate), value_of(up)

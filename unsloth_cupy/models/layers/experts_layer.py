@@ -6,6 +6,7 @@ If logits are equal, the expert with the lower index comes first, on every devic
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from ...core.arrays import contiguous, rounded
 from ...core.dtypes import FLOAT32, Array
 from ...ops.activations.geglu import geglu
 from ...ops.activations.relu2 import relu2
+from ...ops.activations.softmax import softmax
 from ...ops.activations.swiglu import swiglu
 from ...ops.elements.arithmetic import add, scale
 from ...ops.elements.cast import cast
@@ -39,23 +41,29 @@ class Routed(NamedTuple):
     """The output of a router for the tokens of a call."""
 
     logits: Any  # (batch, tokens, experts)
-    experts: Array  # (batch, tokens, k)
+    experts: Array  # (batch, tokens, k); of layers with fewer, the number after the last expert
 
 
-def experts_of_tokens(call: Call, layer: int, module: str, x: Any, unread: bool = False) -> Any:
+def experts_of_tokens(
+    call: Call, layer: int, module: str, x: Any, unread: bool = False, of_router: Any = None
+) -> Any:
     """Return the weighted sum of the chosen experts' outputs for each token of normalised x.
 
-    ``unread``: see ``in_chunks``.
+    ``unread``: see ``in_chunks``.  ``of_router`` is the router's input, if other than x.
     """
     parameters, (stacks, routers, chosen, ranks) = call.parameters, call.experts
     experts: Any = call.config.experts
-    logits = router_logits(call, module, x)
+    logits = router_logits(call, module, x if of_router is None else of_router)
     if chosen is not None:
-        chosen = chosen[..., sum(experts.sparse[:layer]), :]  # (batch, tokens, k)
+        chosen = chosen[..., sum(experts.sparse[:layer]), : experts.k_of(layer)]
     correction = parameters.get(f"{module}{experts.correction_in}{CORRECTION}")
-    routes = routes_of(experts, logits, correction, chosen)
+    k = experts.k_of(layer)
+    own_experts = experts if k == experts.k else replace(experts, k=k)
+    routes = routes_of(own_experts, logits, correction, chosen)
     if routers is not None:
-        routers.append(Routed(logits, value_of(routes.experts)))
+        routers.append(Routed(logits, _filled(value_of(routes.experts), experts)))
+    if experts.beside:
+        routes = _times(routes, parameters[f"{module}router.per_expert_scale"])
     gate_up, down = (f"{module}experts.{name}" for name in experts.names)
     into, back = (f"{module}{name}" for name in LATENT)
     if experts.latent is not None:
@@ -87,13 +95,81 @@ def experts_of_tokens(call: Call, layer: int, module: str, x: Any, unread: bool 
         last = unread and ranks is None and experts.latent is None
         return in_chunks(of_rows, (x, *routes), own, size, unread=last)
 
+    if experts.before:
+        x, routes = _weighted(x, routes)
     if ranks is None:
         y = computed(x, routes)
     else:
         y = at_their_ranks(ranks, experts, x, routes, computed)
+    if experts.before and k > 1:
+        y = _summed(y, k)
     if experts.latent is not None:
         (y,) = call.project(parameters, [back], y)
     return y
+
+
+def _times(routes: Routes, factors: Any) -> Routes:
+    """Return routes whose weights are multiplied by a number of each expert."""
+    chosen, every = value_of(routes.experts), value_of(factors)
+    weights, own = value_of(routes.weights), every[chosen]
+    wide = np.promote_types(weights.dtype, FLOAT32)
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        dy = dy.astype(wide, copy=False)
+        gradients = {"weights": rounded(dy * own, weights.dtype)}
+        if "factors" in wanted:
+            terms = (dy * weights).reshape(-1, 1)
+            of_expert = chosen.reshape(-1, 1) == np.arange(len(every), like=chosen)
+            total = np.where(of_expert, terms, 0).sum(axis=0)
+            gradients["factors"] = rounded(total, every.dtype)
+        return gradients
+
+    y = rounded(weights.astype(wide, copy=False) * own, weights.dtype)
+    return Routes(routes.experts, taped("times", y, back, weights=routes.weights, factors=factors))
+
+
+def _weighted(x: Any, routes: Routes) -> tuple[Any, Routes]:
+    """Return x times each of its k weights, (batch, k tokens, hidden), and routes of these rows.
+
+    The k rows of a token are neighbours, and each has one expert with the weight 1.
+    """
+    value, weights = value_of(x), value_of(routes.weights)
+    batch, tokens, hidden = value.shape
+    k, wide = weights.shape[-1], np.promote_types(value.dtype, FLOAT32)
+    rows, factors = value[:, :, None].astype(wide), weights[..., None].astype(wide)
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        dy = dy.reshape(batch, tokens, k, hidden).astype(wide, copy=False)
+        return {
+            "x": rounded((dy * factors).sum(axis=2), value.dtype),
+            "weights": rounded((dy * rows).sum(axis=-1), weights.dtype),
+        }
+
+    y = rounded(rows * factors, value.dtype).reshape(batch, tokens * k, hidden)
+    chosen = value_of(routes.experts).reshape(batch, tokens * k, 1)
+    own = Routes(chosen, np.ones_like(weights, shape=chosen.shape))
+    return taped("weighted", y, back, x=x, weights=routes.weights), own
+
+
+def _summed(y: Any, k: int) -> Any:
+    """Return the sum of each token's k rows, (batch, tokens, hidden)."""
+    value = value_of(y)
+    wide = np.promote_types(value.dtype, FLOAT32)
+    parts = value.reshape(value.shape[0], -1, k, value.shape[-1])
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        return {"rows": np.repeat(dy, k, axis=1)}
+
+    return taped("summed", rounded(parts.sum(axis=2, dtype=wide), value.dtype), back, rows=y)
+
+
+def _filled(chosen: Array, experts: Experts) -> Array:
+    """Return the experts of tokens with k columns: see ``Routed``."""
+    if chosen.shape[-1] == experts.k:
+        return chosen
+    whole = np.full_like(chosen, experts.count, shape=(*chosen.shape[:-1], experts.k))
+    whole[..., : chosen.shape[-1]] = chosen
+    return whole
 
 
 def adapted_experts(
@@ -169,17 +245,30 @@ def routes_of(experts: Experts, logits: Any, correction: Any, numbers: Any = Non
         "top_groups": experts.top_groups,
         "scale": experts.scale,
     }
-    if numbers is None:
+    if numbers is None and not experts.pairs:
         return route(logits, bias=correction, **options)
     value, bias = value_of(logits), value_of(correction)
-    own = route(value, bias=bias, **options).experts
-    chosen = np.where(numbers < 0, own, numbers).astype(np.int32)
+    own = _of_pairs(experts, value) if experts.pairs else route(value, bias=bias, **options).experts
+    chosen = own if numbers is None else np.where(numbers < 0, own, numbers)
+    chosen = chosen.astype(np.int32)
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
         return {"logits": route_backward(dy, value, bias, chosen, **options)[0]}
 
     weights = weights_of(value, bias, chosen, **options)
     return Routes(chosen, taped("replayed", weights, back, logits=logits))
+
+
+def _of_pairs(experts: Experts, logits: Array) -> Array:
+    """Return the experts with the largest softmax in the groups with the best pairs: (..., k)."""
+    scores = softmax(logits.astype(np.promote_types(logits.dtype, FLOAT32), copy=False))
+    groups: Any = experts.groups
+    by_group = scores.reshape(*scores.shape[:-1], groups, -1)
+    pairs = np.sort(by_group, axis=-1)[..., -2:].sum(axis=-1)
+    best = np.argsort(-pairs, axis=-1, kind="stable")[..., : experts.top_groups]
+    kept = (best[..., None] == np.arange(groups, like=best)).any(axis=-2)  # (..., groups)
+    choice = np.where(kept[..., None], by_group, 0).reshape(scores.shape)
+    return np.argsort(-choice, axis=-1, kind="stable")[..., : experts.k]
 
 
 def sparse_mixer(logits: Any, jitter: float, choices: Any = None) -> Routes:

@@ -12,12 +12,14 @@ the result by B_v.
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from ...core.arrays import empty
 from ...core.dtypes import Array
+from ...ops.attention.attention import attention
 from ...ops.common.gemm import gemm
 from ...ops.norms.rms_norm import rms_norm
 from ...ops.position.rope_qk import rope_qk
@@ -25,26 +27,29 @@ from ...parallel.taped import taped, value_of
 from ...placement import check_library
 from ..configs.config import INNER_EPS, Config, Latent
 from ..ranks.division import entered
-from .elements import split
+from .elements import grown, split
+from .indexer import chosen_keys
 
 
 def latent_attention_heads(call: Any, latent: Latent, layer: int, module: str, x: Any) -> Any:
     """Return the attention outputs of all heads for normalised x: (batch, tokens, heads, value)."""
     config: Config = call.config
     parameters, (batch, tokens, _) = call.parameters, x.shape
-    attend, tables, positions, _, latents, _ = call.attention
+    attend, tables, positions, _, latents, *_ = call.attention
     ranks = call.division  # ranks divide heads; every rank computes the short vectors whole
     names = [f"{module}kv_a_proj_with_mqa"]
+    low = x
     if latent.queries is not None:
         both, q = call.project(parameters, [*names, f"{module}q_a_proj"], x)
         q = entered(ranks, rms_norm(q, parameters[f"{module}q_a_layernorm.weight"], eps=INNER_EPS))
+        low = q
         (q,) = call.project(parameters, [f"{module}q_b_proj"], q)
     elif ranks is None:
         both, q = call.project(parameters, [*names, f"{module}q_proj"], x)
     else:
         (both,) = call.project(parameters, names, x)
         (q,) = call.project(parameters, [f"{module}q_proj"], entered(ranks, x))
-    q = q.reshape(batch, tokens, config.heads, latent.dim)
+    q = grown(call, layer, q.reshape(batch, tokens, config.heads, latent.dim))
     short, rotated = split(both, (latent.rank, latent.rotated))
     short = rms_norm(short, parameters[f"{module}kv_a_layernorm.weight"], eps=INNER_EPS)
     short, rotated = entered(ranks, short), entered(ranks, rotated)
@@ -55,10 +60,20 @@ def latent_attention_heads(call: Any, latent: Latent, layer: int, module: str, x
         turned, rotated = rope_qk(
             turned, rotated, cos, sin, positions, interleaved=config.interleaved
         )
-    options = call.options(layer)
+    options, index, choice = call.options(layer), None, None
+    if config.indexer is not None:
+        index, choice = chosen_keys(call, config.indexer, layer, module, x, low)
+    if choice is not None:
+        options["mask"] = choice
+        if call.recurrence.offsets is not None:  # the choice is within the texts of a pack
+            attend = partial(_of_choice, attention)
     if latents is not None:
         check_library("KVCache.append: k", short)  # a cache has no gradient
-        row = np.concatenate([short[:, :, None], rotated], axis=-1)
+        parts = [short[:, :, None], rotated]
+        if config.indexer is not None:  # a layer that shares a choice has no keys of its own
+            size = (batch, tokens, 1, config.indexer.dim)
+            parts.append(np.zeros_like(short, shape=size) if index is None else index[:, :, None])
+        row = np.concatenate(parts, axis=-1)
         if not latents.begins(layer):
             return _absorbed(call, latent, layer, module, q, turned, row, options)
         latents.append(layer, row, None)
@@ -67,6 +82,10 @@ def latent_attention_heads(call: Any, latent: Latent, layer: int, module: str, x
     k, v = _expanded(kv, rotated, latent, config.dim)
     q = _padded(q, turned, latent, config.dim)
     return attend(layer, q, k, v, **options)[..., : latent.value]
+
+
+def _of_choice(attention: Any, layer: int, q: Any, k: Any, v: Any, **options: Any) -> Any:
+    return attention(q, k, v, **options)
 
 
 def _absorbed(
@@ -84,8 +103,9 @@ def _absorbed(
     rank, plain = latent.rank, latent.plain
     weight = call.attention.whole(call.parameters, f"{module}kv_b_proj.weight")
     weight = weight.reshape(heads, plain + latent.value, rank)  # B_k, then B_v, of each head
-    query = empty((batch, tokens, heads, rank + latent.rotated), q.dtype, like=q)
-    query[..., rank:] = turned
+    query = empty((batch, tokens, heads, row.shape[-1]), q.dtype, like=q)
+    query[..., rank : rank + latent.rotated] = turned
+    query[..., rank + latent.rotated :] = 0  # the keys of an indexer
     gemm(_by_head(q), weight[:, :plain], out=_by_head(query)[..., :rank])
     sums = call.attention.latents.attend(layer, query, row, None, **options)
     out = empty((batch, tokens, heads, latent.value), q.dtype, like=q)

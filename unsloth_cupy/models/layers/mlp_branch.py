@@ -9,12 +9,13 @@ from ...ops.activations.relu2 import relu2
 from ...ops.activations.swiglu import swiglu
 from ...ops.activations.xielu import xielu
 from ...ops.elements.arithmetic import add, multiply, scale
+from ...ops.norms.rms_norm import rms_norm
 from ...training.chunks import chunk_of, in_chunks
 from ..configs.config import BUFFERS
 from .call import Call, parameters_of
 from .elements import gated, gelu, split
 from .experts_layer import experts_of_tokens
-from .norms import divided_norm
+from .norms import divided_norm, norm_of
 
 
 def mlp_branch(call: Call, layer: int, prefix: str, x: Any, unread: bool = False) -> Any:
@@ -23,9 +24,9 @@ def mlp_branch(call: Call, layer: int, prefix: str, x: Any, unread: bool = False
     ``unread``: see ``in_chunks``.
     """
     experts = call.config.experts
-    if experts is None or not experts.sparse[layer]:
+    if experts is None or not experts.sparse[layer] or experts.beside:
         return _dense_mlp(call, f"{prefix}{call.config.names.mlp}.", x, unread)
-    module = f"{prefix}{experts.module}."
+    module = prefix + experts.prefix
     y = experts_of_tokens(call, layer, module, x, unread and not experts.shared)
     if not experts.shared:
         return y
@@ -34,6 +35,23 @@ def mlp_branch(call: Call, layer: int, prefix: str, x: Any, unread: bool = False
         (gate,) = call.project(call.parameters, [f"{prefix}{experts.shared_module}_gate"], x)
         shared = gated(shared, gate)
     return add(y, shared)
+
+
+def mlp_and_experts(call: Call, layer: int, prefix: str, x: Any, stream: Any) -> Any:
+    """Return the sum of a dense MLP of normalised x and of experts of the residual stream h.
+
+    norm(mlp(x)) + norm(experts(norm(h)))       the router reads h / rms(h) * scale
+    """
+    config, experts, norms = call.config, call.config.experts, call.config.norms
+    dense = mlp_branch(call, layer, prefix, x)
+    if experts is None or not experts.sparse[layer]:
+        return dense
+    factors = scale(call.parameters[f"{prefix}router.scale"], factor=config.hidden**-0.5)
+    of_router = rms_norm(stream, factors, eps=config.eps)
+    y = norm_of(call, prefix, f"{norms.before_mlp}_2", stream)
+    y = experts_of_tokens(call, layer, prefix + experts.prefix, y, of_router=of_router)
+    dense = norm_of(call, prefix, f"{norms.after_mlp}_1", dense)
+    return add(dense, norm_of(call, prefix, f"{norms.after_mlp}_2", y))
 
 
 def _dense_mlp(call: Call, module: str, x: Any, unread: bool = False) -> Any:

@@ -63,6 +63,8 @@ def divided_norm(call: Call, prefix: str, norm: str, x: Any) -> Any:
 def head_norm(call: Call, name: str, x: Any) -> Any:
     """Return the norm of each head of x, (batch, tokens, heads, dim)."""
     config, parameters = call.config, call.parameters
+    if config.query_key_norm == "ones":
+        return rms_norm(x, np.ones_like(value_of(x), shape=x.shape[-1:]), eps=config.eps)
     if config.norms.kind == "rms":
         return rms_norm(x, parameters[f"{name}.weight"], eps=config.eps, offset=config.norm_offset)
     bias = parameters.get(f"{name}.bias")

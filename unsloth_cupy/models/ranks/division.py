@@ -103,6 +103,11 @@ class Division:
             problem = f"ranks do not divide a {config.model_type}, whose layers have states"
             cure = "divide the batch (DataParallel), or store parts of its weights (Zero3)"
             raise ConfigError(f"Division: {problem}; {cure}")
+        by_layer = config.full_heads or config.shared_layers or config.layer_inputs[1]
+        if by_layer and (ranks > 1 or stages is not None):
+            problem = f"layers of a {config.model_type} share keys, or have heads of other sizes"
+            cure = "divide the batch (DataParallel), or store parts of its weights (Zero3)"
+            raise ConfigError(f"Division: {problem}, which ranks do not divide; {cure}")
         check_divides(config, ranks)
         self.times = max(1, ranks // config.kv_heads)  # number of ranks that store the same KV head
         mixture = config.experts

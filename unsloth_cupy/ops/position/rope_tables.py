@@ -49,8 +49,8 @@ def rope_tables(
         Wavelengths, in positions, range from 2 pi to almost 2 pi times base.
     scaling : mapping, optional
         The dict ``rope_scaling`` or ``rope_parameters`` of a Hugging Face config.  ``rope_type``
-        (or ``type``) is one of default, linear, dynamic, yarn, longrope, llama3; ``rope_theta``, if
-        present, replaces base.  If the config has ``max_position_embeddings`` or
+        (or ``type``) is one of default, linear, dynamic, yarn, longrope, llama3, proportional;
+        ``rope_theta``, if present, replaces base.  If the config has ``max_position_embeddings`` or
         ``original_max_position_embeddings`` outside of this dict, add them to it.
     like : array, optional
         The tables are created in its library and on its device; by default in NumPy.
@@ -228,6 +228,14 @@ def _llama3(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array
     return (1 - kept) * frequency / factor + kept * frequency, 1.0
 
 
+def _proportional(scaling: Scaling, length: int, dim: int, base: float) -> tuple[Array, float]:
+    """Rotate only the shortest wavelengths: the first pairs of a head; the others stand still."""
+    share, factor = (_number(scaling, key, 1.0) for key in ("partial_rotary_factor", "factor"))
+    frequency = frequencies(dim, base) / np.float32(factor)
+    frequency[int(share * dim // 2) :] = 0
+    return frequency, 1.0
+
+
 RULES: Mapping[str, Callable[[Scaling, int, int, float], tuple[Array, float]]] = {
     "default": _default,
     "linear": _linear,
@@ -235,6 +243,7 @@ RULES: Mapping[str, Callable[[Scaling, int, int, float], tuple[Array, float]]] =
     "yarn": _yarn,
     "longrope": _longrope,
     "llama3": _llama3,
+    "proportional": _proportional,
 }
 
 

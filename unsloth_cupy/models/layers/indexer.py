@@ -1,0 +1,92 @@
+"""The indexer of sparse attention: the keys that each query attends to, chosen by their scores.
+
+score[query, key] = sum over heads of w[query, head] relu(q[query, head] . k[key] / dim^1/2)
+w = x A_w / heads^1/2        q = c A_q, c as in latent attention        k = layer_norm(x A_k)
+
+The first elements of q and k are rotated.  A choice has no gradient, nor have these weights.
+
+DeepSeek-AI, DeepSeek-V3.2, 2025.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from ...core.dtypes import FLOAT32, Array
+from ...errors import ConfigError
+from ...ops.linear.linear import linear
+from ...ops.norms.layer_norm import layer_norm
+from ...ops.position.rope_qk import rope_qk
+from ...ops.quantized.weight import Quantized
+from ...parallel.taped import value_of
+from ..configs.config import INNER_EPS, Indexer
+
+SHARED = "index"  # name of the choice of an earlier layer
+
+
+def chosen_keys(
+    call: Any, indexer: Indexer, layer: int, module: str, x: Any, low: Any
+) -> tuple[Array | None, Array | None]:
+    """Return the index keys of new tokens, (batch, tokens, dim), and the mask of chosen keys.
+
+    The mask is (batch, 1, tokens, keys), True for the keys of a query; None: all are chosen.
+    """
+    if indexer.shared[layer]:
+        return None, (call.attention.shared or {}).get(SHARED)
+    x, low = value_of(x), value_of(low)
+    batch, tokens, _ = x.shape
+
+    def weight(name: str) -> Any:
+        own = value_of(call.parameters[f"{module}indexer.{name}"])
+        return own.dequantize() if isinstance(own, Quantized) else own
+
+    q = linear(low, weight("wq_b.weight")).reshape(batch, tokens, indexer.heads, indexer.dim)
+    norm = weight("k_norm.weight"), weight("k_norm.bias")
+    k = layer_norm(linear(x, weight("wk.weight")), *norm, eps=INNER_EPS)[:, :, None]
+    cos, sin, *_ = call.attention.tables[call.config.layer_types[layer]]
+    places = call.attention.positions
+    q, k = rope_qk(q, k, cos, sin, places, interleaved=indexer.interleaved)
+    factors = linear(x, weight("weights_proj.weight")) * x.dtype.type(indexer.heads**-0.5)
+    own, latents = k[:, :, 0], call.attention.latents
+    if latents is None and call.attention.cached:
+        problem = "sparse attention stores the keys of its indexer in latent rows"
+        cure = "use a KVCache with model.cache_sizes, not int8, without an Engine"
+        raise ConfigError(f"Transformer: {problem}; {cure}")
+    keys = own
+    if latents is not None:
+        keys = np.concatenate([latents.rows(layer)[..., -indexer.dim :], own], axis=1)
+    mask = None
+    if keys.shape[1] > indexer.keys:
+        mask = _best(call, indexer, _scores(q, keys, factors))
+    if any(indexer.shared) and call.attention.shared is not None:
+        call.attention.shared[SHARED] = mask
+    return own, mask
+
+
+def _scores(q: Array, keys: Array, factors: Array) -> Array:
+    """Return the scores of all keys, (batch, tokens, keys) float32 or wider, head by head."""
+    wide = np.promote_types(q.dtype, FLOAT32)
+    turned, total = keys.astype(wide, copy=False).swapaxes(1, 2), None
+    for head in range(q.shape[2]):
+        products = q[:, :, head].astype(wide, copy=False) @ turned
+        term = np.maximum(products, 0) * factors[:, :, head, None].astype(wide, copy=False)
+        total = term if total is None else total + term
+    assert total is not None
+    return total * wide.type(q.shape[-1] ** -0.5)
+
+
+def _best(call: Any, indexer: Indexer, scores: Array) -> Array:
+    """Return which keys are among the best that a query may see; of equal ones the first."""
+    tokens, total = scores.shape[1:]
+    key = np.arange(total, like=scores)
+    visible = (key[total - tokens :, None] >= key)[None]  # (1, tokens, keys)
+    offsets, padding = call.recurrence.offsets, call.attention.padding
+    if offsets is not None:
+        text = np.searchsorted(offsets[1:], key, side="right")
+        visible = visible & (text[:, None] == text)
+    if padding is not None:
+        visible = visible & padding[:, 0]
+    scores = np.where(visible, scores, -np.inf)
+    ranks = np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1, kind="stable")
+    mask: Array = ((ranks < indexer.keys) & visible)[:, None]
+    return mask

@@ -75,12 +75,16 @@ def test_from_chats_to_a_file(tmp_path: Path) -> None:
     ask_merged, export_merged = follow(run(*merge[1:]))
     assert ask_merged == ["unsloth-cupy", "generate", f"{out}-merged", "--chat"]
     assert export_merged[2:4] == [f"{out}-merged", f"{out}-merged.gguf"]
-    create, start = follow(run(*export[1:]))
+    create, start, verify = follow(run(*export[1:]))
     assert create == ["ollama", "create", "my-chat", "-f", str(tmp_path / "my chat.Modelfile")]
     assert start == ["ollama", "run", "my-chat"]
+    assert verify == ["unsloth-cupy", "verify", f"{out}.gguf", "--against", str(out)]
+    same = run(*verify[1:])
+    assert same.exit_code == 0, same.output
     assert run(*export_merged[1:]).exit_code == 0, "another file beside the first"
     Path(f"{out}-merged.gguf").unlink()
-    assert follow(run(*export_merged[1:-1])) == [["llama-cli", "-m", f"{out}-merged.gguf"]]
+    start, _ = follow(run(*export_merged[1:-1]))
+    assert start == ["llama-cli", "-m", f"{out}-merged.gguf"]
     vocabulary = json.loads((base / "model" / "tokenizer.json").read_text())["added_tokens"]
     ids = {token["content"]: token["id"] for token in vocabulary}
     ends = ids["<|endoftext|>"], ids["<|im_end|>"]

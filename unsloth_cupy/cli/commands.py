@@ -32,6 +32,7 @@ from .options import as_flags
 from .plan import plan
 from .precompile import precompile
 from .teach import teach
+from .verify import verify
 
 
 @contextmanager
@@ -143,6 +144,7 @@ COMMANDS = (
         generate,
         merge,
         export,
+        verify,
         plan,
         precompile,
     ),

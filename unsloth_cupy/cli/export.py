@@ -46,7 +46,9 @@ def export(
     folder (config.json, *.safetensors, tokenizer.json), the folder of a finetune run, or the folder
     of an adapter, which is merged into the weights. Programs that read the file stop generating at
     the token that ends an answer in the chat template. The command prints notes about differences
-    between this model and what llama.cpp computes.
+    between this model and what llama.cpp computes. It compares the file with the model on two
+    prompts, as unsloth-cupy verify does, and stores the result in FILE.verified.json and in a key
+    of the file.
 
     \b
     Types and bits per weight:
@@ -79,7 +81,7 @@ def export(
     except ConfigError as error:
         notes.append(f"the end token of answers is unknown: {error}")
     report = export_gguf(
-        source, file, kind=kind, tokenizer=tokenizer, base=base, progress=True,
+        source, file, kind=kind, tokenizer=tokenizer, base=base, progress=True, receipt=True,
         stop=None if ends is None else ends.token,
     )  # fmt: skip
     echo(report)
@@ -90,8 +92,9 @@ def export(
         echo(f"{place}: {', '.join(parts[:-1])}{' and ' * (len(parts) > 1)}{parts[-1]}")
     for note in notes:
         echo(f"note: {note}")
+    again = ["unsloth-cupy", "verify", file, "--against", folder]
     if place is None:
-        echo_next(["llama-cli", "-m", file])
+        echo_next(["llama-cli", "-m", file], again)
     else:
         name = re.sub(r"[^\w.-]+", "-", file.stem.lower(), flags=re.ASCII).strip("-._") or "model"
-        echo_next(["ollama", "create", name, "-f", place], ["ollama", "run", name])
+        echo_next(["ollama", "create", name, "-f", place], ["ollama", "run", name], again)

@@ -1,6 +1,7 @@
 """``unsloth-cupy merge``: merges an adapter into the weights of its base model."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -23,10 +24,13 @@ def merge(folder: Path, out: Path, dtype: str | None, base: Path | None) -> None
     RUN_OR_ADAPTER is the folder of a finetune run, or of an adapter in peft's format. The result is
     written to the new folder OUT, a Hugging Face folder with weights, config.json,
     generation_config.json, and the tokenizer with its chat template; transformers loads it without
-    peft. Quantized weights are dequantized. A model without an adapter is copied.
+    peft. Quantized weights are dequantized. A model without an adapter is copied. The result is
+    compared with the model on two prompts, as unsloth-cupy verify does, and the comparison is
+    stored in OUT/verified.json.
     """
     from .. import models
 
-    echo(models.merge(model_folder(folder), out, dtype=dtype, base=base, progress=True))
+    options: Any = {"dtype": dtype, "base": base, "progress": True, "receipt": True}
+    echo(models.merge(model_folder(folder), out, **options))
     commands = [generate_command(out, out), *export_commands(out, out)]
     echo_next(*(["unsloth-cupy", *words] for words in commands))

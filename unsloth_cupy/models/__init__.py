@@ -23,6 +23,8 @@ if typing.TYPE_CHECKING:
     from .text.tokenizer import Tokenizer as Tokenizer
     from .torch_model import from_torch as from_torch
     from .transformer import Transformer as Transformer
+    from .verifying.verify import Verification as Verification
+    from .verifying.verify import verify as verify
 
 _HOMES = {
     "Adapter": "adapters.adapter",
@@ -36,6 +38,8 @@ _HOMES = {
     "quantize": "quantized",
     "Tokenizer": "text.tokenizer",
     "Transformer": "transformer",
+    "Verification": "verifying.verify",
+    "verify": "verifying.verify",
 }
 
 _names.publish(__name__, _HOMES)

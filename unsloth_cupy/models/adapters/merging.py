@@ -34,6 +34,9 @@ from ..folders.tensor_file import write_one_by_one
 from ..gguf.opening import source_of
 from ..text.tokenizer import has_tokenizer
 from ..transformer import Transformer
+from ..verifying.receipt import checked, in_words, write_receipt
+from ..verifying.sides import folder_side
+from ..verifying.verify import Verification
 from .kept import ENOUGH, Kept
 from .probe import check_same, explained, own_tokens, probed
 
@@ -63,6 +66,9 @@ class Merged:
     kept : Kept
         The share of the adapter's update that rounding preserves, ``kept.share``, and the share in
         each weight, ``kept.layers``.
+    verified : Verification or str or None
+        The comparison of the folder with the model, or why there is none; None without
+        ``receipt``.
     """
 
     folder: Path
@@ -71,12 +77,14 @@ class Merged:
     dtype: str
     notes: tuple[str, ...]
     kept: Kept
+    verified: Verification | str | None = None
 
     def __str__(self) -> str:
         done = f"adapters of {self.layers} layers merged" if self.layers else "a copy"
         done += f" ({self.kept.share:.1%} of the update)" * bool(self.kept.layers)
         line = f"{self.folder}: {format_bytes(self.bytes)}, {self.dtype}, {done}"
-        return "\n".join([line, *(f"note: {note}" for note in self.notes)])
+        last = [] if self.verified is None else [in_words(self.verified)]
+        return "\n".join([line, *(f"note: {note}" for note in self.notes), *last])
 
 
 @check_options
@@ -87,6 +95,7 @@ def merge(
     dtype: Any = None,
     base: str | PathLike[str] | None = None,
     progress: bool = False,
+    receipt: bool = False,
 ) -> Merged:
     """Merge an adapter into the weights of its model, and write a Hugging Face folder.
 
@@ -114,6 +123,9 @@ def merge(
         The base model, in place of the base model in the adapter's config.
     progress : bool
         Show a progress bar on standard error, if that is a terminal.
+    receipt : bool
+        Whether to compare the folder with the model, as ``verify`` does, on two built-in prompts,
+        and to store the result in verified.json.
 
     Returns
     -------
@@ -153,10 +165,13 @@ def merge(
             before = probed(model, Transformer)
             after = probed(stored_model("merge", partial), Transformer)
             check_same("merge", before, after, explained(main), own_tokens(model.adapter))
+        verified = checked(folder_side("merge", folder, base), partial) if receipt else None
+        if verified is not None:
+            write_receipt(partial / "verified.json", verified)
     layers = 0 if model.adapter is None else len(model.adapter.stored)
     if kept.share < ENOUGH:
         notes.append(f"{kept}; {kind} loses the rest, dtype='float32' preserves it")
-    return Merged(target, size, layers, kind, tuple(notes), kept)
+    return Merged(target, size, layers, kind, tuple(notes), kept, verified)
 
 
 def _new_folder(out: Any) -> Path:

@@ -460,6 +460,8 @@ class Config(Structure):
             return "q"
         return "qk" if self.keys_as_values and self.layer_types[layer] == FULL else "qkv"
 
+    inner_eps: float = INNER_EPS  # llama.cpp uses the eps of all norms
+
     def rotates(self, layer: int) -> bool:
         """Return whether this layer rotates its queries and keys."""
         return not self.rotated or self.rotated[layer]

@@ -42,6 +42,9 @@ from ..configs.reading import token_ids
 from ..folders.lazy_parameter import LazyParameter
 from ..folders.stored import stored_model
 from ..transformer import Transformer
+from ..verifying.receipt import BYTES, KEY, checked, fill_in, in_words, write_receipt
+from ..verifying.sides import Side
+from ..verifying.verify import Verification
 from . import TYPES
 from .finding import find_gguf_tensors
 from .packed import TYPES_OF_STACKS
@@ -74,6 +77,8 @@ class Export:
     kept : Kept
         The share of an adapter's change that remains after rounding: ``kept.share`` in all, and
         ``kept.layers`` for each tensor.
+    verified : Verification or str or None
+        The comparison of the file with the model, or why there is none; None without ``receipt``.
     """
 
     file: Path
@@ -81,12 +86,14 @@ class Export:
     types: Mapping[str, int]
     notes: tuple[str, ...]
     kept: Kept
+    verified: Verification | str | None = None
 
     def __str__(self) -> str:
         types = ", ".join(f"{number} {name}" for name, number in self.types.items())
         line = f"{self.file}: {format_bytes(self.bytes)}, tensors: {types}"
         line += f"; {self.kept}" * bool(self.kept.layers)
-        return "\n".join([line, *(f"note: {note}" for note in self.notes)])
+        last = [] if self.verified is None else [in_words(self.verified)]
+        return "\n".join([line, *(f"note: {note}" for note in self.notes), *last])
 
 
 @dataclass(frozen=True)
@@ -116,6 +123,7 @@ def export_gguf(
     base: str | PathLike[str] | None = None,
     stop: int | None = None,
     progress: bool = False,
+    receipt: bool = False,
 ) -> Export:
     """Write a model with its tokenizer to a GGUF file for llama.cpp and its relatives.
 
@@ -149,6 +157,9 @@ def export_gguf(
         generation_config.json.
     progress : bool
         Whether to show a progress bar on standard error, if it is a terminal.
+    receipt : bool
+        Whether to compare the file with the model, as ``verify`` does, on two built-in prompts, and
+        to store the result in the key unsloth_cupy.verified and in NAME.verified.json.
 
     Returns
     -------
@@ -195,15 +206,25 @@ def export_gguf(
         "general.file_type": int(KINDS[kind].file_type),
         **metadata(source.config, known, source.read),
         **words,
+        **({KEY: " " * BYTES} if receipt else {}),
     }
     rounded = source.adapter is not None and source.adapter.into is not None
     check = None if source.adapter is None else functools.partial(_check_file, source, known)
-    how: Any = {"used": rounded, "check": check}
+    results = list[Verification | str]()
+
+    def compared(file: Path) -> None:
+        results.append(result := checked(_trained(source), file))
+        fill_in(file, result)
+
+    how: Any = {"used": rounded, "check": check, "last": compared if receipt else None}
     _write(call, path, known.name, values, tensor_list, progress, before, kept, **how)
+    for result in results:
+        write_receipt(path.with_suffix(".verified.json"), result)
     if kept.share < ENOUGH:
         notes.append(f"{kept}; {kind} rounds the rest away; f16 or f32 would preserve more")
     types = Counter(tensor.type.name.lower() for tensor in tensor_list)
-    return Export(path, path.stat().st_size, dict(types), tuple(notes), kept)
+    verified = next(iter(results), None)
+    return Export(path, path.stat().st_size, dict(types), tuple(notes), kept, verified)
 
 
 @check_options
@@ -446,12 +467,13 @@ def _write(
     *,
     used: bool = False,
     check: Callable[[Path, Mapping[str, float]], None] | None = None,
+    last: Callable[[Path], None] | None = None,
 ) -> None:
     """Write keys, then tensor after tensor, to a temporary file that becomes ``path``.
 
     ``kept`` measures the tensors that an adapter changed, against the old ones that ``before``
     reads; with ``used``, after rounding, as the adapter was trained through this kind.  ``check``
-    gets the file and the rounding errors of tensors, and may raise.
+    gets the file and the rounding errors of tensors, and may raise; ``last`` gets the file.
     """
     import gguf
     from tqdm import tqdm
@@ -496,6 +518,22 @@ def _write(
                     del array, data, values_of  # free them before the next tensor is read
         if check is not None:
             check(partial, errors)
+        if last is not None:
+            last(partial)
+
+
+def _trained(source: Source) -> Side:
+    """Return the side of the model that is exported, with the weights of training."""
+    adapter, probe = source.adapter, source.probed
+    through = adapter is not None and adapter.into is not None
+
+    def read(name: str) -> Array:
+        return dense(probe.read(name) if through else source.read(name))
+
+    return Side(
+        source.name, source.config, source.texts, read, lambda _: "F32", source.folder,
+        adapter=adapter, plain=None if adapter is None else source.plain,
+    )  # fmt: skip
 
 
 def _check_file(

@@ -97,7 +97,7 @@ def _undone(
     module = name.split(".")[-2]
     if interleaved and not config.interleaved and module in ("q_proj", "k_proj"):
         heads = config.heads if module == "q_proj" else config.kv_heads
-        return partial(_halves, heads, ropes(config)[0].dim)
+        return partial(halves, heads, ropes(config)[0].dim)
     if has_offset(config, name):
         return partial(_less, config.norm_offset)
     return _same
@@ -139,7 +139,7 @@ def _less(offset: float, state: Mapping[str, Array]) -> Array:
     return (weight.astype(FLOAT32) - np.float32(offset)).astype(weight.dtype)
 
 
-def _halves(heads: int, rotated: int, state: Mapping[str, Array]) -> Array:
+def halves(heads: int, rotated: int, state: Mapping[str, Array]) -> Array:
     """Reorder rows of heads so that adjacent rotary pairs become ``rotated`` / 2 rows apart."""
     array = state["weight"]
     by_heads = array.reshape(heads, -1, *array.shape[1:])

@@ -28,7 +28,7 @@ from ...ops.recurrence.causal_conv import causal_conv
 from ...ops.recurrence.gated_delta_rule import gated_delta_rule
 from ...parallel.taped import taped, value_of
 from ...placement import to_device_of
-from ..configs.config import INNER_EPS, Config, Delta
+from ..configs.config import Config, Delta
 from .context import Context
 from .elements import beside, gated, split, taken, without_padding
 
@@ -52,7 +52,8 @@ def delta_layer(call: Any, rule: Delta, layer: int, module: str, x: Any) -> Any:
     mixed, inputs = causal_conv(mixed, taps, initial=inputs, offsets=offsets)
     keys, every = own.key_heads * own.key_dim, mixed.shape[:2]
     *both, v = split(mixed, (keys, keys, own.value_heads * own.value_dim))
-    q, k = (_of_length_1(part.reshape(*every, own.key_heads, own.key_dim)) for part in both)
+    shape, eps = (*every, own.key_heads, own.key_dim), config.inner_eps
+    q, k = (_of_length_1(part.reshape(shape), eps) for part in both)
     v = v.reshape(*every, own.value_heads, own.value_dim)
     y, state = gated_delta_rule(q, k, v, decay, beta, initial=state, offsets=offsets)
     states(layer, tokens, inputs, state)
@@ -132,7 +133,7 @@ def _of_heads(context: Context, x: Any) -> Any:
     return x.reshape(*x.shape[:3])
 
 
-def _of_length_1(x: Any) -> Any:
+def _of_length_1(x: Any, eps: float) -> Any:
     """Return x / sqrt(sum(x**2) + eps) of each head.
 
     It is an RMS norm with the weight 1 / sqrt(dim): sum(x**2) = dim mean(x**2).
@@ -140,7 +141,7 @@ def _of_length_1(x: Any) -> Any:
     dim = x.shape[-1]
     kind = np.promote_types(x.dtype, FLOAT32)
     unit = np.full_like(value_of(x), dim**-0.5, kind, shape=(dim,))
-    return rms_norm(x, unit, eps=INNER_EPS / dim)
+    return rms_norm(x, unit, eps=eps / dim)
 
 
 def _decays(rule: Delta, a: Any, parameters: Mapping[str, Any], module: str) -> Any:

@@ -25,7 +25,7 @@ from ...ops.norms.rms_norm import rms_norm
 from ...ops.position.rope_qk import rope_qk
 from ...parallel.taped import taped, value_of
 from ...placement import check_library
-from ..configs.config import INNER_EPS, Config, Latent
+from ..configs.config import Config, Latent
 from ..ranks.division import entered
 from .elements import grown, split
 from .indexer import chosen_keys
@@ -41,7 +41,8 @@ def latent_attention_heads(call: Any, latent: Latent, layer: int, module: str, x
     low = x
     if latent.queries is not None:
         both, q = call.project(parameters, [*names, f"{module}q_a_proj"], x)
-        q = entered(ranks, rms_norm(q, parameters[f"{module}q_a_layernorm.weight"], eps=INNER_EPS))
+        weight = parameters[f"{module}q_a_layernorm.weight"]
+        q = entered(ranks, rms_norm(q, weight, eps=config.inner_eps))
         low = q
         (q,) = call.project(parameters, [f"{module}q_b_proj"], q)
     elif ranks is None:
@@ -51,7 +52,8 @@ def latent_attention_heads(call: Any, latent: Latent, layer: int, module: str, x
         (q,) = call.project(parameters, [f"{module}q_proj"], entered(ranks, x))
     q = grown(call, layer, q.reshape(batch, tokens, config.heads, latent.dim))
     short, rotated = split(both, (latent.rank, latent.rotated))
-    short = rms_norm(short, parameters[f"{module}kv_a_layernorm.weight"], eps=INNER_EPS)
+    weight = parameters[f"{module}kv_a_layernorm.weight"]
+    short = rms_norm(short, weight, eps=config.inner_eps)
     short, rotated = entered(ranks, short), entered(ranks, rotated)
     rotated = rotated.reshape(batch, tokens, 1, latent.rotated)
     q, turned = split(q, (latent.plain, latent.rotated))

@@ -168,7 +168,7 @@ class Chat:
         options: Options = None,
     ) -> list[Rendered]:
         """Return the text of each (messages, answer); one call for many texts is much faster."""
-        form = _in_parts if self.takes_parts else dict
+        form = in_parts if self.takes_parts else dict
         return self.template.render([
             {"documents": None, **self.tokens, **(options or {}), "tools": tools,
              "messages": [form(self._named(each)) for each in messages],
@@ -198,7 +198,7 @@ class Chat:
         own = {"now": FIXED.isoformat(), **self.tokens}
         message = {"role": "user", "content": (mark := chr(PRIVATE[0]))}
         plain, parts = self.template.render(
-            [{"messages": [form(message)], **own} for form in (dict, _in_parts)]
+            [{"messages": [form(message)], **own} for form in (dict, in_parts)]
         )
         return mark not in plain.text and mark in parts.text
 
@@ -210,7 +210,7 @@ class Chat:
         )
 
 
-def _in_parts(message: Message) -> dict[str, Any]:
+def in_parts(message: Message) -> dict[str, Any]:
     """Return a message whose text content is converted to a list of one part."""
     content = message.get("content")
     text = isinstance(content, str)

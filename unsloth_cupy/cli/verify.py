@@ -1,0 +1,84 @@
+"""``unsloth-cupy verify``: compares a file with the trained model, and names the cause."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..errors import UnslothCupyError
+from ..finetune.run.held_out import held_out_prompts
+from ..machine import echo
+from ..models.verifying.receipt import plain
+from ..models.verifying.verify import verified
+from .options import BASE, FILE, option, utf8
+
+PROMPTS = 20  # of the run's evaluation data
+KEYS = ("messages", "conversations", "prompt", "question", "instruction", "text")
+
+
+class Unreadable(click.ClickException):
+    """The error of a target, or of the trained model, that cannot be read."""
+
+    exit_code = 2
+
+
+@click.command()
+@click.argument("target", metavar="TARGET", type=FILE)
+@click.option(
+    "--against", type=FILE, required=True, metavar="FOLDER",
+    help="Folder of the run, the adapter or the model that was trained.",
+)  # fmt: skip
+@option("--prompts", FILE, "File of prompts: a text or JSON value per line.  [default: 20"
+        " evaluation prompts of the run, or two built-in texts]")  # fmt: skip
+@option("--base", FILE, BASE)
+@click.option(
+    "--with", "program", type=click.Choice(["llama.cpp"]),
+    help="Also run the prompts in llama.cpp itself (pip install xllamacpp).",
+)  # fmt: skip
+@click.option("--json", "as_json", is_flag=True, help="Print the result as JSON.")
+def verify(
+    target: Path,
+    against: Path,
+    prompts: Path | None,
+    base: Path | None,
+    program: str | None,
+    as_json: bool,
+) -> None:
+    """Compare TARGET with the model that was trained, and name the cause of a difference.
+
+    TARGET is a GGUF file, which is computed as llama.cpp computes it, an Ollama Modelfile, or a
+    folder: a merged model or an adapter. Both sides compute the same prompts: text, tokens,
+    embedding, each block, logits, the next token, and where an answer ends. The command prints the
+    first of these stages that differs, by how much, whether rounding of the file's types explains
+    it, the cause and the cure.
+
+    Exit status: 0 if all stages are the same within rounding, 1 if not, 2 if TARGET cannot be read.
+    """
+    try:
+        texts = prompts_of(prompts) if prompts else held_out_prompts(against, PROMPTS) or None
+        result = verified(target, against, texts, base, beside=program is not None)
+    except (UnslothCupyError, OSError) as error:
+        raise Unreadable(str(error)) from error
+    echo(json.dumps(plain(result)) if as_json else result)
+    if not result.same:
+        raise SystemExit(1)
+
+
+def prompts_of(path: Path) -> list[Any]:
+    """Return the prompts in a file: a text, messages or a row with one of them per line."""
+    return [_prompt(line) for line in utf8(path.read_bytes()).splitlines() if line.strip()]
+
+
+def _prompt(line: str) -> Any:
+    """Return the prompt of a line; a line that is no JSON is a text."""
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return line
+    if isinstance(value, dict):
+        value = next((value[key] for key in KEYS if value.get(key)), value)
+    if isinstance(value, list):
+        while value and isinstance(value[-1], dict) and value[-1].get("role") == "assistant":
+            value.pop()
+    return value if isinstance(value, str | list | dict) else line

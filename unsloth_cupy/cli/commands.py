@@ -31,6 +31,7 @@ from .missing import missing
 from .options import as_flags
 from .plan import plan
 from .precompile import precompile
+from .serve import serve
 from .teach import teach
 from .verify import verify
 
@@ -142,6 +143,7 @@ COMMANDS = (
         finetune,
         evaluate,
         generate,
+        serve,
         merge,
         export,
         verify,

@@ -6,8 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
-from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +23,12 @@ from ..models.adapters.adapter_base import base_of
 from ..models.configs.heads import CAUSAL, require_head
 from ..models.generation.streaming import NEW, TEMPERATURE, stream_text
 from ..models.text.chat import Message
+from ..models.text.tokenizer import check_tokens
+from ..serving.engine import Engine
+from ..serving.server.answers import Answer
 from .options import BASE, FILE, QUANTIZE, Device, Integer, Number, Words, option, utf8
 
-Write = Callable[..., tuple[str, int]]  # stream_text with its first arguments bound
+FIRST = 4096  # tokens for which the cache of a conversation has room at first
 
 
 @click.command()
@@ -134,24 +135,38 @@ def generate(
             for each in (ranks.problem, model.origin):
                 if each and ranks.first:
                     echo(each, err=True)
-            template, backend = tokenizer.template, tokenizer.backend
-            ends = model.config.end_tokens
-            if chat and template.stored and (end := ending(template, backend, ends)).text:
-                ends = ends if end.token is None else (*ends, end.token)
-                model.config = replace(model.config, end_tokens=ends)
-                stop = stop if end.token is not None else (*stop, end.text)
-            write: Write = partial(stream_text, model, tokenizer, stop=stop, **options)
+            if chat:
+                model.tokenizer = tokenizer
+                stop = (*stop, *end_answers(model))
             with blas_threads(model.config.hidden):
                 if interactive:
-                    converse(write, start_messages, options["seed"])
+                    where = f"{folder.resolve().name} on {device_title(ranks.device)}"
+                    echo(f"{where}, {model.dtype}. Ctrl-D ends the conversation.", err=True)
+                    converse(Conversation(model, stop, **options).reply, start_messages)
                     return
                 started = time.perf_counter()
-                _, new_tokens = write([*start_messages, _question(text)] if chat else text)
+                asked = [*start_messages, _question(text)] if chat else text
+                _, new_tokens = stream_text(model, tokenizer, asked, stop=stop, **options)
             seconds = time.perf_counter() - started
     if ranks.first:
         speed = new_tokens / seconds
         where = f"{device_title(ranks.device)}, {model.dtype}"
         echo(f"{new_tokens} tokens in {seconds:.1f} s on {where}: {speed:.1f} tokens/s", err=True)
+
+
+def end_answers(model: Any) -> tuple[str, ...]:
+    """Add the token that ends an answer in the chat template to the model's end tokens.
+
+    Return the texts that end an answer if no token does.
+    """
+    template, backend = model.tokenizer.template, model.tokenizer.backend
+    ends = model.config.end_tokens
+    if not template.stored or not (end := ending(template, backend, ends)).text:
+        return ()
+    if end.token is None:
+        return (end.text,)
+    model.config = replace(model.config, end_tokens=(*ends, end.token))
+    return ()
 
 
 def _prompt(prompt: str | None) -> str:
@@ -175,16 +190,85 @@ def _question(text: str) -> Message:
     return {"role": "user", "content": text}
 
 
-def converse(reply: Write, start_messages: Sequence[Message], seed: int | None) -> None:
+class Conversation:
+    """An engine of one row, which keeps the keys and values of earlier turns.
+
+    A turn computes the tokens that it adds.  Where the chat template changes earlier turns, such
+    as thoughts that it leaves out, tokens are computed again from there.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        stop: Sequence[str],
+        *,
+        max_new_tokens: int,
+        cache_dtype: str | None,
+        seed: int | None,
+        **options: Any,
+    ) -> None:
+        self.model, self.stop, self.most, self.options = model, stop, max_new_tokens, options
+        self.cache_dtype, self.seed, self.turns = cache_dtype, seed, 0
+        self.engine: Engine | None = None
+        self.text, self.tokens = "", list[int]()
+
+    def _room(self, tokens: int) -> Engine:
+        """Return an engine with room for a text; a new one has twice the room that it needs."""
+        if self.engine is None or tokens > len(self.engine.cache.uses):
+            pages = min(max(FIRST, 2 * tokens), max(tokens, self.model.config.positions))
+            # pages of one token: a turn computes its own tokens alone
+            self.engine = Engine(
+                self.model, rows=1, pages=pages, page=1, cache_dtype=self.cache_dtype
+            )
+        return self.engine
+
+    def reply(self, messages: Sequence[Message]) -> str:
+        """Write the answer to messages to standard output as it comes, and return it."""
+        tokenizer, positions = self.model.tokenizer, self.model.config.positions
+        text = tokenizer.chat(messages)
+        known, rest = (self.tokens, text.removeprefix(self.text))
+        if not (self.text and text.startswith(self.text)):
+            known, rest = [], text
+        prompt = [*known, *tokenizer.encode(rest, special_tokens=False).tolist()]
+        check_tokens(tokenizer.backend, prompt, self.model.config.vocab)
+        room = positions - len(prompt)
+        if room < 1:
+            raise ConfigError(
+                f"the conversation has {len(prompt)} tokens, and the model has {positions}"
+                " positions, which leaves no room for an answer; start a new one"
+            )
+        new = min(self.most, room)
+        seed = None if self.seed is None else self.seed + self.turns
+        engine = self._room(len(prompt) + new)
+        request = engine.submit(
+            prompt, max_new_tokens=new, stop_texts=self.stop, seed=seed, **self.options
+        )
+        answer = Answer(tokenizer.backend, prompt, self.stop, self.model.config.end_tokens)
+        while answer.finish is None:
+            for event in engine.step():
+                if event.request is request:
+                    echo(answer.push(event.tokens, None, event.finish), nl=False)
+        echo()
+        if answer.finish == "length" and new == room < self.most:
+            echo(f"The text ends at the model's {positions} positions.", err=True)
+        drawn, self.turns = request.samples[0].tokens, self.turns + 1
+        if drawn[-1] in self.model.config.end_tokens:
+            drawn = drawn[:-1]
+        self.text, self.tokens = text + answer.text, [*prompt, *drawn]
+        if tokenizer.decode(drawn, special_tokens=True) != answer.text:
+            self.text = ""  # the tokens are not those of the text
+        return answer.text
+
+
+def converse(reply: Callable[..., str], start_messages: Sequence[Message]) -> None:
     """Hold a conversation: reply to each line of the terminal until the input ends."""
     with suppress(ImportError):
         import readline  # noqa: F401 -- makes input() lines editable
     messages = [*start_messages]
     with suppress(EOFError, KeyboardInterrupt):
-        for turn in count():
+        while True:
             messages.append(_question(_line()))
-            text, _ = reply(messages, seed=None if seed is None else seed + turn)
-            messages.append({"role": "assistant", "content": text})
+            messages.append({"role": "assistant", "content": reply(messages)})
     echo()
 
 

@@ -181,6 +181,7 @@ KINDS_BY_NAME: dict[str, Any] = {
     "teacher": FILE,
     "sample_prompt": Words(nonempty=True),
     "reward": Words(nonempty=True),
+    "environment": Words(nonempty=True),
     "report_to": click.Choice([*REPORTERS]),
     "lora_targets": Words(nonempty=True),
 }  # of settings whose type does not follow from the field

@@ -35,6 +35,7 @@ from .configs.names import HEAD, TABLE
 from .folders.checkpoint_files import SINGLE, Layout, write_folder
 from .folders.expert_files import saved_tensors
 from .folders.quantized_weights import in_folders, saved_config
+from .generation.conversations import Conversations
 from .generation.decoding import Decoding, free_pages
 from .generation.rollouts import Rollouts
 from .generation.rollouts import rollouts as sampled
@@ -576,6 +577,9 @@ class Transformer(Adapted):
         cache_dtype: str | None = None,
         first: int = 0,
         invariant: bool | None = None,
+        environment: Callable[[], Any] | None = None,
+        max_turns: int = 8,
+        seconds: float | None = None,
     ) -> Rollouts:
         """Return sampled completions of prompts, with their log-probabilities.
 
@@ -593,6 +597,14 @@ class Transformer(Adapted):
         invariant : bool, optional
             True: the log-probabilities equal those of ``log_probs(invariant=True)`` to the bit.
             None: the model's own setting.
+        environment : callable, optional
+            ``environment()`` returns an object for each row, with which the model talks in turns:
+            see the notes.  ``prompts`` are then lists of messages, and max_new_tokens limits all
+            tokens after the prompt of a row.
+        max_turns : int
+            Maximum number of answers of a row with an environment.
+        seconds : float, optional
+            Time limit of each call of an environment; None: 60.
 
         Returns
         -------
@@ -604,6 +616,19 @@ class Transformer(Adapted):
         ------
         ConfigError
             An option or a prompt is invalid.
+
+        Notes
+        -----
+        An environment may have ``reset(**row)``, which returns a text for the end of the prompt, or
+        None.  It has one of two forms:
+
+        - ``step(answer)``, which returns (observation, reward, done).  The observation is the next
+          message of the user; rewards of a row are added up.
+        - Public methods with docstring and annotations, which are tools that the model may call,
+          and ``get_reward()``.  A row ends with an answer without calls.
+
+        Its methods run in threads beside the model.  An environment that raises an exception, or
+        that exceeds the time limit, ends its row; ``errors`` has the message.
         """
         if temperature == 0:
             raise ConfigError("rollouts: temperature=0 does not sample; pass one above 0")
@@ -613,7 +638,13 @@ class Transformer(Adapted):
             max_new_tokens, 0, temperature, top_k, top_p, min_p, None, seed, stop, cache, None,
             cache_dtype, first,
         )  # fmt: skip
-        return sampled(self.in_order(invariant), prompts, samples, options)
+        model = self.in_order(invariant)
+        if environment is None:
+            return sampled(model, prompts, samples, options)
+        talks = Conversations(
+            model, prompts, samples, options, environment, max_turns=max_turns, seconds=seconds
+        )
+        return talks.run()
 
     @from_any_library
     @naming("stream", "generate")

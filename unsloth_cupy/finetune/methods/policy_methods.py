@@ -17,16 +17,21 @@ from ...errors import ConfigError
 from ...losses import advantages, policy
 from ...machine import format_bytes
 from ...memory.planned import as_input
+from ...models.generation.conversations import Conversations
 from ...models.generation.rollouts import planned_rollouts
 from ...models.objective import IGNORE
 from ...models.parse import parse
+from ...models.text.tokenizer import Tokenizer
 from ...parallel.communicator import part
 from ...placement import to_numpy
+from ...serving.options import Options
 from ..data.prompts import ARGUMENTS
 from ..data.text import Batch, Example
 from ..data.turns import end_tokens
+from ..listener import announce
 from ..naming import named
 from ..setting import setting
+from .environments import TURNS, Environment, columns_of, environment_of
 from .method import (
     Method,
     answers,
@@ -57,6 +62,14 @@ class PolicyOptions:
     reward: Sequence[str] = setting(
         "method", "grpo and rloo: reward function FILE.py:FUNCTION, or folder of a reward model."
         "  Append :WEIGHT to set its weight (default 1).  May be repeated.", (),
+    )  # fmt: skip
+    environment: str | None = setting(
+        "method", "grpo and rloo: environment FILE.py:NAME, with which the model talks in several"
+        " turns; its rewards are added to those of {reward}.",
+    )  # fmt: skip
+    max_turns: int = setting(
+        "method", "grpo and rloo: maximum number of answers in a conversation with {environment}.",
+        TURNS, least=1, rare=True,
     )  # fmt: skip
     reward_seconds: float | None = setting(
         "method", "Time limit of one call of a reward function, in seconds.  After a timeout, the"
@@ -105,6 +118,8 @@ class Policy(Method):
         The prompts, with the columns that the reward functions read.
     drawn_at_once : int
         Number of batches whose answers are sampled before the next update.
+    environment : Environment or None
+        What the model talks with; if it judges rows, it is the last of the rewards too.
     """
 
     unit: str = "prompts"
@@ -115,6 +130,8 @@ class Policy(Method):
     text: Any = None
     max_new_tokens: int = NEW
     drawn_at_once: int = 1
+    environment: Environment | None = None
+    max_turns: int = TURNS
 
     @property
     def samples(self) -> int:
@@ -152,10 +169,13 @@ class Policy(Method):
         options = self.options(settings)
         seconds = options.pop("reward_seconds", SECONDS)
         at_once = options.pop("steps_per_generation", settings.accumulate)
-        rewards = rewards_of(options.pop("reward", ()), seconds)
+        rewards: tuple[Any, ...] = rewards_of(options.pop("reward", ()), seconds)
+        environment = environment_of(options.pop("environment", None))
+        rewards += (environment,) if environment is not None and environment.judges else ()
         return dataclasses.replace(
-            self, loss_options=options, rewards=rewards, drawn_at_once=at_once
-        )
+            self, loss_options=options, rewards=rewards, drawn_at_once=at_once,
+            environment=environment, max_turns=options.pop("max_turns", TURNS),
+        )  # fmt: skip
 
     def with_models(self, read: Callable[[Any], Any]) -> Self:
         """Return this method with ``read(folder)`` as the model of each reward model."""
@@ -176,7 +196,8 @@ class Policy(Method):
         """Raise a ConfigError without a reward, and for settings that conflict with sampling."""
         method = named(method=settings.method)
         if not self.rewards:
-            cure = f"give {named('reward')}, FILE.py:FUNCTION or the folder of a reward model"
+            cure = f"give {named('reward')}, FILE.py:FUNCTION or the folder of a reward model,"
+            cure += f" or {named('environment')}"
             raise ConfigError(f"{method} needs a reward; {cure}")
         limited = settings.reward_seconds is not None
         if limited and all(type(each) is not RewardFunction for each in self.rewards):
@@ -200,6 +221,11 @@ class Policy(Method):
 
     def check_ranks(self, settings: Any) -> None:
         """Raise a ConfigError for ranks that cannot sample answers independently."""
+        for name in ("tensor_parallel", "pipeline_parallel") * (self.environment is not None):
+            if (size := getattr(settings, name) or 1) > 1:
+                problem = f"does not work with {named('environment')}"
+                why = "each rank would run the environments"
+                raise ConfigError(f"{named(**{name: size})} {problem}: {why}; leave it out")
         for name in ("zero", "expert_parallel"):
             if (size := getattr(settings, name) or 1) > 1:
                 method = named(method=settings.method)
@@ -209,7 +235,13 @@ class Policy(Method):
 
     def fitted(self, text: Any, config: Mapping[str, Any]) -> Self:
         """Return this method with its prompts and the maximum number of tokens per answer."""
-        every = (record for part in (text.train, text.held_out) for record in part)
+        every = [record for part in (text.train, text.held_out) for record in part]
+        if self.environment is not None:
+            plain = next((record for record in every if not record.messages), None)
+            if plain is not None:
+                where, what = text.place(plain.line), named("environment")
+                cure = "write a list of messages, or a question"
+                raise ConfigError(f"{where}: {what} talks in chats, and this is a text; {cure}")
         columns = dict.fromkeys((*ARGUMENTS, *(name for record in every for name in record.value)))
         for reward in self.rewards:
             reward.check(columns)
@@ -264,11 +296,10 @@ class Policy(Method):
         return train[place] if place < len(train) else self.text.held_out[place - len(train)]
 
     def answered(self, loop: Any, batch: Batch, samples: int, **options: Any) -> Any:
-        """Return the prompts of a batch, their sampled answers, and the rewards of the answers.
+        """Return the sampled answers to the prompts of a batch, and their rewards.
 
         Returns
         -------
-        prompts : list of (tokens,) arrays
         drawn : Rollouts
         rewards : (answers, functions) float64
         late : int
@@ -279,14 +310,22 @@ class Policy(Method):
         ends = None
         if loop.chat is not None:
             ends = end_tokens(loop.chat, loop.tokenizer, loop.model.config)
-        drawn = loop.model.rollouts(
-            prompts, samples=samples, max_new_tokens=self.max_new_tokens, stop=ends,
-            invariant=self.invariant, **options,
-        )  # fmt: skip
         stops = {*(loop.model.config.end_tokens if ends is None else ends)}
         records = [self.record(number) for number in np.repeat(numbers, samples)]
+        talks: Conversations | None = None
+        if self.environment is None:
+            drawn = loop.model.rollouts(
+                prompts, samples=samples, max_new_tokens=self.max_new_tokens, stop=ends,
+                invariant=self.invariant, **options,
+            )  # fmt: skip
+        else:
+            talks = self._talks(loop, records[::samples], samples, ends, **options)
+            drawn = talks.run()
+            for problem in [problem for problem in drawn.errors or () if problem][:1]:
+                announce(f"the environment {self.environment.name}: {problem}")
         own = drawn.completions()
-        texts = [loop.tokenizer.decode(each[: len(each) - (each[-1] in stops)]) for each in own]
+        whole = [each[:-1] if {*each[-1:]} & stops else each for each in own]
+        texts = [loop.tokenizer.decode(each) for each in whole]
         columns: dict[str, list[Any]] = {
             "prompts": [record.messages or record.prompt for record in records],
             "completions": [
@@ -295,16 +334,38 @@ class Policy(Method):
             ],
             "completion_ids": own,
         }
+        if talks is not None:
+            columns["completions"] = talks.completions()
         names = dict.fromkeys(name for record in records for name in record.value)
         columns |= {name: [record.value.get(name) for record in records] for name in names}
         where = [self.text.place(record.line) for record in records]
         late = list[int]()
-        more = {"tools": [record.tools for record in records], "late": late}
+        more: dict[str, Any] = {"tools": [record.tools for record in records], "late": late}
+        more |= {} if talks is None else {"earned": drawn.rewards}
         rewards = np.zeros((len(records), len(self.rewards)))
         if loop.ranks.judges:
             rewards = scores(self.rewards, columns, where.__getitem__, **more)
         rewards = loop.ranks.judged(rewards)
-        return prompts, drawn, rewards, int(loop.ranks.judged(np.array(float(len(late)))))
+        return drawn, rewards, int(loop.ranks.judged(np.array(float(len(late)))))
+
+    def _talks(
+        self, loop: Any, records: Sequence[Any], samples: int, ends: Any, **options: Any
+    ) -> Conversations:
+        """Return conversations about prompts with the environment."""
+        own = {"temperature": 1.0, "top_k": None, "first": 0} | options
+        environment: Any = self.environment
+        return Conversations(
+            loop.model.in_order(self.invariant),
+            [record.messages for record in records],
+            samples,
+            Options(self.max_new_tokens, stop=ends, **own),
+            environment.create,
+            max_turns=self.max_turns,
+            seconds=None,
+            rows=columns_of(records),
+            tokenizer=Tokenizer.of(loop.tokenizer, loop.chat),
+            longest=loop.training_data.largest[1],
+        )
 
     def drawn(self, loop: Any, batches: Sequence[Batch], numbers: Sequence[int]) -> list[Batch]:
         """Sample answers to the prompts of batches; return the answers with their advantages.
@@ -343,17 +404,18 @@ class Policy(Method):
         self, loop: Any, batch: Batch, seed: int, first: int, shape: Any
     ) -> tuple[list[Example], Array, int]:
         """Return the answers to prompts, their rewards, and the number of timed-out answers."""
-        prompts, rollouts, rewards, late = self.answered(
+        rollouts, rewards, late = self.answered(
             loop, batch, self.samples, temperature=self.temperature, seed=seed, first=first
         )
         log_probs, mask, real = map(to_numpy, (rollouts.log_probs, rollouts.mask, rollouts.real))
         routes = None if rollouts.routes is None else to_numpy(rollouts.routes)
         texts = []
-        for row, answer in enumerate(rollouts.completions()):
-            prompt = prompts[row // self.samples]
-            labels = np.append(np.full(len(prompt), IGNORE), answer)
-            old = np.append(np.zeros(len(prompt), FLOAT32), log_probs[row][mask[row]])
-            tokens = np.append(prompt, answer)
+        for row, all_tokens in enumerate(to_numpy(rollouts.tokens)):
+            tokens = all_tokens[real[row]]
+            # mask and log-probabilities stand at the token before the sampled one
+            sampled = np.append(False, mask[row][real[row]][:-1])
+            labels = np.where(sampled, tokens, IGNORE)
+            old = np.append(FLOAT32.type(0), log_probs[row][real[row]][:-1])
             own = None if routes is None else routes[row][real[row]]
             texts.append(Example(tokens, labels, 0, reference=old, routes=own))
         if self.loss["beta"]:
@@ -382,7 +444,7 @@ class Policy(Method):
             loop.ranks.replicas,
         )
         for batch in loop.training_data.held_out[data.rank :: data.size]:
-            _, drawn, each, _ = self.answered(loop, batch, 1, top_k=1, seed=0)
+            drawn, each, _ = self.answered(loop, batch, 1, top_k=1, seed=0)
             rewards.append(each)
             lengths += [*map(len, drawn.completions())]
         measured = self._rewards(data.all_gather(np.concatenate(rewards)))

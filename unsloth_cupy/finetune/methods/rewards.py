@@ -215,7 +215,7 @@ def _named(function: Any) -> Any:
     return function if inspect.isroutine(function) or isinstance(function, type) else type(function)
 
 
-def _digest(function: Any) -> str:
+def digest_of(function: Any) -> str:
     """Return the digest of the source of a function, or of its bytecode without a source.
 
     It includes the arguments of a functools.partial: numbers and strings by value, others by type.
@@ -273,7 +273,7 @@ def _called(word: FunctionWord) -> CalledFunction:
     bound = getattr(function, "keywords", {}) if isinstance(function, functools.partial) else {}
     takes = takes[0], [each for each in takes[1] if each[0] not in bound]
     return CalledFunction(
-        name, word.weight, Path(name), _digest(function), takes, math.inf, function, {*bound}
+        name, word.weight, Path(name), digest_of(function), takes, math.inf, function, {*bound}
     )
 
 

@@ -138,7 +138,7 @@ def _other_files(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]
             state += " changed since" if state == "has" else ""
             what = (
                 name
-                if name.startswith(("reward ", "new tokens"))
+                if name.startswith(("reward ", "environment ", "new tokens"))
                 else f"another base model: {name}"
             )
             result.append(f"{what} {state}")

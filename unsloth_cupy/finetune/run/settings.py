@@ -381,6 +381,8 @@ class Settings(Options):
         rewards = self.reward if is_list(self.reward) else (self.reward,)
         if any(map(callable, rewards)):
             raise ConfigError("Settings(reward=): pass a function to Trainer(reward=)")
+        if callable(self.environment):
+            raise ConfigError("Settings(environment=): pass a class to Trainer(environment=)")
         check_fields(self)
         for field in dataclasses.fields(self):
             value = in_any_case(getattr(self, field.name), field.metadata.get("choices", ()))
@@ -492,9 +494,10 @@ class Settings(Options):
         With ``whole``, also raise for missing options that the method requires.
         """
         method = METHODS[self.method]
+        defaults = {each.name: each.default for each in dataclasses.fields(self)}
         for name in OPTIONS:
             value = getattr(self, name)
-            if value not in (None, ()) and value is not False and name not in method.uses:
+            if value not in (None, (), defaults[name]) and name not in method.uses:
                 problem = f"{named(method=self.method)} does not use {named(name)}"
                 raise ConfigError(f"{problem}; leave it out, or choose {using(name)}")
         if self.loss is not None and self.loss not in method.losses:

@@ -41,6 +41,7 @@ from ..data.text import Text
 from ..data.turns import end_tokens
 from ..listener import Listener, announce, hearing
 from ..lora import Lora
+from ..methods.environments import environment_of, word_of
 from ..methods.registry import METHODS
 from ..methods.reward_pool import ending_workers, fingerprint
 from ..methods.rewards import CalledFunction, rewards_of, words_of
@@ -156,6 +157,10 @@ class Trainer:
         ``completions``, ``completion_ids`` and columns of the data as keyword arguments, and
         returns a number per answer, or None for an answer without a reward.  The callable runs in
         this process; a resumed run checks that its name and source are unchanged.
+    environment : callable or str, optional
+        The environment of grpo and rloo, in place of ``settings.environment``: FILE.py:NAME, or a
+        callable that returns an object for each answer.  See ``Transformer.rollouts``.  ``reset``
+        receives the columns of the row that it names, and ``prompt``, its messages.
     ignore : collection of str, optional
         Columns of the data to ignore.
     lora : Lora, optional
@@ -187,6 +192,7 @@ class Trainer:
         settings: Settings | None = None,
         *,
         reward: Any = None,
+        environment: Any = None,
         ignore: Collection[str] = (),
         lora: Lora | None = None,
         evaluate: Any = None,
@@ -200,7 +206,7 @@ class Trainer:
         value: Any = settings
         if not (value is None or isinstance(value, Settings)):
             raise ConfigError(f"Trainer(settings={value!r}): pass Settings(...), or None")
-        each = _with(settings or Settings(), lora, reward, evaluate)
+        each = _with(settings or Settings(), lora, reward, environment, evaluate)
         self.evaluate: Any = each.eval
         if not isinstance(each.eval, int | float | Records | Text | None):
             self.evaluate = path_of("Trainer: evaluate", each.eval)
@@ -434,6 +440,8 @@ class Trainer:
             else:
                 own = sampled_digest(model_folder(reward.path))
             facts[f"reward {number}"] = f"{reward.name} with the digest {own[:12]}"
+        if (environment := environment_of(each.environment)) is not None:
+            facts["environment"] = f"{environment.name} with the digest {environment.digest[:12]}"
         if each.new_tokens is not None:
             facts["new tokens"] = f"file with the digest {fingerprint(Path(each.new_tokens))[:12]}"
         facts["evaluation data"] = self.evaluated.get("eval_sha256", self.evaluated.get("eval"))
@@ -462,6 +470,8 @@ class Trainer:
                 continue
             files = fingerprints(model_folder(path), {})
             base |= {f"reward {path.name}/{name}": each for name, each in files.items()}
+        if (environment := environment_of(self.settings.environment)) is not None:
+            base[f"environment {environment.name}"] = {"sha256": environment.digest}
         if self.settings.new_tokens is not None:
             base["new tokens"] = {"sha256": fingerprint(Path(self.settings.new_tokens))}
         return stored_settings(self.settings, text, self.source, base) | self.evaluated
@@ -469,7 +479,7 @@ class Trainer:
 
 # Entries of settings.json that may differ between machines: places of files, whose content counts.
 OF_NODES = {"model", "text", "text_file", "text_bytes", "text_sha256", "base", "eval", "reference"}
-OF_NODES |= {"teacher", "new_tokens", "reward"}
+OF_NODES |= {"teacher", "new_tokens", "reward", "environment"}
 
 
 def digest_of(parameters: Mapping[str, Any]) -> dict[str, str]:
@@ -481,14 +491,16 @@ def digest_of(parameters: Mapping[str, Any]) -> dict[str, str]:
     return {"sha256": digest.hexdigest()}
 
 
-def _with(settings: Settings, lora: Any, reward: Any, evaluate: Any) -> Settings:
+def _with(settings: Settings, lora: Any, reward: Any, environment: Any, evaluate: Any) -> Settings:
     """Return settings with the arguments of a Trainer; raise if they conflict."""
     if not isinstance(lora, Lora | None):
         raise ConfigError(f"Trainer(lora={lora!r}): pass Lora(16), or None")
     words = None if reward is None else words_of(reward)
+    word = None if environment is None else word_of(environment)
     for name, new, own in (
         ("lora", lora, settings.adapters),
         ("reward", words, tuple(settings.reward) or None),
+        ("environment", word, settings.environment),
     ):
         if new is not None and own not in (None, new):
             raise ConfigError(
@@ -497,6 +509,8 @@ def _with(settings: Settings, lora: Any, reward: Any, evaluate: Any) -> Settings
     values: dict[str, Any] = {} if lora is None else lora.settings()
     if words is not None:
         values["reward"] = words
+    if word is not None:
+        values["environment"] = word
     if evaluate is not None:
         if is_rows(evaluate):
             rows = find_data(evaluate, (), "Trainer: evaluate", settings.method)

@@ -39,6 +39,13 @@ class Rollouts(NamedTuple):
         The experts that routers chose for each token, for the argument ``routes`` of losses.  -1 at
         padding, and at the last token of a row, which the model did not compute.  None for dense
         models.
+    rewards : (rows,) float64, or None
+        With an environment: the sum of the rewards of its steps, or what get_reward returned; NaN
+        where there is none.
+    turns : (rows,) int, or None
+        With an environment: the number of answers.
+    errors : list of (str or None), or None
+        With an environment: why it ended the row, or None for a row without an error.
     """
 
     tokens: Any
@@ -46,9 +53,12 @@ class Rollouts(NamedTuple):
     mask: Any
     log_probs: Any
     routes: Any = None
+    rewards: Any = None
+    turns: Any = None
+    errors: list[str | None] | None = None
 
     def completions(self) -> list[list[int]]:
-        """Return the sampled tokens of each row, without the prompt."""
+        """Return the sampled tokens of each row, without the prompt and observations."""
         tokens, mask = to_numpy(self.tokens), to_numpy(self.mask)
         rows = zip(tokens[:, 1:], mask[:, :-1], strict=True)
         return [[int(token) for token in row[sampled]] for row, sampled in rows]

@@ -1,0 +1,289 @@
+"""Rollouts of several turns: one text for each row, tools in threads, failures that end one row."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from unsloth_cupy import models
+from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune.data.tokenizer import train_tokenizer
+from unsloth_cupy.models.generation import conversations
+from unsloth_cupy.models.text.chat import CHATML, CHATML_TOKENS
+from unsloth_cupy.serving import scheduler
+
+from ..serving.test_tool_calls import TEMPLATES
+from .peers import MIXTURES
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 640,
+}  # fmt: skip
+PROMPTS = [[{"role": "user", "content": text}] for text in ("Who sees the cat?", "The dog does.")]
+OPTIONS = {"samples": 3, "max_new_tokens": 120, "seed": 5, "temperature": 0.9}
+
+
+def template_of(kind):
+    template = TEMPLATES[kind].replace("<|{{ m.role[:1] }}|>", "<|im_start|>{{ m.role }}\n")
+    return template.replace("<|a|>", "<|im_start|>assistant\n").replace("<|end|>", "<|im_end|>\n")
+
+
+def model_of(folder, template=CHATML, **values):
+    tokenizer = train_tokenizer("Who sees the cat? The dog does. " * 9, 300, CHATML_TOKENS)
+    config = CONFIG | {"vocab_size": tokenizer.get_vocab_size(), "eos_token_id": 0} | values
+    models.create(config, seed=0).save(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "chat_template.jinja").write_text(template)
+    return models.load(folder)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return model_of(tmp_path_factory.mktemp("models") / "model")
+
+
+def short(monkeypatch, model, new=6):
+    """End each answer by the template's token after some tokens."""
+    end = model.tokenizer.encode("<|im_end|>", special_tokens=False)[0]
+    choose = scheduler.choose
+
+    def ended(logits, rows, ends):
+        chosen = choose(logits, rows, ends)
+        last = [row.count >= new - 1 + row.index for row in rows]
+        return np.where(last, end, chosen)
+
+    monkeypatch.setattr(scheduler, "choose", ended)
+
+
+class Echo:
+    """An environment that repeats answers, with reward 1 for each."""
+
+    def reset(self, prompt):
+        self.seen = []
+        return f" ({len(prompt)})"
+
+    def step(self, answer):
+        self.seen.append(answer)
+        return f"You wrote {len(self.seen)}", 1.0, len(self.seen) == 3
+
+
+def text_of(model, row):
+    return model.tokenizer.decode(row, special_tokens=True)
+
+
+@pytest.mark.parametrize("invariant", [False, True])
+def test_all_turns_of_a_row_are_one_text(model, monkeypatch, invariant):
+    short(monkeypatch, model)
+    drawn = model.rollouts(PROMPTS, environment=Echo, invariant=invariant, **OPTIONS)
+    assert drawn.turns.tolist() == [3] * 6
+    assert drawn.rewards.tolist() == [3.0] * 6
+    assert drawn.errors == [None] * 6
+    whole = model.log_probs(
+        drawn.tokens, drawn.tokens, mask=drawn.real, temperature=0.9, invariant=invariant
+    )
+    expected = np.where(drawn.mask, whole.log_probs, 0)
+    np.testing.assert_allclose(drawn.log_probs, expected, atol=0 if invariant else 1e-5)
+    for row, (tokens, real) in enumerate(zip(drawn.tokens, drawn.real, strict=True)):
+        text = text_of(model, tokens[real])
+        content = PROMPTS[row // 3][0]["content"]
+        begin = f"<|im_start|>user\n{content} (1)<|im_end|>\n<|im_start|>assistant\n"
+        assert text.startswith(begin)
+        answers = text.removeprefix(begin)
+        for number in (1, 2):
+            observed = f"\n<|im_start|>user\nYou wrote {number}<|im_end|>\n<|im_start|>assistant\n"
+            assert answers.count(f"<|im_end|>{observed}") == 1
+            answers = answers.replace(observed, "")
+        assert text_of(model, tokens[1:][drawn.mask[row, :-1]]) == answers
+        assert answers.endswith(("<|im_end|>", "<|endoftext|>"))
+    assert len({*map(tuple, drawn.completions())}) == 6
+
+
+def test_the_first_answers_are_those_of_rollouts_without_an_environment(model):
+    class Once:
+        def step(self, answer):
+            return "", 0.5, True
+
+    drawn = model.rollouts(PROMPTS, environment=Once, first=2, **OPTIONS)
+    chats = [model.tokenizer.template.question(each, today=False) for each in PROMPTS]
+    tokens = [model.tokenizer.encode(text, special_tokens=False) for text in chats]
+    end = model.tokenizer.encode("<|im_end|>", special_tokens=False)[0]
+    plain = model.rollouts(tokens, first=2, stop=[0, int(end)], **OPTIONS)
+    assert drawn.completions() == plain.completions()
+    np.testing.assert_array_equal(drawn.tokens, plain.tokens)
+    np.testing.assert_array_equal(drawn.mask, plain.mask)
+    np.testing.assert_allclose(drawn.log_probs, plain.log_probs, atol=1e-5)
+
+
+def test_turns_and_tokens_are_limited(model, monkeypatch):
+    class Endless(Echo):
+        def step(self, answer):
+            return "More", 1.0, False
+
+    short(monkeypatch, model)
+    drawn = model.rollouts(PROMPTS, environment=Endless, max_turns=4, **OPTIONS)
+    assert drawn.turns.tolist() == [4] * 6
+    few = model.rollouts(PROMPTS, environment=Endless, **OPTIONS | {"max_new_tokens": 40})
+    after = few.real.sum(axis=1) - [row.argmax() for row in few.mask]
+    assert after.max() <= 41
+    assert set(few.turns) <= {1, 2}
+    assert few.errors == [None] * 6
+
+
+class Calculator:
+    """Tools of which the last result is kept."""
+
+    threads: set = set()  # noqa: RUF012 -- of all rows
+
+    def reset(self, **row):
+        self.results = []
+
+    def add(self, a: int, text: str = "1") -> int:
+        """Add numbers."""
+        self.threads.add(threading.current_thread().name)
+        self.results.append(a + int(text))
+        return self.results[-1]
+
+    def get_reward(self) -> float:
+        return float(sum(self.results))
+
+
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": %d, "text": "2"}}\n</tool_call>'
+
+
+def scripted(monkeypatch, model, *answers):
+    """Let the model draw answers in turns, each with the end token."""
+    end = int(model.tokenizer.encode("<|im_end|>", special_tokens=False)[0])
+    scripts = [[*model.tokenizer.encode(text).tolist(), end] for text in answers]
+
+    def choose(logits, rows, ends):
+        chosen = []
+        for row in rows:
+            text = text_of(model, row.request.prompt)
+            turn = text.count("<|im_start|>assistant") - 1
+            chosen.append(scripts[turn][row.count])
+        return np.array(chosen)
+
+    monkeypatch.setattr(scheduler, "choose", choose)
+
+
+def test_tools_are_called_and_their_results_follow(tmp_path, monkeypatch):
+    model = model_of(tmp_path / "m", template_of("hermes"))
+    wrong = CALL.replace("add", "sub") % 1 + "\n" + CALL.replace('"text"', '"b"') % 1
+    scripted(monkeypatch, model, f"I add. {CALL % 5}\n{CALL % 7}", wrong, "It is 16.")
+    options = OPTIONS | {"max_new_tokens": 900, "samples": 2}
+    drawn = model.rollouts(PROMPTS, environment=Calculator, **options)
+    assert drawn.errors == [None] * 4
+    assert drawn.turns.tolist() == [3] * 4
+    assert drawn.rewards.tolist() == [16.0] * 4
+    assert threading.current_thread().name not in Calculator.threads
+    text = text_of(model, drawn.tokens[0][drawn.real[0]])
+    assert '"name": "add", "description": "Add numbers."' in text
+    assert "tool\n7<|im_end|>\n<|im_start|>tool\n9<|im_end|>\n<|im_start|>assistant\n" in text
+    assert "error: there is no tool sub; there are add" in text
+    assert "error: add: missing a required argument: 'a'" in text or "unexpected" in text
+    assert text.endswith("It is 16.<|im_end|>")
+    sampled = text_of(model, drawn.completions()[0])
+    assert "tool\n" not in sampled.replace("<tool_call>\n", "")
+    assert sampled.count("<|im_end|>") == 3
+
+
+class Fails(Echo):
+    """Rows 1 and 2 raise, row 3 is late, row 4 returns no text."""
+
+    count = 0
+
+    def __init__(self):
+        self.number = Fails.count % 6
+        Fails.count += 1
+
+    def reset(self, prompt):
+        super().reset(prompt)
+        if self.number == 1:
+            raise KeyError("lost")
+
+    def step(self, answer):
+        if self.number == 2:
+            raise SystemExit("out")
+        if self.number == 3:
+            time.sleep(3)
+        return super().step(answer) if self.number != 4 else (5, 1.0, False)
+
+
+def test_an_environment_that_fails_ends_its_row_alone(model, monkeypatch):
+    short(monkeypatch, model)
+    Fails.count = 0
+    drawn = model.rollouts(PROMPTS, environment=Fails, seconds=1.0, **OPTIONS)
+    errors = dict(enumerate(drawn.errors))
+    assert [errors.pop(5), errors.pop(0)] == [None, None]
+    assert errors == {
+        1: "row 1, turn 0: reset: KeyError: 'lost'",
+        2: "row 2, turn 1: step: SystemExit: out",
+        3: "row 3, turn 1: the environment took more than 1 s",
+        4: "row 4, turn 1: step returned int; it must return a text, or None",
+    }
+    assert np.isnan(drawn.rewards).tolist() == [False, *[True] * 4, False]
+    assert drawn.turns.tolist() == [3, 0, 1, 1, 1, 3]
+    assert drawn.real.any(axis=1).all()
+    assert not drawn.mask[1].any()
+
+
+class NoTools:
+    def reset(self):
+        return None
+
+
+class NoDocstring:
+    def add(self, a: int) -> int:
+        return a
+
+
+class NoAnnotation:
+    def add(self, a):
+        """Add."""
+
+
+@pytest.mark.parametrize(
+    ("changed", "match"),
+    [
+        ({"environment": 5}, "pass a class, or a function"),
+        ({"environment": NoTools}, "NoTools has neither; define step"),
+        ({"environment": NoDocstring}, "the tool add has no docstring"),
+        ({"environment": NoAnnotation}, "the parameter a of the tool add has no known type"),
+        ({"environment": Calculator}, "chat template writes no tool calls"),
+        ({"max_turns": 0}, "max_turns=0 must be 1 or more"),
+        ({"seconds": 0}, "seconds=0 must be above 0"),
+        ({"samples": 0}, "samples=0 must be 1 or more"),
+        ({"prompts": [[5, 6]]}, "prompts are lists of messages"),
+        ({"prompts": []}, "prompts are lists of messages"),
+        ({"prompts": ["Who?"]}, "prompts are lists of messages"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(model, changed, match):
+    options = {"prompts": PROMPTS, "environment": Echo} | OPTIONS | changed
+    with pytest.raises(ConfigError, match=match) as error:
+        model.rollouts(options.pop("prompts"), **options)
+    assert "\n" not in str(error.value)
+
+
+def test_a_mixture_is_refused_by_name(tmp_path):
+    values = {**MIXTURES["qwen3_moe"]}
+    model = model_of(tmp_path / "m", **values)
+    with pytest.raises(ConfigError, match="experts of a mixture"):
+        model.rollouts(PROMPTS, environment=Echo, **OPTIONS)
+
+
+def test_observations_reuse_the_pages_of_earlier_turns(model, monkeypatch):
+    """A turn computes its new tokens, and at most a page of earlier ones."""
+    short(monkeypatch, model)
+    engines, engine_of = [], conversations.Conversations._engine
+
+    def noted(self):
+        engines.append(engine_of(self))
+        return engines[-1]
+
+    monkeypatch.setattr(conversations.Conversations, "_engine", noted)
+    drawn = model.rollouts(PROMPTS[:1], environment=Echo, **OPTIONS | {"samples": 1})
+    (engine,) = engines
+    assert engine.computed_rows <= drawn.real.sum() + 2 * conversations.PAGE
+    assert engine.free_pages == len(engine.cache.uses)

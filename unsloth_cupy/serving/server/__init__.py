@@ -1,0 +1,1 @@
+"""A server with OpenAI's API: requests over HTTP, whose rows one engine computes."""

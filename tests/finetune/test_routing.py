@@ -160,7 +160,8 @@ def test_biases_move_toward_an_equal_load(label: str) -> None:
     with own.counting():
         model.loss(TOKENS, TOKENS)
     counts = own.counts(same)
-    names = [name for name in model.parameters if name.endswith("e_score_correction_bias")]
+    biases = "e_score_correction_bias", "expert_bias"
+    names = [name for name in model.parameters if name.endswith(biases)]
     actual = own.bias_updates(counts)
     assert [*actual] == names
     for update, tokens in zip(actual.values(), counts, strict=True):

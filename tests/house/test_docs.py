@@ -293,7 +293,11 @@ def test_the_table_of_families_is_that_of_the_registries() -> None:
 
 
 PROPERTIES: dict[str, Callable[[Family], Any]] = {  # rows of the table, by their first words
-    "sliding-window": lambda family: family.windows not in ("none", "linear"),
+    "sliding-window": lambda family: (
+        "sliding_window" in family.defaults
+        if family.windows == "typed"
+        else family.windows not in ("none", "linear")
+    ),
     "norms after": lambda family: family.norms.after_attention,
     "norms of queries": lambda family: family.query_key_norm,
     "layer norm": lambda family: family.norms.kind == "layer",
@@ -308,6 +312,7 @@ PROPERTIES: dict[str, Callable[[Family], Any]] = {  # rows of the table, by thei
     "[mixtures of experts]": lambda family: family.experts,
     "a [gated delta rule]": lambda family: family.delta,
     "the [recurrence of Mamba2]": lambda family: family.space,
+    "a [short convolution]": lambda family: family.conv,
     "latent attention": lambda family: family.latent,
 }
 

@@ -265,6 +265,35 @@ RELATIVES: dict[str, dict[str, Any]] = {
         "attention_bias": True,
         "layer_types": ["full_attention", "linear_attention", "linear_attention"],
     },
+    "lfm2": {
+        "model_type": "lfm2",
+        **{"block_multiple_of": 16, "block_ffn_dim_multiplier": 1.3},
+        **{"tie_word_embeddings": False, "full_attn_idxs": [1], "norm_eps": 1e-3},
+    },
+    "lfm2 types": {
+        "model_type": "lfm2",
+        **{"block_auto_adjust_ff_dim": False, "conv_L_cache": 2},
+        "layer_types": ["conv", "full_attention", "conv"],
+        "rope_parameters": YARN,
+    },
+    "lfm3": {
+        "model_type": "lfm3",
+        **{"num_hidden_layers": 5, "sliding_window": 5, "head_dim": 16, "attention_bias": True},
+        "conv_L_cache": 4,
+    },
+    "lfm3 without norms and gates": {
+        "model_type": "lfm3",
+        **{"sliding_window": 5, "head_dim": 8, "use_sandwich_norm": False},
+        **{"use_attention_gate": False, "tie_word_embeddings": False},
+        "layer_types": ["sliding_attention", "conv", "full_attention"],
+        "rope_parameters": {
+            "full_attention": {
+                **{"rope_type": "proportional", "rope_theta": 500.0, "factor": 2.0},
+                "partial_rotary_factor": 0.6,
+            },
+            "sliding_attention": {"rope_type": "default", "rope_theta": 900.0},
+        },
+    },
     "bamba": {"model_type": "bamba", **STATES, "attn_layer_indices": [1]},
     "bamba biases": {
         "model_type": "bamba",
@@ -528,6 +557,18 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "num_local_experts": 4,
         "shared_intermediate_size": 40,
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "lfm2_moe": {
+        "model_type": "lfm2_moe",
+        **{"num_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 12},
+        **{"num_dense_layers": 1, "routed_scaling_factor": 1.7},
+        "layer_types": ["conv", "full_attention", "conv"],
+    },
+    "lfm2_moe without bias": {
+        "model_type": "lfm2_moe",
+        **{"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+        **{"num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False},
+        **{"tie_word_embeddings": False, "layer_types": ["full_attention", "conv", "conv"]},
     },
     "qwen3_next": {
         "model_type": "qwen3_next",
@@ -797,7 +838,7 @@ def make(folder: Path, config: dict[str, Any], seed: int = 0) -> Any:
                 buffer.fill_(0.37 if name.endswith("beta") else -0.2)
             elif name.endswith("layer_scalar"):
                 buffer.fill_(0.7)
-            elif name.endswith("correction_bias"):
+            elif name.endswith(("correction_bias", "expert_bias")):
                 buffer.copy_(0.3 * torch.randn_like(buffer))
     model.save_pretrained(folder)
     return model

@@ -107,6 +107,16 @@ def test_an_adapter_of_falcon_h1_alone_has_its_factors(tmp_path: Path) -> None:
             {"feed_forward_length": [24, 0, 24, 0], "expert_shared_feed_forward_length": 20},
         ),
         ("nemotron_h_moe of short vectors", {"moe_latent_size": 16, "expert_weights_norm": True}),
+        ("lfm2", {"attention.head_count_kv": [0, 2, 0], "shortconv.l_cache": 3}),
+        (
+            "lfm2moe",
+            {
+                "attention.head_count_kv": [0, 2, 0],
+                "leading_dense_block_count": 1,
+                "expert_gating_func": 2,
+                "expert_weights_scale": None,
+            },
+        ),
         (
             "kimi-linear",
             {
@@ -199,6 +209,9 @@ def test_layers_stay_packed(name: str, tmp_path: Path) -> None:
             "has experts in all MLP layers",
         ),
         ("nemotron_h_moe", {"mlp_bias": True}, "has no biases in an MLP or in experts"),
+        ("lfm2", {"conv_bias": True}, r"has no bias in its short convolutions \(conv_bias\)"),
+        ("lfm2moe", {"routed_scaling_factor": 1.7}, "does not scale the sum of experts"),
+        ("lfm2moe", {"use_expert_bias": False}, "has a bias for the choice of experts"),
         ("kimi-linear", {"linear_num_heads": 2}, "has 4 heads in all layers, not 2"),
         ("kimi-linear", {"norm_topk_prob": False}, "with weights that sum to 1"),
         (

@@ -138,6 +138,12 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "rope_parameters": YARN,
     },
+    "lfm2": {"model_type": "lfm2", "full_attn_idxs": [1], "norm_eps": 1e-3},
+    "lfm2moe": {
+        "model_type": "lfm2_moe",
+        **FEW,
+        **{"num_dense_layers": 1, "layer_types": ["conv", "full_attention", "conv"]},
+    },
     "qwen3next": {
         "model_type": "qwen3_next",
         **RULE,

@@ -22,15 +22,10 @@ from ..machines.stand_in import gpu
 from .peers import CONFIGS as PLAIN
 from .peers import MIXTURES, RELATIVES, SIZES, YARN, make
 
-
-def recurs(family):
-    return family.delta is not None or family.space is not None
-
-
 CONFIGS = {
     name: SIZES | config
     for name, config in (RELATIVES | MIXTURES).items()
-    if recurs(FAMILIES[config["model_type"]])
+    if FAMILIES[config["model_type"]].recurrent
 }
 MOE = {"layers_block_type": ["moe", "full_attention"]}
 TOKENS = np.random.default_rng(0).integers(3, 97, (2, 12))
@@ -43,7 +38,7 @@ def near(actual, expected):
 
 def test_every_family_has_a_case():
     kinds = {config["model_type"] for config in CONFIGS.values()}
-    assert kinds == {name for name, family in FAMILIES.items() if recurs(family)}
+    assert kinds == {name for name, family in FAMILIES.items() if family.recurrent}
 
 
 @pytest.mark.parametrize("label", CONFIGS)
@@ -107,6 +102,7 @@ def test_parts_of_a_projection_are_neither_copied_nor_added(label, monkeypatch):
         ("mamba2", {"use_bias": True, "time_step_limit": [0.1, 0.8]}),
         ("nemotron_h", {"use_bias": True, "time_step_min": 0.3}),
         ("falcon_h1 factors", {"mamba_proj_bias": True}),
+        *((name, {"conv_bias": True}) for name in ("lfm2", "lfm2_moe", "lfm3")),
     ],
 )
 def test_whole_texts_alone(label, change, tmp_path):
@@ -165,6 +161,8 @@ def test_states_follow_the_rows_of_a_cache():
         ),
         ("granitemoehybrid dense", "mamba", "in_proj out_proj"),
         ("mamba2", "mixer", "in_proj out_proj"),
+        ("lfm2", "conv", "in_proj out_proj"),
+        ("lfm3", "self_attn", "q_proj k_proj v_proj g_proj o_proj"),
         (
             "nemotron_h",
             "mixer",
@@ -230,6 +228,9 @@ def test_the_released_form_of_kimi_linear():
 @pytest.mark.parametrize(
     ("label", "change", "message"),
     [
+        ("lfm2", {"full_attn_idxs": [3]}, "full_attn_idxs is .*indices of layers below 3"),
+        ("lfm2_moe", {"layer_types": None}, "layer_types must be a list .* 'conv' or 'full_atten"),
+        ("lfm3", {"layer_types": ["conv", "x"]}, "layer_types must be a list .* or 'sliding_atten"),
         ("bamba", {"mamba_n_heads": 6}, "mamba_n_heads=6 times mamba_d_head=8 is not 64"),
         ("bamba", {"mamba_d_head": 0}, "mamba_d_head is 0; it must be a positive integer"),
         ("bamba", {"mamba_n_groups": 3}, "mamba_n_heads=8 is not a multiple of mamba_n_groups=3"),
@@ -257,6 +258,16 @@ def test_older_names_of_layers():
     config = CONFIGS["granitemoehybrid"]
     types = {"layer_types": ["mamba", "attention", "mamba"]}
     assert parse(config | types).layer_types == parse(config).layer_types
+
+
+def test_older_keys_of_lfm2():
+    """Of a released folder: block_ff_dim counts, and keys that no class reads change nothing."""
+    own = {"block_ff_dim": 96, "tie_embedding": False, "theta": 3.0, "block_dim": 5, "num_heads": 9}
+    old = parse(CONFIGS["lfm2"] | own)
+    assert (old.inner, old.tied) == (96, False)  # 2 / 3 of 96 times 1.3, rounded up to 16
+    assert old.layer_types == ("conv", "full_attention", "conv")
+    new = parse(CONFIGS["lfm2"] | {"intermediate_size": 96, "tie_word_embeddings": False})
+    assert new == old
 
 
 def test_names_of_a_backbone(tmp_path):

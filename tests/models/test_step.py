@@ -23,11 +23,7 @@ KINDS = [
     "qwen3",
     "phi3",
     "olmo2",
-    *(
-        k
-        for k, each in RELATIVES.items()
-        if FAMILIES[each["model_type"]].delta is None and FAMILIES[each["model_type"]].space is None
-    ),
+    *(k for k, each in RELATIVES.items() if not FAMILIES[each["model_type"]].recurrent),
 ]
 
 

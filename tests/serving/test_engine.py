@@ -23,6 +23,7 @@ FAMILIES = {
     "states": RELATIVES["qwen3_5_text"],
     "states beside pages": RELATIVES["falcon_h1"],
     "states alone": RELATIVES["mamba2"],
+    "short convolutions": RELATIVES["lfm2"],
     "experts and sinks": MIXTURES["gpt_oss"],
     "longrope": CONFIGS["phi3 longrope"],
     "dynamic": CONFIGS["llama dynamic"],

@@ -9,9 +9,8 @@ from ..errors import ConfigError
 from .configs.config import (
     CHUNKED,
     FULL,
-    LINEAR,
-    MLP,
     SLIDING,
+    WITHOUT_ATTENTION,
     Config,
     Delta,
     Experts,
@@ -28,7 +27,14 @@ from .configs.kimi_config import of_kimi
 from .configs.parse_experts import experts_of
 from .configs.parse_layers import activation_of, by_layer_of, layers_of
 from .configs.parse_rope import rope_of
-from .configs.parse_states import multipliers_of, state_space_of, with_types
+from .configs.parse_states import (
+    inner_of,
+    multipliers_of,
+    of_lfm,
+    short_conv_of,
+    state_space_of,
+    with_types,
+)
 from .configs.reading import CUT, Reader, check_keys, token_ids, without_ignored
 from .configs.recognition import recognised
 from .configs.text_configs import body_of, text_config
@@ -71,6 +77,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     """Return the ``Config`` of a text model's config.json, read by the rules of a family."""
     values = with_types(of_kimi(values) if family.delta == "short" else values)
     values = of_gemma4(values) if family.by_layer else values
+    values = of_lfm(values) if family.conv else values
     check_keys(values, family)
     read = Reader(values, family)
     hidden, heads, layers = (
@@ -91,7 +98,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     lengths = {FULL: turned if full is None else full[1]}
     ropes = {
         kind: rope_of(read, kind, lengths.get(kind, turned))
-        for kind in sorted({*layer_types} - {LINEAR, MLP})
+        for kind in sorted({*layer_types} - {*WITHOUT_ATTENTION})
     }
     activation = activation_of(read)
     normed = read.resolve(family.query_key_if)
@@ -102,7 +109,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         model_type=values["model_type"],
         vocab=read.size("vocab_size"),
         hidden=hidden,
-        inner=read.size(family.inner),
+        inner=inner_of(read),
         layers=layers,
         heads=heads,
         kv_heads=kv_heads if full is None else max(kv_heads, full[0]),
@@ -133,6 +140,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         indexer=None if latent is None else indexer_of(read, latent, layers),
         delta=None if family.delta is None else delta_of(read),
         space=state_space_of(read),
+        conv=short_conv_of(read) if family.conv else None,
         **multipliers_of(read),
         head=head,
         labels=labels_of(values, head),
@@ -145,6 +153,10 @@ def _structure_of(read: Reader, layers: int) -> dict[str, Any]:
     family = read.family
     values = {each.name: getattr(family, each.name) for each in fields(Structure)}
     values |= {name: read.resolve(getattr(family, name)) for name in FLAGS}
+    if family.gate_if is not None:
+        values["head_gate"] = read.flag(family.gate_if)
+    if family.around_if is not None and not read.flag(family.around_if):
+        values["norms"] = replace(family.norms, after_attention=None, after_mlp=None)
     if values["parallel"]:
         values["norms"] = replace(family.norms, before_mlp=None)
     if shared := read.get("num_kv_shared_layers") if family.by_layer else 0:

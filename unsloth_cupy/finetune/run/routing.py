@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ...core.dtypes import FLOAT32, Array
-from ...models.configs.config import CORRECTION
 from ...ops.experts.sort_by_expert import sort_by_expert
 from ...pictures import INK, SOFT, save_picture, write_title
 from ...placement import to_numpy
@@ -43,8 +42,14 @@ class Routing:
         self.since: Any = 0  # tokens since the last ``line``, on the host
         self.rate = rate
         if rate:  # weights of a file may be read-only, and a reference model may share them
-            own = {n: a.copy() for n, a in model.parameters.items() if n.endswith(CORRECTION)}
+            own = {n: a.copy() for n in self.biases if (a := model.parameters.get(n)) is not None}
             model.parameters = model.parameters | own
+
+    @property
+    def biases(self) -> list[str]:
+        """The names of the routers' biases, by layer."""
+        experts: Any = self.model.config.experts
+        return [f"model.layers.{layer}.{experts.correction}" for layer in self.layers]
 
     @contextmanager
     def counting(self) -> Iterator[None]:
@@ -86,11 +91,8 @@ class Routing:
         """Return what to add to the bias of each router, by parameter name."""
         if counts is None or not self.rate:
             return {}
-        experts: Any = self.model.config.experts
         signs = np.sign(counts.mean(axis=1, keepdims=True) - counts)
-        bias = f"{experts.module}.{experts.correction_in}{CORRECTION}"
-        names = (f"model.layers.{layer}.{bias}" for layer in self.layers)
-        return dict(zip(names, (self.rate * signs).astype(FLOAT32), strict=True))
+        return dict(zip(self.biases, (self.rate * signs).astype(FLOAT32), strict=True))
 
     @staticmethod
     def measures(counts: Array | None) -> dict[str, float]:

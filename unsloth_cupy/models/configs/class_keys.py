@@ -248,6 +248,21 @@ kimi_linear: attention_bias=false eos_token_id=163586 hidden_act="silu" hidden_s
  num_key_value_heads=32 num_local_experts=256 num_shared_experts output_router_logits=false
  pretraining_tp=1 q_lora_rank qk_nope_head_dim=128 qk_rope_head_dim=64 rms_norm_eps=1e-05 rope_theta
  routed_scaling_factor=2.446 topk_group=1 use_cache=true v_head_dim=128 vocab_size=163840
+lfm2: attention_dropout block_auto_adjust_ff_dim=true block_ff_dim block_ffn_dim_multiplier=1.0
+ block_multiple_of=256 conv_L_cache=3 conv_bias=false full_attn_idxs hidden_size=2560
+ intermediate_size=12288 max_position_embeddings=128000 norm_eps=1e-05 num_key_value_heads=8
+ rms_norm_eps rope_theta=1000000.0 tie_embedding tie_word_embeddings=true use_cache=true
+ vocab_size=65536
+lfm2_moe: attention_dropout conv_L_cache=3 conv_bias=false hidden_size=2048 intermediate_size=7168
+ max_position_embeddings=128000 moe_intermediate_size=1792 norm_eps=1e-05 norm_topk_prob=true
+ num_dense_layers=2 num_experts=32 num_experts_per_tok=4 num_key_value_heads=8
+ output_router_logits=false rms_norm_eps rope_theta=1000000.0 routed_scaling_factor=1.0
+ tie_embedding tie_word_embeddings=true use_cache=true use_expert_bias=true vocab_size=65536
+lfm3: attention_bias=false conv_L_cache=7 conv_bias=false eos_token_id=124900 head_dim=128
+ hidden_size=2048 intermediate_size=7680 max_position_embeddings=128000 norm_eps=1e-05
+ num_attention_heads=16 num_hidden_layers=24 num_key_value_heads=4 rms_norm_eps rope_theta=1000000.0
+ sliding_window=256 tie_word_embeddings=true use_attention_gate=true use_cache=true
+ use_sandwich_norm=true vocab_size=128000
 llama: attention_bias=false hidden_act="silu" intermediate_size=11008 mlp_bias=false
  pretraining_tp=1 use_cache=true
 llama4: boi_token_id boi_token_index=200080 eoi_token_id eoi_token_index=200081 image_token_id

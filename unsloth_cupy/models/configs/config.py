@@ -6,17 +6,21 @@ from typing import Any
 
 from ...core.dtypes import BFLOAT16, FLOAT32, FLOATS
 from .names import TEXT
+from .short_conv import ShortConv
 from .state_space import StateSpace
 
 FULL, SLIDING, LINEAR = "full_attention", "sliding_attention", "linear_attention"
 CHUNKED = "chunked_attention"
 MLP = "mlp"  # type of a layer that has only an MLP
+CONV = "conv"  # type of a layer with a short convolution
+WITHOUT_ATTENTION = (LINEAR, CONV, MLP)
 # Epsilon of the norms inside latent attention, and of the lengths of a delta rule's queries and
 # keys: transformers' classes do not use the config's rms_norm_eps there.
 INNER_EPS = 1e-6
 SCALAR = "layer_scalar"  # a factor of a block's output that is stored and not trained
 BUFFERS = ("beta", "eps")  # constants of xielu that are stored and not trained
 CORRECTION = "e_score_correction_bias"  # bias of a router's choice, not trained by gradients
+EXPERT_BIAS = "expert_bias"  # the same in lfm2_moe
 STACKS, UNGATED = ("gate_up_proj", "down_proj"), ("up_proj", "down_proj")  # of experts
 LATENT = ("fc1_latent_proj", "fc2_latent_proj")  # projections before and after latent experts
 
@@ -76,6 +80,7 @@ class Names:
     gate_up: str = "gate_up_proj"  # if one matrix stores both
     attention: str = "self_attn"
     recurrent: str = "linear_attn"  # in layers without attention
+    gate: str = "gate_proj"
 
 
 OWN_NAMES = Names()
@@ -103,6 +108,7 @@ class Structure:
     left_out: str = ""  # pattern of tensor names that are not loaded: multi-token prediction layers
     delta_norms: Norms | None = None  # norms of blocks with a delta rule, if other than ``norms``
     gated: bool = False  # attention's output has a gate, which the query projection also computes
+    head_gate: bool = False  # a gate multiplies each head's output: one number, from ``g_proj``
     single: bool = False  # a block has one branch: attention, a recurrence or an MLP
     wide: tuple[str, ...] = ()  # suffixes of parameters that stay float32 in 16-bit models
     wide_in_float16: tuple[str, ...] = ()  # the same in float16 models only
@@ -161,6 +167,7 @@ class Experts:
     module: str = "mlp"
     router: str = "gate"
     correction_in: str = "gate."  # prefix of the correction's name
+    correction_name: str = CORRECTION
     correction_row: bool = False  # files store the correction as a matrix with one row
     shared_in: str = "shared_experts"
     shared_beside: bool = False  # whether the shared expert is outside of ``module``
@@ -181,6 +188,11 @@ class Experts:
     def k_of(self, layer: int) -> int:
         """Return the number of experts of each token in a layer."""
         return self.chosen[layer] if self.chosen else self.k
+
+    @property
+    def correction(self) -> str:
+        """The name of the correction in a layer."""
+        return f"{self.prefix}{self.correction_in}{self.correction_name}"
 
     @property
     def names(self) -> tuple[str, str]:
@@ -207,7 +219,7 @@ class Experts:
     def wide_names(self) -> tuple[str, ...]:
         """Suffixes of the names of parameters that stay float32 in 16-bit models."""
         router = f".{self.prefix}{self.router}.weight"
-        return (CORRECTION, router) if self.wide else (CORRECTION,)
+        return (self.correction_name, router) if self.wide else (self.correction_name,)
 
     def stacks(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a layer's stacks, by their names in the layer."""
@@ -428,6 +440,7 @@ class Config(Structure):
     indexer: Indexer | None = None  # of latent attention
     delta: Delta | None = None  # in layers of type LINEAR
     space: StateSpace | None = None  # in layers of type LINEAR, or in all
+    conv: ShortConv | None = None  # in layers of type CONV
     gate_scale: float = 1.0  # factor of an MLP's gate
     down_scale: float = 1.0  # factor of an MLP's output
     attention_scales: tuple[float, float] = (1.0, 1.0)  # factors of attention's input and output
@@ -471,7 +484,7 @@ class Config(Structure):
 
     def attends(self, layer: int) -> bool:
         """Return whether this layer has attention."""
-        return self.layer_types[layer] not in (LINEAR, MLP)
+        return self.layer_types[layer] not in WITHOUT_ATTENTION
 
     @property
     def balanced(self) -> bool:
@@ -481,7 +494,7 @@ class Config(Structure):
     @property
     def recurrent(self) -> bool:
         """Whether some layers have recurrent states."""
-        return self.delta is not None or self.space is not None
+        return (self.delta or self.space or self.conv) is not None
 
     @property
     def beside(self) -> bool:
@@ -543,8 +556,8 @@ class Config(Structure):
 
     def _block_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name and the shape of each parameter of a block; names are relative to it."""
-        rule = self.delta or self.space
-        if rule is not None and (self.beside or self.layer_types[layer] == LINEAR):
+        rule = self.delta or self.space or self.conv
+        if rule is not None and (self.beside or self.layer_types[layer] in (LINEAR, CONV)):
             module = self.names.recurrent
             yield from ((f"{module}.{name}", shape) for name, shape in rule.shapes(self.hidden))
         if self.attends(layer):
@@ -599,6 +612,8 @@ class Config(Structure):
             yield from self._query_key_shapes(f"{module}.{name}", heads, dim)
         if self.sinks:
             yield f"{module}.sinks", (self.heads,)
+        if self.head_gate:
+            yield f"{module}.g_proj.weight", (self.heads, self.hidden)
 
     def _projection_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of the query, key and value projections."""
@@ -626,7 +641,7 @@ class Config(Structure):
         """Yield the names and shapes of a dense MLP."""
         hidden, names = self.hidden, self.names
         projections = {names.gate_up: 2 * inner} if "mlp" in self.fused else {}
-        projections |= {"gate_proj": inner} if self.gate and not projections else {}
+        projections |= {names.gate: inner} if self.gate and not projections else {}
         projections |= {} if "mlp" in self.fused else {names.up: inner}
         for name, size in projections.items():
             yield f"{module}.{name}.weight", (size, hidden)
@@ -642,7 +657,7 @@ class Config(Structure):
         if experts.biases:
             yield f"{module}{experts.router}.bias", (count,)
         if experts.corrected:
-            yield f"{module}{experts.correction_in}{CORRECTION}", (count,)
+            yield experts.correction, (count,)
         if experts.beside:
             yield "router.scale", (hidden,)
             yield "router.per_expert_scale", (count,)

@@ -35,6 +35,7 @@ class Family(Structure):
     named       all layers, without layer_types
     chunked     no layer; layers with rotation have chunks of attention_chunk_size positions
     linear      no layer; all layers except every full_attention_interval-th have no attention
+    typed       as layer_types says, which may also list layers without attention
 
     ``rotates`` chooses the layers that rotate queries and keys:
 
@@ -73,6 +74,15 @@ class Family(Structure):
     space_beside: bool = False  # every layer has both this recurrence and attention
     inner: str = "intermediate_size"  # key of the inner size of dense layers
     activation: str = "hidden_act"
+    gate_if: str | None = None  # key that says whether heads have a gate: see ``head_gate``
+    around_if: str | None = None  # key that says whether norms after branches exist
+    conv: bool = False  # some layers have a short convolution in place of attention
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether some layers may have recurrent states."""
+        return self.delta is not None or self.space is not None or self.conv
+
     latent: bool = False  # latent attention
     indexer: str | None = None  # of sparse attention; it rotates "halves" or "pairs"
     scaled_scores: bool = True  # scores are divided by the root of the head dimension

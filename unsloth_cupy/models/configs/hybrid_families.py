@@ -1,6 +1,7 @@
 """Families with recurrent layers (delta rule, Mamba2), or with latent attention."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from .config import BEFORE, Names, Norms
@@ -13,6 +14,7 @@ from .mixtures import (
     GRANITE_HYBRID,
     KEYS,
     KIMI,
+    LFM2,
     LISTED,
     MISTRAL4,
     NEMOTRON_H,
@@ -20,6 +22,7 @@ from .mixtures import (
     QWEN35,
     STEPPED,
 )
+from .short_conv import LFM, LFM_FACTS
 from .state_space import MAMBA, MAMBA2, MAMBA_DEFAULTS, MAMBA_FACTS, NEMOTRON
 
 DELTA = {
@@ -74,10 +77,21 @@ SPARSE_KEYS = {
     **{"index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64, "mlp_layer_types": None}
 }
 BAMBA = Norms(before_mlp="pre_ff_layernorm", last="final_layernorm")
+OPERATOR = Norms("operator_norm", before_mlp="ffn_norm", last="embedding_norm")
+OPERATOR_NAMES = Names(
+    **{"output": "out_proj", "gate": "w1", "up": "w3", "down": "w2", "mlp": "feed_forward"},
+    **{"query_norm": "q_layernorm", "key_norm": "k_layernorm", "recurrent": "conv"},
+)
 SINGLE = Norms("norm", before_mlp=None, last="norm_f")
 MIXER_FACTS: Mapping[str, Any] = {  # keys about rounding, initial weights and other programs
     **dict.fromkeys(("residual_in_fp32", "rescale_prenorm_residual", "chunk_size"), ...),
     **dict.fromkeys(("time_step_max", "time_step_floor"), ...),
+}
+LFM3_ROPE = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+    "full_attention": {
+        **{"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
+    },
 }
 FACTORS = {  # of Falcon-H1: the defaults multiply by 1
     **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier", "key_multiplier"), 1.0),
@@ -167,6 +181,57 @@ HYBRIDS: Mapping[str, Family] = {
         delta="short",
         latent=True,
         wide=(".dt_bias",),
+    ),
+    "lfm2": Family(
+        {
+            **LFM,
+            **{"block_auto_adjust_ff_dim": True, "block_multiple_of": 256},
+            **{"block_ffn_dim_multiplier": 1.0, "intermediate_size": 12_288},
+        },
+        "typed",
+        norms=OPERATOR,
+        eps="norm_eps",
+        query_key_norm="head",
+        qkv_bias=False,
+        output_bias=False,
+        names=OPERATOR_NAMES,
+        facts=LFM_FACTS,
+        conv=True,
+    ),
+    "lfm2_moe": Family(
+        {
+            **LFM,
+            **{"num_dense_layers": 2, "num_experts": 32, "num_experts_per_tok": 4},
+            **{"moe_intermediate_size": 1792, "norm_topk_prob": True, "use_expert_bias": True},
+            **{"routed_scaling_factor": 1.0, "output_router_logits": False},
+        },
+        "typed",
+        norms=OPERATOR,
+        eps="norm_eps",
+        query_key_norm="head",
+        qkv_bias=False,
+        output_bias=False,
+        names=OPERATOR_NAMES,
+        facts={**LFM_FACTS, "output_router_logits": ...},
+        experts=LFM2,
+        conv=True,
+    ),
+    "lfm3": Family(
+        {
+            **LFM,
+            **{"conv_L_cache": 7, "num_key_value_heads": 4, "head_dim": 128},
+            **{"sliding_window": 256, "use_sandwich_norm": True, "use_attention_gate": True},
+            "rope_parameters": LFM3_ROPE,
+        },
+        "typed",
+        norms=replace(OPERATOR, after_attention="post_operator_norm", after_mlp="post_ffn_norm"),
+        eps="norm_eps",
+        query_key_norm="head",
+        names=replace(OPERATOR_NAMES, output="o_proj", query_norm="q_norm", key_norm="k_norm"),
+        local=True,
+        gate_if="use_attention_gate",
+        around_if="use_sandwich_norm",
+        conv=True,
     ),
     "bamba": Family(
         {

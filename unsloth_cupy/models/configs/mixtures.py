@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from .config import STACKS, UNGATED
+from .config import CORRECTION, EXPERT_BIAS, STACKS, UNGATED
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class Mixture:
 
     all         all layers
     stepped     every decoder_sparse_step-th layer that is not in mlp_only_layers
-    late        all layers after the first first_k_dense_replace
+    late        all layers after the first ones, which the key ``first`` counts
     numbered    the layers in moe_layers; without it, every interleave_moe_layer_step-th
     between     every moe_layer_interval-th, from moe_layer_start_index to moe_layer_end_index
     listed      the layers that mlp_layer_types lists as sparse; without it, all after the first
@@ -29,12 +29,15 @@ class Mixture:
     k: tuple[str, ...] = ("num_experts_per_tok",)
     inner: str = "intermediate_size"
     layers: str = "all"
+    first: str = "first_k_dense_replace"
     scores: str = "softmax"
     normalize: str | bool = True
     grouped: bool | str = False
     scale: str | None = None
     mixer: bool = False  # the router is ``sparse_mixer``
     correction: str | None = None  # prefix of the name of the choice's bias; None: no bias
+    correction_name: str = CORRECTION
+    correction_if: str | None = None  # key that says whether there is this bias
     correction_row: bool = False  # files store this bias as a matrix with one row
     wide: bool = False
     biases: bool = False
@@ -191,6 +194,26 @@ NEMOTRON_H = replace(
     module="mixer",
     latent="moe_latent_size",
     files={f"mixer.experts.{n}": (f"mixer.experts.{{}}.{n}.weight",) for n in UNGATED},
+)
+LFM2 = Mixture(  # weights are divided by their sum + 1e-6, which no text brings near to 1e-6
+    count=("num_experts",),
+    inner="moe_intermediate_size",
+    layers="late",
+    first="num_dense_layers",
+    scores="sigmoid",
+    normalize="norm_topk_prob",
+    scale="routed_scaling_factor",
+    correction="",
+    correction_name=EXPERT_BIAS,
+    correction_if="use_expert_bias",
+    balanced=False,
+    module="feed_forward",
+    files={
+        f"feed_forward.experts.{stack}": tuple(
+            f"feed_forward.experts.{{}}.{name}.weight" for name in names
+        )
+        for stack, names in zip(STACKS, (("w1", "w3"), ("w2",)), strict=True)
+    },
 )
 KIMI = replace(
     LISTED,

@@ -23,13 +23,14 @@ BACKBONE, EMBEDDINGS = "backbone.", "model.embeddings.weight"  # Mamba's names o
 BODY = re.compile(
     r"(?:(?:model|language_model|text_model|backbone)\.){0,3}"
     r"(?=(?:embed_tokens|embeddings|layers|norm|norm_f|final_layernorm|embed_tokens_per_layer"
-    r"|per_layer_model_projection|per_layer_projection_norm)\.)"
+    r"|per_layer_model_projection|per_layer_projection_norm|embedding_norm)\.)"
 )
 HEADS = re.compile(r"language_model\.(?=lm_head\.)")
 ROLES = {
-    "dense": "o_proj",
-    **dict.fromkeys(("c_fc", "fc1"), "up_proj"),
-    **dict.fromkeys(("c_proj", "fc2"), "down_proj"),
+    **dict.fromkeys(("dense", "out_proj"), "o_proj"),
+    "w1": "gate_proj",
+    **dict.fromkeys(("c_fc", "fc1", "w3"), "up_proj"),
+    **dict.fromkeys(("c_proj", "fc2", "w2"), "down_proj"),
     **dict.fromkeys(("query_layernorm", "q_layernorm"), "q_norm"),
     **dict.fromkeys(("key_layernorm", "k_layernorm"), "k_norm"),
 }

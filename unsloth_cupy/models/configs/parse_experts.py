@@ -20,7 +20,7 @@ def experts_of(read: Reader, layers: int) -> Experts | None:
         return None
     read, chosen = _by_layer(read, rules.k, layers)
     count, k = (_size(read, keys) for keys in (rules.count, rules.k))
-    sparse = _sparse(read, rules.layers, layers)
+    sparse = _sparse(read, rules, layers)
     if rules.optional and not any(sparse):
         return None
     name, known = activation_of(read), ACTIVATIONS if read.family.gate else {"relu2": "relu2"}
@@ -50,7 +50,7 @@ def experts_of(read: Reader, layers: int) -> Experts | None:
         top_groups=top_groups,
         scale=1.0 if rules.scale is None else read.number(rules.scale),
         jitter=read.number("router_jitter_noise") if rules.mixer else None,
-        corrected=rules.correction is not None,
+        corrected=rules.correction is not None and read.resolve(rules.correction_if or True),
         wide=rules.wide,
         biases=rules.biases,
         limit=read.number("swiglu_limit") if rules.clamped else None,
@@ -61,6 +61,7 @@ def experts_of(read: Reader, layers: int) -> Experts | None:
         module=rules.module,
         router=rules.router,
         correction_in=rules.correction or "",
+        correction_name=rules.correction_name,
         correction_row=rules.correction_row,
         shared_in=rules.shared_in,
         shared_beside=rules.shared_beside,
@@ -124,22 +125,24 @@ def _shared(read: Reader, keys: tuple[str, ...]) -> int:
     return size
 
 
-def _sparse(read: Reader, rule: str, layers: int) -> tuple[bool, ...]:
+def _sparse(read: Reader, rules: Mixture, layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it has experts: see ``Mixture.layers``."""
     every = range(layers)
-    match rule:
+    match rules.layers:
         case "stepped":
             dense, step = read.get("mlp_only_layers") or [], read.size("decoder_sparse_step")
             if not isinstance(dense, list | tuple) or any(type(n) is not int for n in dense):
                 raise ConfigError(f"config: mlp_only_layers is {dense!r}; it must list layers")
             return tuple(n not in dense and (n + 1) % step == 0 for n in every)
         case "late":
-            first = read.number("first_k_dense_replace")
+            first = read.number(rules.first)
             return tuple(n >= first for n in every)
         case "listed" | "listed or late":
             kinds = read.get("mlp_layer_types")
             if kinds is None:
-                first = read.number("first_k_dense_replace") if rule == "listed or late" else 1
+                first = (
+                    read.number("first_k_dense_replace") if rules.layers == "listed or late" else 1
+                )
                 kinds = ["dense" if n < first else "sparse" for n in every]
             listed = isinstance(kinds, list | tuple) and len(kinds) == layers
             if not listed or any(kind not in ("dense", "sparse") for kind in kinds):

@@ -3,7 +3,7 @@
 from typing import Any
 
 from ...errors import ConfigError
-from .config import CHUNKED, FULL, LINEAR, MLP, SLIDING
+from .config import CHUNKED, CONV, FULL, LINEAR, MLP, SLIDING
 from .reading import Reader
 
 ACTIVATIONS = {
@@ -112,6 +112,9 @@ def _types(read: Reader, layers: int, rotated: tuple[bool, ...] = ()) -> tuple[s
         return _linear(read, layers)
     if windows == "chunked":
         return _chunked(read, layers, rotated)
+    if windows == "typed":
+        sliding = {SLIDING} if "sliding_window" in read.defaults else set[str]()
+        return _checked(read.get("layer_types"), {FULL, CONV} | sliding, layers)
     by_flag = windows in ("flagged", "late", "early", "unrotated")
     if windows == "none" or (by_flag and not read.flag("use_sliding_window")):
         return (FULL,) * layers
@@ -157,7 +160,11 @@ def _linear(read: Reader, layers: int) -> tuple[str, ...]:
         if read.family.delta == "apart" and FULL not in types:
             types[-1] = FULL  # at least one layer must have attention
         return tuple(types)
-    known = {FULL, LINEAR, MLP} if read.family.single else {FULL, LINEAR}
+    return _checked(types, {FULL, LINEAR, MLP} if read.family.single else {FULL, LINEAR}, layers)
+
+
+def _checked(types: Any, known: set[str], layers: int) -> tuple[str, ...]:
+    """Return layer_types; raise unless it lists a known type for each layer."""
     listed = isinstance(types, list) and len(types) == layers
     if not listed or any(each not in [*known] for each in types):  # a list: may not be hashable
         raise ConfigError(

@@ -1,12 +1,13 @@
-"""Parse the layers of a config.json that have the recurrence of Mamba2."""
+"""Parse the layers of a config.json that have the recurrence of Mamba2, or a convolution."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from ...errors import ConfigError
-from .config import FULL, LINEAR, MLP
-from .reading import Reader
+from .config import CONV, FULL, LINEAR, MLP, SLIDING
+from .reading import MOST_OF, Reader
+from .short_conv import RELEASED, ShortConv
 from .state_space import StateSpace
 
 OF_TYPES = ("hybrid_override_pattern", "layers_block_type")
@@ -33,6 +34,45 @@ def with_types(values: Mapping[str, Any]) -> Mapping[str, Any]:
     types = [MLP if each == MOE else each for each in types]
     own |= {"layer_types": types, "mlp_layer_types": kinds, "num_hidden_layers": len(types)}
     return own
+
+
+def of_lfm(values: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a config.json of LFM with the keys of transformers' form."""
+    read = {key: value for key, value in values.items() if key not in RELEASED}
+    read |= {RELEASED[key]: value for key, value in values.items() if key in RELEASED}
+    layers, chosen = read.get("num_hidden_layers"), read.pop("full_attn_idxs", None)
+    if read.get("layer_types") is not None or type(layers) is not int:
+        return read
+    if layers > MOST_OF["num_hidden_layers"] or values.get("model_type") == "lfm2_moe":
+        return read  # invalid: the caller raises
+    every = range(layers)
+    if values.get("model_type") == "lfm3":
+        kinds = (CONV, CONV, FULL, CONV)  # of layer n by n % 4, but for layers 4, 8, ...
+        return read | {
+            "layer_types": [SLIDING if n and n % 4 == 0 else kinds[n % 4] for n in every]
+        }
+    chosen = [*every] if chosen is None else chosen
+    if not isinstance(chosen, list) or any(each not in every for each in chosen):
+        problem = f"full_attn_idxs is {chosen!r}"
+        raise ConfigError(f"config: {problem}; it must list indices of layers below {layers}")
+    return read | {"layer_types": [FULL if layer in chosen else CONV for layer in every]}
+
+
+def short_conv_of(read: Reader) -> ShortConv:
+    """Return the sizes of layers with a short convolution."""
+    return ShortConv(read.size("conv_L_cache"), read.flag("conv_bias"))
+
+
+def inner_of(read: Reader) -> int:
+    """Return the inner size of dense layers, which LFM2 derives from its key."""
+    size = read.size(read.family.inner)
+    if "block_auto_adjust_ff_dim" not in read.defaults or not read.flag("block_auto_adjust_ff_dim"):
+        return size
+    size, multiple = int(2 * size / 3), read.size("block_multiple_of")
+    if read.get("block_ffn_dim_multiplier") is None:
+        return size
+    size = int(read.number("block_ffn_dim_multiplier") * size)
+    return -(-size // multiple) * multiple
 
 
 def state_space_of(read: Reader) -> StateSpace | None:

@@ -153,7 +153,17 @@ def places(config: Config) -> dict[str, Place]:
         tensors |= dict(_of_olmo(config))
     if config.delta is not None and config.delta.stored == "short":
         tensors |= dict(_of_kimi(config, config.delta))
+    if config.head_gate:
+        tensors |= dict(_of_gates(config))
     return tensors
+
+
+def _of_gates(config: Config) -> Iterator[tuple[str, Place]]:
+    """Yield the gates of heads, which have other names in files."""
+    for layer in filter(config.attends, range(config.layers)):
+        module = f"model.layers.{layer}.{config.names.attention}."
+        place = Place(f"{module}g_proj.weight", (config.heads, config.hidden))
+        yield f"{module}gate_proj.weight", place
 
 
 def _of_backbone(config: Config) -> Iterator[tuple[str, Place]]:

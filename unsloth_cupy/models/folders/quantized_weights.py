@@ -18,7 +18,7 @@ from ...ops.quantized.int8 import Int8
 from ...ops.quantized.nf4 import Nf4
 from ...ops.quantized.ternary import Ternary
 from ...ops.quantized.weight import Quantized
-from ..configs.config import BUFFERS, CORRECTION, SCALAR
+from ..configs.config import BUFFERS, CORRECTION, EXPERT_BIAS, SCALAR
 from ..configs.names import INDEXER, is_stack
 from ..quantizer import OF_STACKS
 
@@ -33,7 +33,7 @@ PARTS: Mapping[type[Quantized], re.Pattern[str]] = {
 }
 KEY = "quantization_config"
 GGUF = "gguf"  # the quant_method of a GGUF file that is read as a folder
-FIXED = (*(f".act_fn.{name}" for name in BUFFERS), CORRECTION, f".{SCALAR}")
+FIXED = (*(f".act_fn.{name}" for name in BUFFERS), CORRECTION, EXPERT_BIAS, f".{SCALAR}")
 LEFT_DENSE = {"bitnet": "modules_to_not_convert"}  # the key that lists the layers that stay dense
 
 

@@ -50,6 +50,7 @@ class Mixtures:
     corrected: bool = False
     groups: bool = False
     scale: bool = False
+    unscaled: bool = False  # no key of a file scales the sum of experts
     clamped: bool = False
     own_size: bool = True
     gating: bool = False  # a key of the file may name the scores
@@ -254,6 +255,13 @@ ROWS = {
     "qwen3_5_text": Architecture("qwen35", tiled=True),
     "qwen3_5_moe_text": Architecture("qwen35moe", tiled=True, experts=NEXT),
     "mamba2": Architecture("mamba2"),
+    "lfm2": Architecture("lfm2", any_head=False, listed=True),
+    "lfm2_moe": Architecture(
+        "lfm2moe",
+        any_head=False,
+        listed=True,
+        experts=Mixtures("sigmoid", dense="leading", corrected=True, gating=True, unscaled=True),
+    ),
     "granitemoehybrid": Architecture(
         "granitehybrid",
         **OF_GRANITE,
@@ -313,6 +321,7 @@ def _as_family(kind: str, row: Architecture) -> Architecture:
     mixture = row.experts
     if mixture is not None and family.experts is not None:
         shared, scaled = family.experts.shared_gate, family.experts.scale is not None
+        scaled &= not mixture.unscaled
         mixture = replace(mixture, scale=scaled, shared_gate=shared)
     return replace(
         row,
@@ -470,7 +479,9 @@ def _problems_of_states(config: Config, known: Architecture) -> Iterator[str]:
     """Yield how the recurrence of Mamba2 or of a delta rule differs."""
     space, types = config.space, enumerate(config.layer_types)
     both = {config.attends(layer) for layer, kind in types if kind != MLP} == {True, False}
-    if (known.listed or known.delta) and not both:
+    if config.conv is not None and config.conv.bias:
+        yield "has no bias in its short convolutions (conv_bias)"
+    if (known.listed or known.delta) and not (both or config.conv):
         yield (
             "has layers with attention, and layers with a recurrence in place of attention"
             " (layer_types)"

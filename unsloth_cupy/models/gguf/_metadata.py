@@ -76,6 +76,8 @@ def _of_blocks(config: Config, known: Architecture) -> Values:
         values |= _delta(config, config.delta, known)
     if config.space is not None:
         values |= _of_states(config.space)
+    if config.conv is not None:
+        values["shortconv.l_cache"] = config.conv.taps
     if config.latent is not None:
         values |= _latent(config, config.latent, known)
     if config.experts is not None and known.experts is not None:

@@ -32,10 +32,11 @@ def latent_settings(keys: Keys, known: Architecture, heads: int, hidden: int) ->
     }
 
 
-def layer_settings(keys: Keys, layers: int, *, single: bool) -> dict[str, Any]:
+def layer_settings(keys: Keys, layers: int, *, single: bool, other: str = LINEAR) -> dict[str, Any]:
     """Return the types of layers, from the number of KV heads in each layer of the file.
 
     Lists in ``keys`` that are 0 in some layers are replaced by the value of the other layers.
+    ``other`` is the type of layers without attention.
     """
     lists = {}
     for key in ("attention.head_count_kv", "feed_forward_length"):
@@ -44,10 +45,17 @@ def layer_settings(keys: Keys, layers: int, *, single: bool) -> dict[str, Any]:
         keys.left[key] = max(lists[key])
     mlp = "moe" if keys.left.get("expert_count") else MLP
     types = [
-        FULL if heads else mlp if size and single else LINEAR
+        FULL if heads else mlp if size and single else other
         for heads, size in zip(*lists.values(), strict=False)
     ]
     return {"layers_block_type" if single else "layer_types": types}
+
+
+def conv_settings(keys: Keys, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of layers with a short convolution; a file has the inner size as it is."""
+    sizes: dict[str, Any] = {"conv_L_cache": keys.need("shortconv.l_cache")}
+    adjusts = "block_auto_adjust_ff_dim"
+    return {**sizes, adjusts: False} if adjusts in defaults else sizes
 
 
 def kimi_settings(keys: Keys, heads: int) -> dict[str, Any]:
@@ -109,7 +117,7 @@ def _layers(keys: Keys, rules: Mixture, known: Mixtures) -> dict[str, Any]:
     """Return the keys that choose the layers with experts."""
     leading = keys.take("leading_dense_block_count") or 0
     if known.dense == "leading":
-        return {"first_k_dense_replace": leading}
+        return {rules.first: leading}
     if rules.layers == "between":
         step = keys.take("interleave_moe_layer_step") or 1
         ends = {"moe_layer_start_index": leading, "moe_layer_end_index": -1}

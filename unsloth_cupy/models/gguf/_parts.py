@@ -18,7 +18,7 @@ from gguf import MODEL_TENSOR
 
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
-from ..configs.config import CORRECTION, LATENT, STACKS, Config, Delta, Experts, Latent
+from ..configs.config import LATENT, STACKS, Config, Delta, Experts, Latent
 from ..configs.names import BACKBONE, stored_name
 from ..configs.state_space import StateSpace
 from ._families import Architecture
@@ -247,9 +247,7 @@ def _of_experts(experts: Experts) -> Mapping[str, tuple[tuple[MODEL_TENSOR, str]
         f"{module}.{experts.router}.{end}": ((MODEL_TENSOR.FFN_GATE_INP, end),)
         for end in ("weight", "bias")
     }
-    names[f"{module}.{experts.correction_in}{CORRECTION}"] = (
-        (MODEL_TENSOR.FFN_EXP_PROBS_B, "bias"),
-    )
+    names[experts.correction] = ((MODEL_TENSOR.FFN_EXP_PROBS_B, "bias"),)
     if experts.latent is not None:
         for name, end in zip(LATENT, ("DOWN", "UP"), strict=True):
             names[f"{module}.{name}.weight"] = ((MODEL_TENSOR[f"MOE_LATENT_{end}"], "weight"),)
@@ -315,10 +313,13 @@ def parts_of(call: str, config: Config, known: Architecture) -> Callable[[str], 
             halved = (*shape[:axis], shape[axis] // 2, *shape[axis + 1 :])
             tensors = (Part(n, halved, partial(_half, i, axis)) for i, n in enumerate(names))
             return Parts(tuple(tensors), partial(_beside, axis))
-        if names and inner.endswith("_gate.weight"):
-            return Parts((Part(names[0], shape[1:], _row, by_rows=False),), _matrix)
         name = names[0] if names else _name(call, config, table, stored)
-        return Parts((Part(name, shape, as_it_is),), as_it_is)
+        part, back = Part(name, shape, as_it_is), as_it_is
+        if names and inner.endswith("_gate.weight"):
+            part, back = Part(name, shape[1:], _row, by_rows=False), _matrix
+        elif config.conv is not None and own == "conv.weight":
+            part, back = Part(name, (shape[0], shape[2]), _taps), _channels
+        return Parts((part,), back)
 
     return of
 

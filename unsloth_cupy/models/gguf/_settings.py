@@ -10,7 +10,8 @@ import numpy as np
 from ...core.dtypes import Array
 from ...errors import ConfigError
 from ...ops.position.rope_tables import RULES, frequencies
-from ..configs.config import FULL, SLIDING
+from ..configs.class_keys import keys_of
+from ..configs.config import CONV, FULL, LINEAR, SLIDING
 from ..configs.families import FAMILIES
 from ..configs.family import Family
 from ..folders.quantized_weights import GGUF, KEY
@@ -19,6 +20,7 @@ from ._families import ARCHITECTURES, MIXED, Architecture
 from ._keys import Keys, shortest
 from ._metadata import EPSILON, GATING, LOG
 from ._mixture_settings import (
+    conv_settings,
     delta_settings,
     kimi_settings,
     latent_settings,
@@ -54,7 +56,10 @@ def settings(file: GgufFile) -> dict[str, Any]:
     kind, known = _model_type(keys, window, pattern)
     family = FAMILIES[kind]
     layers = keys.need("block_count") - (keys.take("nextn_predict_layers") or 0)
-    types = layer_settings(keys, layers, single=family.single) if known.listed else {}
+    types = {}
+    if known.listed:
+        other = CONV if family.conv else LINEAR
+        types = layer_settings(keys, layers, single=family.single, other=other)
     heads, hidden = keys.need("attention.head_count") or 1, keys.need("embedding_length")
     latent = latent_settings(keys, known, heads, hidden) if known.latent else {}
     for key, other in SAME.items():
@@ -74,6 +79,8 @@ def settings(file: GgufFile) -> dict[str, Any]:
         "tie_word_embeddings": tied(file),
         **types,
     }
+    if family.activation not in (keys_of(kind) or values):  # the class has no such key
+        del values[family.activation]
     values[family.inner] = values["intermediate_size"]
     if family.scaled_embedding:
         values["hidden_activation"] = values[family.activation]
@@ -84,6 +91,8 @@ def settings(file: GgufFile) -> dict[str, Any]:
         values["head_dim"] = dim
     if family.space is not None:
         values |= space_settings(keys, family.space, hidden)
+    if family.conv:
+        values |= conv_settings(keys, family.defaults)
     if known.delta:
         values |= kimi_settings(keys, heads) if known.listed else delta_settings(keys, layers)
     if family.experts is not None and not keys.left.get("expert_count"):

@@ -24,7 +24,15 @@ Rule = Callable[[int, Config], Type]  # from the index of a layer
 
 # Suffixes of tensors that are float32 in files of every kind.
 SINGLE = (
-    *(".bias", "ffn_gate_inp.weight", "conv1d.weight", ".ssm_a", ".ssm_d", "ssm_norm.weight"),
+    *(
+        ".bias",
+        "ffn_gate_inp.weight",
+        "conv1d.weight",
+        "shortconv.conv.weight",
+        ".ssm_a",
+        ".ssm_d",
+        "ssm_norm.weight",
+    ),
     *(f"conv1d_{each}.weight" for each in "qkv"),
 )
 

@@ -14,6 +14,7 @@ from ...ops.position.rope_qk import rope_qk
 from ...parallel.taped import value_of
 from ..configs.config import CHUNKED, Config
 from .call import Call
+from .conv_layer import conv_layer
 from .delta_layer import delta_layer
 from .elements import gated, grown, split
 from .latent_attention import latent_attention_heads
@@ -27,6 +28,8 @@ def attention_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
     recurrent = f"{prefix}{config.names.recurrent}."
     if config.delta is not None and not config.attends(layer):
         return delta_layer(call, config.delta, layer, recurrent, x)
+    if config.conv is not None and not config.attends(layer):
+        return conv_layer(call, layer, recurrent, x)
     if config.space is not None and (config.beside or not config.attends(layer)):
         y = state_space_layer(call, config.space, layer, recurrent, x)
         return add(y, _attention(call, layer, module, x)) if config.attends(layer) else y
@@ -41,6 +44,10 @@ def _attention(call: Call, layer: int, module: str, x: Any) -> Any:
     queries, keys = config.heads * dim, kv_heads * dim
     before = config.attention_scales[0]
     x = x if before == 1 else scale(x, factor=before)
+    gate = None
+    if config.head_gate:
+        (gate,) = call.project(call.parameters, [f"{module}g_proj"], x)
+        gate = gate.reshape(batch, tokens, config.heads, 1)
     if config.latent is not None:
         out = latent_attention_heads(call, config.latent, layer, module, x)
         return _output(call, module, out)
@@ -60,7 +67,7 @@ def _attention(call: Call, layer: int, module: str, x: Any) -> Any:
     if config.clip is not None:
         q, k, v = (clip(each, bound=config.clip) for each in (q, k, v))
     # (batch, tokens, heads, dim), or 2 * dim with a gate
-    q, gate = q.reshape(batch, tokens, config.heads, q.shape[-1] // config.heads), None
+    q = q.reshape(batch, tokens, config.heads, q.shape[-1] // config.heads)
     if config.gated:  # query and gate of a head are neighbours in the projection
         q, gate = split(q, (dim, dim))
     k, v = (each.reshape(batch, tokens, kv_heads, dim) for each in (k, v))

@@ -30,7 +30,7 @@ from ...training.chunks import chunk_of, in_chunks
 from ..adapters.adapter_stacks import Adapted
 from ..adapters.outer_weights import made_of
 from ..adapters.through import through_stack
-from ..configs.config import CORRECTION, LATENT, Experts
+from ..configs.config import LATENT, Experts
 from .call import Call, parameters_of
 from .elements import clamped_swiglu, split, stacked
 from .expert_ranks import at_their_ranks, balance_of, sums_of_balance
@@ -56,7 +56,8 @@ def experts_of_tokens(
     logits = router_logits(call, module, x if of_router is None else of_router)
     if chosen is not None:
         chosen = chosen[..., sum(experts.sparse[:layer]), : experts.k_of(layer)]
-    correction = parameters.get(f"{module}{experts.correction_in}{CORRECTION}")
+    prefix = module.removesuffix(experts.prefix)
+    correction = parameters.get(prefix + experts.correction)
     k = experts.k_of(layer)
     own_experts = experts if k == experts.k else replace(experts, k=k)
     routes = routes_of(own_experts, logits, correction, chosen)

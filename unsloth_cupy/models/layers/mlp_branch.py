@@ -77,7 +77,7 @@ def _of_rows(call: Call, module: str, x: Any) -> Any:
         inner = fused.shape[-1] // 2
         gate, up = split(fused, (inner, inner))
     elif config.gate:
-        gate, up = call.project(parameters, [module + "gate_proj", module + names.up], x)
+        gate, up = call.project(parameters, [module + names.gate, module + names.up], x)
     else:
         (gate,) = call.project(parameters, [module + names.up], x)
     if config.gate_scale != 1:

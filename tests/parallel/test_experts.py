@@ -34,11 +34,23 @@ NAMES = [
     for name in MIXTURES
     if name not in WHOLE
 ]
+OF_NORMS = "gemma4_text experts"  # whose MLP and experts have norms before their sum
+SLICED = [each for each in NAMES if each.values[0] != OF_NORMS]
 BLOCKS = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2}
 
 
 # ---- each rank has a slice of every expert ------------------------------------------------------
-@pytest.mark.parametrize("name", NAMES)
+def test_slices_below_a_norm_are_refused() -> None:
+    config = parse(SIZES | MIXTURES[OF_NORMS])
+
+    def work(comm: Any) -> None:
+        with pytest.raises(ConfigError, match="a norm before their sum, which ranks do not divide"):
+            Division(config, comm)
+
+    by_threads(2, work)
+
+
+@pytest.mark.parametrize("name", SLICED)
 def test_slices_of_experts(name: str, tmp_path: Path) -> None:
     """Losses, gradients, tokens, files and adapters are those of one device."""
     filled(SIZES | MIXTURES[name], tmp_path / "model")
@@ -52,7 +64,7 @@ def test_slices_of_experts(name: str, tmp_path: Path) -> None:
     by_threads(2, work)
 
 
-@pytest.mark.parametrize("name", sorted({*MIXTURES} - {*WHOLE}))
+@pytest.mark.parametrize("name", sorted({*MIXTURES} - {*WHOLE, OF_NORMS}))
 def test_slices_cover_all_once(name: str) -> None:
     comm, config = SingleCommunicator(), parse(SIZES | MIXTURES[name])
     comm.size = 2

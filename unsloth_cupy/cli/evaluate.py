@@ -7,6 +7,7 @@ from typing import Any
 
 import click
 
+from ..errors import ConfigError
 from ..finetune.listener import Listener, hearing
 from ..finetune.methods.registry import METHODS
 from ..finetune.run.evaluation import Evaluation
@@ -14,15 +15,16 @@ from ..finetune.run.evaluation import evaluate as evaluated
 from ..finetune.run.printer import Printer
 from ..finetune.run.settings import DEVICES
 from ..machine import console, echo, tables_as_json
-from .options import BASE, FILE, QUANTIZE, Device, Integer, WithData, json_option, option
+from .options import BASE, FILE, QUANTIZE, Device, Integer, WithData, Words, json_option, option
 
 
 @click.command(cls=WithData)
 @click.argument("folder", metavar="MODEL_FOLDER", type=FILE)
 @click.option(
-    "--data", multiple=True, required=True, metavar="PATH...",
+    "--data", multiple=True, metavar="PATH...",
     help="Evaluation data, as finetune --data accepts it; each PATH is evaluated separately.",
 )  # fmt: skip
+@option("--tasks", Words(nonempty=True), "Tasks of lm-eval, or their YAML files, with commas.")
 @option(
     "--tokens",
     Integer(2),
@@ -39,15 +41,75 @@ from .options import BASE, FILE, QUANTIZE, Device, Integer, WithData, json_optio
 @option("--device", Device(), DEVICES, "auto")
 @click.option("--quiet", is_flag=True, help="Print only the results.")
 @json_option
-def evaluate(folder: Path, data: tuple[str, ...], quiet: bool, **options: Any) -> None:
+def evaluate(
+    folder: Path, data: tuple[str, ...], tasks: str | None, quiet: bool, **options: Any
+) -> None:
     """Evaluate the model in MODEL_FOLDER on texts.
 
     The command prints loss, perplexity, accuracy and entropy. Only target tokens count: in chats,
-    the tokens of the answers.
+    the tokens of the answers. With --tasks, it prints the results of the package lm-eval.
     """
+    if bool(data) == bool(tasks):
+        cure = "leave one of them out" if data else "give one of them"
+        raise click.UsageError(f"--data names texts, --tasks names tasks of lm-eval; {cure}.")
+    if tasks:
+        print_tasks(task_results(folder, tasks.split(","), **options))
+        return
     with hearing(Listener() if quiet else Printer()):
         results = evaluated(folder, data, **options)
     print_table(results)
+
+
+def task_results(
+    folder: Path, tasks: list[str], *, tokens: Any, method: Any, base: Any, **options: Any
+) -> list[dict[str, Any]]:
+    """Return the results of tasks of lm-eval: task, metric, value and standard error."""
+    for name, value in (("--tokens", tokens), ("--method", method), ("--base", base)):
+        if value is not None:
+            raise click.UsageError(f"{name} does not go with --tasks; leave it out.")
+    try:
+        import lm_eval
+        from lm_eval.tasks import TaskManager
+
+        from ..interop.lm_eval import Model
+    except ModuleNotFoundError as error:
+        cure = "pip install lm-eval"
+        raise ConfigError(f"--tasks needs the package {error.name}; install it: {cure}") from None
+    files = [Path(task) for task in tasks if task.endswith((".yaml", ".yml"))]
+    folders = sorted({str(file.resolve().parent) for file in files})
+    manager = TaskManager(include_path=folders or None)
+    names = [Path(task).stem if Path(task) in files else task for task in tasks]
+    if unknown := [name for name in names if name not in manager.all_tasks]:
+        cure = "`lm-eval ls tasks` lists them; a YAML file has the name of its task"
+        raise ConfigError(f"--tasks: lm-eval has no task {unknown[0]!r}; {cure}")
+    options["batch_size"] = options.pop("batch")
+    model = Model(folder, **options)
+    evaluation = lm_eval.simple_evaluate(model, tasks=names, task_manager=manager)
+    rows = []
+    for task, numbers in evaluation["results"].items():
+        for name, value in numbers.items():
+            metric, separator, filtered = name.partition(",")
+            if separator and not metric.endswith("_stderr") and isinstance(value, int | float):
+                deviation = numbers.get(f"{metric}_stderr,{filtered}")
+                metric += "" if filtered == "none" else f" ({filtered})"
+                rows.append({"task": task, "metric": metric, "value": value, "stderr": deviation})
+    return rows
+
+
+def print_tasks(rows: list[dict[str, Any]]) -> None:
+    """Print a table with a row per metric of a task, or JSON with all digits."""
+    if tables_as_json.get():
+        echo(json.dumps(rows))
+        return
+    from rich.table import Table
+
+    table = Table()
+    for name in ("task", "metric", "value", "stderr"):
+        table.add_column(name, justify="left" if name in ("task", "metric") else "right")
+    for row in rows:
+        cells = (f"{n:.4f}" if isinstance(n, float) else str(n or "") for n in row.values())
+        table.add_row(*cells)
+    console(markup=False).print(table)
 
 
 def print_table(results: list[Evaluation]) -> None:

@@ -65,7 +65,7 @@ class PolicyOptions:
     )  # fmt: skip
     environment: str | None = setting(
         "method", "grpo and rloo: environment FILE.py:NAME, with which the model talks in several"
-        " turns; its rewards are added to those of {reward}.",
+        " turns; its rewards are added to those of {reward}.", rare=True,
     )  # fmt: skip
     max_turns: int = setting(
         "method", "grpo and rloo: maximum number of answers in a conversation with {environment}.",

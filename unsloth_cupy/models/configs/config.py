@@ -212,8 +212,8 @@ class Experts:
 
     @property
     def routers(self) -> tuple[str, str]:
-        """The names of the modules that weigh experts: the router, the shared expert's gate."""
-        return self.router, f"{self.shared_in}_gate"
+        """The last names of the modules that weigh experts: router and shared expert's gate."""
+        return self.router.rpartition(".")[2], f"{self.shared_in}_gate"
 
     @property
     def wide_names(self) -> tuple[str, ...]:

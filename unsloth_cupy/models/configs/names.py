@@ -27,8 +27,8 @@ BODY = re.compile(
 )
 HEADS = re.compile(r"language_model\.(?=lm_head\.)")
 ROLES = {
+    **{"input_linear": "gate_up_proj", "output_linear": "down_proj", "w1": "gate_proj"},
     **dict.fromkeys(("dense", "out_proj"), "o_proj"),
-    "w1": "gate_proj",
     **dict.fromkeys(("c_fc", "fc1", "w3"), "up_proj"),
     **dict.fromkeys(("c_proj", "fc2", "w2"), "down_proj"),
     **dict.fromkeys(("query_layernorm", "q_layernorm"), "q_norm"),

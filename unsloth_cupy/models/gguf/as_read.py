@@ -118,7 +118,7 @@ class GgufAsRead:
 
     @cached_property
     def ends(self) -> frozenset[int]:
-        """The tokens at which llama.cpp stops: those of the keys, and usual names."""
+        """The tokens at which llama.cpp stops: by the keys, and by usual names."""
         named = (self.named(role) for role in ("eos", "eot", "eom"))
         texts = self.values[f"{KEY}tokens"]
         usual = ENDS.intersection(texts)

@@ -54,9 +54,6 @@ def chunks_of(
     if isinstance(cache, PagedRows):
         problem = "a PagedKVCache, and so an Engine, has no chunked attention"
         raise ConfigError(f"Transformer: {problem}; use a KVCache, as generate does")
-    if cache is not None and any(width is not None for width in cache.windows):
-        cure = "make the cache without window"
-        raise ConfigError(f"Transformer: chunked attention does not work with a window; {cure}")
     if cache is None and mask is None:
         return partial(packed, chunk_offsets(size, tokens, offsets), min(size, tokens.size))
     new = tokens.shape[1]
@@ -68,7 +65,7 @@ def chunks_of(
     same = own[:, None, -new:, None] == own[:, None, None]  # (batch, 1, new, keys)
     if cache is None:
         attend, same = partial(_masked, None), same & mask
-    return partial(_in_chunks, attend, same)
+    return partial(_in_chunks, attend, cache, same)
 
 
 def chunk_offsets(size: int, tokens: Array, offsets: Any) -> Array:
@@ -86,8 +83,11 @@ def chunk_offsets(size: int, tokens: Array, offsets: Any) -> Array:
 
 
 def _in_chunks(
-    attend: Attend, same: Array, layer: int, q: Array, k: Array, v: Array, **options: Any
+    attend: Attend, cache: Any, same: Array, layer: int, q: Any, k: Any, v: Any, **options: Any
 ) -> Array:
+    if cache is not None and cache.windows[layer] is not None:
+        cure = "make the cache without window"
+        raise ConfigError(f"Transformer: chunked attention does not work with a window; {cure}")
     return attend(layer, q, k, v, mask=same, **options)
 
 

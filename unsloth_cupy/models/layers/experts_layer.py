@@ -101,7 +101,8 @@ def experts_of_tokens(
     if ranks is None:
         y = computed(x, routes)
     else:
-        y = at_their_ranks(ranks, experts, x, routes, computed)
+        k_of_rows = value_of(routes.experts).shape[-1]
+        y = at_their_ranks(ranks, replace(experts, k=k_of_rows), x, routes, computed)
     if experts.before and k > 1:
         y = _summed(y, k)
     if experts.latent is not None:

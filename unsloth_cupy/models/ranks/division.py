@@ -108,6 +108,10 @@ class Division:
             problem = f"layers of a {config.model_type} share keys, or have heads of other sizes"
             cure = "divide the batch (DataParallel), or store parts of its weights (Zero3)"
             raise ConfigError(f"Division: {problem}, which ranks do not divide; {cure}")
+        if config.experts is not None and config.experts.beside and ranks > 1:
+            problem = f"experts and MLP of a {config.model_type} have a norm before their sum"
+            cure = "use a pipeline, ranks of experts, DataParallel or Zero3"
+            raise ConfigError(f"Division: {problem}, which ranks do not divide; {cure}")
         check_divides(config, ranks)
         self.times = max(1, ranks // config.kv_heads)  # number of ranks that store the same KV head
         mixture = config.experts

@@ -251,7 +251,7 @@ def chunk_of_blocks(
     branch, stream = blocks(call, branch, checkpoint, stages.layers[chunk])
     if stages.ends_with(chunk):
         return join(call, "model.", call.config.norms.last, branch, stream)[0]
-    return add(branch, stream)
+    return branch if stream is None else add(branch, stream)
 
 
 def through(stages: Stages, like: Callable[[], Any], run: Callable[[int, Any], Any]) -> Any:

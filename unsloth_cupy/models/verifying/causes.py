@@ -283,7 +283,7 @@ def _share(update: Array, own: Array) -> float:
 
 
 def _other_base(fault: Fault) -> Cause | None:
-    """Return the cause if all matrices resemble those of training, and none has their numbers."""
+    """Return the cause if all matrices resemble the trained ones, and none has their numbers."""
     matrices = {n for n, array in fault.weights.get("trained", {}).items() if array.ndim > 1}
     arrays = [each for each in _arrays(fault) if each[1].ndim > 1]
     if not matrices or matrices != {each.name for each, *_ in arrays}:
@@ -387,7 +387,7 @@ def _experts(fault: Fault) -> Cause | None:
 
 
 def _other_layer(fault: Fault) -> Cause | None:
-    """Return the cause if a tensor is that of another block."""
+    """Return the cause if a tensor has the weights of another block."""
     if fault.layer < 0 or not fault.suspects:
         return None
     smallest = min(_arrays(fault), key=lambda each: each[1].size)

@@ -38,7 +38,7 @@ class Modelfile(NamedTuple):
 
 
 def is_modelfile(path: Path) -> bool:
-    """Return whether a path is that of a Modelfile."""
+    """Return whether a path names a Modelfile."""
     named = path.name.lower() == "modelfile" or path.suffix.lower() == ".modelfile"
     return named and path.is_file()
 

@@ -349,7 +349,7 @@ def _amount(before: Array, after: Array, shaken: Array) -> _Amount:
 
 
 def _routes_alike(first: Experts | None, second: Experts | None) -> bool:
-    """Return whether the experts of one side's tokens can be those of the other's.
+    """Return whether both sides can use the same experts for a token.
 
     Then both use the same experts: a rounded router may choose others, which is no fault.
     """

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from unsloth_cupy.models.configs import class_keys
-from unsloth_cupy.models.configs.families import FAMILIES
+from unsloth_cupy.models.configs.families import ENCODERS, FAMILIES
 from unsloth_cupy.models.configs.text_configs import OUTER, SAME
 
 FILE = Path(class_keys.__file__)
@@ -110,7 +110,7 @@ def rows() -> dict[str, dict[str, Any]]:
         shared |= {*filter(plain, names_read(tree_of(root / f"{name}.py"), bases))}
     methods = {name for name in shared if callable(getattr(base, name, None))}
     result = {"all": dict.fromkeys(shared - methods)}
-    for kind in sorted({*FAMILIES, *SAME, *OUTER}):
+    for kind in sorted({*FAMILIES, *ENCODERS, *SAME, *OUTER}):
         config = CONFIG_MAPPING[kind]
         keys = result[kind] = of_config(config)
         if kind in OUTER:  # only to tell its keys from those of a text

@@ -8,7 +8,7 @@ import pytest
 
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models.configs import class_keys
-from unsloth_cupy.models.configs.families import FAMILIES
+from unsloth_cupy.models.configs.families import ENCODERS, FAMILIES
 from unsloth_cupy.models.configs.keys import NEUTRAL
 from unsloth_cupy.models.configs.text_configs import OUTER, SAME
 from unsloth_cupy.models.folders.other_weights import KEYS
@@ -49,7 +49,7 @@ def test_the_table_is_that_of_transformers() -> None:
         pytest.skip(f"the table is of transformers {class_keys.VERSION}, this is {installed}")
     stale = f"the table is not of transformers {installed}: run python -m tests.models.class_keys"
     assert command.table() + "\n" == class_keys.TABLE, stale
-    assert {*FAMILIES, *SAME, *OUTER, "all"} == {line.partition(":")[0] for line in
+    assert {*FAMILIES, *ENCODERS, *SAME, *OUTER, "all"} == {line.partition(":")[0] for line in
             class_keys.TABLE.splitlines() if not line.startswith(" ")}  # fmt: skip
 
 

@@ -350,7 +350,10 @@ def test_problem_type_decides() -> None:
         ),
         (lambda f: classifier().logits(TOKENS, mask=MASK * 0), "row 0 has no real token"),
         (lambda f: classifier().embeddings(TOKENS, mask=MASK * 0), "row 0 has no real token"),
-        (lambda f: classifier().embeddings(TOKENS, pooling="cls"), "pass 'mean' or 'last'"),
+        (
+            lambda f: classifier().embeddings(TOKENS, pooling="max"),
+            "pass 'mean' or 'last' or 'cls'",
+        ),
         (lambda f: create(LLAMA | {"architectures": ["LlamaForQuestions"]}, seed=0), "unknown"),
         (lambda f: classifier(problem_type="ranking"), "problem_type is 'ranking'; choose from"),
         (lambda f: classifier(labels=0), "num_labels is 0"),

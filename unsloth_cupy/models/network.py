@@ -30,7 +30,7 @@ from .folders.quantized_weights import trainable
 from .graphs import Graphs
 from .invariant import check_invariant, without_padding
 from .layers.attending import absorbs, attend_of, chunks_of, latents_of, project_of, whole_of
-from .layers.block import blocks, embedded, inputs_of_layers, rope_rows
+from .layers.block import blocks, embedded, inputs_of_layers, rope_rows, with_positions
 from .layers.call import Attention, Call, Gather, Mixtures, Recurrence, no_states
 from .layers.context import Context, own_tokens, token_numbers
 from .layers.head import logits_of
@@ -133,7 +133,10 @@ class Network(Summary):
     @property
     def trainable(self) -> dict[str, Array]:
         """The parameters with gradients: those of the adapter, or all without an adapter."""
-        return trainable(self.parameters) if self.adapter is None else self.adapter.parameters
+        if self.adapter is not None:
+            return self.adapter.parameters
+        unused = self.config.unused
+        return {n: value for n, value in trainable(self.parameters).items() if n not in unused}
 
     @property
     def dtype(self) -> Any:
@@ -227,6 +230,9 @@ class Network(Summary):
         context, rows = call.context, in_rows(tokens, arguments.get("offsets"))
         own = own_tokens(context, rows)
         branch = embedded(self.config, parameters, own, self.slices)
+        if self.config.embedding_norm is not None:
+            whole = call._replace(parameters=self.entered(parameters))
+            branch = with_positions(whole, own, branch)
         if self.noise is not None:
             branch = self.noise(branch, token_numbers(context, rows, self.first_token), context)
         inputs = inputs_of_layers(self.config, parameters, own, branch)
@@ -272,6 +278,8 @@ class Network(Summary):
         where = places(Angles(self.tables, self.config.ropes), tokens, mask, rows, offsets)
         if routes is not None:
             routes = self._checked(routes, tokens, where.offsets, context)
+        if not self.config.causal:
+            self._check_encoder(rows, context)
         if context is not None and self.config.sinks:
             problem = f"the attention of a {self.config.model_type} has sinks"
             cure = "divide the batch, not its tokens: --data-parallel, without --context-parallel"
@@ -346,6 +354,16 @@ class Network(Summary):
             numbers = range(experts.count)
             raise RangeError(f"Transformer: {problem}", expected=numbers, actual=int(routes.max()))
         return own_tokens(context, routes if offsets is None else routes.reshape(1, -1, *shape[2:]))
+
+    def _check_encoder(self, rows: Any, context: Context | None) -> None:
+        """Raise a ConfigError for a cache, or for ranks that divide tokens."""
+        kind = self.config.model_type
+        if rows is not None:
+            problem = f"a {kind} without a causal mask has no cache"
+            raise ConfigError(f"Transformer: {problem}; pass whole texts")
+        if context is not None:
+            cure = "divide the batch, not its tokens: --data-parallel, without --context-parallel"
+            raise ConfigError(f"Transformer: ranks do not divide the tokens of a {kind}; {cure}")
 
     def _check_recurrent(self, rows: Any, context: Context | None) -> None:
         """Raise a ConfigError if cache or context do not support recurrent layers."""

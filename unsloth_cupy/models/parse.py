@@ -19,10 +19,10 @@ from .configs.config import (
     Rope,
     Structure,
 )
-from .configs.families import FAMILIES
+from .configs.families import ENCODERS, FAMILIES
 from .configs.family import Family
 from .configs.gemma4_config import of_gemma4
-from .configs.heads import CAUSAL, NONE, head_of, labels_of
+from .configs.heads import CAUSAL, NONE, SEQUENCE, head_of, labels_of
 from .configs.kimi_config import of_kimi
 from .configs.parse_experts import experts_of
 from .configs.parse_layers import activation_of, by_layer_of, layers_of
@@ -46,6 +46,7 @@ QUANTIZED = ("bitsandbytes", "bitnet", GGUF, *KEYS)  # supported values of quant
 # properties of a family that are true, false, or the name of a key with that value
 FLAGS = ("qkv_bias", "output_bias", "mlp_bias", "head_bias", "interleaved", "parallel")
 CAUSALITY = {"use_bidirectional_attention": (None, False), "is_causal": (True,)}
+BOTH_WAYS = ("gemma3_text",)  # types whose class reads use_bidirectional_attention
 
 
 def parse(values: Mapping[str, Any], stored: Callable[[], Collection[str]] = tuple) -> Config:
@@ -63,9 +64,11 @@ def parse(values: Mapping[str, Any], stored: Callable[[], Collection[str]] = tup
     if not isinstance(values, Mapping):
         raise ConfigError(f"config: is {type(values).__name__}; it must be a dict of a config.json")
     body, values = body_of(values), text_config(values)
-    body = "" if head_of(values) == NONE else body
+    body = (
+        "" if head_of(values) == NONE else "bert." if values.get("model_type") == "bert" else body
+    )
     kind = values.get("model_type")
-    row = FAMILIES.get(kind) if isinstance(kind, str) else None
+    row = {**FAMILIES, **ENCODERS}.get(kind) if isinstance(kind, str) else None
     if row is None:
         family, values = recognised(values, parse_as, stored)
     else:
@@ -85,7 +88,10 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     )
     experts = experts_of(read, layers)
     facts = _quantization_of(values, family, experts)
-    for key, known_values in CAUSALITY.items():
+    causal = not family.encoder
+    if values["model_type"] in BOTH_WAYS and read.get("use_bidirectional_attention") is not None:
+        causal = not read.flag("use_bidirectional_attention")
+    for key, known_values in CAUSALITY.items() if causal else ():
         if key in values and values[key] not in known_values:
             problem = f"{key} is {str(values[key])[:CUT]}"
             raise ConfigError(f"config: {problem}; only causal models are supported")
@@ -103,6 +109,14 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     activation = activation_of(read)
     normed = read.resolve(family.query_key_if)
     head = head_of(values)
+    if family.encoder and read.get("is_decoder"):
+        raise ConfigError("config: is_decoder is true; only encoders of this type are supported")
+    if head == CAUSAL and not causal:
+        cure = "load it with head='none' or a classifier's head"
+        raise ConfigError(
+            f"config: a {values['model_type']} without a causal mask is an encoder, "
+            f"and architectures names the head of a language model; {cure}"
+        )
     read.flag("attention_bias")
     return Config(
         **_structure_of(read, layers),
@@ -117,7 +131,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         eps=read.number(family.eps) if isinstance(family.eps, str) else family.eps,
         activation=activation,
         layer_types=layer_types,
-        window=read.size("sliding_window") if SLIDING in layer_types else None,
+        window=_window_of(read, causal) if SLIDING in layer_types else None,
         chunk=read.size("attention_chunk_size") if CHUNKED in layer_types else None,
         ropes=ropes,
         **_scales_of(read, hidden, layers),
@@ -142,6 +156,10 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         space=state_space_of(read),
         conv=short_conv_of(read) if family.conv else None,
         **multipliers_of(read),
+        causal=causal,
+        token_types=read.size("type_vocab_size") if family.learned else 0,
+        classifier=family.classifier,
+        **_classifier_of(read, head),
         head=head,
         labels=labels_of(values, head),
         **by_layer,
@@ -157,12 +175,38 @@ def _structure_of(read: Reader, layers: int) -> dict[str, Any]:
         values["head_gate"] = read.flag(family.gate_if)
     if family.around_if is not None and not read.flag(family.around_if):
         values["norms"] = replace(family.norms, after_attention=None, after_mlp=None)
+    if family.norm_bias_if is not None:
+        values["norms"] = replace(family.norms, biases=read.flag(family.norm_bias_if))
+    if family.encoder and head_of(read.values) == NONE:  # what other heads compute
+        values["left_out"] += r"|head\.|score\."
     if values["parallel"]:
         values["norms"] = replace(family.norms, before_mlp=None)
     if shared := read.get("num_kv_shared_layers") if family.by_layer else 0:
         every = "|".join(map(str, range(layers - shared, layers)))
         values["left_out"] = rf"model\.layers\.({every})\.self_attn\.[kv]_(proj|norm)\."
     return values | ({"qkv_bias": False} if family.latent else {})
+
+
+def _window_of(read: Reader, causal: bool) -> int:
+    """Return the window of sliding layers: keys with the query's own, or the distance both ways."""
+    if "local_attention" in read.defaults:
+        return read.size("local_attention") // 2
+    return read.size("sliding_window") // (1 if causal else 2)
+
+
+def _classifier_of(read: Reader, head: str) -> dict[str, Any]:
+    """Return the settings of an encoder's classifier."""
+    if read.family.classifier != "head" or head != SEQUENCE:
+        return {
+            "classifier_bias": read.family.classifier == "head" and read.flag("classifier_bias")
+        }
+    pooling = read.get("classifier_pooling")
+    if pooling not in ("cls", "mean") or read.get("classifier_activation") != "gelu":
+        problem = f"classifier_pooling={pooling!r}, {read.get('classifier_activation')!r}"
+        raise ConfigError(
+            f"config: {problem}; a classifier has cls or mean, and the activation gelu"
+        )
+    return {"classifier_pooling": pooling, "classifier_bias": read.flag("classifier_bias")}
 
 
 def _quantization_of(

@@ -14,7 +14,7 @@ from ..ops.quantized.mxfp4 import mxfp4_quantize
 from ..ops.quantized.nf4 import nf4_quantize
 from ..ops.quantized.ternary_quantize import ternary_quantize
 from ..ops.quantized.weight import Quantized, in_blocks
-from .configs.names import HEAD, SCORE, TABLE, TABLE_OF_LAYERS, is_norm, is_router, is_stack
+from .configs.names import HEAD, INTO_LAYERS, SCORE, TABLE, is_norm, is_router, is_stack
 
 if TYPE_CHECKING:
     from .configs.config import Config
@@ -95,7 +95,8 @@ def left_dense(name: str, shape: Sequence[int], skip: Sequence[str], least: int)
         return "a router"
     if not is_stack(name) and (len(shape) != 2 or is_norm(name) or name.endswith("_bias")):
         return "not a matrix"
-    if name in (TABLE, HEAD, SCORE, TABLE_OF_LAYERS):
+    outside = ".layers." not in name and not name.startswith(INTO_LAYERS)
+    if name in (TABLE, HEAD, SCORE) or outside:
         return "read by the embedding or the loss"
     word = next((word for word in skip if word in name), None)
     if word is not None:

@@ -30,10 +30,11 @@ from .adapters.adapter import Adapter
 from .adapters.outer_weights import resized
 from .any_library import from_any_library
 from .configs.config import Config
-from .configs.heads import CAUSAL, SEQUENCE, pooled, require_head, sequence_scores
+from .configs.heads import CAUSAL, POOLINGS, SEQUENCE, pooled, require_head
 from .configs.names import HEAD, TABLE
 from .folders.checkpoint_files import SINGLE, Layout, write_folder
 from .folders.expert_files import saved_tensors
+from .folders.pooling import pooling_of
 from .folders.quantized_weights import in_folders, saved_config
 from .generation.conversations import Conversations
 from .generation.decoding import Decoding, free_pages
@@ -41,6 +42,7 @@ from .generation.rollouts import Rollouts
 from .generation.rollouts import rollouts as sampled
 from .generation.streaming import Continuation
 from .layers.context import Context, is_left_aligned
+from .layers.head import scores_of_texts
 from .loss import label_log_probs, mean_loss
 from .objective import TrainingStep, next_token
 from .ranks.gather import whole_parameters
@@ -205,7 +207,7 @@ class Transformer(Adapted):
         if config.head == SEQUENCE:
             x = self._whole_rows(parameters, tokens, mask, offsets, **options)
             with self.ordered():
-                return sequence_scores(parameters, x, mask, offsets)
+                return scores_of_texts(config, parameters, x, mask, offsets)
         x = self.hidden(parameters, tokens, mask=mask, offsets=offsets, **options)
         logits = self.next_logits(parameters, x)
         return logits.reshape(*tokens.shape, logits.shape[-1])
@@ -311,7 +313,7 @@ class Transformer(Adapted):
         *,
         mask: Array | None = None,
         offsets: Array | None = None,
-        pooling: str = "mean",
+        pooling: str | None = None,
     ) -> Array:
         """Return one vector of length 1 for each text, pooled from its last hidden states.
 
@@ -322,8 +324,10 @@ class Transformer(Adapted):
             As in ``logits``.
         offsets : (texts + 1,) int, optional
             As in ``logits``.  The result has one row for each packed text.
-        pooling : str
-            mean: the mean over real tokens; last: the state of the rightmost real token.
+        pooling : str, optional
+            mean: the mean over real tokens; last: the state of the rightmost real token; cls: the
+            state of the leftmost one.  None: as the files of sentence-transformers in the model's
+            folder say (``modules.json``, ``1_Pooling/config.json``), or mean without them.
 
         Returns
         -------
@@ -333,8 +337,9 @@ class Transformer(Adapted):
         Raises
         ------
         ConfigError
-            pooling is unknown, or a row has no real token.
+            pooling is unknown, a row has no real token, or the folder names another pooling.
         """
+        pooling = pooling_of(self.folder) or POOLINGS[0] if pooling is None else pooling
         x = self._whole_rows(self.entered(self.parameters), tokens, mask, offsets)
         return pooled(x, mask, offsets, pooling)
 

@@ -5,18 +5,16 @@ mrr           = mean over queries of 1 / (rank of the own document)
 """
 
 import dataclasses
-import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
 from ...core.dtypes import Array
 from ...errors import ConfigError
-from ...files import read_json
 from ...losses import contrastive
 from ...models.configs.heads import NONE, POOLINGS
+from ...models.folders.pooling import pooling_files
 from ...ops.linear.embedding import embedding
 from ..data.text import Batch
 from ..naming import named
@@ -25,8 +23,6 @@ from .method import averaged, stacked, starts_of, value_of
 from .scoring_methods import Scoring, texts_of
 
 TEMPERATURE = 0.05
-POOLING = "1_Pooling/config.json"  # a file of sentence-transformers
-MODULES = {"": "Transformer", "1_Pooling": "Pooling", "2_Normalize": "Normalize"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,7 +32,7 @@ class EmbedOptions:
     pooling: str | None = setting(
         "method",
         "embed: the embedding of a text is the mean of its hidden states, or the hidden state of"
-        " its last token.  [default: mean]",
+        " its last or first token (cls).  [default: as the folder's 1_Pooling says, or mean]",
         choices=POOLINGS,
         rare=True,
     )
@@ -53,11 +49,12 @@ class Embed(Scoring):
     head: str | None = NONE
     example: str = 'model.embeddings(model.tokenizer.encode("a text")[None], pooling="{pooling}")'
     plain: bool = True
+    of_folder: str | None = None  # the pooling that the files of the model's folder name
 
     @property
     def pooling(self) -> str:
         """The pooling of the hidden states of a text into one vector."""
-        return str(self.loss_options.get("pooling", POOLINGS[0]))
+        return str(self.loss_options.get("pooling") or self.of_folder or POOLINGS[0])
 
     def check(self, settings: Any) -> None:
         """Raise a ConfigError for microbatches: their documents would not be compared."""
@@ -121,18 +118,4 @@ class Embed(Scoring):
 
     def files(self, config: Any) -> dict[str, str]:
         """Return the files from which sentence-transformers reads the pooling."""
-        modes = {"mean": "pooling_mode_mean_tokens", "last": "pooling_mode_lasttoken"}
-        pooling = {"word_embedding_dimension": config.hidden}
-        pooling |= {mode: name == self.pooling for name, mode in modes.items()}
-        modules = [
-            {"idx": n, "name": str(n), "path": path, "type": f"sentence_transformers.models.{kind}"}
-            for n, (path, kind) in enumerate(MODULES.items())
-        ]
-        return {"modules.json": json.dumps(modules, indent=2), POOLING: json.dumps(pooling)}
-
-
-def pooling_of(folder: Path) -> str | None:
-    """Return the pooling that the files of a folder name, or None."""
-    if not (folder / POOLING).is_file():
-        return None
-    return "last" if read_json(folder / POOLING).get("pooling_mode_lasttoken") else "mean"
+        return dict(pooling_files(config.hidden, self.pooling))

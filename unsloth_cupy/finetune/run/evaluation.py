@@ -19,6 +19,7 @@ from ...files import path_of
 from ...machine import blas_threads, device_title, on_device, resolve_device
 from ...models.adapters.adapter_base import base_of
 from ...models.configs.heads import CAUSAL, NONE, SEQUENCE
+from ...models.folders.pooling import pooling_of
 from ...models.text.tokenizer import check_tokens
 from ...ops.common.checks import check_choice
 from ...placement import to_numpy
@@ -31,7 +32,6 @@ from ..data.text import Batch, Text, held_out_rows, resplit
 from ..data.tokenizer import encode, load_tokenizer
 from ..data.training_data import Shape, from_records
 from ..listener import announce
-from ..methods.embedding_method import pooling_of
 from ..methods.method import placed
 from ..methods.registry import METHODS
 from ..naming import named

@@ -23,6 +23,7 @@ from ...models.configs.config_files import GENERATION, read_config
 from ...models.configs.heads import CLASSIFIERS
 from ...models.configs.names import ADAPTED, SCORE, TABLE
 from ...models.folders.checkpoint_files import find_tensors
+from ...models.folders.pooling import pooling_of
 from ...models.gguf.export import check_tokenizer, why_no_file
 from ...models.gguf.opening import source_of
 from ...models.objective import Objective, next_token
@@ -40,6 +41,7 @@ from ..data.tokenizer import train_tokenizer
 from ..data.training_data import Shape, ends_of, from_records, from_text
 from ..data.turns import ending
 from ..listener import announce, reading
+from ..methods.embedding_method import Embed
 from ..methods.method import Method
 from ..methods.registry import METHODS
 from ..naming import named
@@ -273,7 +275,10 @@ def fitted(
     """Return the method of a plan, completed from the data (labels, number of classes)."""
     if source is None or isinstance(text, Text):
         return plan.learning
-    return plan.learning.fitted(text, values_of(source, plan, transformer))
+    learning = plan.learning.fitted(text, values_of(source, plan, transformer))
+    if isinstance(learning, Embed) and not learning.loss_options.get("pooling"):
+        learning = dataclasses.replace(learning, of_folder=pooling_of(source))
+    return learning
 
 
 def values_of(

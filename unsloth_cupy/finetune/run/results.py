@@ -11,6 +11,7 @@ from ...errors import ConfigError, printable
 from ...files import read_json
 from ...machine import SCREEN, console, cut, echo, echo_next, format_bytes
 from ...models.adapters.adapter_base import ADAPTER
+from ...models.folders.pooling import pooling_of
 from ...models.generation.streaming import NEW, TEMPERATURE, stream_text
 from ...models.quantizer import IN_FOLDERS
 from ..data.chat import Chat
@@ -168,7 +169,9 @@ def _calls(run: RunFolder) -> list[tuple[str, str]]:
     if Chat(run.model).stored:
         use = 'model.generate_text([{"role": "user", "content": "Hello"}])'
     if method.example:
-        use = method.example.format(pooling=values.get("pooling") or "mean")
+        use = method.example.format(
+            pooling=values.get("pooling") or pooling_of(run.model) or "mean"
+        )
     evaluation, export, merge = CALLS
     into, calls = values.get("merge_into"), [evaluation]
     if not method.example and into not in IN_FOLDERS and export_commands(run.model, run.folder):
@@ -188,7 +191,9 @@ def print_next_commands(run: RunFolder, *, err: bool = True) -> None:
         measure = [["evaluate", run.folder, "--data", held_out]]
     if method.example:  # the model does not generate text
         load = f"models.load({json.dumps(str(run.model))})"
-        used = method.example.format(pooling=values.get("pooling") or "mean")
+        used = method.example.format(
+            pooling=values.get("pooling") or pooling_of(run.model) or "mean"
+        )
         code = f"from unsloth_cupy import models; model = {load}; print({used})"
         echo_next(["python", "-c", code], *(["unsloth-cupy", *words] for words in measure), err=err)
         return

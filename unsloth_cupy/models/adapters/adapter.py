@@ -37,7 +37,7 @@ from ...ops.linear.lora_merge import lora_merge, row_norms
 from ...ops.quantized.weight import Quantized, held_arrays
 from ...parallel.taped import taped, value_of
 from ...placement import stream, to_device_of
-from ..configs.config import Config
+from ..configs.config import POOLER, Config
 from ..configs.heads import CAUSAL, NONE, SEQUENCE, TOKEN
 from ..configs.names import ADAPTED, HEAD, INDEXER, TABLE, TEXT, is_norm, is_router, stored_name
 from ..folders.checkpoint_files import write_folder
@@ -499,6 +499,8 @@ def create_adapter(
         "lora_alpha": 2 * rank if alpha is None else alpha,
         "lora_dropout": dropout,
         "target_modules": _target_modules(sorted({*chosen} - {*stacked}), config.body),
+        # the pooler's name ends as those of layers in blocks
+        "exclude_modules": [POOLER.removeprefix(TEXT)] if config.classifier == "pooler" else None,
         "use_rslora": rslora,
         "use_dora": dora,
         "bias": "none",

@@ -71,6 +71,11 @@ bamba: attention_bias=false attn_layer_indices hidden_act="silu" intermediate_si
  mamba_d_state=256 mamba_expand=2 mamba_n_groups=1 mamba_n_heads=128 mamba_proj_bias=false
  max_position_embeddings=262144 mlp_bias=false num_key_value_heads=8 num_logits_to_keep=1
  rms_norm_eps=1e-05 time_step_limit use_cache=true vocab_size=128000 z_loss_coefficient=0.0
+bert: add_cross_attention=false attention_dropout attention_probs_dropout_prob=0.1 embedding_size
+ eos_token_id hidden_act="gelu" hidden_dropout_prob=0.1 hidden_size=768 intermediate_size=3072
+ is_decoder=false layer_norm_eps=1e-12 max_position_embeddings=512 num_attention_heads=12
+ num_hidden_layers=12 rms_norm_eps rope_theta tie_word_embeddings=true type_vocab_size=2
+ use_cache=true vocab_size=30522
 bitnet: attention_bias=false eos_token_id=128001 hidden_act="relu2" hidden_size=2560
  intermediate_size=6912 num_attention_heads=20 num_hidden_layers=30 num_key_value_heads=5
  rms_norm_eps=1e-05 rope_theta=500000.0 use_cache=true vocab_size=128256
@@ -326,6 +331,14 @@ mixtral: hidden_act="silu" intermediate_size=14336 max_position_embeddings=13107
  num_experts_per_tok=2 num_key_value_heads=8 num_local_experts=8 output_router_logits=false
  rms_norm_eps=1e-05 rope_theta=1000000.0 router_aux_loss_coef=0.001 router_jitter_noise=0.0
  use_cache=true
+modernbert: attention_bias=false classifier_activation="gelu" classifier_bias=false
+ classifier_dropout=0.0 classifier_pooling="cls" cls_token_id decoder_bias=true
+ deterministic_flash_attn=false embedding_dropout=0.0 eos_token_id=50282 global_attn_every_n_layers
+ global_rope_theta hidden_activation="gelu" hidden_size=768 initializer_cutoff_factor=2.0
+ intermediate_size=1152 local_attention=128 local_rope_theta max_position_embeddings=8192
+ mlp_bias=false mlp_dropout=0.0 norm_bias=false norm_eps=1e-05 num_attention_heads=12
+ num_hidden_layers=22 rms_norm_eps rope_theta sparse_pred_ignore_index=-100 sparse_prediction=false
+ tie_word_embeddings=true vocab_size=50368
 nemotron: attention_bias=false eos_token_id=3 hidden_act="relu2" hidden_size=6144
  initializer_range=0.0134 intermediate_size=24576 max_position_embeddings=4096 mlp_bias=false
  norm_eps=1e-05 num_attention_heads=48 rms_norm_eps use_cache=true vocab_size=256000

@@ -1,7 +1,7 @@
 """The ``Config`` of a decoder-only transformer: settings that replace one class per family."""
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...core.dtypes import BFLOAT16, FLOAT32, FLOATS
@@ -22,6 +22,13 @@ BUFFERS = ("beta", "eps")  # constants of xielu that are stored and not trained
 CORRECTION = "e_score_correction_bias"  # bias of a router's choice, not trained by gradients
 EXPERT_BIAS = "expert_bias"  # the same in lfm2_moe
 STACKS, UNGATED = ("gate_up_proj", "down_proj"), ("up_proj", "down_proj")  # of experts
+OF_BERT = (  # tables of positions and of token types
+    *(
+        "model.embeddings.position_embeddings.weight",
+        "model.embeddings.token_type_embeddings.weight",
+    ),
+)
+POOLER = "model.pooler.dense"
 LATENT = ("fc1_latent_proj", "fc2_latent_proj")  # projections before and after latent experts
 
 
@@ -61,7 +68,7 @@ class Norms:
     after_attention: str | None = None
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
-    last: str = "norm"  # after all blocks
+    last: str | None = "norm"  # after all blocks
     kind: str = "rms"
     weights: bool = True
     biases: bool = False
@@ -81,6 +88,21 @@ class Names:
     attention: str = "self_attn"
     recurrent: str = "linear_attn"  # in layers without attention
     gate: str = "gate_proj"
+    query: str = "q_proj"
+    key: str = "k_proj"
+    value: str = "v_proj"
+    qkv: str = "qkv_proj"  # if one matrix stores all three
+    embeddings: str = "embed_tokens.weight"  # in files: the embedding table
+
+    @property
+    def projections(self) -> tuple[str, str, str]:
+        """The names of the query, key and value projections."""
+        return self.query, self.key, self.value
+
+    @property
+    def of_mlp(self) -> str:
+        """The prefix of an MLP's modules in a layer."""
+        return f"{self.mlp}." if self.mlp else ""
 
 
 OWN_NAMES = Names()
@@ -106,6 +128,9 @@ class Structure:
     gate: bool = True
     sinks: bool = False
     left_out: str = ""  # pattern of tensor names that are not loaded: multi-token prediction layers
+    embedding_norm: str | None = None  # norm of the embeddings
+    first_norm: bool = True  # whether the first block has a norm before its attention
+    post_norm: bool = False  # norms of sums: x = norm(x + branch(x))
     delta_norms: Norms | None = None  # norms of blocks with a delta rule, if other than ``norms``
     gated: bool = False  # attention's output has a gate, which the query projection also computes
     head_gate: bool = False  # a gate multiplies each head's output: one number, from ``g_proj``
@@ -393,6 +418,10 @@ class Config(Structure):
                     at the end of the block; 0: none
     latent          sizes of latent attention; ``dim`` is then the head dimension in caches
     experts         the mixture of experts
+    causal          whether queries attend to no later keys; False for encoders, which are no
+                    language models
+    token_types     rows of the table of token types, of which texts use the first; 0: no table.
+                    Models with this table also have a table of positions
     body            prefix of the body's modules in transformers' model; multimodal models have
                     another one
     head            one of ``heads.HEADS``; only the head of a language model can be ``tied``
@@ -427,6 +456,11 @@ class Config(Structure):
     bit_layers: bool = False
     inverse_scales: bool = False
     body: str = TEXT
+    causal: bool = True
+    token_types: int = 0
+    classifier: str = "score"  # see ``Family``
+    classifier_pooling: str = "cls"
+    classifier_bias: bool = False
     rotated: tuple[bool, ...] = ()
     interleaved: bool = False
     query_key_biases: bool = False
@@ -503,7 +537,14 @@ class Config(Structure):
 
     def norms_of(self, layer: int) -> Norms:
         """Return the norms of a block."""
-        return self.delta_norms or self.norms if not self.attends(layer) else self.norms
+        norms = self.delta_norms or self.norms if not self.attends(layer) else self.norms
+        return norms if layer or self.first_norm else replace(norms, before_attention=None)
+
+    @property
+    def unused(self) -> set[str]:
+        """The parameters that files have, and that nothing computes with: BERT's pooler."""
+        used = self.classifier != "pooler" or self.head == "sequence_classification"
+        return set() if used else {f"{POOLER}.weight", f"{POOLER}.bias"}
 
     def window_of(self, layer: int) -> int | None:
         """Return the number of keys a query of this layer attends to, with its own; None: all."""
@@ -535,19 +576,35 @@ class Config(Structure):
             shapes["model.embed_tokens_per_layer.weight"] = tokens, every
             shapes["model.per_layer_model_projection.weight"] = every, self.hidden
             shapes["model.per_layer_projection_norm.weight"] = (size,)
+        for name, rows in zip(OF_BERT, (self.positions, self.token_types), strict=True):
+            shapes |= {name: (rows, self.hidden)} if self.token_types else {}
+        if self.embedding_norm:
+            shapes |= self._norm_shapes(f"model.{self.embedding_norm}")
         for layer in range(self.layers):
             for name, shape in self._block_shapes(layer):
                 shapes[f"model.layers.{layer}.{name}"] = shape
-        shapes |= self._norm_shapes(f"model.{self.norms.last}")
+        shapes |= self._norm_shapes(f"model.{self.norms.last}") if self.norms.last else {}
+        shapes |= self._classifier_shapes()
         if self.head == "causal_lm" and not self.tied:
             shapes["lm_head.weight"] = (self.vocab, self.hidden)
         if self.head == "causal_lm" and self.head_bias:
             shapes["lm_head.bias"] = (self.vocab,)
         if self.labels:
             shapes["score.weight"] = (self.labels, self.hidden)
-        if self.head == "token_classification":
+        if self.head == "token_classification" or (self.labels and self.classifier != "score"):
             shapes["score.bias"] = (self.labels,)
         return shapes
+
+    def _classifier_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of what an encoder computes between its states and ``score``."""
+        square, row = (self.hidden, self.hidden), (self.hidden,)
+        if self.classifier == "pooler":
+            return {f"{POOLER}.weight": square, f"{POOLER}.bias": row}
+        if self.classifier == "score" or not self.labels:
+            return {}
+        shapes: dict[str, tuple[int, ...]] = {"head.dense.weight": square}
+        shapes |= {"head.dense.bias": row} if self.classifier_bias else {}
+        return shapes | self._norm_shapes("head.norm")
 
     def _norm_shapes(self, name: str) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a norm's parameters."""
@@ -620,14 +677,18 @@ class Config(Structure):
         module = self.names.attention
         kv_heads, dim = self.heads_of(layer)
         queries, keys = self.heads * dim, kv_heads * dim
+        lengths = {"q": queries * (1 + self.gated), "k": keys, "v": keys}
+        letters, names = (
+            self.projections_of(layer),
+            dict(zip("qkv", self.names.projections, strict=True)),
+        )
+        sizes = {names[letter]: lengths[letter] for letter in letters}
         if "qkv" in self.fused:
-            yield f"{module}.qkv_proj.weight", (queries + 2 * keys, self.hidden)
-        for name in self.projections_of(layer):
-            size = queries * (1 + self.gated) if name == "q" else keys
-            if "qkv" not in self.fused:
-                yield f"{module}.{name}_proj.weight", (size, self.hidden)
+            sizes = {self.names.qkv: queries + 2 * keys}
+        for name, size in sizes.items():
+            yield f"{module}.{name}.weight", (size, self.hidden)
             if self.qkv_bias:
-                yield f"{module}.{name}_proj.bias", (size,)
+                yield f"{module}.{name}.bias", (size,)
 
     def _feed_forward_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of a block's MLP, or of its experts."""
@@ -635,20 +696,20 @@ class Config(Structure):
         if self.experts is not None and sparse:
             yield from self._experts_shapes(self.experts)
         if self.experts is None or not sparse or self.experts.beside:
-            yield from self._mlp_shapes(self.names.mlp, self.inner_of(layer))
+            yield from self._mlp_shapes(self.names.of_mlp, self.inner_of(layer))
 
-    def _mlp_shapes(self, module: str, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def _mlp_shapes(self, prefix: str, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of a dense MLP."""
         hidden, names = self.hidden, self.names
         projections = {names.gate_up: 2 * inner} if "mlp" in self.fused else {}
         projections |= {names.gate: inner} if self.gate and not projections else {}
         projections |= {} if "mlp" in self.fused else {names.up: inner}
         for name, size in projections.items():
-            yield f"{module}.{name}.weight", (size, hidden)
-        yield f"{module}.{names.down}.weight", (hidden, inner)
+            yield f"{prefix}{name}.weight", (size, hidden)
+        yield f"{prefix}{names.down}.weight", (hidden, inner)
         if self.mlp_bias:
-            yield from ((f"{module}.{name}.bias", (size,)) for name, size in projections.items())
-            yield f"{module}.{names.down}.bias", (hidden,)
+            yield from ((f"{prefix}{name}.bias", (size,)) for name, size in projections.items())
+            yield f"{prefix}{names.down}.bias", (hidden,)
 
     def _experts_shapes(self, experts: Experts) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of a router, its experts and the shared expert."""
@@ -668,7 +729,7 @@ class Config(Structure):
                 if self.mlp_bias:
                     yield f"{module}{name}.bias", (rows,)
         if experts.shared:
-            yield from self._mlp_shapes(experts.shared_module, experts.shared)
+            yield from self._mlp_shapes(f"{experts.shared_module}.", experts.shared)
         if experts.shared_gate:
             yield f"{experts.shared_module}_gate.weight", (1, hidden)
 

@@ -76,6 +76,12 @@ class Family(Structure):
     activation: str = "hidden_act"
     gate_if: str | None = None  # key that says whether heads have a gate: see ``head_gate``
     around_if: str | None = None  # key that says whether norms after branches exist
+    norm_bias_if: str | None = None  # key that says whether norms have biases
+    encoder: bool = False  # without a causal mask, and without a head of a language model
+    # what a classifier computes from states: "score", a product; "pooler", tanh(dense(first)) and
+    # then score; "head", norm(act(dense(pooled))) and then score
+    classifier: str = "score"
+    learned: bool = False  # tables of positions and of token types are added to embeddings
     conv: bool = False  # some layers have a short convolution in place of attention
 
     @property

@@ -39,7 +39,8 @@ ENDS = {  # suffixes of class names in config.json
 }
 LABELS = ("id2label", "label2id", "num_labels", "problem_type")  # keys of classifiers
 PROBLEMS = ("regression", "single_label_classification", "multi_label_classification")
-POOLINGS = ("mean", "last")
+OF_ENCODERS = ("dense.weight", "dense.bias", "norm.weight", "norm.bias")
+POOLINGS = ("mean", "last", "cls")
 
 
 # ---- config.json --------------------------------------------------------------------------------
@@ -134,7 +135,8 @@ def chosen(values: Mapping[str, Any], head: str | None, labels: int | None) -> C
     if labels is not None:
         texts["num_labels"] = labels
     scores = frozenset({SCORE, SCORE_BIAS})
-    return Choice(texts, scores if known or not labels else frozenset(), scores | {HEAD})
+    encoders = frozenset({f"head.{each}" for each in OF_ENCODERS})
+    return Choice(texts, scores if known or not labels else frozenset(), scores | encoders | {HEAD})
 
 
 # ---- logits and embeddings ----------------------------------------------------------------------
@@ -189,7 +191,8 @@ def check_real(call: str, real: Any) -> None:
 def pooled(x: Any, mask: Any, offsets: Any, pooling: str) -> Any:
     """Return one vector of length 1 for each row of x or packed text, in float32 or wider.
 
-    p = mean of the hidden states at real tokens, or the last hidden state      y = p / ‖p‖
+    p = mean of the hidden states at real tokens, or the last or the first hidden state
+    y = p / ‖p‖
     """
     if pooling not in POOLINGS:
         choices = " or ".join(map(repr, POOLINGS))
@@ -197,8 +200,10 @@ def pooled(x: Any, mask: Any, offsets: Any, pooling: str) -> Any:
     value = getattr(x, "value", x)
     real = tokens_of_texts(value, mask, offsets)
     check_real("embeddings", real)
-    if pooling == "last":
-        numbers = np.arange(1, real.shape[1] + 1, like=real) * real
+    if pooling != "mean":
+        length = real.shape[1]
+        numbers = np.arange(1, length + 1, like=real)
+        numbers = (numbers if pooling == "last" else length + 1 - numbers) * real
         real = numbers == numbers.max(axis=1)[:, None]
     wide = np.promote_types(value.dtype, FLOAT32)
     weights = real.astype(value.dtype)

@@ -5,6 +5,7 @@
     model.language_model.layers.0.mlp.up_proj.weight         a multimodal model
     language_model.model.layers.0.mlp.up_proj.weight         a multimodal model in older files
     backbone.layers.0.mixer.in_proj.weight                   a model without attention
+    encoder.layer.0.attention.self.query.weight              BERT: model.layers.0...
 
 Only the language model of a multimodal model is loaded.
 """
@@ -21,11 +22,23 @@ SCORE, SCORE_BIAS = "score.weight", "score.bias"  # head of a classifier
 TEXT, IMAGES = "model.", "model.language_model."  # prefixes of a body's modules
 BACKBONE, EMBEDDINGS = "backbone.", "model.embeddings.weight"  # Mamba's names of a body and a table
 BODY = re.compile(
-    r"(?:(?:model|language_model|text_model|backbone)\.){0,3}"
+    r"(?:(?:model|language_model|text_model|backbone|bert)\.){0,3}"
     r"(?=(?:embed_tokens|embeddings|layers|norm|norm_f|final_layernorm|embed_tokens_per_layer"
-    r"|per_layer_model_projection|per_layer_projection_norm|embedding_norm)\.)"
+    r"|per_layer_model_projection|per_layer_projection_norm|embedding_norm|final_norm"
+    r"|encoder\.layer|pooler)\.)"
 )
 HEADS = re.compile(r"language_model\.(?=lm_head\.)")
+TABLES = dict.fromkeys(  # names of the embedding table
+    (
+        EMBEDDINGS,
+        "model.embeddings.word_embeddings.weight",
+        "model.embeddings.tok_embeddings.weight",
+    ),
+    TABLE,
+)
+LABELLED = {"classifier.weight": SCORE, "classifier.bias": SCORE_BIAS}  # of encoders
+BERT = "model.encoder.layer."  # for model.layers.
+OF_BERT = re.compile(r"layers\.(?=\d+\.(attention\.(self|output)|intermediate|output)\.)")
 ROLES = {
     **{"input_linear": "gate_up_proj", "output_linear": "down_proj", "w1": "gate_proj"},
     **dict.fromkeys(("dense", "out_proj"), "o_proj"),
@@ -48,13 +61,15 @@ def parameter_name(stored: str) -> str | None:
         return None
     if body := BODY.match(stored):
         own = stored if body[0] == TEXT else TEXT + stored[body.end() :]
-        return TABLE if own == EMBEDDINGS else own
-    return HEADS.sub("", stored)
+        own = own.replace(BERT, "model.layers.", 1) if own.startswith(BERT) else own
+        return TABLES.get(own, own)
+    return LABELLED.get(stored) or HEADS.sub("", stored)
 
 
 def is_norm(name: str) -> bool:
     """Return whether a parameter is the weight of a norm, which may have a row for each head."""
-    return name.endswith(("norm.weight", "layernorm_1.weight", "layernorm_2.weight"))
+    endings = "norm.weight", "LayerNorm.weight", "layernorm_1.weight", "layernorm_2.weight"
+    return name.endswith(endings)
 
 
 def is_attention(config: Any, name: str) -> bool:
@@ -80,4 +95,7 @@ def role_of(module: str) -> str:
 
 def stored_name(module: str, prefix: str) -> str:
     """Return a module's name in a model whose body has this prefix."""
-    return prefix + module.removeprefix(TEXT) if module.startswith(TEXT) else module
+    if not module.startswith(TEXT):
+        return module
+    own = module.removeprefix(TEXT)
+    return prefix + (f"encoder.layer.{own[len('layers.') :]}" if OF_BERT.match(own) else own)

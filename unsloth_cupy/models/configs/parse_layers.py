@@ -113,8 +113,7 @@ def _types(read: Reader, layers: int, rotated: tuple[bool, ...] = ()) -> tuple[s
     if windows == "chunked":
         return _chunked(read, layers, rotated)
     if windows == "typed":
-        sliding = {SLIDING} if "sliding_window" in read.defaults else set[str]()
-        return _checked(read.get("layer_types"), {FULL, CONV} | sliding, layers)
+        return _typed(read, layers)
     by_flag = windows in ("flagged", "late", "early", "unrotated")
     if windows == "none" or (by_flag and not read.flag("use_sliding_window")):
         return (FULL,) * layers
@@ -130,6 +129,14 @@ def _types(read: Reader, layers: int, rotated: tuple[bool, ...] = ()) -> tuple[s
     if SLIDING in types and window is None:
         raise ConfigError("config: layer_types has sliding layers; add sliding_window")
     return tuple(types)
+
+
+def _typed(read: Reader, layers: int) -> tuple[str, ...]:
+    """Return the type of each layer of an encoder, or of a family with short convolutions."""
+    if read.family.encoder:
+        return _of_encoder(read, layers)
+    sliding = {SLIDING} if "sliding_window" in read.defaults else set[str]()
+    return _checked(read.get("layer_types"), {FULL, CONV} | sliding, layers)
 
 
 def _chunked(read: Reader, layers: int, rotated: tuple[bool, ...]) -> tuple[str, ...]:
@@ -161,6 +168,14 @@ def _linear(read: Reader, layers: int) -> tuple[str, ...]:
             types[-1] = FULL  # at least one layer must have attention
         return tuple(types)
     return _checked(types, {FULL, LINEAR, MLP} if read.family.single else {FULL, LINEAR}, layers)
+
+
+def _of_encoder(read: Reader, layers: int) -> tuple[str, ...]:
+    """Return the types of layers: those of layer_types, or every n-th with full attention."""
+    if (types := read.get("layer_types")) is None:
+        every = read.size("global_attn_every_n_layers")
+        types = [SLIDING if layer % every else FULL for layer in range(layers)]
+    return _checked(types, {FULL, SLIDING}, layers)
 
 
 def _checked(types: Any, known: set[str], layers: int) -> tuple[str, ...]:

@@ -37,12 +37,17 @@ def _rope_of(read: Reader, kind: str, dim: int) -> Rope:
     The newer form is ``rope_parameters``, for all layers or by layer type; the older one is
     ``rope_theta``, ``rope_scaling`` and, in Gemma 3, ``rope_local_base_freq``.
     """
+    read = _of_modernbert(read) if "global_rope_theta" in read.defaults else read
     parameters = _parameters(read, kind)
     base = Reader(parameters, read.family).number("rope_theta")
     if base <= 0:
         raise ConfigError("config: rope_theta is 0; it must be positive")
     name = parameters.get("rope_type") or parameters.get("type") or "default"
-    if "qkv" in read.family.fused and name in ("su", "yarn"):  # Phi-3's old names of longrope
+    if (
+        "qkv_proj" in read.family.names.qkv
+        and "qkv" in read.family.fused
+        and name in ("su", "yarn")
+    ):  # Phi-3's old names of longrope
         name = "longrope"
     if name not in ("default", "longrope") and parameters.get("short_mscale") is not None:
         raise ConfigError(f"config: short_mscale is for longrope only, and rope_type is {name!r}")
@@ -74,6 +79,13 @@ def _rope_of(read: Reader, kind: str, dim: int) -> Rope:
         parameters["factor"] = positions / original
     grows = original if name in GROWING else None
     return _checked(Rope(int(dim * share), base, parameters, grows, growth))
+
+
+def _of_modernbert(read: Reader) -> Reader:
+    """Return a reader in which ModernBERT's older keys have the names that other families use."""
+    older = {"global_rope_theta": "rope_theta", LOCAL: LOCAL, "local_rope_theta": LOCAL}
+    both = {new: read.get(key) for key, new in older.items() if read.get(key) is not None}
+    return Reader({**read.values, **both}, read.family)
 
 
 def _share(read: Reader, name: str, dim: int, share: Any) -> float:

@@ -25,7 +25,7 @@ from ...files import of_library, path_of, read_json, regular, replacing_files
 from ...machine import format_bytes
 from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
-from ..configs.config import Config
+from ..configs.config import POOLER, Config
 from ..configs.heads import OWN, Choice
 from ..configs.names import HEAD, TABLE, parameter_name
 from ..configs.text_configs import text_config
@@ -98,7 +98,9 @@ def find_tensors(
         homes[name] = home._replace(dtype=FLOATS[2] if table is None else table.dtype)
     if config.tied and HEAD in homes:
         _check_tied(folder, homes)
-    if missing := [name for name in shapes if name not in {*homes, *choice.optional}]:
+    optional = {*homes, *choice.optional, *config.unused}
+    optional |= {each for each in shapes if each.startswith(POOLER)} if choice.optional else set()
+    if missing := [name for name in shapes if name not in optional]:
         more = f" and {len(missing) - 1} more are" if len(missing) > 1 else " is"
         raise ConfigError(
             f"{folder}: tensor {missing[0]!r}{more} missing in {', '.join(files) or INDEX}; copy"

@@ -13,6 +13,7 @@ from ...errors import ConfigError
 from ...machine import check_bytes, on_device
 from ...parallel.communicator import Communicator, check_communicator
 from ..configs.config import SCALAR, Config
+from ..configs.names import is_norm
 from ..configs.text_configs import text_config
 from ..parse import parse
 from ..transformer import Transformer
@@ -96,7 +97,7 @@ def drawn(config: Config, name: str, kind: Any, seed: list[int]) -> Array:
         return np.log(np.random.default_rng(seed).uniform(*DECAYS, shape)).astype(kind)
     if name.endswith(ONES) or re.search(r"layernorm\.norms\.\d+\.weight$", name):
         return np.ones(shape, kind)
-    if name.endswith("norm.weight"):
+    if is_norm(name):
         return np.full(shape, 1 - config.norm_offset, kind)
     if name.endswith(".bias"):
         return np.zeros(shape, kind)

@@ -23,7 +23,15 @@ from ...ops.quantized.mxfp4 import Mxfp4
 from ...ops.quantized.nf4 import Nf4
 from ...ops.quantized.weight import Quantized
 from ..configs.config import CORRECTION, STACKS, Config, Delta, Experts
-from ..configs.names import BACKBONE, EMBEDDINGS, TABLE, TEXT, is_stack
+from ..configs.names import (
+    BACKBONE,
+    EMBEDDINGS,
+    LABELLED,
+    TABLE,
+    TEXT,
+    is_stack,
+    stored_name,
+)
 from ..quantizer import KINDS
 from .quantized_weights import packed_stacks
 
@@ -153,9 +161,22 @@ def places(config: Config) -> dict[str, Place]:
         tensors |= dict(_of_olmo(config))
     if config.delta is not None and config.delta.stored == "short":
         tensors |= dict(_of_kimi(config, config.delta))
+    tensors |= dict(_without_prefix(config, {place.parameter for place in tensors.values()}))
     if config.head_gate:
         tensors |= dict(_of_gates(config))
     return tensors
+
+
+def _without_prefix(config: Config, others: Collection[str]) -> Iterator[tuple[str, Place]]:
+    """Yield the tensors of encoders, and of bodies without a head, which have no prefix."""
+    table, labelled = config.names.embeddings, {new: old for old, new in LABELLED.items()}
+    if config.causal and config.body != "":
+        return
+    for name, shape in config.shapes().items():
+        own = config.body + table if name == TABLE else stored_name(name, config.body)
+        own = own if config.classifier == "score" else labelled.get(name, own)
+        if own != name and name not in others:
+            yield own, Place(name, shape)
 
 
 def _of_gates(config: Config) -> Iterator[tuple[str, Place]]:

@@ -52,11 +52,11 @@ def _attention(call: Call, layer: int, module: str, x: Any) -> Any:
         out = latent_attention_heads(call, config.latent, layer, module, x)
         return _output(call, module, out)
     if "qkv" in config.fused:
-        (fused,) = call.project(call.parameters, [module + "qkv_proj"], x)
+        (fused,) = call.project(call.parameters, [module + config.names.qkv], x)
         q, k, v = split(fused, (queries, keys, keys))
     else:
-        letters = config.projections_of(layer)
-        names = [f"{module}{name}_proj" for name in letters]
+        letters, modules = config.projections_of(layer), config.names.projections
+        names = [f"{module}{modules['qkv'.index(letter)]}" for letter in letters]
         projected = call.project(call.parameters, names, x)
         if letters == "q":
             q = projected[0].reshape(batch, tokens, config.heads, dim)

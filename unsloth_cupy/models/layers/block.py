@@ -4,6 +4,7 @@
     y = h + norm(mlp(norm(h)))          the config has which of the four norms exist
     y = x + attention(norm(x)) + mlp(norm(x))                   in parallel blocks
     y = x + branch(norm(x))                                     in blocks with a single branch
+    h = norm(x + attention(x))      y = norm(h + mlp(h))        in BERT
 
 A residual sum and the norm after it are one op, so a block returns the two terms of its sum:
 (branch, stream).  Parameters have their Hugging Face names; biases are optional.
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from ...core.dtypes import Array
-from ...errors import naming
+from ...errors import ConfigError, naming
 from ...ops.activations.geglu import geglu
 from ...ops.elements.arithmetic import add, scale, scale_by
 from ...ops.linear.linear import linear
@@ -29,7 +30,7 @@ from ...placement import stream
 from ...training.checkpoint import CheckpointConfig, checkpoint
 from ..adapters.adapter import PREFIX
 from ..adapters.outer_weights import embedding_of
-from ..configs.config import MLP, SCALAR, Config, Rope
+from ..configs.config import MLP, OF_BERT, SCALAR, Config, Rope
 from ..configs.names import INTO_LAYERS, TABLE_OF_LAYERS
 from ..ranks.division import Division, entered, joined
 from .attention_branch import attention_branch
@@ -106,6 +107,24 @@ def inputs_of_layers(
     own = rms_norm(own, parameters["model.per_layer_projection_norm.weight"], eps=config.eps)
     both = scale(add(own.reshape(*rows.shape), rows), factor=2**-0.5)
     return tuple(split(both, (size,) * config.layers))
+
+
+def with_positions(call: Call, tokens: Any, x: Any) -> Any:
+    """Return embeddings plus positions and token types, if the model has them, and their norm."""
+    config, parameters = call.config, call.parameters
+    if config.token_types:
+        positions = call.attention.positions
+        if positions is None:
+            positions = np.broadcast_to(np.arange(tokens.shape[1], like=tokens), tokens.shape)
+        if tokens.shape[1] > config.positions and call.recurrence.offsets is None:
+            problem = f"{tokens.shape[1]} tokens, and the table has {config.positions} positions"
+            raise ConfigError(f"Transformer: a row has {problem}; cut the text")
+        places, types = (
+            embedding_of(ids, parameters[name])
+            for ids, name in zip((positions, np.zeros_like(tokens)), OF_BERT, strict=True)
+        )
+        x = add(add(x, types), places)
+    return join(call, "model.", config.embedding_norm, x, None)[0]
 
 
 def blocks(
@@ -190,6 +209,10 @@ def block(call: Call, layer: int, branch: Any, stream: Any, last: bool = False) 
     norms, prefix, config = call.config.norms_of(layer), f"model.layers.{layer}.", call.config
     x, stream = join(call, prefix, norms.before_attention, branch, stream)
     ranks = call.division
+    if config.post_norm:  # x is the sum: there is no norm before the branches
+        branch = attention_branch(call, layer, prefix, x)
+        x, _ = join(call, prefix, norms.after_attention, branch, x)
+        return join(call, prefix, norms.after_mlp, mlp_branch(call, layer, prefix, x), x)[0], None
     if config.single:
         if config.layer_types[layer] == MLP:
             return mlp_branch(call, layer, prefix, x, last), stream

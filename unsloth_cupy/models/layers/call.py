@@ -85,8 +85,10 @@ class Call(NamedTuple):
     def options(self, layer: int) -> dict[str, Any]:
         """Return the options of a layer's attention."""
         window = self.config.window_of(layer)  # counts the query itself; attention's does not
-        options: dict[str, Any] = {"causal": True, "scale": self.config.scale}
+        options: dict[str, Any] = {"causal": self.config.causal, "scale": self.config.scale}
         options |= {"softcap": self.config.softcap}
+        if not self.config.causal:  # the window of an encoder is a distance, to both sides
+            return options | {"window": None if window is None else (window, window)}
         return options | {"window": None if window is None else (window - 1, 0)}
 
 

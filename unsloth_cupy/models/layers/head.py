@@ -9,15 +9,26 @@ from ...core.arrays import contiguous
 from ...core.dtypes import FLOAT32, Array
 from ...ops.common.gemm import gemm
 from ...ops.elements.arithmetic import scale
+from ...ops.linear.embedding import embedding
 from ...ops.linear.linear import linear
+from ...ops.norms.layer_norm import layer_norm
 from ...parallel.taped import taped, value_of
 from ...parallel.tensor import all_gather
 from ...training.tape import Gradients, add_up
 from ...training.variable import Var
-from ..configs.config import Config
-from ..configs.heads import CAUSAL, SEQUENCE, TOKEN, require_head
+from ..configs.config import POOLER, Config
+from ..configs.heads import (
+    CAUSAL,
+    SEQUENCE,
+    TOKEN,
+    check_real,
+    require_head,
+    sequence_scores,
+    tokens_of_texts,
+)
 from ..configs.names import SCORE, SCORE_BIAS
 from ..ranks.division import Division, entered
+from .elements import gelu
 
 BIAS = "lm_head.bias"
 ALIGNED = 8  # number of 16-bit values in one access of 16 bytes
@@ -101,6 +112,61 @@ def logits_of(
     y = Var(capped(config, logits.value), logits.tape)
     logits.tape.note(CapRecord({"x": logits.value}, {"x": logits.index}, {"y": y.index}, cap))
     return y
+
+
+def scores_of_texts(
+    config: Config, parameters: Mapping[str, Any], x: Any, mask: Any, offsets: Any
+) -> Any:
+    """Return a classifier's logits of texts from normalised hidden states: (texts, labels)."""
+    if config.classifier == "score":
+        return sequence_scores(parameters, x, mask, offsets)
+    rows = encoder_rows(config, parameters, x, mask, offsets)
+    return linear(rows, parameters[SCORE], parameters[SCORE_BIAS])
+
+
+def encoder_rows(
+    config: Config, parameters: Mapping[str, Any], x: Any, mask: Any, offsets: Any
+) -> Any:
+    """Return a row for each text, of which ``score`` is a product: (texts, hidden).
+
+    BERT: tanh(dense(first state)).  ModernBERT: norm(gelu(dense(p))), where p is the first state or
+    the mean of all states.
+    """
+    real = tokens_of_texts(value_of(x), mask, offsets)  # (texts, tokens)
+    check_real("logits", real)
+    batch, tokens, hidden = x.shape
+    if config.classifier == "pooler" or config.classifier_pooling == "cls":
+        first = real.argmax(axis=1)
+        if offsets is None:
+            first = first + np.arange(batch, like=first) * tokens
+        row = embedding(first, x.reshape(-1, hidden))
+    else:
+        row = _mean(x, real, packed=offsets is not None)
+    if config.classifier == "pooler":
+        y = linear(row, parameters[f"{POOLER}.weight"], parameters[f"{POOLER}.bias"])
+        value = np.tanh(value_of(y))
+        return taped("tanh", value, lambda dy, wanted: {"x": dy * (1 - value * value)}, x=y)
+    y = gelu(
+        linear(row, parameters["head.dense.weight"], parameters.get("head.dense.bias")),
+        approximate=False,
+    )
+    norm = parameters["head.norm.weight"], parameters.get("head.norm.bias")
+    return layer_norm(y, *norm, eps=config.eps)
+
+
+def _mean(x: Any, real: Array, *, packed: bool) -> Any:
+    """Return the mean of each text's states; ``packed``: all texts are in one row."""
+    value = value_of(x)
+    weights = (real / real.sum(axis=1)[:, None]).astype(value.dtype)  # (texts, tokens)
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        if packed:
+            return {"x": gemm(weights.T, dy, dtype=value.dtype)[None]}
+        return {"x": weights[..., None] * dy[:, None]}
+
+    y = gemm(weights, value[0], dtype=value.dtype) if packed else None
+    y = gemm(weights[:, None], value, dtype=value.dtype)[:, 0] if y is None else y
+    return taped("mean", y, back, x=x)
 
 
 def _tanh(logits: Array, cap: float) -> Any:

@@ -25,7 +25,7 @@ def mlp_branch(call: Call, layer: int, prefix: str, x: Any, unread: bool = False
     """
     experts = call.config.experts
     if experts is None or not experts.sparse[layer] or experts.beside:
-        return _dense_mlp(call, f"{prefix}{call.config.names.mlp}.", x, unread)
+        return _dense_mlp(call, f"{prefix}{call.config.names.of_mlp}", x, unread)
     module = prefix + experts.prefix
     y = experts_of_tokens(call, layer, module, x, unread and not experts.shared)
     if not experts.shared:

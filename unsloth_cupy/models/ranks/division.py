@@ -112,6 +112,9 @@ class Division:
             problem = f"experts and MLP of a {config.model_type} have a norm before their sum"
             cure = "use a pipeline, ranks of experts, DataParallel or Zero3"
             raise ConfigError(f"Division: {problem}, which ranks do not divide; {cure}")
+        if not config.causal and (ranks > 1 or stages is not None):
+            cure = "divide the batch (DataParallel), or store parts of its weights (Zero3)"
+            raise ConfigError(f"Division: ranks do not divide a {config.model_type}; {cure}")
         check_divides(config, ranks)
         self.times = max(1, ranks // config.kv_heads)  # number of ranks that store the same KV head
         mixture = config.experts

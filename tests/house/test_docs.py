@@ -313,6 +313,7 @@ PROPERTIES: dict[str, Callable[[Family], Any]] = {  # rows of the table, by thei
     "a [gated delta rule]": lambda family: family.delta,
     "the [recurrence of Mamba2]": lambda family: family.space,
     "a [short convolution]": lambda family: family.conv,
+    "[lightning attention]": lambda family: family.lightning,
     "latent attention": lambda family: family.latent,
 }
 

@@ -570,6 +570,14 @@ MIXTURES: dict[str, dict[str, Any]] = {
         **{"num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False},
         **{"tie_word_embeddings": False, "layer_types": ["full_attention", "conv", "conv"]},
     },
+    "minimax": {
+        "model_type": "minimax",
+        **{"num_local_experts": 4, "head_dim": 12, "block_size": 8, **BALANCED},
+        **{"full_attn_alpha_factor": 1.2, "full_attn_beta_factor": 0.8},
+        **{"linear_attn_alpha_factor": 0.9, "linear_attn_beta_factor": 1.3},
+        **{"mlp_alpha_factor": 1.1, "mlp_beta_factor": 0.7},
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
     "qwen3_next": {
         "model_type": "qwen3_next",
         **RULE,

@@ -18,7 +18,7 @@ from ..harness.tracked import tracked
 
 ROOT = Path(__file__).parent.parent / "golden" / "models"
 FAMILIES = [path.parent.name for path in tracked("tests/golden/models/*/config.json")]
-MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_norm", "gpt_oss", "gpt_oss_mxfp4")
+MIXTURES = ("mixtral", "qwen3_moe", "qwen3_moe_norm", "gpt_oss", "gpt_oss_mxfp4", "minimax")
 
 
 def in_file(model, arrays):

@@ -314,6 +314,10 @@ def test_what_is_not_supported_is_refused_with_a_cure(tmp_path):
     pages = PagedKVCache(config.layers, 12, 4, config.kv_heads, config.dim, dtype="float32")
     with pytest.raises(ConfigError, match="a PagedKVCache does not store the states of layers"):
         model.generate(TOKENS, max_new_tokens=2, cache=pages)
+    other = create(CONFIGS["lfm2"], seed=0)
+    other.context = two
+    with pytest.raises(ConfigError, match="ranks do not divide the tokens of layers of a lfm2"):
+        other.loss(TOKENS, TOKENS)
     two.size = 3
     model.context = two
     with pytest.raises(ConfigError, match="3 ranks do not divide the 2 heads of layers of a qwen3"):

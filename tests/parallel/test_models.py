@@ -23,7 +23,9 @@ from ..models.peers import CONFIGS, RELATIVES, SIZES
 from .models import filled
 
 WHOLE = {"stablelm parallel"} | {
-    name for name, config in RELATIVES.items() if parse(SIZES | config).recurrent
+    name
+    for name, config in RELATIVES.items()
+    if (parsed := parse(SIZES | config)).recurrent or parsed.full_heads
 }
 
 

@@ -662,6 +662,28 @@ def test_sigterm_ends_answers_first(folder):
         assert process.stderr.read() == ""
 
 
+@pytest.mark.parametrize("kind", ["gguf", "adapter"])
+def test_files_and_adapters_are_served(folder, tmp_path, kind):
+    target, names = tmp_path / "tiny.gguf", ["tiny"]
+    options = ["--tokens", "64"]
+    if kind == "gguf":
+        models.export_gguf(folder, target)
+    else:
+        target, names = tmp_path / "adapter", ["tiny", "other"]
+        model = models.load(folder)
+        model.add_adapter(4, seed=0)
+        model.save_adapter(target)
+        options += ["--cache-dtype", "int8", "--name", "tiny", "--adapter", f"other={target}"]
+    with started(target, *options) as (_, lines, port):
+        assert lines.startswith("tiny on the CPU")
+        assert ("adapter other\n" in lines) == (kind == "adapter")
+        path, server = "/v1/chat/completions", SimpleNamespace(port=port)
+        for name in names:
+            body = {"model": name, "messages": ASKED, "max_tokens": 3}
+            status, answer = post(server, body, path)
+            assert status == 200, answer
+
+
 def test_an_address_of_other_machines_needs_a_key(folder):
     words = [sys.executable, "-m", "unsloth_cupy", "serve", str(folder), "--host", "0.0.0.0"]
     environment = {n: v for n, v in os.environ.items() if n != command.KEY}

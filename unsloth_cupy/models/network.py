@@ -369,7 +369,7 @@ class Network(Summary):
         """Raise a ConfigError if cache or context do not support recurrent layers."""
         kind = f"layers of a {self.config.model_type} that have no attention"
         rule = self.config.delta
-        if context is not None and self.config.space is not None:
+        if context is not None and rule is None:
             cure = "divide the batch, not its tokens: --data-parallel, without --context-parallel"
             raise ConfigError(f"Transformer: ranks do not divide the tokens of {kind}; {cure}")
         if context is not None and rule is not None and rule.key_heads % context.comm.size:

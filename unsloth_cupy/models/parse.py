@@ -29,6 +29,7 @@ from .configs.parse_layers import activation_of, by_layer_of, layers_of
 from .configs.parse_rope import rope_of
 from .configs.parse_states import (
     inner_of,
+    lightning_of,
     multipliers_of,
     of_lfm,
     short_conv_of,
@@ -155,6 +156,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         delta=None if family.delta is None else delta_of(read),
         space=state_space_of(read),
         conv=short_conv_of(read) if family.conv else None,
+        lightning=lightning_of(read) if family.lightning else None,
         **multipliers_of(read),
         causal=causal,
         token_types=read.size("type_vocab_size") if family.learned else 0,

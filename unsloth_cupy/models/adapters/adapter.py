@@ -499,8 +499,7 @@ def create_adapter(
         "lora_alpha": 2 * rank if alpha is None else alpha,
         "lora_dropout": dropout,
         "target_modules": _target_modules(sorted({*chosen} - {*stacked}), config.body),
-        # the pooler's name ends as those of layers in blocks
-        "exclude_modules": [POOLER.removeprefix(TEXT)] if config.classifier == "pooler" else None,
+        "exclude_modules": _excluded_modules(config),
         "use_rslora": rslora,
         "use_dora": dora,
         "bias": "none",
@@ -586,6 +585,11 @@ def _target_modules(names: list[str], prefix: str) -> list[str] | str:
         return names
     inside = "|".join(name for name in names if name != "lm_head")
     return rf"{re.escape(prefix)}(.*\.)?({inside})" + "|lm_head" * ("lm_head" in names)
+
+
+def _excluded_modules(config: Config) -> list[str] | None:
+    """Return peft's exclude_modules: BERT's pooler, which is named like layers in blocks."""
+    return [POOLER.removeprefix(TEXT)] if config.classifier == "pooler" else None
 
 
 def _check_options(rank: Any, alpha: Any, dropout: Any, seed: Any, init: Any) -> None:

@@ -307,6 +307,12 @@ minicpm3: attention_bias=false dim_model_base=256 hidden_act="silu" hidden_size=
  num_key_value_heads=40 pretraining_tp=1 q_lora_rank=768 qk_nope_head_dim=64 qk_rope_head_dim=32
  rms_norm_eps=1e-05 scale_depth=1.4 scale_emb=12 tie_word_embeddings=true use_cache=true v_head_dim
  vocab_size=73448
+minimax: block_size=256 full_attn_alpha_factor=1 full_attn_beta_factor=1 hidden_act="silu"
+ intermediate_size=14336 linear_attn_alpha_factor=1 linear_attn_beta_factor=1
+ max_position_embeddings=131072 mlp_alpha_factor=1 mlp_beta_factor=1 num_experts
+ num_experts_per_tok=2 num_key_value_heads=8 num_local_experts=8 output_router_logits=false
+ rms_norm_eps=1e-05 rope_theta=1000000.0 router_aux_loss_coef=0.001 router_jitter_noise=0.0
+ use_cache=true
 minimax_m2: eos_token_id=200020 head_dim=128 hidden_act="silu" hidden_size=3072
  intermediate_size=1536 max_position_embeddings=196608 num_attention_heads=48 num_experts
  num_experts_per_tok=8 num_hidden_layers=62 num_key_value_heads=8 num_local_experts=256

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...core.dtypes import BFLOAT16, FLOAT32, FLOATS
+from .lightning import Lightning
 from .names import TEXT
 from .short_conv import ShortConv
 from .state_space import StateSpace
@@ -475,6 +476,7 @@ class Config(Structure):
     delta: Delta | None = None  # in layers of type LINEAR
     space: StateSpace | None = None  # in layers of type LINEAR, or in all
     conv: ShortConv | None = None  # in layers of type CONV
+    lightning: Lightning | None = None  # in layers of type LINEAR
     gate_scale: float = 1.0  # factor of an MLP's gate
     down_scale: float = 1.0  # factor of an MLP's output
     attention_scales: tuple[float, float] = (1.0, 1.0)  # factors of attention's input and output
@@ -528,7 +530,7 @@ class Config(Structure):
     @property
     def recurrent(self) -> bool:
         """Whether some layers have recurrent states."""
-        return (self.delta or self.space or self.conv) is not None
+        return (self.delta or self.space or self.conv or self.lightning) is not None
 
     @property
     def beside(self) -> bool:
@@ -613,7 +615,7 @@ class Config(Structure):
 
     def _block_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name and the shape of each parameter of a block; names are relative to it."""
-        rule = self.delta or self.space or self.conv
+        rule = self.delta or self.space or self.conv or self.lightning
         if rule is not None and (self.beside or self.layer_types[layer] in (LINEAR, CONV)):
             module = self.names.recurrent
             yield from ((f"{module}.{name}", shape) for name, shape in rule.shapes(self.hidden))

@@ -82,12 +82,13 @@ class Family(Structure):
     # then score; "head", norm(act(dense(pooled))) and then score
     classifier: str = "score"
     learned: bool = False  # tables of positions and of token types are added to embeddings
+    lightning: bool = False  # some layers have lightning attention
     conv: bool = False  # some layers have a short convolution in place of attention
 
     @property
     def recurrent(self) -> bool:
         """Whether some layers may have recurrent states."""
-        return self.delta is not None or self.space is not None or self.conv
+        return self.delta is not None or self.space is not None or self.conv or self.lightning
 
     latent: bool = False  # latent attention
     indexer: str | None = None  # of sparse attention; it rotates "halves" or "pairs"

@@ -17,7 +17,9 @@ from .mixtures import (
     LFM2,
     LISTED,
     MISTRAL4,
+    MIXTRAL,
     NEMOTRON_H,
+    NOISE,
     QWEN2,
     QWEN35,
     STEPPED,
@@ -93,6 +95,7 @@ LFM3_ROPE = {
         **{"rope_type": "proportional", "rope_theta": 1e6, "partial_rotary_factor": 0.5},
     },
 }
+BOTH = ("alpha", "beta")  # factors of stream and branch
 FACTORS = {  # of Falcon-H1: the defaults multiply by 1
     **dict.fromkeys(("embedding_multiplier", "lm_head_multiplier", "key_multiplier"), 1.0),
     **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier"), 1.0),
@@ -232,6 +235,24 @@ HYBRIDS: Mapping[str, Family] = {
         gate_if="use_attention_gate",
         around_if="use_sandwich_norm",
         conv=True,
+    ),
+    "minimax": Family(
+        {
+            **KEYS,
+            **NOISE,
+            **{f"{kind}_attn_{name}_factor": 1 for kind in ("full", "linear") for name in BOTH},
+            **{f"mlp_{name}_factor": 1 for name in BOTH},
+            **{"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+            **{"sliding_window": None, "max_position_embeddings": 131_072},
+        },
+        "linear",
+        qkv_bias=False,
+        output_bias=False,
+        names=Names(recurrent="self_attn"),
+        facts={"block_size": ...},
+        experts=MIXTRAL,
+        lightning=True,
+        left_out=r".*\.(slope_rate|query_decay|key_decay|diagonal_decay)$",
     ),
     "bamba": Family(
         {

@@ -1,5 +1,7 @@
 """Parse the mixture of experts of a config.json."""
 
+from collections.abc import Sequence
+
 from ...errors import ConfigError
 from .config import Experts
 from .mixtures import Mixture
@@ -83,7 +85,7 @@ def _size(read: Reader, keys: tuple[str, ...]) -> int:
 
 
 def _by_layer(read: Reader, keys: tuple[str, ...], layers: int) -> tuple[Reader, tuple[int, ...]]:
-    """Return a reader with one number of experts for a token, and those of layers that differ."""
+    """Return a reader with the largest number of experts of a token, and the number by layer."""
     for key in keys:
         listed = read.values.get(key)
         if not isinstance(listed, list | tuple):
@@ -125,6 +127,17 @@ def _shared(read: Reader, keys: tuple[str, ...]) -> int:
     return size
 
 
+def _numbered(read: Reader, layers: int) -> Sequence[int]:
+    """Return the layers with experts: moe_layers, or every interleave_moe_layer_step-th."""
+    own = read.get("moe_layers")
+    if own is None:
+        step = read.size("interleave_moe_layer_step")
+        return range(step - 1, layers, step)
+    if not isinstance(own, list | tuple) or any(type(n) is not int for n in own):
+        raise ConfigError(f"config: moe_layers is {own!r}; it must list layers")
+    return own
+
+
 def _sparse(read: Reader, rules: Mixture, layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it has experts: see ``Mixture.layers``."""
     every = range(layers)
@@ -152,12 +165,7 @@ def _sparse(read: Reader, rules: Mixture, layers: int) -> tuple[bool, ...]:
                 )
             return tuple(kind == "sparse" for kind in kinds)
         case "numbered":
-            own = read.get("moe_layers")
-            if own is None:
-                step = read.size("interleave_moe_layer_step")
-                own = range(step - 1, layers, step)
-            elif not isinstance(own, list | tuple) or any(type(n) is not int for n in own):
-                raise ConfigError(f"config: moe_layers is {own!r}; it must list layers")
+            own = _numbered(read, layers)
             return tuple(n in own for n in every)
         case "between":
             first, last = read.number("moe_layer_start_index"), read.get("moe_layer_end_index")

@@ -161,6 +161,8 @@ def _linear(read: Reader, layers: int) -> tuple[str, ...]:
         return tuple(FULL if layer and layer % 4 == 0 else LINEAR for layer in every)
     if read.family.space is not None:
         types = _of_states(read, types, layers)
+    if types is None and read.family.lightning:
+        return tuple(LINEAR if layer % 2 else FULL for layer in range(layers))
     if types is None:
         period = read.size("full_attention_interval")
         types = [FULL if (layer + 1) % period == 0 else LINEAR for layer in range(layers)]
@@ -171,7 +173,7 @@ def _linear(read: Reader, layers: int) -> tuple[str, ...]:
 
 
 def _of_encoder(read: Reader, layers: int) -> tuple[str, ...]:
-    """Return the types of layers: those of layer_types, or every n-th with full attention."""
+    """Return layer_types; if absent, every n-th layer has full attention, the others a window."""
     if (types := read.get("layer_types")) is None:
         every = read.size("global_attn_every_n_layers")
         types = [SLIDING if layer % every else FULL for layer in range(layers)]

@@ -6,6 +6,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from .config import CONV, FULL, LINEAR, MLP, SLIDING
+from .lightning import Lightning
 from .reading import MOST_OF, Reader
 from .short_conv import RELEASED, ShortConv
 from .state_space import StateSpace
@@ -56,6 +57,20 @@ def of_lfm(values: Mapping[str, Any]) -> Mapping[str, Any]:
         problem = f"full_attn_idxs is {chosen!r}"
         raise ConfigError(f"config: {problem}; it must list indices of layers below {layers}")
     return read | {"layer_types": [FULL if layer in chosen else CONV for layer in every]}
+
+
+def lightning_of(read: Reader) -> Lightning:
+    """Return the sizes of layers with lightning attention."""
+    kinds = ("full_attn", "linear_attn", "mlp")
+    scales = [
+        (read.number(f"{kind}_alpha_factor"), read.number(f"{kind}_beta_factor")) for kind in kinds
+    ]
+    if read.get("hidden_act") not in ("silu", "swish"):
+        raise ConfigError("config: hidden_act also applies to queries and keys; it must be silu")
+    first, second, third = scales
+    return Lightning(
+        read.size("num_attention_heads"), read.size("head_dim"), (first, second, third)
+    )
 
 
 def short_conv_of(read: Reader) -> ShortConv:

@@ -18,6 +18,7 @@ from .conv_layer import conv_layer
 from .delta_layer import delta_layer
 from .elements import gated, grown, split
 from .latent_attention import latent_attention_heads
+from .lightning_layer import lightning_layer
 from .norms import divided_norm, head_norm
 from .state_space_layer import state_space_layer
 
@@ -28,6 +29,8 @@ def attention_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
     recurrent = f"{prefix}{config.names.recurrent}."
     if config.delta is not None and not config.attends(layer):
         return delta_layer(call, config.delta, layer, recurrent, x)
+    if config.lightning is not None and not config.attends(layer):
+        return lightning_layer(call, layer, recurrent, x)
     if config.conv is not None and not config.attends(layer):
         return conv_layer(call, layer, recurrent, x)
     if config.space is not None and (config.beside or not config.attends(layer)):
@@ -120,7 +123,11 @@ def _as_in_cache(config: Config, *arrays: Array) -> list[Array]:
     for array, heads in zip(arrays, (None, config.kv_heads, config.kv_heads), strict=True):
         own = np.zeros_like(array, shape=(*array.shape[:-1], config.dim))
         own[..., : array.shape[-1]] = array
-        wide.append(own if heads is None else np.repeat(own, heads // array.shape[2], axis=2))
+        if heads is not None:
+            batch, tokens, few, dim = own.shape
+            shape = (batch, tokens, few, heads // few, dim)
+            own = np.broadcast_to(own[:, :, :, None], shape).reshape(batch, tokens, heads, dim)
+        wide.append(own)
     return wide
 
 

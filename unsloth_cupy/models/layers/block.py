@@ -4,6 +4,7 @@
     y = h + norm(mlp(norm(h)))          the config has which of the four norms exist
     y = x + attention(norm(x)) + mlp(norm(x))                   in parallel blocks
     y = x + branch(norm(x))                                     in blocks with a single branch
+    h = norm(x), y = norm(a h + b attention(h)), a y + b mlp(y)     with lightning attention
     h = norm(x + attention(x))      y = norm(h + mlp(h))        in BERT
 
 A residual sum and the norm after it are one op, so a block returns the two terms of its sum:
@@ -213,6 +214,12 @@ def block(call: Call, layer: int, branch: Any, stream: Any, last: bool = False) 
         branch = attention_branch(call, layer, prefix, x)
         x, _ = join(call, prefix, norms.after_attention, branch, x)
         return join(call, prefix, norms.after_mlp, mlp_branch(call, layer, prefix, x), x)[0], None
+    if config.lightning is not None:  # residual sums go around the normalised input
+        stream_of, branch_of = config.lightning.scales[not config.attends(layer)]
+        branch = _scaled(attention_branch(call, layer, prefix, x), branch_of)
+        x, _ = join(call, prefix, norms.before_mlp, branch, _scaled(x, stream_of))
+        stream_of, branch_of = config.lightning.scales[2]
+        return _scaled(mlp_branch(call, layer, prefix, x), branch_of), _scaled(x, stream_of)
     if config.single:
         if config.layer_types[layer] == MLP:
             return mlp_branch(call, layer, prefix, x, last), stream

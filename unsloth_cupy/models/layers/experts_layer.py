@@ -160,7 +160,8 @@ def _summed(y: Any, k: int) -> Any:
     parts = value.reshape(value.shape[0], -1, k, value.shape[-1])
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
-        return {"rows": np.repeat(dy, k, axis=1)}
+        every = np.broadcast_to(dy[:, :, None], parts.shape)
+        return {"rows": np.ascontiguousarray(every).reshape(value.shape)}
 
     return taped("summed", rounded(parts.sum(axis=2, dtype=wide), value.dtype), back, rows=y)
 

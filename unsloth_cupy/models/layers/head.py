@@ -127,7 +127,7 @@ def scores_of_texts(
 def encoder_rows(
     config: Config, parameters: Mapping[str, Any], x: Any, mask: Any, offsets: Any
 ) -> Any:
-    """Return a row for each text, of which ``score`` is a product: (texts, hidden).
+    """Return the input of ``score`` for each text: (texts, hidden).
 
     BERT: tanh(dense(first state)).  ModernBERT: norm(gelu(dense(p))), where p is the first state or
     the mean of all states.

@@ -66,12 +66,11 @@ def chosen_keys(
 def _scores(q: Array, keys: Array, factors: Array) -> Array:
     """Return the scores of all keys, (batch, tokens, keys) float32 or wider, head by head."""
     wide = np.promote_types(q.dtype, FLOAT32)
-    turned, total = keys.astype(wide, copy=False).swapaxes(1, 2), None
+    turned = keys.astype(wide, copy=False).swapaxes(1, 2)
+    total: Any = np.zeros_like(q, wide, shape=(*q.shape[:2], keys.shape[1]))
     for head in range(q.shape[2]):
         products = q[:, :, head].astype(wide, copy=False) @ turned
-        term = np.maximum(products, 0) * factors[:, :, head, None].astype(wide, copy=False)
-        total = term if total is None else total + term
-    assert total is not None
+        total += np.maximum(products, 0) * factors[:, :, head, None].astype(wide, copy=False)
     return total * wide.type(q.shape[-1] ** -0.5)
 
 

@@ -31,7 +31,7 @@ from .graphs import Graphs
 from .invariant import check_invariant, without_padding
 from .layers.attending import absorbs, attend_of, chunks_of, latents_of, project_of, whole_of
 from .layers.block import blocks, embedded, inputs_of_layers, rope_rows, with_positions
-from .layers.call import Attention, Call, Gather, Mixtures, Recurrence, no_states
+from .layers.call import Attention, Call, Gather, Keys, Mixtures, Recurrence, no_states
 from .layers.context import Context, own_tokens, token_numbers
 from .layers.head import logits_of
 from .layers.norms import join
@@ -296,9 +296,9 @@ class Network(Summary):
         if (size := self.config.chunk) is not None:
             of_chunks = chunks_of(size, attend, rows, where.mask, where.offsets, tokens)
         attention = Attention(
-            attend, where.tables, where.positions, of_chunks=of_chunks,
-            latents=latents_of(rows), whole=whole_of(self.adapter), cached=cache is not None,
-            padding=where.mask,
+            attend, where.tables, where.positions,
+            Keys(None, latents_of(rows), cached=cache is not None, padding=where.mask),
+            whole_of(self.adapter), of_chunks,
         )  # fmt: skip
         stacks = {} if self.adapter is None else self.adapter.used_stacks()
         project = project_of(

@@ -89,13 +89,8 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     )
     experts = experts_of(read, layers)
     facts = _quantization_of(values, family, experts)
-    causal = not family.encoder
-    if values["model_type"] in BOTH_WAYS and read.get("use_bidirectional_attention") is not None:
-        causal = not read.flag("use_bidirectional_attention")
-    for key, known_values in CAUSALITY.items() if causal else ():
-        if key in values and values[key] not in known_values:
-            problem = f"{key} is {str(values[key])[:CUT]}"
-            raise ConfigError(f"config: {problem}; only causal models are supported")
+    head = head_of(values)
+    causal = _causal(read, head)
     latent = latent_of(read, hidden, heads) if family.latent else None
     read, kv_heads = _with_heads(read, hidden, heads, latent)
     dim = read.size("head_dim")
@@ -109,15 +104,6 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     }
     activation = activation_of(read)
     normed = read.resolve(family.query_key_if)
-    head = head_of(values)
-    if family.encoder and read.get("is_decoder"):
-        raise ConfigError("config: is_decoder is true; only encoders of this type are supported")
-    if head == CAUSAL and not causal:
-        cure = "load it with head='none' or a classifier's head"
-        raise ConfigError(
-            f"config: a {values['model_type']} without a causal mask is an encoder, "
-            f"and architectures names the head of a language model; {cure}"
-        )
     read.flag("attention_bias")
     return Config(
         **_structure_of(read, layers),
@@ -166,6 +152,27 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         labels=labels_of(values, head),
         **by_layer,
     )
+
+
+def _causal(read: Reader, head: str) -> bool:
+    """Return whether queries attend to no later keys; raise if the head does not fit."""
+    values, encoder = read.values, read.family.encoder
+    causal = not encoder
+    if values["model_type"] in BOTH_WAYS and read.get("use_bidirectional_attention") is not None:
+        causal = not read.flag("use_bidirectional_attention")
+    for key, known_values in CAUSALITY.items() if causal else ():
+        if key in values and values[key] not in known_values:
+            problem = f"{key} is {str(values[key])[:CUT]}"
+            raise ConfigError(f"config: {problem}; only causal models are supported")
+    if encoder and read.get("is_decoder"):
+        raise ConfigError("config: is_decoder is true; only encoders of this type are supported")
+    if head == CAUSAL and not causal:
+        cure = "load it with head='none' or a classifier's head"
+        raise ConfigError(
+            f"config: a {values['model_type']} without a causal mask is an encoder, "
+            f"and architectures names the head of a language model; {cure}"
+        )
+    return causal
 
 
 def _structure_of(read: Reader, layers: int) -> dict[str, Any]:

@@ -25,10 +25,7 @@ def experts_of(read: Reader, layers: int) -> Experts | None:
     sparse = _sparse(read, rules, layers)
     if rules.optional and not any(sparse):
         return None
-    name, known = activation_of(read), ACTIVATIONS if read.family.gate else {"relu2": "relu2"}
-    if name not in known:
-        cure = "it must have a gate" if read.family.gate else "without a gate it must be relu2"
-        raise ConfigError(f"config: the activation of experts is {name!r}; {cure}")
+    activation = _activation(read)
     groups, top_groups = _groups(read, rules, count)
     if not 1 <= k <= (count if groups is None else count // groups * (top_groups or 0)):
         raise ConfigError(f"config: a router cannot choose {k} experts for a token from {count}")
@@ -45,7 +42,7 @@ def experts_of(read: Reader, layers: int) -> Experts | None:
         k=k,
         inner=read.size(rules.inner),
         sparse=sparse,
-        activation="swiglu_clamped" if rules.clamped else known[name],
+        activation="swiglu_clamped" if rules.clamped else activation,
         scores=rules.scores,
         normalize=read.resolve(rules.normalize),
         groups=groups,
@@ -76,6 +73,15 @@ def experts_of(read: Reader, layers: int) -> Experts | None:
         halves=rules.halves,
         pairs=rules.pairs and groups is not None,
     )
+
+
+def _activation(read: Reader) -> str:
+    """Return the activation of the experts."""
+    name, known = activation_of(read), ACTIVATIONS if read.family.gate else {"relu2": "relu2"}
+    if name not in known:
+        cure = "it must have a gate" if read.family.gate else "without a gate it must be relu2"
+        raise ConfigError(f"config: the activation of experts is {name!r}; {cure}")
+    return known[name]
 
 
 def _size(read: Reader, keys: tuple[str, ...]) -> int:

@@ -33,7 +33,7 @@ from ..adapters.many import ByRows
 from ..invariant import check_invariant
 from ..layers.attending import no_rows, packed, project_of, whole_of
 from ..layers.block import blocks, embedded, inputs_of_layers
-from ..layers.call import Attention, Call, Latents, Mixtures, Recurrence, no_states
+from ..layers.call import Attention, Call, Keys, Latents, Mixtures, Recurrence, no_states
 from ..layers.head import capped, exact_logits
 from ..layers.norms import join
 from ..network import Network
@@ -212,7 +212,7 @@ class Decoding:
             model.config,
             used[0],
             project_of(model.config, model.adapter, None, model.division, tokens, offsets),
-            Attention(attend, tables, positions, latents=latents, whole=used[1], cached=True),
+            Attention(attend, tables, positions, Keys(None, latents, cached=True), used[1]),
             Mixtures(stacks, [] if self.notes else None, ranks=model.expert_ranks),
             Recurrence(states, None, own),
             False if isinstance(model.adapter, ByRows) else model.chunked_mlp,

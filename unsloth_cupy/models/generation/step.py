@@ -30,7 +30,7 @@ from ..adapters.adapter import DOWN, UP
 from ..adapters.joined import join_downs
 from ..layers.attending import project_of, whole_of
 from ..layers.block import blocks, embedded, inputs_of_layers
-from ..layers.call import Attention, Call, Latents, Mixtures
+from ..layers.call import Attention, Call, Keys, Latents, Mixtures
 from ..layers.norms import join
 from ..network import Network
 
@@ -137,10 +137,12 @@ class Step:
             self.of_blocks,
             project_of(model.config, model.adapter, None, model.division, self.tokens),
             Attention(
-                *(self.attend, self.tables, self.positions, self.turn, self.latents),
+                self.attend,
+                self.tables,
+                self.positions,
+                Keys(self.turn, self.latents, cached=True),
                 whole=lambda _, name: self.whole[name],
                 of_chunks=self.attend_in_chunk,
-                cached=True,
             ),
             Mixtures(stacks, routers, ranks=model.expert_ranks),
             division=model.slices,

@@ -78,8 +78,8 @@ def _attention(call: Call, layer: int, module: str, x: Any) -> Any:
         v = rms_norm(v, np.ones_like(value_of(v), shape=(dim,)), eps=config.eps)
     q, k = _placed(call, layer, module, q, k, v)
     q = grown(call, layer, q)
-    if config.shared_layers and call.attention.shared is not None:
-        call.attention.shared[config.layer_types[layer]] = k, v
+    if config.shared_layers and call.attention.keys.shared is not None:
+        call.attention.keys.shared[config.layer_types[layer]] = k, v
     return _attended(call, layer, module, q, k, v, gate)
 
 
@@ -92,7 +92,7 @@ def _attended(call: Call, layer: int, module: str, q: Any, k: Any, v: Any, gate:
     heads, attend = config.heads_of(layer), call.attention.attend
     if config.layer_types[layer] == CHUNKED:
         attend = call.attention.of_chunks
-    if call.attention.cached and heads != (config.kv_heads, config.dim):
+    if call.attention.keys.cached and heads != (config.kv_heads, config.dim):
         q, k, v = _as_in_cache(config, q, k, v)
         out = attend(layer, q, k, v, **options)[..., : heads[1]]
     else:
@@ -110,7 +110,7 @@ def _with_shared(call: Call, layer: int, module: str, q: Any) -> Any:
     if config.rotates(layer):
         cos, sin, *_ = tables[config.layer_types[layer]]
         q = rope(q, cos, sin, positions, interleaved=config.interleaved)
-    k, v = (call.attention.shared or {})[config.layer_types[layer]]
+    k, v = (call.attention.keys.shared or {})[config.layer_types[layer]]
     return _attended(call, layer, module, q, k, v)
 
 
@@ -144,7 +144,8 @@ def _output(call: Call, module: str, out: Any) -> Any:
 
 def _placed(call: Call, layer: int, module: str, q: Any, k: Any, v: Any) -> tuple[Any, Any]:
     """Return normalised and rotated q and k; None as k if the cache stores it already."""
-    config, (_, tables, positions, turn, *_) = call.config, call.attention
+    config, (_, tables, positions, *_) = call.config, call.attention
+    turn = call.attention.keys.turn
     cos, sin, *of_queries = tables[config.layer_types[layer]]
     names, rotates = config.names, config.rotates(layer)
     by_head = config.query_key_norm not in (None, "projection")

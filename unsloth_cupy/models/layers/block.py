@@ -178,7 +178,9 @@ def _part(
     if call.gather is not None:
         call = call._replace(parameters=call.gather(call.parameters))
     known = {**shared}
-    call = call._replace(attention=call.attention._replace(shared=known))
+    attention = call.attention
+    keys = attention.keys._replace(shared=known)
+    call = call._replace(attention=attention._replace(keys=keys))
     for layer in layers:
         branch, stream = block(call, layer, branch, stream, layer == layers[-1])
         if call.config.layer_inputs[1] or call.config.layer_scalar:

@@ -32,6 +32,16 @@ def no_states(*_: Any) -> tuple[None, None]:
     return None, None
 
 
+class Keys(NamedTuple):
+    """How keys and values are stored, and those that layers share."""
+
+    turn: Turn | None = None  # rotates q and k, in place of rope_qk; returns None for a stored k
+    latents: Latents | None = None  # the cache, if it holds latent rows
+    cached: bool = False  # whether ``attend`` stores keys and values, of one size for all layers
+    padding: Any = None  # (batch, 1, 1, keys) True where keys are not padding; None: no padding
+    shared: dict[str, Any] | None = None  # keys and values that later layers use, by layer type
+
+
 class Attention(NamedTuple):
     """The inputs of attention branches.
 
@@ -42,13 +52,9 @@ class Attention(NamedTuple):
     attend: Attend  # attention among these tokens, and to the tokens of a cache
     tables: Mapping[str, tuple[Any, ...]]
     positions: Any = None  # (batch, tokens); None: the rows of the tables, in order
-    turn: Turn | None = None  # rotates q and k, in place of rope_qk; returns None for a stored k
-    latents: Latents | None = None  # the cache, if it holds latent rows
+    keys: Keys = Keys()
     whole: Whole = lambda parameters, name: parameters[name]
     of_chunks: Any = None  # as ``attend``, in layers whose queries see their chunk only
-    cached: bool = False  # whether ``attend`` stores keys and values, of one size for all layers
-    padding: Any = None  # (batch, 1, 1, keys) True where keys are not padding; None: no padding
-    shared: dict[str, Any] | None = None  # keys and values that later layers use, by layer type
 
 
 class Mixtures(NamedTuple):

@@ -32,7 +32,7 @@ def chosen_keys(
     The mask is (batch, 1, tokens, keys), True for the keys of a query; None: all are chosen.
     """
     if indexer.shared[layer]:
-        return None, (call.attention.shared or {}).get(SHARED)
+        return None, (call.attention.keys.shared or {}).get(SHARED)
     x, low = value_of(x), value_of(low)
     batch, tokens, _ = x.shape
 
@@ -47,8 +47,8 @@ def chosen_keys(
     places = call.attention.positions
     q, k = rope_qk(q, k, cos, sin, places, interleaved=indexer.interleaved)
     factors = linear(x, weight("weights_proj.weight")) * x.dtype.type(indexer.heads**-0.5)
-    own, latents = k[:, :, 0], call.attention.latents
-    if latents is None and call.attention.cached:
+    own, latents = k[:, :, 0], call.attention.keys.latents
+    if latents is None and call.attention.keys.cached:
         problem = "sparse attention stores the keys of its indexer in latent rows"
         cure = "use a KVCache with model.cache_sizes, not int8, without an Engine"
         raise ConfigError(f"Transformer: {problem}; {cure}")
@@ -58,8 +58,8 @@ def chosen_keys(
     mask = None
     if keys.shape[1] > indexer.keys:
         mask = _best(call, indexer, _scores(q, keys, factors))
-    if any(indexer.shared) and call.attention.shared is not None:
-        call.attention.shared[SHARED] = mask
+    if any(indexer.shared) and call.attention.keys.shared is not None:
+        call.attention.keys.shared[SHARED] = mask
     return own, mask
 
 
@@ -79,7 +79,7 @@ def _best(call: Any, indexer: Indexer, scores: Array) -> Array:
     tokens, total = scores.shape[1:]
     key = np.arange(total, like=scores)
     visible = (key[total - tokens :, None] >= key)[None]  # (1, tokens, keys)
-    offsets, padding = call.recurrence.offsets, call.attention.padding
+    offsets, padding = call.recurrence.offsets, call.attention.keys.padding
     if offsets is not None:
         text = np.searchsorted(offsets[1:], key, side="right")
         visible = visible & (text[:, None] == text)

@@ -35,7 +35,8 @@ def latent_attention_heads(call: Any, latent: Latent, layer: int, module: str, x
     """Return the attention outputs of all heads for normalised x: (batch, tokens, heads, value)."""
     config: Config = call.config
     parameters, (batch, tokens, _) = call.parameters, x.shape
-    attend, tables, positions, _, latents, *_ = call.attention
+    attend, tables, positions, *_ = call.attention
+    latents = call.attention.keys.latents
     ranks = call.division  # ranks divide heads; every rank computes the short vectors whole
     names = [f"{module}kv_a_proj_with_mqa"]
     low = x
@@ -109,7 +110,7 @@ def _absorbed(
     query[..., rank : rank + latent.rotated] = turned
     query[..., rank + latent.rotated :] = 0  # the keys of an indexer
     gemm(_by_head(q), weight[:, :plain], out=_by_head(query)[..., :rank])
-    sums = call.attention.latents.attend(layer, query, row, None, **options)
+    sums = call.attention.keys.latents.attend(layer, query, row, None, **options)
     out = empty((batch, tokens, heads, latent.value), q.dtype, like=q)
     gemm(_by_head(sums), weight[:, plain:].swapaxes(1, 2), out=_by_head(out))
     return out

@@ -54,10 +54,8 @@ kv_append_paged_(const T *__restrict__ k, const T *__restrict__ v, T *__restrict
     const long long vector = (long long)blockIdx.x * THREADS + threadIdx.x;
     const long long token = vector / VECTORS, row = token / call.tokens, at = token % call.tokens;
     if (token >= call.count) return;
-    const long long position = starts[row] + at, index = position / call.slots;
-    if (position < 0 || index >= call.row_pages) return;
-    const long long number = page_table[row * call.row_pages + index];
-    if (number < 0 || number >= call.pages) return;
+    const long long slot = slot_in_pages(call, page_table, row, starts[row] + at);
+    if (slot < 0) return;
     copy(k + row * call.k_row + at * call.k_token, v + row * call.v_row + at * call.v_token,
-         k_pages, v_pages, number * call.slots + position % call.slots, vector % VECTORS * LANES);
+         k_pages, v_pages, slot, vector % VECTORS * LANES);
 }

@@ -45,12 +45,7 @@ kv_append_int8_(const T *__restrict__ k, const T *__restrict__ v, signed char *_
         const long long start = starts == nullptr ? call.start : (long long)starts[row];
         const long long position = start + at;
         if constexpr (PAGED) {
-            const long long index = position / call.slots;
-            if (position >= 0 && index < call.row_pages) {
-                const long long page = page_table[row * call.row_pages + index];
-                if (page >= 0 && page < call.pages)
-                    slot = page * call.slots + position % call.slots;
-            }
+            slot = slot_in_pages(call, page_table, row, position);
         } else {
             const long long ring = call.slots - call.sinks;
             slot = position;

@@ -1,10 +1,11 @@
 // Rotary position embedding of queries and keys, and the keys and values into a cache, in one launch.
 //
 //   turned_q = rope(q)      keys[b, slot(starts[b] + i)] = rope(k)[b, i]      likewise v to values
-//   with rope of rope.cu and slot of kv_append.cu
+//   with rope of rope.cu; slots and pages as in kv_append.cu
 //
 //   traffic     per token, (HEADS + 2 KV_HEADS) * DIM * sizeof(T) * 2 + HALF * sizeof(C) * 2
 //   constants   T, C, I, P        dtypes of q, k and v, of the tables, of positions, of starts
+//               G, PAGED          dtype of page_table; whether tokens are in its pages
 //               HEADS, KV_HEADS   heads of q; of k and of v
 //               DIM, HALF         columns of a head; pairs of them that are rotated
 //               LANES             values of one access: 16 bytes, or fewer as DIM, HALF and the
@@ -24,8 +25,8 @@
 KERNEL(TOKENS * SLOTS * COLUMNS, 4)
 rope_append_(const T *q, const T *k, const T *v, const C *__restrict__ cos,
              const C *__restrict__ sin, const I *__restrict__ positions,
-             const P *__restrict__ starts, T *turned_q, T *keys, T *values,
-             const __grid_constant__ Tokens tokens, const __grid_constant__ Cache call,
+             const P *__restrict__ starts, const G *__restrict__ page_table, T *turned_q, T *keys,
+             T *values, const __grid_constant__ Tokens tokens, const __grid_constant__ Cache call,
              long long *faults, long long who) {
     const int column = threadIdx.x % COLUMNS, slot = threadIdx.x / COLUMNS % SLOTS;
     const long long token = (long long)blockIdx.x * TOKENS + threadIdx.x / (SLOTS * COLUMNS);
@@ -33,8 +34,14 @@ rope_append_(const T *q, const T *k, const T *v, const C *__restrict__ cos,
     const long long batch = token / call.tokens, at = token % call.tokens;
     const long long index = token % tokens.period;
     const long long row = positions == nullptr ? index : (long long)positions[index];
-    const long long to = slot_of(call, starts[batch], at);
-    const long long new_keys = (batch * call.slots + to) * KV_HEADS * DIM;
+    long long to = -1;  // among the tokens of all rows or pages
+    if constexpr (PAGED) {
+        to = slot_in_pages(call, page_table, batch, starts[batch] + at);
+    } else {
+        to = slot_of(call, starts[batch], at);
+        to = to < 0 ? -1 : batch * call.slots + to;
+    }
+    const long long new_keys = to * KV_HEADS * DIM;
     const int last = HEADS + (to < 0 ? 0 : KV_HEADS);
     const auto from = [&](int head) {
         return head < HEADS ? q + token * tokens.q.token + head * tokens.q.head

@@ -7,6 +7,7 @@ With several GPUs, these decorators run methods and functions on the GPU of thei
 ``to_device_of`` and ``full_like`` create arrays on the device of another array.
 """
 
+import contextlib
 import functools
 import importlib
 import inspect
@@ -182,3 +183,28 @@ def to_numpy(array: Any) -> Any:
         return np.asarray(array)
     with device_of(array):  # waits for the current stream of that GPU
         return array.get()
+
+
+class Arriving:
+    """An asynchronous copy of an array to the host, after the current stream's earlier work."""
+
+    def __init__(self, array: Any) -> None:
+        self.values, self.end = np.empty(array.shape, array.dtype), None
+        if isinstance(array, np.ndarray):
+            self.values[...] = array
+            return
+        cuda = cupy().cuda
+        memory = cuda.alloc_pinned_memory(array.nbytes)  # copies to other memory are synchronous
+        self.values = np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
+        array.get(out=self.values, blocking=False)
+        self.end = cuda.get_current_stream().record()
+
+    def wait(self) -> Any:
+        """Wait for the copy and return the values."""
+        if self.end is not None:
+            self.end.synchronize()
+        return self.values
+
+    def __del__(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the memory must not be reused during the copy
+            self.wait()

@@ -20,3 +20,12 @@ DEVICE long long slot_of(const Cache &call, long long first, long long at) {
     if (position < first + call.tokens - ring) return -1;
     return call.sinks + (position - call.sinks) % ring;
 }
+
+// The slot of a position among those of all pages; -1 if the table of a row has no page for it.
+template <class G>
+DEVICE long long slot_in_pages(const Cache &call, const G *table, long long row, long long position) {
+    const long long index = position / call.slots;
+    if (position < 0 || index >= call.row_pages) return -1;
+    const long long page = table[row * call.row_pages + index];
+    return page < 0 || page >= call.pages ? -1 : page * call.slots + position % call.slots;
+}

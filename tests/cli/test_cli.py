@@ -956,7 +956,7 @@ def wrong(tmp_path: Path) -> Path:
         ("plan missing", "missing does not exist"),
         ("plan empty.txt", "empty.txt cannot be read as JSON"),
         ("plan list", "must hold a JSON object"),
-        ("plan unknown", "choose from apertus"),
+        ("plan unknown", "which is not supported; the nearest known family is"),
         ("plan no-tokenizer --dtype int8", "'int8' is not one of"),
         ("plan no-tokenizer --batch 0", "--batch"),
         ("plan no-tokenizer --plot no/a.png", "no is not a folder; make it, or name another file"),

@@ -131,6 +131,12 @@ WORDS = {  # words of a command, made in a folder
     "merge, adapter": lambda at: [
         "merge", adapter(at / "m", base_model_name_or_path=EVIL), at / "f",
     ],
+    "verify": lambda at: ["verify", at / EVIL, "--against", LLAMA],
+    "verify, prompts": lambda at: [
+        "verify", LLAMA, "--against", LLAMA, "--prompts", at / f"{EVIL}.jsonl",
+    ],
+    "serve": lambda at: ["serve", at / EVIL],
+    "serve, adapter": lambda at: ["serve", says(at / "m"), "--adapter", f"a={at / EVIL}"],
     "merge, out": lambda at: ["merge", LLAMA, at / EVIL],
     "export, file": lambda at: ["export", LLAMA, at / EVIL / "f.gguf"],
     "export, tokens": lambda at: [

@@ -10,11 +10,13 @@ import pytest
 
 from unsloth_cupy import AdamW, KVCache, LossScaler, measure_gradients
 from unsloth_cupy.models import create, quantize
+from unsloth_cupy.models.generation.decoding import Decoding
 from unsloth_cupy.models.generation.step import Step
 from unsloth_cupy.models.objective import TrainingStep
 from unsloth_cupy.models.transformer import Transformer
 from unsloth_cupy.ops.attention import _hopper
 from unsloth_cupy.parallel import NcclCommunicator
+from unsloth_cupy.serving.work import Work
 from unsloth_cupy.training.tape import Tape
 
 from ..machines.stand_in import Array, Machine, gpu
@@ -70,6 +72,26 @@ def decode(machine: Machine, model: Transformer) -> Callable[[], Any]:
     cache = KVCache(*sizes, dtype=model.table.dtype, like=model.table)
     cache.filled = [TOKENS] * config.layers
     return Step(model, cache, np.ones((ROWS, TOKENS), bool), SLOTS).run
+
+
+def paged_decode(machine: Machine, model: Transformer) -> Callable[[], Any]:
+    """A step of an engine, whose rows have pages."""
+    decoding = Decoding(model, rows=ROWS, pages=4, page=TOKENS)
+    sequences = [decoding.cache.begin([]) for _ in range(ROWS)]
+    decoding.cache.extend(sequences, [TOKENS] * ROWS)
+    work = [Work(s, np.zeros(1, np.int64), TOKENS + 1, n, "") for n, s in enumerate(sequences)]
+
+    def run() -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(decoding, "graphs", {})  # each call launches kernel by kernel
+            decoding(work)
+
+    return run
+
+
+def adapted_paged_decode(machine: Machine, model: Transformer) -> Callable[[], Any]:
+    model.add_adapter(16)
+    return paged_decode(machine, model)
 
 
 def records(machine: Machine) -> list[list[Any]]:
@@ -129,7 +151,15 @@ def test_launches_of_a_layer_of_quantized_weights(
 @pytest.mark.parametrize("capability", ["80", "90"])
 @pytest.mark.parametrize(
     ("what", "expected"),
-    [(forward, 9), (backward, 18), (decode, 9), (adapted, 49), (adapted_decode, 17)],
+    [
+        (forward, 9),
+        (backward, 18),
+        (decode, 9),
+        (paged_decode, 9),
+        (adapted, 49),
+        (adapted_decode, 17),
+        (adapted_paged_decode, 17),
+    ],
 )
 def test_launches_of_a_llama_layer(
     what: Any, expected: int, capability: str, monkeypatch: pytest.MonkeyPatch

@@ -560,7 +560,7 @@ def test_a_step_of_an_engine_that_does_not_fit_leaves_nothing_behind(turn: int) 
         machine.room = room
         for _ in range(3):
             step(work)
-        ((_, captured),) = step.graphs.values()
+        ((*_, captured),) = step.graphs.values()
         assert not captured.place.stream.capturing
         assert captured.graph.launched == 2 + turn
 

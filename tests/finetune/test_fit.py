@@ -50,10 +50,13 @@ def card(mib: float) -> dict[str, Any]:
 @pytest.mark.parametrize("family", Sample.one_in(4, FAMILIES))
 def test_a_plan_of_few_layers_gives_the_bytes_of_the_whole_model(family: str) -> None:
     config = parse(json.loads((MODELS / family / "config.json").read_text()))
-    experts = config.experts and replace(config.experts, sparse=config.experts.sparse * 6)
+    experts, indexer = config.experts, config.indexer
+    if experts is not None:
+        experts = replace(experts, sparse=experts.sparse * 6, chosen=experts.chosen * 6)
     whole = replace(
         config, layers=6 * config.layers, layer_types=config.layer_types * 6,
         rotated=config.rotated * 6, experts=experts,
+        indexer=indexer and replace(indexer, shared=indexer.shared * 6),
     )  # fmt: skip
     planned: list[int] = []
 

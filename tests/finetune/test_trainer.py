@@ -1255,24 +1255,26 @@ def test_arguments_and_settings_must_not_conflict() -> None:
     """One of them is enough, and equal ones are."""
     lora = Lora(2, alpha=4)
     whole = Settings(lora=2, lora_alpha=4)
-    assert trainer._with(Settings(), lora, None, None) == whole
-    assert trainer._with(whole, lora, None, None) == whole
-    assert trainer._with(whole, None, None, None) == whole
+    assert trainer._with(Settings(), lora, None, None, None) == whole
+    assert trainer._with(whole, lora, None, None, None) == whole
+    assert trainer._with(whole, None, None, None, None) == whole
     with pytest.raises(
         ConfigError, match=r"Trainer: lora=.* and the settings' .* differ; leave one"
     ):
-        trainer._with(Settings(lora=3), lora, None, None)
+        trainer._with(Settings(lora=3), lora, None, None, None)
     for wrong in (4, "16"):
         with pytest.raises(ConfigError, match=r"Trainer\(lora=.*\): pass Lora\(16\), or None"):
-            trainer._with(Settings(), wrong, None, None)
+            trainer._with(Settings(), wrong, None, None, None)
     judged = Settings(method="grpo", reward=("a.py:f",))
-    assert trainer._with(judged, None, "a.py:f", None) == judged
-    assert tuple(trainer._with(Settings(), None, "a.py:f", None).reward) == ("a.py:f",)
+    assert trainer._with(judged, None, "a.py:f", None, None) == judged
+    assert tuple(trainer._with(Settings(), None, "a.py:f", None, None).reward) == ("a.py:f",)
     with pytest.raises(ConfigError, match=r"Trainer: reward=.* and the settings' .* differ"):
-        trainer._with(judged, None, "b.py:f", None)
-    assert trainer._with(Settings(eval=0.2), None, None, None).eval == 0.2
-    assert trainer._with(Settings(eval=0.2), None, None, 0.3).eval == 0.3
-    rows = trainer._with(Settings(), None, None, [{"prompt": "a", "completion": "b"}] * 2).eval
+        trainer._with(judged, None, "b.py:f", None, None)
+    assert trainer._with(Settings(eval=0.2), None, None, None, None).eval == 0.2
+    assert trainer._with(Settings(eval=0.2), None, None, None, 0.3).eval == 0.3
+    rows = trainer._with(
+        Settings(), None, None, None, [{"prompt": "a", "completion": "b"}] * 2
+    ).eval
     assert isinstance(rows, Records)
     assert len(rows.train) + len(rows.held_out) == 2
 

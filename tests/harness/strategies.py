@@ -172,6 +172,15 @@ def _slots(draw: Draw, sizes: Sizes) -> None:
     sizes["slots"] = sizes["tokens"] + draw(st.integers(0, 3))
 
 
+def _rows_or_pages(draw: Draw, sizes: Sizes) -> None:
+    paged = draw(st.booleans())
+    sizes["given"] = {"page_table": paged}
+    if paged:
+        _rows_of_pages(draw, sizes)
+    else:
+        sizes["page"], sizes["pages"] = sizes["tokens"] + draw(st.integers(0, 3)), sizes["batch"]
+
+
 def _one_function(draw: Draw, sizes: Sizes) -> None:
     sizes["functions"] = 1  # the axis may be absent, and weights are as long
     sizes["rows"] = 2 * draw(st.integers(0, 2))  # whole groups
@@ -244,7 +253,7 @@ BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "attention_paged_int8_forward": _paged,
     "latent_attention_forward": _latents,
     "kv_append_": _slots,
-    "rope_append_": _slots,
+    "rope_append_": _rows_or_pages,
     "kv_append_paged_": _rows_of_pages,
     "kv_append_int8_": _pages_or_rows,
     "ternary_linear_forward": _planes,

@@ -296,7 +296,7 @@ PROPERTIES: dict[str, Callable[[Family], Any]] = {  # rows of the table, by thei
     "sliding-window": lambda family: (
         "sliding_window" in family.defaults
         if family.windows == "typed"
-        else family.windows not in ("none", "linear")
+        else family.windows not in ("none", "linear", "chunked")
     ),
     "norms after": lambda family: family.norms.after_attention,
     "norms of queries": lambda family: family.query_key_norm,

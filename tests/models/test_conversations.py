@@ -48,8 +48,8 @@ def short(monkeypatch, model, new=6):
     end = model.tokenizer.encode("<|im_end|>", special_tokens=False)[0]
     choose = scheduler.choose
 
-    def ended(logits, rows, ends):
-        chosen = choose(logits, rows, ends)
+    def ended(logits, rows, ends, numbers):
+        chosen = choose(logits, rows, ends, numbers)
         last = [row.count >= new - 1 + row.index for row in rows]
         return np.where(last, end, chosen)
 
@@ -156,7 +156,7 @@ def scripted(monkeypatch, model, *answers):
     end = int(model.tokenizer.encode("<|im_end|>", special_tokens=False)[0])
     scripts = [[*model.tokenizer.encode(text).tolist(), end] for text in answers]
 
-    def choose(logits, rows, ends):
+    def choose(logits, rows, ends, numbers):
         chosen = []
         for row in rows:
             text = text_of(model, row.request.prompt)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def test_round_trip(family, tmp_path):
     multimodal = model.config.body != TEXT  # its language model is saved
     if multimodal:
         old = {parameter_name(name): array for name, array in old.items()}
+    old = {n: a for n, a in old.items() if not re.match(model.config.left_out or "$", n)}
     assert old.keys() == new.keys()
     for name, stored in old.items():
         array = stored.astype(model.config.dtype_of(name, stored.dtype))

@@ -629,7 +629,7 @@ def test_weights_that_do_not_fit_leave_no_file(
 def test_a_full_disk_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = make(tmp_path / "m", "llama")
     monkeypatch.setattr("shutil.disk_usage", lambda _: type("Usage", (), {"free": 10})())
-    with pytest.raises(ConfigError, match=r"^export_gguf: the GGUF file needs .* has only 0 MiB"):
+    with pytest.raises(ConfigError, match=r"^export_gguf: the GGUF file needs .* has only 0.0 MiB"):
         models.export_gguf(model, tmp_path / "m.gguf")
 
 

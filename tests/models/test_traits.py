@@ -101,7 +101,8 @@ def test_a_query_sees_its_chunk_only() -> None:
     model = create(config, seed=0)
     other = TOKENS.copy()
     other[:, 7] = 3 + (other[:, 7] - 2) % 94
-    differ = (model.logits(TOKENS) != model.logits(other)).any(axis=(0, 2))
+    change = np.abs(model.logits(TOKENS) - model.logits(other)).max(axis=(0, 2))
+    differ = change > 1e-4  # products of other rows of an expert differ in bits
     assert [*np.flatnonzero(differ)] == [7, 8, 9, 10, 11]  # chunks of 6
     text, offsets = TOKENS[:1], np.array([0, 5, 5, 20])
     starts = chunk_offsets(6, text, offsets)

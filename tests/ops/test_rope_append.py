@@ -6,22 +6,38 @@ from unsloth_cupy.ops.attention.rope_append import rope_append_
 
 from ..harness.parity import Case, KernelParity, emulator
 
-SMALL = {"batch": 2, "heads": 4, "kv_heads": 2, "dim": 16, "length": 40, "half": 8}
+SMALL = {"batch": 2, "pages": 2, "heads": 4, "kv_heads": 2, "dim": 16, "length": 40, "half": 8}
 
 
 class TestRopeAppend(KernelParity):
     op = "rope_append_"
+    sizes = ({"pages": 4, "page": 16, "batch": 4, "row_pages": 1},)
     cases = (
-        Case("a step", **SMALL, tokens=1, slots=9, arrays={"starts": [4, 8]}, given=["positions"]),
-        Case("rows apart", **SMALL, tokens=4, slots=7, sinks=2, arrays={"starts": [0, 31]}),
-        Case("more than the ring", **SMALL, tokens=9, slots=5, sinks=1, arrays={"starts": [0, 2]}),
-        Case("sinks alone", **SMALL, tokens=4, slots=3, sinks=3, arrays={"starts": [1, 0]}),
+        Case("a step", **SMALL, tokens=1, page=9, arrays={"starts": [4, 8]}, given=["positions"]),
+        Case("rows apart", **SMALL, tokens=4, page=7, sinks=2, arrays={"starts": [0, 31]}),
+        Case("more than the ring", **SMALL, tokens=9, page=5, sinks=1, arrays={"starts": [0, 2]}),
+        Case("sinks alone", **SMALL, tokens=4, page=3, sinks=3, arrays={"starts": [1, 0]}),
         Case(
             "part of a head",
             **SMALL | {"half": 3, "dim": 9},
             tokens=2,
-            slots=8,
+            page=8,
             arrays={"starts": np.array([-1, 6], np.int32)},
+        ),
+        *(
+            Case(
+                f"pages of {page}",
+                **SMALL | {"pages": 9},
+                tokens=tokens,
+                page=page,
+                arrays={"page_table": table, "starts": starts},
+                given=["positions"],
+            )
+            for page, tokens, table, starts in (
+                (1, 1, [[8, 0, 6], [2, 7, 4]], [2, 0]),
+                (3, 5, np.array([[2, 5, 8], [0, 4, -1]], np.int32), [2, -1]),
+                (4, 1, [[3, 9], [6, -1]], np.array([5, 4], np.int32)),  # neither has a page
+            )
         ),
     )
     test_gradient_matches_finite_differences = None  # it changes a cache

@@ -111,7 +111,7 @@ def test_stages_in_16_bits_round_only_what_they_send(
         model = create(config, seed=0, dtype=dtype)
         return model.value_and_gradients(partial(loss, **batch))
 
-    def rounded(call: Any, branch: Any, checkpoints: Any) -> Any:
+    def rounded(call: Any, branch: Any, checkpoints: Any, inputs: Any) -> Any:
         before, stream = blocks(call, branch, checkpoints, range(1))
         return blocks(call, add(before, stream), checkpoints, range(1, 2))
 

@@ -10,9 +10,11 @@ from unsloth_cupy import Engine, KVCache
 from unsloth_cupy.errors import ConfigError, DeviceMemoryError
 from unsloth_cupy.models import create
 from unsloth_cupy.models.generation import decoding
-from unsloth_cupy.serving import drawing
+from unsloth_cupy.serving import drawing, requests, scheduler
+from unsloth_cupy.training import captured
 
 from ..harness.sampling import Sample
+from ..machines.stand_in import gpu
 from ..models.peers import CONFIGS, MIXTURES, RELATIVES, SIZES
 
 FAMILIES = {
@@ -87,6 +89,14 @@ def alone(model, prompt, options, number):
     return row[len(prompt) :], log_probs
 
 
+def check_pages(scheduler):
+    """No page has an owner but the tree of prefixes."""
+    for number, pool in enumerate(scheduler.cache.pools):
+        assert not pool.tables
+        in_tree = 0 if scheduler.tree is None else scheduler.tree.unused(number)
+        assert sum(pool.uses) == in_tree == len(pool.uses) - len(pool.free_pages)
+
+
 @pytest.mark.parametrize(("number", "kind"), Sample.one_in(TURNS, CASES))
 def test_rows_are_those_of_each_alone(number, kind, model, monkeypatch):
     """Random arrivals, lengths, forks, cancels; few pages, so that rows are set back."""
@@ -136,7 +146,7 @@ def test_rows_are_those_of_each_alone(number, kind, model, monkeypatch):
         events += engine.step()
     events += engine.step()
     assert engine.free_pages == len(engine.cache.uses)
-    assert not engine.cache.tables
+    check_pages(engine._scheduler)
     told = {}
     for event in events:
         told.setdefault((event.request.number, event.sample), []).extend(event.tokens)
@@ -178,10 +188,49 @@ def test_codes_do_not_depend_on_pieces(monkeypatch):
     assert results[0] == results[1] == results[2]
 
 
-@pytest.mark.parametrize("captured", [False, True])
-def test_no_rectangle(captured, monkeypatch):
+def test_layers_with_a_window_have_pages_of_its_tokens_alone():
+    """As many as a cache in order has, and up to a page more for each row."""
+    model, rows, page, window = model_of("some windows"), 3, 4, 6
+    windows = [model.config.window_of(layer) for layer in range(model.config.layers)]
+    assert {*windows} == {None, window}
+    with Engine(model, rows=rows, pages=60, page=page, chunk=120) as engine:
+        engine._scheduler.tree = None
+        requests = [engine.submit([*range(3, 43)], max_new_tokens=30, stop=()) for _ in range(rows)]
+        whole, own = engine._scheduler.cache.pools
+        most = 0
+        while engine.waiting or engine.running:
+            engine.step()
+            most = max(most, len(own.uses) - len(own.free_pages))
+        assert most <= rows * (-(-window // page) + 1)
+        assert len(whole.keys) == windows.count(None)
+        assert len(own.uses) == rows * (-(-window // page) + 1) + 120 // page
+        assert len(whole.keys) + len(own.keys) == len(windows)
+    for request in requests:
+        assert request.samples[0].tokens == alone_greedy(model, request.prompt, 30)
+
+
+def test_equal_prefixes_of_layers_with_a_window_are_computed_once():
+    """Or again, if their pages in the window were needed for others."""
+    model, prompt = model_of("some windows"), [*range(3, 43)]
+    for others in (0, 3):
+        with Engine(model, rows=4, pages=60, page=4, chunk=12) as engine:
+            engine.submit(prompt, max_new_tokens=2, stop=())
+            engine.run()
+            for other in range(others):
+                engine.submit([90 + other] * 40, max_new_tokens=2, stop=())
+            engine.run()
+            before = engine.computed_rows
+            again = engine.submit([*prompt, 50], max_new_tokens=2, stop=())
+            engine.run()
+            assert again.samples[0].tokens == alone_greedy(model, again.prompt, 2)
+            new = engine.computed_rows - before
+            assert new == 2 if not others else 2 < new <= 42
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_no_rectangle(ahead, monkeypatch):
     """At most 1.05 tokens are computed for each one that is kept, at lengths of 1 to 20 times."""
-    monkeypatch.setattr(decoding, "captures", lambda *_: captured)
+    monkeypatch.setattr(decoding, "captures", lambda *_: ahead)
     model, rng = model_of("full"), np.random.default_rng(0)
     with Engine(model, rows=32, pages=400, page=4, chunk=64) as engine:
         for length in np.exp(rng.uniform(0, np.log(20), 48)).astype(int).tolist():
@@ -191,6 +240,69 @@ def test_no_rectangle(captured, monkeypatch):
         kept = sum(len(r.prompt) + sum(len(s.tokens) for s in r.samples) for r in requests)
         assert engine.kept_tokens == kept
         assert engine.computed_rows <= 1.05 * kept
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_gpu_begins_a_step_before_the_host_has_the_tokens_of_the_last(temperature, monkeypatch):
+    """Of a replayed step the host sends its places alone; random numbers go ahead in blocks."""
+    monkeypatch.setattr(requests, "BLOCK", 4)
+    monkeypatch.setattr(drawing, "BLOCK", 4)
+    with gpu("90", devices=1) as machine:
+        machine.strict, machine.runs = False, True
+        model = create({**SIZES, "model_type": "llama", "head_dim": 16}, seed=0, device="cuda")
+        events = []
+
+        def noted(owner, name, what):
+            plain = getattr(owner, name)
+            call = lambda *args: events.append(what) or plain(*args)  # noqa: E731
+            monkeypatch.setattr(owner, name, call)
+
+        with Engine(model, rows=2, pages=40, page=4) as engine:
+            noted(captured.Captured, "__call__", "step")
+            noted(scheduler.Scheduler, "_receive", "tokens")
+            for seed in (0, 1):
+                more = {"temperature": temperature, "seed": seed} if temperature else {}
+                engine.submit([5, 6, 7], max_new_tokens=20, stop=(), **more)
+            steps = []
+            while engine.waiting or engine.running:
+                machine.functions.clear(), machine.launches.clear(), machine.products.clear()
+                events.clear()
+                engine.step()
+                steps.append(
+                    ([*events], machine.functions.count("asarray"), len(machine.functions))
+                )
+                replayed = not (machine.launches or machine.products)
+                assert replayed or len(steps) < 4
+        (graph,) = (each[-1].graph for each in engine._scheduler.decoder.graphs.values())
+        assert graph.launched == 19 - 1, "the second call captures, and launches"
+        assert [each[0] for each in steps[3:-1]] == [["step", "tokens"]] * 17
+        assert steps[-1][0] == ["tokens"]
+        sent = [count for _, count, _ in steps[4:-1]]
+        if temperature:
+            assert sorted(sent) == [1] * 12 + [2] * 4
+        else:
+            assert sent == [1] * 16
+            assert all(functions == 1 for *_, functions in steps[4:-1]), "the graph draws"
+
+
+@pytest.mark.parametrize("kind", ["full"])
+def test_a_row_that_ended_is_computed_one_step_too_long(kind, model, monkeypatch):
+    monkeypatch.setattr(decoding, "captures", lambda *_: True)
+    with Engine(model, rows=4, pages=99, page=4) as engine:
+        rng = np.random.default_rng(0)
+        submitted = [
+            engine.submit(
+                rng.integers(3, 97, 5).tolist(), max_new_tokens=30, temperature=1.0, seed=n,
+                stop=[*range(3, 12)],
+            )
+            for n in range(12)
+        ]  # fmt: skip
+        engine.run()
+        ended = sum(each.samples[0].finish == "stop" for each in submitted)
+        assert ended > 8
+        # the last token of a row is not computed
+        computed = engine.kept_tokens - len(submitted) + ended
+        assert engine.computed_rows == computed
 
 
 def test_equal_prefixes_are_computed_once():

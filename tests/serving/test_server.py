@@ -210,7 +210,7 @@ def scripted(monkeypatch, server, text):
     """Let the engine draw the tokens of a text, and then the end."""
     tokens = [*server.model.tokenizer.encode(text).tolist(), 0]
 
-    def choose(logits, rows, ends):
+    def choose(logits, rows, ends, numbers):
         return np.array([tokens[min(row.count, len(tokens) - 1)] for row in rows])
 
     monkeypatch.setattr(scheduler, "choose", choose)
@@ -580,7 +580,7 @@ def test_an_error_of_the_engine_ends_its_requests_alone(server, client, monkeypa
 
 
 def test_logits_without_a_number_are_an_error(server, client, monkeypatch):
-    monkeypatch.setattr(scheduler, "choose", lambda logits, rows, ends: np.full(len(rows), -1))
+    monkeypatch.setattr(scheduler, "choose", lambda logits, rows, *_: np.full(len(rows), -1))
     with pytest.raises(openai.InternalServerError, match="NaN"):
         client.completions.create(model="tiny", prompt="The")
 

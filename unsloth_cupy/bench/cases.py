@@ -192,6 +192,10 @@ def meaning(scale: Scale, rng: np.random.Generator) -> dict[str, Callable[[], An
             ("kv_append_int8_.keys", "kv_append_int8_.values"),
             lambda: np.zeros((1, tokens, scale.kv_heads, scale.dim), np.int8),
         ),
+        **dict.fromkeys(
+            ("rope_append_.keys", "rope_append_.values"),
+            lambda: np.zeros((1, tokens, scale.kv_heads, scale.dim), np.float32),
+        ),
         "kv_append_int8_.scales": lambda: rng.random((2, 1, tokens, scale.kv_heads)),
         **dict.fromkeys(
             ("nf4_dequantize_.packed", "nf4_product_.packed", "nf4_rounded_sum_.packed"),

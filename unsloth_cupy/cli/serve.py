@@ -14,7 +14,7 @@ from ..finetune.run.settings import DEVICES
 from ..machine import blas_threads, device_title, echo, format_bytes, on_device, resolve_device
 from ..models.adapters.adapter_base import base_of
 from ..models.configs.heads import CAUSAL, NONE
-from ..models.generation.decoding import free_pages
+from ..models.generation.decoding import CHUNK, free_pages
 from ..serving.engine import Engine
 from .generate import end_answers
 from .options import BASE, FILE, QUANTIZE, Device, Integer, Size, Words, option
@@ -152,7 +152,7 @@ def engine_of(model: Any, rows: int, tokens: int | None, cache_dtype: str | None
     """Return an engine whose cache has room for rows of so many tokens, if memory allows."""
     if model.config.head != CAUSAL:
         return None
-    pages = free_pages(model, rows, PAGE, cache_dtype, {**model.adapters})
+    pages = free_pages(model, rows, PAGE, CHUNK, cache_dtype, {**model.adapters})
     longest = min(tokens or model.config.positions, model.config.positions)
     pages = min(pages, rows * -(-longest // PAGE))
     return Engine(model, rows=rows, pages=pages, page=PAGE, cache_dtype=cache_dtype)

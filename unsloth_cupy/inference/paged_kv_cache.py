@@ -193,38 +193,57 @@ class PagedKVCache:
         return self.keys[layer], self.values[layer]
 
     def missing(self, sequences: Sequence[int], counts: Sequence[int]) -> int:
-        """Return how many free pages ``extend`` would take, less those that windows free."""
-        starts = [max(self.filled[sequence], default=0) for sequence in sequences]
-        leaving = sum(
-            self.uses[page] == 1
-            for sequence in sequences
-            for page in self.tables[sequence][: self._first_seen(sequence)]
-            if page != GONE
-        )
-        return self._new_pages(sequences, starts, counts)[1] - leaving
+        """Return how many free pages ``extend`` would take; first free those before the windows."""
+        starts = self._begun(sequences)
+        unread = sum(self._unread(*each) for each in zip(sequences, starts, counts, strict=True))
+        return self._new_pages(sequences, starts, counts)[1] - unread
+
+    def _begun(self, sequences: Sequence[int]) -> list[int]:
+        """Free the pages before the windows of sequences; return their numbers of tokens."""
+        if any(self.windows):
+            for sequence in sequences:
+                if first := self._first_seen(sequence):
+                    self._leave(*self._take_out(sequence, slice(first)))
+        return [max(self.filled[sequence], default=0) for sequence in sequences]
 
     def extend(self, sequences: Sequence[int], counts: Sequence[int]) -> list[int]:
         """Count new tokens of sequences in all layers; return how many tokens each had before.
 
-        The sequences get pages for the tokens, whose keys and values the caller stores.
+        The sequences get pages for the tokens, whose keys and values the caller stores.  The first
+        tokens of an empty sequence attend to each other without pages, unless these hold codes; so
+        it gets no pages for those that no later token sees.
 
         Raises
         ------
         DeviceMemoryError
             There are too few free pages; no page changes its sequence but those that windows free.
         """
-        starts = [max(self.filled[sequence], default=0) for sequence in sequences]
-        for sequence in sequences:
-            if first := self._first_seen(sequence):
-                self._leave(*self._take_out(sequence, slice(first)))
-        self._make_room(sequences, starts, counts)
+        starts = self._begun(sequences)
+        unread = [self._unread(*each) for each in zip(sequences, starts, counts, strict=True)]
+        for sequence, gone in zip(sequences, unread, strict=True):
+            self.tables[sequence] += [GONE] * gone
+        try:
+            self._make_room(sequences, starts, counts)
+        except DeviceMemoryError:
+            for sequence, gone in zip(sequences, unread, strict=True):
+                del self.tables[sequence][:gone]
+            raise
         for sequence, start, new in zip(sequences, starts, counts, strict=True):
             self.filled[sequence] = [start + new] * len(self.filled[sequence])
         return starts
 
+    def _unread(self, sequence: int, start: int, new: int) -> int:
+        """Return the first pages of new tokens that neither they nor later tokens read."""
+        if start or self.tables[sequence] or self.scales is not None:
+            return 0
+        return self.first_seen(max(new - 1, 0))
+
     def begin(self, pages: Sequence[int]) -> int:
-        """Return a new sequence whose first tokens are in these full pages, which it shares."""
-        self.hold(pages)
+        """Return a new sequence whose first tokens are in these full pages, which it shares.
+
+        Entries that are GONE are pages before its window.
+        """
+        self.hold([page for page in pages if page != GONE])
         sequence = next(self.numbers)
         self.tables[sequence] = [*pages]
         self.filled[sequence] = [len(pages) * self.keys.shape[2]] * len(self.keys)
@@ -340,9 +359,17 @@ class PagedKVCache:
         ``lengths`` are the numbers of tokens in the layers, by default the current ones.
         """
         held = self.filled[sequence] if lengths is None else lengths
-        pairs = zip(held, self.windows, strict=True)
+        return self._first(held)
+
+    def _first(self, lengths: Sequence[int]) -> int:
+        """Return the first page in the window of the token at ``lengths`` of any layer."""
+        pairs = zip(lengths, self.windows, strict=True)
         first = min((0 if w is None else max(n - w + 1, 0) for n, w in pairs), default=0)
         return first // self.keys.shape[2]
+
+    def first_seen(self, length: int) -> int:
+        """Return the first page in the window of the token after ``length`` tokens."""
+        return self._first([length] * len(self.windows))
 
     def _take_out(self, sequence: int, part: slice) -> list[int]:
         """Mark pages of a sequence as GONE, and return these pages, the last page first."""
@@ -365,6 +392,8 @@ class PagedKVCache:
             table = self.tables[sequence]
             pages += max(0, -(-(start + new) // page) - len(table))
             for index in range(start // page, min(-(-(start + new) // page), len(table))):
+                if table[index] == GONE:  # its tokens are not stored
+                    continue
                 if self.uses[table[index]] - leaving.get(table[index], 0) > 1:
                     shared.append((table, index))
                     leaving[table[index]] = leaving.get(table[index], 0) + 1

@@ -37,7 +37,7 @@ from .folders.expert_files import saved_tensors
 from .folders.pooling import pooling_of
 from .folders.quantized_weights import in_folders, saved_config
 from .generation.conversations import Conversations
-from .generation.decoding import Decoding, free_pages
+from .generation.decoding import CHUNK, Decoding, free_pages
 from .generation.rollouts import Rollouts
 from .generation.rollouts import rollouts as sampled
 from .generation.streaming import Continuation
@@ -660,17 +660,21 @@ class Transformer(Adapted):
         return generation.stream(self, tokens, mask, Options(max_new_tokens, **options))
 
     def decoder(
-        self, *, rows: int, pages: int | None, page: int, cache_dtype: str | None = None
+        self,
+        *,
+        rows: int,
+        pages: int | None,
+        page: int,
+        chunk: int = CHUNK,
+        cache_dtype: str | None = None,
     ) -> Decoding:
         """Return what an Engine needs: the steps of this model, with a cache of ``pages``."""
         require_head("Engine", self.config, CAUSAL)
         adapters = {**self.adapters}
         if pages is None:
-            pages = free_pages(self, rows, page, cache_dtype, adapters)
-        model = copy.copy(self)
-        return Decoding(
-            model, rows=rows, pages=pages, page=page, cache_dtype=cache_dtype, adapters=adapters
-        )
+            pages = free_pages(self, rows, page, chunk, cache_dtype, adapters)
+        sizes: Any = {"rows": rows, "pages": pages, "page": page, "chunk": chunk}
+        return Decoding(copy.copy(self), **sizes, cache_dtype=cache_dtype, adapters=adapters)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:

@@ -17,6 +17,7 @@ import numpy as np
 from ..core.dtypes import FLOAT32, Array
 from ..core.gpu import device_of
 from ..placement import to_device_of, to_numpy
+from .requests import BLOCK
 
 # Number of tokens that top_p sorts first; it sorts the vocabulary only if they do not reach top_p.
 FEW = 1024
@@ -36,29 +37,23 @@ def penalise(logits: Array, past: Array, real: Array, penalty: float) -> None:
         row[used] = np.where(row[used] < 0, row[used] * penalty, row[used] / penalty)
 
 
-def choose(logits: Any, rows: Sequence[Any], ends: Sequence[Array]) -> Array:
-    """Return one token per row of (rows, vocab) logits on the host, -1 where there is none.
+def choose(logits: Any, rows: Sequence[Any], ends: Sequence[Array], numbers: "Uniform") -> Any:
+    """Return one token per row of (rows, vocab) logits, -1 where there is none.
 
     There is none where logits hold NaN, or a constraint allows no token.  A row has its
-    ``options``, its ``tokens``, ``draws`` with its next random number, and a number of new tokens
-    ``count``; ``allowed`` is a mask of tokens, or None.  On the host only the likeliest tokens are
-    sorted.  A GPU draws all rows of the same options at once.
+    ``options``, its ``tokens``, and ``uniform`` with its next random numbers; ``allowed`` is a mask
+    of tokens, or None.  On the host only the likeliest tokens are sorted.  A GPU draws all rows of
+    the same options at once, and the result is there unless a row is ``on_host``.
     """
-    masks = [row.allowed() for row in rows]
-    changed = [
-        row.options.repetition_penalty is not None
-        or row.count < row.options.min_new_tokens
-        or mask is not None
-        for row, mask in zip(rows, masks, strict=True)
-    ]
+    changed = [row.on_host for row in rows]
     if any(changed):
         logits = wide(to_numpy(logits))
     for place in np.flatnonzero(changed).tolist():
-        row, own, mask = rows[place], logits[place : place + 1], masks[place]
+        row, own, mask = rows[place], logits[place : place + 1], rows[place].allowed()
         if row.options.repetition_penalty is not None:
             past = np.asarray(row.tokens)[None]
             penalise(own, past, past >= 0, row.options.repetition_penalty)
-        if row.count < row.options.min_new_tokens:
+        if row.drawn < row.options.min_new_tokens:
             own[:, ends[place]] = -np.inf
         if mask is not None:
             own[:, ~mask[: own.shape[1]]] = -np.inf
@@ -67,32 +62,62 @@ def choose(logits: Any, rows: Sequence[Any], ends: Sequence[Array]) -> Array:
         options = row.options
         form = options.temperature, options.top_k, options.top_p, options.min_p
         groups.setdefault((0.0,) if options.temperature == 0 else form, []).append(place)
-    chosen = np.empty(len(rows), np.int64)
-    for places in groups.values():
-        part = logits if len(groups) == 1 else logits[to_device_of(np.array(places), logits)]
-        with device_of(part):
-            chosen[places] = to_numpy(_chosen(part, [rows[place] for place in places]))
+    with device_of(logits):
+        uniform = None
+        if not isinstance(logits, np.ndarray) and groups.keys() != {(0.0,)}:
+            uniform = numbers(rows, logits)
+        if len(groups) == 1:
+            return _chosen(logits, rows, uniform)
+        chosen = np.empty_like(logits, np.int64, shape=len(rows))
+        for places in groups.values():
+            index = to_device_of(np.array(places), logits)
+            own = None if uniform is None else uniform[index]
+            chosen[index] = _chosen(logits[index], [rows[place] for place in places], own)
     return chosen
 
 
-def _chosen(logits: Any, rows: Sequence[Any]) -> Any:
+class Uniform:
+    """The random numbers of rows, sent to a GPU in blocks."""
+
+    def __init__(self) -> None:
+        self.rows: list[Any] = []
+        self.starts: list[int] = []  # by row, the number of its first token of the block
+        self.block: Any = None  # (BLOCK, rows)
+
+    def __call__(self, rows: Sequence[Any], like: Any) -> Any:
+        """Return the next random number of each row, (rows, 1) on the device of ``like``."""
+        place = rows[0].drawn - self.starts[0] if self.rows == rows else BLOCK
+        if place >= BLOCK or any(
+            row.drawn != start + place for row, start in zip(rows, self.starts, strict=True)
+        ):
+            block = np.stack([row.uniform(BLOCK) for row in rows], axis=1)
+            self.rows, self.starts = [*rows], [row.drawn for row in rows]
+            self.block, place = to_device_of(block, like), 0
+        return self.block[place][:, None]
+
+
+def _chosen(logits: Any, rows: Sequence[Any], uniform: Any) -> Any:
     """Return one token per row, -1 for logits without a largest number; rows have equal options."""
     options = rows[0].options
-    if options.temperature == 0 and logits.dtype.itemsize >= FLOAT32.itemsize:
-        # The maximum is NaN if any logit is.
-        return np.where(np.isfinite(logits.max(axis=-1)), logits.argmax(axis=-1), -1)
+    if options.temperature == 0:
+        return likeliest_of(logits)
     logits = wide(logits)
     top = logits.max(axis=-1)
-    if options.temperature == 0:
-        chosen = logits.argmax(axis=-1)
-    elif isinstance(logits, np.ndarray):
+    if isinstance(logits, np.ndarray):
         each = zip(logits, np.isfinite(top), rows, strict=True)
-        drawn = [draw(own, options, row.draws.random()) if ok else -1 for own, ok, row in each]
-        chosen = np.array(drawn, np.int64)
+        drawn = [draw(own, options, float(row.uniform()[0])) if ok else -1 for own, ok, row in each]
+        chosen: Any = np.array(drawn, np.int64)
     else:
-        uniform = np.array([[row.draws.random()] for row in rows])
-        chosen = draw_all(logits, options, to_device_of(uniform, logits))
+        chosen = draw_all(logits, options, uniform)
     return np.where(np.isfinite(top), chosen, -1)
+
+
+def likeliest_of(logits: Any) -> Any:
+    """Return the most likely token of each row, -1 for logits without a largest number."""
+    if logits.dtype.itemsize < FLOAT32.itemsize:
+        logits = logits.astype(FLOAT32)
+    # The maximum is NaN if any logit is.
+    return np.where(np.isfinite(logits.max(axis=-1)), logits.argmax(axis=-1), -1)
 
 
 def draw(logits: Array, options: Any, uniform: float) -> int:

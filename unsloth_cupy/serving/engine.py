@@ -38,7 +38,8 @@ class Engine:
         Most rows that are computed together.
     pages : int, optional
         Pages of the KV cache.  None: as many as ``rows`` texts of all positions fill, but at most
-        four fifths of the free memory.
+        four fifths of the free memory.  If only some layers have a window, these have further pages
+        for the windows of ``rows`` texts.
     page : int
         Tokens per page.
     cache_dtype : str, optional
@@ -112,7 +113,9 @@ class Engine:
             cure = "pass a model that models.load or models.create returned"
             raise ConfigError(f"Engine: model is a {type(model).__name__}; {cure}")
         self.model = model
-        decoder = model.decoder(rows=rows, pages=pages, page=page, cache_dtype=cache_dtype)
+        decoder = model.decoder(
+            rows=rows, pages=pages, page=page, chunk=chunk, cache_dtype=cache_dtype
+        )
         self._scheduler = Scheduler(decoder, rows=rows, chunk=chunk)
         self._requests: list[Request] = []
         self._count = 0
@@ -128,8 +131,8 @@ class Engine:
 
     @property
     def cache(self) -> PagedKVCache:
-        """The pages of all rows."""
-        return self._scheduler.cache
+        """The pages of all layers without a window, or if all have one, the pages of all layers."""
+        return self._scheduler.cache.first
 
     waiting = property(lambda self: self._scheduler.waiting)
     running = property(lambda self: self._scheduler.running)

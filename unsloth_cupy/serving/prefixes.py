@@ -4,14 +4,15 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..inference.paged_kv_cache import PagedKVCache
+from ..inference.page_pools import PagePools, Pages
+from ..inference.paged_kv_cache import GONE
 
 
 class Node:
     """A full page of tokens after the pages of its parents."""
 
-    def __init__(self, parent: "Node | None", key: Any, page: int) -> None:
-        self.parent, self.key, self.page = parent, key, page
+    def __init__(self, parent: "Node | None", key: Any, pages: Pages) -> None:
+        self.parent, self.key, self.pages = parent, key, pages
         self.children: dict[Any, Node] = {}
         self.used = 0  # time of the last use
         self.gone = False  # whether its page was freed
@@ -23,17 +24,17 @@ class Prefixes:
     The tree owns each of its pages once, beside the sequences that use it.
     """
 
-    def __init__(self, cache: PagedKVCache) -> None:
+    def __init__(self, cache: PagePools) -> None:
         self.cache, self.roots = cache, dict[Any, Node]()
         self.clock = itertools.count(1)
 
     def root(self, kind: Any) -> Node:
         """Return the node before the first token of rows of a kind, such as with one adapter."""
-        return self.roots.setdefault(kind, Node(None, kind, -1))
+        return self.roots.setdefault(kind, Node(None, kind, []))
 
     def longest(self, kind: Any, tokens: Sequence[int]) -> list[Node]:
         """Return the nodes of the full pages that tokens begin with; the last token stays out."""
-        page, node, nodes = self.cache.keys.shape[2], self.root(kind), list[Node]()
+        page, node, nodes = self.cache.page, self.root(kind), list[Node]()
         now = next(self.clock)
         for start in range(0, (len(tokens) - 1) // page * page, page):
             child = node.children.get(tuple(tokens[start : start + page]))
@@ -41,15 +42,17 @@ class Prefixes:
                 break
             child.used, node = now, child
             nodes.append(child)
-        return nodes
+        return nodes[: self.cache.usable([node.pages for node in nodes])]
 
-    def add(self, node: Node, tokens: Sequence[int], page: int) -> Node:
-        """Return the node of a full page after ``node``; a new one owns the page."""
+    def add(self, node: Node, tokens: Sequence[int], pages: Pages) -> Node:
+        """Return the node of a full page after ``node``, which owns each page that it had not."""
         key = tuple(tokens)
-        child = node.children.get(key)
-        if child is None:
-            child = node.children[key] = Node(node, key, page)
-            self.cache.hold([page])
+        child = node.children.setdefault(key, Node(node, key, [GONE] * len(pages)))
+        new = [page if own == GONE else GONE for own, page in zip(child.pages, pages, strict=True)]
+        self.cache.hold(new)
+        child.pages = [
+            page if own == GONE else own for own, page in zip(child.pages, pages, strict=True)
+        ]
         child.used = next(self.clock)
         return child
 
@@ -61,22 +64,37 @@ class Prefixes:
             if node.parent is not None:
                 yield node
 
-    @property
-    def unused(self) -> int:
-        """The number of pages that no row uses."""
-        return sum(self.cache.uses[node.page] == 1 for node in self._nodes())
+    def _unused(self, node: Node, pool: int = 0) -> bool:
+        """Return whether no row uses a node's page of a pool."""
+        page = node.pages[pool]
+        return page != GONE and self.cache.pools[pool].uses[page] == 1
 
-    def free(self, pages: int) -> int:
-        """Free up to so many pages that no row uses, the least recently used first; count them."""
+    def unused(self, pool: int = 0) -> int:
+        """Return the number of pages of a pool that no row uses."""
+        return sum(self._unused(node, pool) for node in self._nodes())
+
+    def free(self, pages: Sequence[int]) -> int:
+        """Free up to so many pages of each pool that no row uses; count them.
+
+        The least recently used are first.
+        """
+        return sum(self._free(pool, count) for pool, count in enumerate(pages))
+
+    def _free(self, pool: int, pages: int) -> int:
         freed = 0
         while freed < pages:
-            ends = [n for n in self._nodes() if not n.children and self.cache.uses[n.page] == 1]
+            # Without its page in a window a node still has those of the other layers.
+            ends = [n for n in self._nodes() if (pool or not n.children) and self._unused(n, pool)]
             for node in sorted(ends, key=lambda node: node.used)[: pages - freed]:
+                freed += 1
+                if pool:
+                    self.cache.pools[pool].release([node.pages[pool]])
+                    node.pages[pool] = GONE
+                    continue
                 parent: Any = node.parent
                 del parent.children[node.key]
                 node.gone = True
-                self.cache.release([node.page])
-                freed += 1
+                self.cache.release(node.pages)
             if not ends:
                 break
         return freed

@@ -6,10 +6,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..core.dtypes import Array
+from ..placement import Arriving
 from .options import Options
 from .prefixes import Node
 from .texts import StopStrings, TextStream
 
+BLOCK = 32  # random numbers of a row that are drawn, and sent to a GPU, at a time
 Finish = str | None  # None, "stop", "length", "cancelled", "error"
 
 
@@ -76,6 +78,14 @@ class Stem(NamedTuple):
     depth: int
 
 
+class Flight(NamedTuple):
+    """Tokens that were drawn for rows, on their way to the host with their log-probabilities."""
+
+    rows: list["Row"]
+    tokens: Arriving
+    log_probs: list[tuple[list[int], Arriving]]  # with the places of their rows
+
+
 class Row:
     """A sample that the engine computes: its tokens, and how many of them the caches hold."""
 
@@ -96,7 +106,8 @@ class Row:
         self.request, self.index, self.options = request, index, request.options
         self.sample, self.tokens = request.samples[index], [*request.prompt]
         number = request.options.first + (index if number is None else number)
-        self.draws = np.random.default_rng([seed, number])
+        self._generator = np.random.default_rng([seed, number])
+        self._uniform = np.zeros(0)
         self.ends, self.adapter, self.log_probs = ends, adapter, log_probs
         self.end_set = frozenset(ends.tolist())
         self.matcher, self._allowed = matcher, allowed
@@ -106,6 +117,10 @@ class Row:
         self.sequence: int | None = None
         self.pinned = False  # whether the caller owns the sequence
         self.filled = 0  # tokens whose keys and values are in the cache
+        self.pending, self.place = (
+            0,
+            -1,
+        )  # tokens that the host has not yet, and the last one's place
         self.slot, self.born = 0, 0
         self.node: Node | None = None  # of the last full page in the tree of prefixes
         self.depth = 0  # number of its pages in the tree
@@ -115,6 +130,25 @@ class Row:
     def count(self) -> int:
         """The number of new tokens."""
         return len(self.sample.tokens)
+
+    @property
+    def drawn(self) -> int:
+        """The number of new tokens, with those that the host has not yet."""
+        return len(self.sample.tokens) + self.pending
+
+    @property
+    def on_host(self) -> bool:
+        """Whether the next token depends on the earlier ones beside the logits."""
+        few = self.drawn < self.options.min_new_tokens
+        return few or self.matcher is not None or self.options.repetition_penalty is not None
+
+    def uniform(self, count: int = 1) -> Array:
+        """Return the random numbers of the next ``count`` tokens."""
+        first = self.drawn
+        if first + count > len(self._uniform):
+            more = self._generator.random(max(count, BLOCK))
+            self._uniform = np.concatenate([self._uniform, more])
+        return self._uniform[first : first + count]
 
     def allowed(self) -> Array | None:
         """Return which tokens the constraint allows next, (vocab,) bool; None without one."""

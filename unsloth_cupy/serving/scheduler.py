@@ -4,6 +4,9 @@ Each step computes one token of every row that has its prompt, and up to ``chunk
 prompts.  Rows start in the order of their requests.  If pages run out, the least recently used
 prefixes that no row uses become free; then the youngest row is set back: its pages become free, and
 it waits with its tokens, which are computed again later.
+
+On a GPU a step begins before the host has the tokens of the step before, unless a row needs them on
+the host: so a row that ends is computed one step too long.
 """
 
 from collections import deque
@@ -12,14 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from ..core.dtypes import FLOAT32, Array
+from ..core.dtypes import FLOAT32
 from ..core.gpu import device_of
 from ..core.replay import fixed_order
+from ..inference.paged_kv_cache import GONE
 from ..ops.losses.linear_log_probs import of_logits
-from ..placement import to_device_of, to_numpy
-from .drawing import choose
+from ..placement import Arriving, to_device_of
+from .drawing import Uniform, choose
 from .prefixes import Prefixes
-from .requests import Event, Finish, Request, Row, Stem
+from .requests import Event, Finish, Flight, Request, Row, Stem
 from .work import Decoder, Work
 
 
@@ -41,6 +45,8 @@ class Scheduler:
         self.slots = [*range(rows)][::-1]
         self.stems: list[Request] = []
         self.forked: list[tuple[Row, Any]] = []  # new rows of a computed prompt, and their logits
+        self.flight: Flight | None = None  # tokens of the last step that the host has not yet
+        self.uniform = Uniform()
         self.pending: list[Event] = []
         self.births = 0
         self.kept_tokens = 0
@@ -63,7 +69,11 @@ class Scheduler:
     @property
     def free_pages(self) -> int:
         """The number of pages that no row uses; earlier prefixes may still be in some of them."""
-        return len(self.cache.free_pages) + (0 if self.tree is None else self.tree.unused)
+        return self._free_pages(0)
+
+    def _free_pages(self, pool: int) -> int:
+        unused = 0 if self.tree is None else self.tree.unused(pool)
+        return len(self.cache.pools[pool].free_pages) + unused
 
     def add(self, rows: Sequence[Row]) -> None:
         """Add rows to the end of the queue; rows without new tokens end at once."""
@@ -75,23 +85,21 @@ class Scheduler:
                 self.pending.append(Event(row.request, row.index, [], None, "length"))
 
     def step(self) -> list[Event]:
-        """Compute one step; return the new tokens of rows, and which rows ended."""
-        events, self.pending = self.pending, []
+        """Compute one step; return the new tokens of rows, and which rows ended.
+
+        On a GPU these are the tokens of the step before.
+        """
         self._start_rows()
+        ahead = self.decoder.ahead and not any(row.on_host for row in self.active)
+        if not ahead:
+            self._land()
         batch = self._batch()
         logits: Any = None
+        chosen: Any = None
         if batch:
-            work = [
-                Work(
-                    row.sequence,  # type: ignore[arg-type]
-                    np.array(row.tokens[row.filled : row.filled + count], np.int64),
-                    len(row.tokens),
-                    row.slot,
-                    row.adapter,
-                )
-                for row, count in batch
-            ]
-            logits, routes = self.decoder(work)
+            greedy = ahead and not self.forked
+            greedy = greedy and all(self._greedy(row, count) for row, count in batch)
+            logits, routes, chosen = self.decoder([self._work(*each) for each in batch], greedy)
             for place, (row, count) in enumerate(batch):
                 row.filled += count
                 new = row.filled - sum(map(len, row.routes))
@@ -101,14 +109,36 @@ class Scheduler:
         places = [place for place, (row, _) in enumerate(batch) if self._complete(row)]
         ready = [batch[place][0] for place in places]
         self._fork_prompts(ready, places, logits)
+        earlier, self.flight = self.flight, None
         if ready or self.forked:
-            events += self._drawn(ready, places, logits)
+            self.flight = self._draw(ready, places, logits, chosen)
+        if earlier is not None:
+            self._receive(earlier)
+        if not ahead:
+            self._land()
+        events, self.pending = self.pending, []
         return events
 
     @staticmethod
     def _complete(row: Row) -> bool:
         """Return whether the next token of a row can be drawn."""
-        return row.filled == len(row.tokens)
+        return row.filled == len(row.tokens) + row.pending
+
+    @staticmethod
+    def _greedy(row: Row, count: int) -> bool:
+        """Return whether a row's most likely next token is drawn, after this one."""
+        alone = row.request.leader is not row  # other samples begin with the same logits
+        complete = row.filled + count == len(row.tokens) + row.pending
+        return row.options.temperature == 0 and complete and alone
+
+    @staticmethod
+    def _work(row: Row, count: int) -> Work:
+        tokens = np.zeros(1, np.int64)
+        if not row.pending:
+            tokens = np.array(row.tokens[row.filled : row.filled + count], np.int64)
+        source = row.place if row.pending else -1
+        sequence: Any = row.sequence
+        return Work(sequence, tokens, len(row.tokens) + row.pending, row.slot, row.adapter, source)
 
     # Rows that start, and the pages of a step
 
@@ -131,19 +161,23 @@ class Scheduler:
 
     def _fits(self, row: Row) -> bool:
         """Return whether a row's known tokens and its next token have pages."""
-        size = self.cache.keys.shape[2]
+        size, pools = self.cache.page, self.cache.pools
         if not self.decoder.repeats:  # no row can be set back: all its tokens need pages
             rows = [*self.active, row]
             every = [len(r.request.prompt) + r.options.max_new_tokens - 1 for r in rows]
-            return sum(-(-each // size) for each in every) <= len(self.cache.uses)
+            return sum(-(-each // size) for each in every) <= len(pools[0].uses)
         if not self.active:
             return True
-        need = -(-(len(row.tokens) + 1) // size)
-        if need <= len(self.cache.free_pages):
+        length = len(row.tokens) + 1
+        needs = [
+            -(-length // size) - (pool.first_seen(length) if n else 0)
+            for n, pool in enumerate(pools)
+        ]
+        if all(need <= len(pool.free_pages) for need, pool in zip(needs, pools, strict=True)):
             return True
         if self.tree is not None:
-            need -= len(self.tree.longest(self._kind(row), row.tokens))
-        return need <= self.free_pages
+            needs[0] -= len(self.tree.longest(self._kind(row), row.tokens))
+        return all(need <= self._free_pages(n) for n, need in enumerate(needs))
 
     def _may_fork(self, row: Row) -> bool:
         """Return whether a sample may start from its computed prompt: all its tokens have pages."""
@@ -167,9 +201,9 @@ class Scheduler:
             if self.tree is not None:
                 nodes = self.tree.longest(self._kind(row), row.tokens)
                 row.node = nodes[-1] if nodes else self.tree.root(self._kind(row))
-            row.sequence = self.cache.begin([node.page for node in nodes])
+            row.sequence = self.cache.begin([node.pages for node in nodes])
             row.depth = len(nodes)
-            row.filled = row.depth * self.cache.keys.shape[2]
+            row.filled = row.depth * self.cache.page
         if self.decoder.states is not None:
             self.decoder.states.clear(row.slot)
         if not row.count and len(row.request.samples) > 1:
@@ -205,7 +239,9 @@ class Scheduler:
         while True:
             rest, batch = self.chunk, list[tuple[Row, int]]()
             for row in self.active:
-                count = len(row.tokens) - row.filled
+                count = len(row.tokens) + row.pending - row.filled
+                if row.drawn >= row.options.max_new_tokens:
+                    continue  # the host does not have its last token yet
                 if count > 1:
                     count = min(count, rest)
                     rest -= count
@@ -213,18 +249,22 @@ class Scheduler:
                     batch.append((row, count))
             counts = [count for _, count in batch]
             sequences: list[Any] = [row.sequence for row, _ in batch]
-            missing = self.cache.missing(sequences, counts) - len(self.cache.free_pages)
-            if missing <= 0 or not self._make_room(missing):
+            missing = self.cache.missing(sequences, counts)
+            if not any(missing):
                 break
+            if self.flight is not None:
+                self._land()  # rows that ended give up pages
+            elif not self._make_room(missing):
+                break
+
         # rows with one token, then rows without earlier tokens, then others
-        return sorted(batch, key=lambda each: 0 if each[1] == 1 else 1 + (self._held(each[0]) > 0))
+        def kind(each: tuple[Row, int]) -> int:
+            return 0 if each[1] == 1 else 1 + (self.cache.held(each[0].sequence) > 0)
 
-    def _held(self, row: Row) -> int:
-        """Return the number of tokens in a row's sequence, with tokens of an earlier call."""
-        return max(self.cache.filled[row.sequence], default=0)  # type: ignore[index]
+        return sorted(batch, key=kind)
 
-    def _make_room(self, pages: int) -> bool:
-        """Free some pages; return False if nothing can be freed."""
+    def _make_room(self, pages: Sequence[int]) -> bool:
+        """Free some pages of each pool; return False if nothing can be freed."""
         if self.tree is not None and self.tree.free(pages):
             return True
         if self.stems:
@@ -250,25 +290,22 @@ class Scheduler:
         if row.request.leader is row:
             row.request.leader = None
         if not row.pinned:
-            self.cache.free(row.sequence)  # type: ignore[arg-type]
+            self.cache.free(row.sequence)
             row.sequence = None
 
     def _keep_prefix(self, row: Row) -> None:
         """Add the pages of a row that are full now to the tree of prefixes."""
         if self.tree is None or row.node is None or row.pinned:
             return
-        size = self.cache.keys.shape[2]
-        table = self.cache.tables[row.sequence]  # type: ignore[index]
-        for place in range(row.depth, row.filled // size):
-            if table[place] < 0 or row.node.gone:  # the page is before the window of all layers
+        size = self.cache.page
+        for place in range(row.depth, min(row.filled, len(row.tokens)) // size):
+            pages = self.cache.pages_of(row.sequence, place)
+            if pages[0] == GONE or row.node.gone:  # the page is before the window of all layers
                 row.node = None
                 return
             own = row.tokens[place * size : (place + 1) * size]
-            row.node, row.depth = self.tree.add(row.node, own, table[place]), place + 1
-            if row.node.page != table[place]:  # another row had the same tokens first
-                self.cache.hold([row.node.page])
-                self.cache.release([table[place]])
-                table[place] = row.node.page
+            row.node, row.depth = self.tree.add(row.node, own, pages), place + 1
+            self.cache.share(row.sequence, place, row.node.pages)  # of a row that was first
 
     # Tokens
 
@@ -305,8 +342,8 @@ class Scheduler:
                 request.stem = stem._replace(sequence=sequence, logits=last)
                 self.stems.append(request)
 
-    def _drawn(self, ready: list[Row], places: list[int], logits: Any) -> list[Event]:
-        """Draw the next token of rows; return their events."""
+    def _draw(self, ready: list[Row], places: list[int], logits: Any, chosen: Any) -> Flight:
+        """Draw the next token of rows, unless they are ``chosen`` already."""
         if logits is not None and places != [*range(len(logits))]:
             logits = logits[to_device_of(np.array(places, np.int64), logits)]
         if self.forked:
@@ -314,12 +351,58 @@ class Scheduler:
             logits = np.concatenate([*([] if logits is None else [logits]), *stems])
             ready = [*ready, *(row for row, _ in self.forked)]
             self.forked = []
-        with device_of(logits):
-            ends = [row.ends for row in ready]
-            chosen = choose(self.decoder.drawn_from(logits), ready, ends)
+        if chosen is None:
+            with device_of(logits):
+                ends = [row.ends for row in ready]
+                chosen = choose(self.decoder.drawn_from(logits), ready, ends, self.uniform)
+                if self.decoder.ahead:
+                    chosen = to_device_of(chosen, logits)
+                    self.decoder.send(chosen)
         log_probs = self._log_probs(logits, ready, chosen)
-        events = []
-        for row, token, log_prob in zip(ready, chosen.tolist(), log_probs, strict=True):
+        for place, row in enumerate(ready):
+            row.place, row.pending = place, row.pending + 1
+        with device_of(chosen):
+            return Flight(ready, Arriving(chosen), log_probs)
+
+    def _log_probs(
+        self, logits: Any, rows: Sequence[Row], chosen: Any
+    ) -> list[tuple[list[int], Arriving]]:
+        """Return the log-probabilities of tokens by the places of their rows."""
+        groups: dict[float, list[int]] = {}
+        for place, row in enumerate(rows):
+            if row.log_probs:
+                groups.setdefault(row.options.temperature or 1.0, []).append(place)
+        results = []
+        for temperature, places in groups.items():
+            part, labels = logits, to_device_of(chosen, logits)
+            if len(places) < len(rows):
+                index = to_device_of(np.array(places), logits)
+                part, labels = part[index], labels[index]
+            part = part.astype(np.promote_types(part.dtype, FLOAT32), copy=False)
+            with fixed_order(self.decoder.invariant), device_of(part):
+                labels = np.maximum(labels, 0)  # -1: the row ends with an error
+                own = of_logits(part, labels, temperature, self.decoder.softcap)
+                results.append((places, Arriving(own)))
+        return results
+
+    def _land(self) -> None:
+        """Wait for the tokens in flight, if there are any."""
+        flight, self.flight = self.flight, None
+        if flight is not None:
+            self._receive(flight)
+
+    def _receive(self, flight: Flight) -> None:
+        """Wait for tokens, and add their events to the pending ones."""
+        log_probs: list[Any] = [None] * len(flight.rows)
+        for places, arriving in flight.log_probs:
+            for place, log_prob in zip(places, arriving.wait(), strict=True):
+                log_probs[place] = log_prob
+        for row, token, log_prob in zip(
+            flight.rows, flight.tokens.wait().tolist(), log_probs, strict=True
+        ):
+            row.pending -= 1
+            if row.sample.finish is not None:  # it ended one token before, or was cancelled
+                continue
             finish: Finish = "error"
             if token >= 0:
                 finish = row.take(token)
@@ -328,33 +411,13 @@ class Scheduler:
                     row.sample.log_probs.append(log_prob)
             new, of_new = ([token], [log_prob]) if token >= 0 else ([], [])
             shown = of_new if row.log_probs else None
-            events.append(Event(row.request, row.index, new, shown, finish))
+            self.pending.append(Event(row.request, row.index, new, shown, finish))
             if finish is not None:
                 self._leave(row)
                 self._end(row, finish)
             elif len(row.tokens) == self.decoder.switch and not row.pinned:
                 self._set_back(row)  # all rotary angles of the row change, so do its experts
                 row.routes = []
-        return events
-
-    def _log_probs(self, logits: Any, rows: Sequence[Row], chosen: Array) -> list[Any]:
-        """Return the log-probability of each token; None where the row does not need it."""
-        results: list[Any] = [None] * len(rows)
-        groups: dict[float, list[int]] = {}
-        for place, row in enumerate(rows):
-            if row.log_probs and chosen[place] >= 0:
-                groups.setdefault(row.options.temperature or 1.0, []).append(place)
-        for temperature, places in groups.items():
-            part = logits
-            if len(places) < len(rows):
-                part = logits[to_device_of(np.array(places), logits)]
-            part = part.astype(np.promote_types(part.dtype, FLOAT32), copy=False)
-            labels = to_device_of(chosen[places], part)
-            with fixed_order(self.decoder.invariant), device_of(part):
-                own = of_logits(part, labels, temperature, self.decoder.softcap)
-            for place, log_prob in zip(places, to_numpy(own), strict=True):
-                results[place] = log_prob
-        return results
 
     def _end(self, row: Row, finish: Finish) -> None:
         row.sample.finish = finish
@@ -376,4 +439,4 @@ class Scheduler:
     @property
     def busy(self) -> bool:
         """Whether a step has anything to do."""
-        return bool(self.queue or self.active or self.pending)
+        return bool(self.queue or self.active or self.pending or self.flight)

@@ -28,7 +28,7 @@ def with_layers(config: Config, count: int) -> Config:
 def period_of(config: Config) -> tuple[int, int]:
     """Return the number of first layers that differ, and the period of the layers after them."""
     kinds = [
-        (kind, config.rotates(layer), *_experts_of(config, layer))
+        (kind, config.rotates(layer), *_experts_of(config, layer), _shares(config, layer))
         for layer, kind in enumerate(config.layer_types)
     ]
     pairs = (
@@ -38,6 +38,11 @@ def period_of(config: Config) -> tuple[int, int]:
         if kinds[first:-period] == kinds[first + period :]
     )
     return min(pairs, key=sum, default=(0, config.layers))
+
+
+def _shares(config: Config, layer: int) -> bool:
+    """Return whether a layer uses the keys that an earlier layer's indexer has chosen."""
+    return config.indexer is not None and config.indexer.shared[layer]
 
 
 def _experts_of(config: Config, layer: int) -> tuple[bool, int]:

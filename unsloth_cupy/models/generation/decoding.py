@@ -19,13 +19,16 @@ from ...core.dtypes import Array
 from ...core.replay import fixed_order
 from ...core.stand_in import is_planned
 from ...errors import ConfigError, DeviceMemoryError
+from ...inference.packed_rows import PackedRows
+from ...inference.page_pools import PagePools
 from ...inference.paged_kv_cache import PagedKVCache
-from ...inference.paged_rows import PackedRows, PagedRows
+from ...inference.paged_rows import PagedRows
 from ...machine import bytes_requested, device_memory, format_bytes
 from ...ops.elements.cast import in_dtype
 from ...parallel.nccl import NcclCommunicator
 from ...placement import on_gpu_of_attribute, to_device_of, to_numpy
-from ...serving.work import Work
+from ...serving.drawing import likeliest_of
+from ...serving.work import Computed, Work
 from ...training.captured import Captured, Place
 from ..adapters.adapter import DOWN, UP, Adapter
 from ..adapters.joined import join_downs
@@ -39,6 +42,7 @@ from ..layers.norms import join
 from ..network import Network
 from ..ranks.stages import routed_by_all, through_blocks
 
+CHUNK = 512  # most tokens of prompts in a step, unless the caller says otherwise
 LEAST = 8  # pages in the table of a captured step; tables double from here
 
 
@@ -48,14 +52,17 @@ class Decoding:
 
     Attributes
     ----------
-    cache : PagedKVCache
-        Keys and values of layers with attention.
+    cache : PagePools
+        Keys and values of layers with attention; layers with a window have pages of their own if
+        others have none.
     states : States or None
         The states of layers without attention, by slot.
     switch : int or None
         The number of tokens from which longrope has other angles for all positions of a row.
     shares : bool
         Whether a row may use the pages of another row that begins alike, and be computed again.
+    ahead : bool
+        Whether a step may begin before the host has the tokens of the step before.
     computed : int
         Number of tokens computed so far, with those that fill up captured steps.
     vocab, invariant : int, bool
@@ -69,6 +76,7 @@ class Decoding:
         rows: int,
         pages: int,
         page: int,
+        chunk: int = CHUNK,
         cache: PagedKVCache | None = None,
         cache_dtype: Any = None,
         notes: bool = False,
@@ -77,12 +85,21 @@ class Decoding:
         self.model = model = model.settled()
         self.adapters = {} if adapters is None else adapters
         self.notes = notes and model.config.experts is not None
-        self.cache = cache or paged_cache(model, pages, page, cache_dtype, self.adapters)
         config = model.config
-        attends = [n for n in own_layers(model) if config.attends(n)]
-        if len(self.cache.keys) == config.layers:
-            attends = [*range(config.layers)]
-        self.places = {layer: place for place, layer in enumerate(attends)}
+        if cache is None:
+            self.cache = page_pools(
+                model,
+                pages,
+                page,
+                cache_dtype,
+                self.adapters,
+                most_in_window(config, rows, page, chunk),
+            )
+        else:
+            layers = own_attention(model)
+            if len(cache.keys) == config.layers:
+                layers = [*range(config.layers)]
+            self.cache = PagePools([cache], {n: (0, place) for place, n in enumerate(layers)})
         self.states: Any = States(rows, model.table) if config.recurrent else None
         self.switch = switch_of(config)
         grows = any(rope.original is not None for rope in config.ropes.values())
@@ -92,60 +109,92 @@ class Decoding:
         self.vocab, self.invariant = config.vocab, model.invariant
         self.softcap = config.logit_softcap if model.invariant else None
         self.captures = captures(model)
+        self.ahead = self.captures and not self.notes  # the host reads the experts of each step
+        # the last drawn tokens, on the device: a step of a graph reads and writes them there
+        self.drawn = self._placed(np.zeros(rounded_rows(rows)))
         self.place, self.graphs = Place(), dict[Any, Any]()
         self.last: tuple[Any, Network] = (None, model)
         self.prepared: Any = None
         self.computed = 0
         if model.invariant:
             division = model.division is not None or model.context is not None
-            check_invariant(config, division, PagedRows("generate", self.cache, [], 0), None)
+            check_invariant(config, division, PagedRows("generate", self.cache.first, [], 0), None)
 
-    def __call__(self, work: Sequence[Work]) -> tuple[Array, list[Array] | None]:
-        """Compute the new tokens of rows; return logits (rows, vocab) and routes by row.
+    def __call__(self, work: Sequence[Work], greedy: bool = False) -> Computed:
+        """Compute the new tokens of rows; a ``greedy`` step also chooses and sends the next tokens.
 
-        The logits are those after the last token of each row.  Routes are the experts of the new
-        tokens, (tokens, layers with experts, k) on the host, if ``notes`` is true.  The order of
-        rows: those with one token, then those without earlier tokens, then the others.
+        Logits (rows, vocab) are those after the last token of each row.  Routes are the experts of
+        the new tokens by row, (tokens, layers with experts, k) on the host, if ``notes`` is true.
+        The order of rows: those with one token, then those without earlier tokens, then the others.
         """
         ones = all(len(each.tokens) == 1 for each in work)
         if ones and self.captures and all(each.adapter == "" for each in work):
-            logits, routes = self._played(work)
+            logits, routes, chosen = self._played(work, greedy)
         else:
             counts = [len(each.tokens) for each in work]
             self.computed += sum(counts)
-            rows = PackedRows(self.cache, [w.sequence for w in work], counts, self.places)
-            numbers = np.concatenate([*(w.tokens for w in work), rows.numbers])
-            rows.place(self._placed(numbers))
+            rows = PackedRows(self.cache, [w.sequence for w in work], counts)
+            tokens, source = np.concatenate([w.tokens for w in work]), self._source(work, counts)
+            rows.place(self._placed(np.concatenate([tokens, rows.numbers])))
             model = self._model(work)
             parameters = model.entered(model.parameters)
             slots = self._placed([w.slot for w in work])
             used = model.used(parameters, None), whole_of(model.adapter)
-            logits, routes = self._computed(model, parameters, used, rows, slots, work)
+            logits, routes = self._computed(model, parameters, used, rows, source, slots, work)
+            chosen = self._chosen(logits) if greedy else None
         if routes is None:
-            return logits, None
+            return Computed(logits, None, chosen)
         starts = np.cumsum([len(each.tokens) for each in work])
-        return logits, np.split(to_numpy(routes)[: starts[-1]], starts[:-1])
+        return Computed(logits, np.split(to_numpy(routes)[: starts[-1]], starts[:-1]), chosen)
 
-    def _played(self, work: Sequence[Work]) -> tuple[Array, Any]:
+    def send(self, tokens: Array) -> None:
+        """Store tokens, (rows,) on the device, as the input of later work."""
+        self.drawn[: len(tokens)] = np.maximum(tokens, 0)
+
+    def _chosen(self, logits: Array) -> Array:
+        """Return the most likely tokens, and send them."""
+        chosen: Array = likeliest_of(self.drawn_from(logits))
+        self.send(chosen)
+        return chosen
+
+    def _source(self, work: Sequence[Work], counts: Sequence[int]) -> Any:
+        """Return the places of tokens among those drawn, then those passed; None: all passed."""
+        if all(each.source < 0 for each in work):
+            return None
+        place = len(self.drawn) + np.arange(sum(counts))
+        for first, each in zip(np.cumsum(counts) - counts, work, strict=True):
+            if each.source >= 0:
+                place[first] = each.source
+        return self._placed(place)
+
+    def _played(self, work: Sequence[Work], greedy: bool) -> tuple[Array, Any, Any]:
         """Compute rows with one token each, by the graph of their rounded number."""
         sequences = [w.sequence for w in work]
-        pages = max(len(self.cache.tables[s]) for s in sequences) + 1
-        form = rounded_rows(len(work)), max(LEAST, 1 << (pages - 1).bit_length())
-        shape = {"rows": form[0], "pages": form[1]}
+        pages = max(len(self.cache.first.tables[s]) for s in sequences) + 1
+        form = rounded_rows(len(work)), max(LEAST, 1 << (pages - 1).bit_length()), greedy
         self.computed += form[0]
-        rows = PackedRows(self.cache, sequences, [1] * len(work), self.places, **shape)
-        tokens = np.zeros(form[0], np.int64)
-        tokens[: len(work)] = [w.tokens[0] for w in work]
-        numbers = np.concatenate([tokens, rows.numbers])
+        rows = PackedRows(self.cache, sequences, [1] * len(work), rows=form[0], pages=form[1])
+        tokens, source = np.zeros(form[0], np.int64), len(self.drawn) + np.arange(form[0])
+        for place, each in enumerate(work):
+            tokens[place] = each.tokens[0]
+            if each.source >= 0:
+                source[place] = each.source
+        numbers = np.concatenate([tokens, rows.numbers, source])
         if form not in self.graphs:
-            rows.longest = form[1] * self.cache.keys.shape[2]
-            rows.place(self._placed(numbers))
-            self.graphs[form] = rows, Captured(self.place)
-        first, captured = self.graphs[form]
-        first.numbers[...] = self._placed(numbers)
+            rows.longest = form[1] * self.cache.page
+            placed = self._placed(numbers)
+            rows.place(placed[: -form[0]])
+            self.graphs[form] = rows, placed, Captured(self.place)
+        first, placed, captured = self.graphs[form]
+        placed[...] = self._placed(numbers)
         model, (parameters, *used) = self.model, self._prepared()
-        run = partial(self._computed, model, parameters, used, first, None, ())
-        if type(first.numbers) is np.ndarray or is_planned(first.numbers):
+
+        def run() -> tuple[Array, Any, Any]:
+            source = placed[-form[0] :]
+            logits, routes = self._computed(model, parameters, used, first, source, None, ())
+            return logits, routes, self._chosen(logits) if greedy else None
+
+        if type(placed) is np.ndarray or is_planned(placed):
             results = run()
         else:
             try:
@@ -161,8 +210,8 @@ class Decoding:
             comm = None if model.division is None else model.division.comm
             if captured.graph is not None and isinstance(comm, NcclCommunicator):
                 comm.launched("generate")
-        logits, routes = results
-        return logits[: len(work)], routes
+        logits, routes, chosen = results
+        return logits[: len(work)], routes, None if chosen is None else chosen[: len(work)]
 
     def _prepared(self) -> tuple[Any, Any, Any]:
         """Return all parameters, parameters of blocks, and dense weights, rounded once."""
@@ -183,11 +232,14 @@ class Decoding:
         parameters: Any,
         used: Any,
         rows: PackedRows,
+        source: Any,
         slots: Any,
         work: Sequence[Work],
     ) -> tuple[Array, Any]:
         """Return the logits after the last tokens of rows, and the experts of all tokens."""
         tokens: Any = rows.tokens[None]
+        if source is not None:
+            tokens = np.concatenate([self.drawn, rows.tokens])[source][None]
         positions: Any = rows.positions[None]
         if self.by_length:
             tables, positions = self._tables_of_rows(model, rows, work), None
@@ -207,12 +259,13 @@ class Decoding:
             latents = Latents(lambda layer: begins, rows.append, rows.attend, no_rows)
             if begins:
                 attend = partial(packed, self._placed(offsets), max(rows.counts))
+        turn = rows.turn if rows.turns and positions is not None else None
         stacks = {} if model.adapter is None else model.adapter.used_stacks()
         call = Call(
             model.config,
             used[0],
             project_of(model.config, model.adapter, None, model.division, tokens, offsets),
-            Attention(attend, tables, positions, Keys(None, latents, cached=True), used[1]),
+            Attention(attend, tables, positions, Keys(turn, latents, cached=True), used[1]),
             Mixtures(stacks, [] if self.notes else None, ranks=model.expert_ranks),
             Recurrence(states, None, own),
             False if isinstance(model.adapter, ByRows) else model.chunked_mlp,
@@ -338,14 +391,16 @@ def staged(model: Network) -> bool:
     return model.division is not None and model.division.stages is not None
 
 
-def own_layers(model: Network) -> list[int]:
-    """Return the layers that this rank computes."""
+def own_attention(model: Network) -> list[int]:
+    """Return the layers with attention that this rank computes."""
     stages = None if model.division is None else model.division.stages
-    return [n for n in range(model.config.layers) if stages is None or stages.holds(n)]
+    layers = range(model.config.layers)
+    own = (n for n in layers if stages is None or stages.holds(n))
+    return [n for n in own if model.config.attends(n)]
 
 
 def cache_form(model: Network, dtype: Any, adapters: Any = ()) -> dict[str, Any]:
-    """Return the arguments of a PagedKVCache for the attention layers of a model.
+    """Return the arguments of a PagedKVCache, but for its layers and pages.
 
     int8 codes have one scale per row, but the two parts of a latent row differ in scale: an int8
     cache stores whole heads.  So does that of an invariant model, as training computes them, and
@@ -356,39 +411,64 @@ def cache_form(model: Network, dtype: Any, adapters: Any = ()) -> dict[str, Any]
         kind = "chunked" if config.indexer is None else "sparse"
         problem = f"the pages of a {config.model_type}, and so an Engine, have no {kind} attention"
         raise ConfigError(f"Engine: {problem}; use generate, which has a KVCache")
-    layers = [n for n in own_layers(model) if config.attends(n)]
     sizes: dict[str, Any] = {"kv_heads": config.kv_heads, "dim": config.dim, "latent": None}
     several = any(".kv_b_proj." in name for each in adapters for name in each.parameters)
     if dtype is None and not model.invariant and not several:
         sizes = model.cache_sizes
-    windows: Any = [config.window_of(n) for n in layers]
-    if sizes["latent"] is not None or all(window is None for window in windows):
-        windows = None
-    dtype = model.dtype if dtype is None else dtype
-    return {"layers": len(layers), **sizes, "dtype": dtype, "like": model.table, "window": windows}
+    return {**sizes, "dtype": model.dtype if dtype is None else dtype, "like": model.table}
 
 
-def paged_cache(
-    model: Network, pages: int, page: int, dtype: Any, adapters: Any = None
-) -> PagedKVCache:
-    """Return a new cache for the attention layers of a model."""
+def by_window(model: Network, form: dict[str, Any]) -> list[tuple[int | None, list[int]]]:
+    """Return the layers of each pool with their window, those without a window first."""
+    layers: dict[int | None, list[int]] = {}
+    for layer in own_attention(model):
+        window = None if form["latent"] is not None else model.config.window_of(layer)
+        layers.setdefault(window, []).append(layer)
+    return sorted(layers.items(), key=lambda each: each[0] is not None) or [(None, [])]
+
+
+def most_in_window(config: Any, rows: int, page: int, chunk: int) -> int:
+    """Return the most pages of layers with a window: for all rows, and for a chunk.
+
+    The window of a token begins anywhere in a page.
+    """
+    return rows * (1 + -(-config.window // page)) + -(-chunk // page) if config.window else 0
+
+
+def page_pools(
+    model: Network, pages: int, page: int, dtype: Any, adapters: Any, most: int
+) -> PagePools:
+    """Return new caches for the attention layers of a model.
+
+    The first has ``pages`` pages, a further one for layers with a window at most ``most``.
+    """
     form = cache_form(model, dtype, (adapters or {}).values())
-    return PagedKVCache(
-        form.pop("layers"), pages, page, form.pop("kv_heads"), form.pop("dim"), **form
-    )
+    sizes = page, form.pop("kv_heads"), form.pop("dim")
+    pools, places = list[PagedKVCache](), dict[int, tuple[int, int]]()
+    for number, (window, layers) in enumerate(by_window(model, form)):
+        own = min(pages, most) if number else pages
+        pools.append(PagedKVCache(len(layers), own, *sizes, **form, window=window))
+        places |= {layer: (number, place) for place, layer in enumerate(layers)}
+    return PagePools(pools, places)
 
 
-def free_pages(model: Network, rows: int, page: int, dtype: Any, adapters: Any) -> int:
+def free_pages(model: Network, rows: int, page: int, chunk: int, dtype: Any, adapters: Any) -> int:
     """Return the pages that rows of all positions fill, at most four fifths of the free memory."""
     form = cache_form(model, dtype, adapters.values())
-    kind = np.dtype(form["dtype"])
-    numbers = form["layers"] * page * form["kv_heads"] * form["dim"] * kind.itemsize
+    numbers = page * form["kv_heads"] * form["dim"] * np.dtype(form["dtype"]).itemsize
     size = max(1, numbers * (1 if form["latent"] is not None else 2))
     like: Any = model.table
     where = None if isinstance(like, np.ndarray) else f"cuda:{like.device.id}"
     free = device_memory(where)[1]
     most = rows * -(-model.config.positions // page)
-    return max(1, most if free is None else min(most, free * 4 // 5 // size))
+    if free is None:
+        return max(1, most)
+    counts = [len(layers) for _, layers in by_window(model, form)]
+    room = free * 4 // 5 // size  # pages of one layer
+    limit = most_in_window(model.config, rows, page, chunk)
+    if len(counts) > 1 and room > limit * sum(counts):
+        room, counts = room - limit * counts[1], counts[:1]
+    return max(1, min(most, room // max(1, sum(counts))))
 
 
 def switch_of(config: Any) -> int | None:

@@ -18,14 +18,14 @@ from ...errors import ConfigError
 from ...inference.kv_cache import KVCache
 from ...inference.paged_kv_cache import PagedKVCache
 from ...inference.paged_rows import PagedRows
-from ...placement import on_gpu_of_attribute, to_device_of, to_numpy
+from ...placement import Arriving, on_gpu_of_attribute, to_device_of, to_numpy
 from ..adapters.many import ByRows
 from ..configs.config import Config
 from ..layers.head import exact_logits
 from ..network import Network
 from ..ranks.pipeline_stages import Stages
 from ..ranks.stages import pipeline_logits
-from .step import Arriving, Step
+from .step import Step
 
 PAGE = 64  # tokens per page in a cache for one call
 

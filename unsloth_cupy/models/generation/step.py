@@ -4,7 +4,6 @@ On a GPU the first step runs directly, the second is captured into a CUDA graph,
 launched for every later token: one launch, however many kernels a step has.
 """
 
-import contextlib
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from ...ops.attention.rope_append import rope_append_
 from ...ops.elements.cast import in_dtype
 from ...ops.position.rope_qk import rope_qk
 from ...parallel.nccl import NcclCommunicator
-from ...placement import on_gpu_of_attribute, to_device_of
+from ...placement import Arriving, on_gpu_of_attribute, to_device_of
 from ...training.captured import Captured, Place
 from ..adapters.adapter import DOWN, UP
 from ..adapters.joined import join_downs
@@ -162,7 +161,7 @@ class Step:
         self.starts += 1
         return logits
 
-    def arriving(self) -> "Arriving":
+    def arriving(self) -> Arriving:
         """Start to copy the chosen tokens to the host."""
         return Arriving(self.chosen)
 
@@ -228,28 +227,3 @@ class Step:
         if self.graph is not None and isinstance(comm, NcclCommunicator):
             comm.launched("generate")
         return logits
-
-
-class Arriving:
-    """An asynchronous copy of an array to the host, after the current stream's earlier work."""
-
-    def __init__(self, array: Any) -> None:
-        self.values, self.end = np.empty(array.shape, array.dtype), None
-        if isinstance(array, np.ndarray):
-            self.values[...] = array
-            return
-        cuda = gpu.cupy().cuda
-        memory = cuda.alloc_pinned_memory(array.nbytes)  # copies to other memory are synchronous
-        self.values = np.frombuffer(memory, array.dtype, array.size).reshape(array.shape)
-        array.get(out=self.values, blocking=False)
-        self.end = cuda.get_current_stream().record()
-
-    def wait(self) -> Array:
-        """Wait for the copy and return the values."""
-        if self.end is not None:
-            self.end.synchronize()
-        return self.values
-
-    def __del__(self) -> None:
-        with contextlib.suppress(RuntimeError):  # the memory must not be reused during the copy
-            self.wait()

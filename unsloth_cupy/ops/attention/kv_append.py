@@ -19,6 +19,7 @@ from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
+from ...errors import ShapeError
 from ..common.no_kernel import no_kernel
 from ..common.strides import token_strides
 
@@ -126,6 +127,14 @@ def _launch_paged(
         k, v, k_pages, v_pages, page_table, starts, numbers
     )
     return k_pages, v_pages
+
+
+def check_rows(call: str, k: Array, keys: Array, page_table: Array | None) -> None:
+    """Raise ShapeError if, without a page_table, keys and k have different batches."""
+    if page_table is None and keys.shape[0] != k.shape[0]:
+        problem = f"{call}: keys have {keys.shape[0]} rows and k has {k.shape[0]}"
+        expected, actual = k.shape[0], keys.shape[0]
+        raise ShapeError(f"{problem}; pass a page_table", expected=expected, actual=actual)
 
 
 def cache_numbers(

@@ -17,11 +17,10 @@ from ...core.dtypes import Array
 from ...core.kernel import load
 from ...core.op import op
 from ...core.source import Constants
-from ...errors import ShapeError
 from ..common.int8_codes import quantized
 from ..common.no_kernel import no_kernel
 from ..common.strides import token_strides
-from .kv_append import NEW, cache_numbers, kv_append_, kv_append_paged_
+from .kv_append import NEW, cache_numbers, check_rows, kv_append_, kv_append_paged_
 
 THREADS = 128  # of a block: few, because decoding appends few rows
 
@@ -62,15 +61,6 @@ def kv_append_int8_(
     append(k_codes, v_codes, keys, values, **more)
     append(k_scales[..., None], v_scales[..., None], *(s[..., None] for s in scales), **more)
     return scales
-
-
-@kv_append_int8_.require
-def _check(call: str, k: Array, keys: Array, page_table: Array | None) -> None:
-    """Raise ShapeError if, without a page_table, keys and k have different batches."""
-    if page_table is None and keys.shape[0] != k.shape[0]:
-        problem = f"{call}: keys have {keys.shape[0]} rows and k has {k.shape[0]}"
-        expected, actual = k.shape[0], keys.shape[0]
-        raise ShapeError(f"{problem}; pass a page_table", expected=expected, actual=actual)
 
 
 @kv_append_int8_.kernel
@@ -119,3 +109,6 @@ def _constants(dtypes: tuple[Any, ...], dim: int, lanes: int, paged: bool) -> Co
         THREADS=THREADS,
         PAGED=paged,
     )
+
+
+kv_append_int8_.require(check_rows)

@@ -72,6 +72,16 @@ def test_a_plan_of_few_layers_gives_the_bytes_of_the_whole_model(family: str) ->
     assert actual == pytest.approx(measure(whole), rel=0.05)  # the peak may be at another op
 
 
+def test_layers_that_share_chosen_keys_belong_to_a_period() -> None:
+    config = parse(json.loads((MODELS / "glm_moe_dsa" / "config.json").read_text()))
+    chosen = config.experts.chosen[:1] * 12
+    indexer = replace(config.indexer, shared=(False, True, True) * 4)
+    experts = replace(config.experts, sparse=(True,) * 12, chosen=chosen)
+    kinds = {"layer_types": config.layer_types[:1] * 12, "rotated": config.rotated[:1] * 12}
+    whole = replace(config, layers=12, indexer=indexer, experts=experts, **kinds)
+    assert period_of(whole) == (0, 3)
+
+
 @pytest.mark.parametrize(
     ("mib", "fixed"),
     Sample.one_in(

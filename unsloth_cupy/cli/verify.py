@@ -93,7 +93,7 @@ def _prompt(line: str) -> Any:
 def held_out_prompts(run: Path, count: int) -> list[Any]:
     """Return prompts of a run's evaluation data: messages up to the last question, or texts.
 
-    The list is empty if the folder is no run, or its data are elsewhere now.
+    The list is empty if the folder is not a run, or if its data have been moved.
     """
     if not (run / "settings.json").is_file():
         return []

@@ -32,7 +32,7 @@ ENDS = frozenset((
     *("<\uff5cend\u2581of\u2581sentence\uff5c>", "</s>"),
     *("<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"),
 ))  # fmt: skip
-# With a token of each pair, <|end|> is no end: it ends a message of several in an answer.
+# Beside both tokens of a pair, <|end|> does not end an answer: it ends one of its messages.
 INNER = tuple(
     {call, other} for call in ("<|call|>", "<|calls|>") for other in ("<|return|>", "<|flush|>")
 )

@@ -30,6 +30,7 @@ from unsloth_cupy.finetune import Settings
 MODULES = {
     "unsloth_cupy.models": "Models",
     "unsloth_cupy.finetune": "Fine-tuning",
+    "unsloth_cupy.serving": "Many prompts",
     "unsloth_cupy.parallel": "Many devices",
     "unsloth_cupy.errors": "Errors",
 }

@@ -19,7 +19,7 @@ if _typing.TYPE_CHECKING:
     from .finetune import read_data as read_data
     from .interop.huggingface import patch as patch
     from .models import load as load
-    from .serving.engine import Engine as Engine
+    from .serving import Engine as Engine
 
 # Attention
 from .models.layers.multi_head_attention import MultiHeadAttention as MultiHeadAttention
@@ -250,6 +250,7 @@ from .training.schedules import warmup_stable_decay_schedule as warmup_stable_de
 from .training.tape import Tape as Tape
 from .training.variable import Var as Var
 
+_PACKAGES = "errors", "finetune", "interop", "losses", "models", "parallel", "serving"
 _HOMES = {
     "Lora": "finetune",
     "Settings": "finetune",
@@ -258,8 +259,8 @@ _HOMES = {
     "read_data": "finetune",
     "patch": "interop.huggingface",
     "load": "models",
-    "Engine": "serving.engine",
-    **{name: name for name in ("errors", "finetune", "interop", "losses", "models", "parallel")},
+    "Engine": "serving",
+    **{name: name for name in _PACKAGES},
 }
 
 _names.publish(__name__, _HOMES)

@@ -39,7 +39,7 @@ PACKAGES = [
     unsloth_cupy,
     *(
         importlib.import_module(f"unsloth_cupy.{name}")
-        for name in ("finetune", "interop", "losses", "models", "parallel")
+        for name in ("finetune", "interop", "losses", "models", "parallel", "serving")
     ),
     *([unsloth_cupy.interop.huggingface] if "patch" in dir(unsloth_cupy) else []),
 ]
@@ -289,7 +289,7 @@ def test_a_package_shows_its_public_names(package: types.ModuleType) -> None:
     shown = {name for name in dir(package) if name[:2] != "__"}
     modules = {n for n in shown if isinstance(getattr(package, n), types.ModuleType)}
     assert shown - modules - {"sum"} == {*package.__all__}
-    rooms = {"errors", "finetune", "interop", "losses", "models", "parallel"}
+    rooms = {"errors", "finetune", "interop", "losses", "models", "parallel", "serving"}
     places = {"unsloth_cupy": rooms, "unsloth_cupy.interop": {"huggingface", "jax", "torch"}}
     assert modules <= places.get(package.__name__, set())
     text = (ROOT / package.__name__.replace(".", "/") / "__init__.py").read_text(encoding="utf-8")

@@ -20,9 +20,10 @@ from unsloth_cupy._version import __version__
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.core.names import NEEDS, RENAMED
 
+from ..harness.tracked import tracked
 from .test_names import PACKAGES, PUBLIC
 
-RECORDS = sorted(Path(__file__).parent.glob("promised-*.txt"))
+RECORDS = tracked("tests/core/promised-*.txt")
 STARS = {Parameter.VAR_POSITIONAL: "*", Parameter.VAR_KEYWORD: "**"}
 
 

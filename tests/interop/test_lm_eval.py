@@ -6,7 +6,7 @@ import socket
 import numpy as np
 import pytest
 
-WHY = "needs lm-eval, which no extra installs"
+WHY = "needs the extra `peers`"
 lm_eval = pytest.importorskip("lm_eval", reason=WHY)
 transformers = pytest.importorskip("transformers", reason="needs the extra `peers`")
 

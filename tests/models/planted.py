@@ -15,11 +15,12 @@ def planted(
     keys: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Edit] | None = None,
     swapped: tuple[str, str] | None = None,
+    types: Mapping[str, str] | None = None,
 ) -> Path:
     """Write a copy of a file with other values of keys and tensors; None removes one.
 
     A function as the value of a key or a tensor gets the old value.  ``swapped`` are two tensors
-    that change places.
+    that change places; ``types`` are other types of tensors.
     """
     import gguf
 
@@ -41,6 +42,8 @@ def planted(
     every = {each.name: each for each in reader.tensors}
     for tensor in reader.tensors:
         edit = tensors.pop(tensor.name, lambda array: array)
+        name = (types or {}).get(tensor.name, tensor.tensor_type.name)
+        kind = gguf.GGMLQuantizationType[name]
         if edit is None:
             continue
         if swapped and tensor.name in swapped:
@@ -49,15 +52,15 @@ def planted(
             shape = tuple(int(n) for n in reversed(tensor.shape))
             dense = gguf.quants.dequantize(tensor.data, tensor.tensor_type).reshape(shape)
             changed = edit(dense.copy())
-            if changed is dense or np.array_equal(changed, dense):
+            if kind == tensor.tensor_type and np.array_equal(changed, dense):
                 tensor_data = tensor.data
             else:
                 changed = np.ascontiguousarray(changed, np.float32)
                 tensor_data = changed  # which may be not finite in float32
-                if tensor.tensor_type.name != "F32":
-                    tensor_data = packed("planted", tensor.name, changed, tensor.tensor_type)
+                if kind.name != "F32":
+                    tensor_data = packed("planted", tensor.name, changed, kind)
                     tensor_data = tensor_data.reshape(*changed.shape[:-1], -1)
-        out.add_tensor(tensor.name, tensor_data, raw_dtype=tensor.tensor_type)
+        out.add_tensor(tensor.name, tensor_data, raw_dtype=kind)
     assert not tensors, f"the file has no {[*tensors]}"
     out.write_header_to_file()
     out.write_kv_data_to_file()

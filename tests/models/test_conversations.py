@@ -180,7 +180,7 @@ def test_tools_are_called_and_their_results_follow(tmp_path, monkeypatch):
     text = text_of(model, drawn.tokens[0][drawn.real[0]])
     assert '"name": "add", "description": "Add numbers."' in text
     assert "tool\n7<|im_end|>\n<|im_start|>tool\n9<|im_end|>\n<|im_start|>assistant\n" in text
-    assert "error: there is no tool sub; there are add" in text
+    assert "error: unknown tool sub; choose from add" in text
     assert "error: add: missing a required argument: 'a'" in text or "unexpected" in text
     assert text.endswith("It is 16.<|im_end|>")
     sampled = text_of(model, drawn.completions()[0])

@@ -15,6 +15,7 @@ from unsloth_cupy import models
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models.gguf import TYPES
+from unsloth_cupy.models.gguf.reading import opened_gguf
 from unsloth_cupy.ops.quantized.mxfp4 import Mxfp4
 
 from .exported import IN_LLAMA_CPP, byte_level, make, read, write_tokenizer
@@ -272,6 +273,36 @@ def test_broken_and_strange_files(tmp_path: Path) -> None:
         ConfigError, match=r"its architecture is 'mamba', which is none of apertus, arcee"
     ):
         models.load(tmp_path / "other.gguf")
+
+
+def test_lists_are_read_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A vocabulary has hundreds of thousands of texts; the package reads them one by one."""
+    file, texts = tmp_path / "m.gguf", [*map(str, range(3000)), "", "\u00fc \u4f60"]
+    out, lists = gguf.GGUFWriter(file, "llama"), {"i": [1, -2], "f": [0.5, 1.5], "b": [True, False]}
+    out.add_token_list(texts)
+    out.add_token_types([*range(len(texts))])
+    out.add_int32("after", -7)
+    for name, values in lists.items():
+        out.add_array(name, values)
+    out.add_tensor("x.weight", np.arange(8, dtype=np.float32).reshape(2, 4))
+    out.write_header_to_file()
+    out.write_kv_data_to_file()
+    out.write_tensors_to_file()
+    out.close()
+    expected = {name: each.contents() for name, each in gguf.GGUFReader(file).fields.items()}
+    reads, one = [], gguf.GGUFReader._get
+    monkeypatch.setattr(gguf.GGUFReader, "_get", lambda *a, **b: [reads.append(a), one(*a, **b)][1])
+    opened = opened_gguf(file)
+    assert opened.values == expected
+    assert [type(each) for each in opened.values["f"]] == [float, float]
+    assert len(reads) < 200
+    np.testing.assert_array_equal(opened.get_tensor("x.weight")[1], [4, 5, 6, 7])
+    data = file.read_bytes()
+    place = data.index(b"tokenizer.ggml.tokens") + len("tokenizer.ggml.tokens") + 8
+    for wrong in (data[: place + 8 + 90], data[:place] + b"\xff" * 8 + data[place + 8 :]):
+        file.write_bytes(wrong)
+        with pytest.raises(ConfigError, match="is truncated, broken or no GGUF file"):
+            opened_gguf(file)
 
 
 def test_parts(tmp_path: Path) -> None:

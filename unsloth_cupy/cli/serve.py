@@ -93,7 +93,9 @@ def serve(
     key = os.environ.get(KEY) or None
     if key is None and not is_local(host):
         cure = f"set {KEY}, or leave --host out"
-        raise ConfigError(f"serve: other machines reach --host {host}, and there is no key; {cure}")
+        raise ConfigError(
+            f"serve: other machines reach --host {host}, which requires a key; {cure}"
+        )
     with bound(host, port) as listener:
         device, problem = resolve_device(device) if device == "auto" else (device, "")
         if problem:

@@ -55,7 +55,7 @@ def verify(
 
     TARGET is a GGUF file, which is computed as llama.cpp computes it, an Ollama Modelfile, or a
     folder: a merged model or an adapter. Both sides compute the same prompts: text, tokens,
-    embedding, each block, logits, the next token, and where an answer ends. The command prints the
+    embedding, each block, logits, the greedy answer, and where it ends. The command prints the
     first of these stages that differs, by how much, whether rounding of the file's types explains
     it, the cause and the cure.
 

@@ -68,6 +68,11 @@ def parse(values: Mapping[str, Any], stored: Callable[[], Collection[str]] = tup
     body = (
         "" if head_of(values) == NONE else "bert." if values.get("model_type") == "bert" else body
     )
+    own = values.get("quantization")
+    if isinstance(own, Mapping) and {"group_size", "bits"} <= own.keys():
+        problem = f"mlx-lm wrote weights of {own['bits']} bits, which are not supported"
+        cure = "write plain ones with mlx_lm.convert --dequantize --hf-path THIS --mlx-path NEW"
+        raise ConfigError(f"config: {problem}; {cure}")
     kind = values.get("model_type")
     row = {**FAMILIES, **ENCODERS}.get(kind) if isinstance(kind, str) else None
     if row is None:

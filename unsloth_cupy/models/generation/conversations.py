@@ -433,7 +433,7 @@ def schema_of(name: str, method: Callable[..., Any]) -> dict[str, Any]:
 def _problem(methods: Mapping[str, Any], name: str, arguments: Mapping[str, Any]) -> str:
     """Return why a call is impossible, as the model reads it, or ""."""
     if name not in methods:
-        return f"error: there is no tool {name}; there are {', '.join(methods)}"
+        return f"error: unknown tool {name}; choose from {', '.join(methods)}"
     try:
         inspect.signature(methods[name]).bind(**arguments)
     except TypeError as error:

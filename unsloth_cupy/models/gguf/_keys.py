@@ -15,7 +15,8 @@ UNREAD = {  # keys of absent layers, by architecture: a Granite hybrid may have 
     "granite": {
         *("ssm.conv_kernel", "ssm.state_size", "ssm.group_count", "ssm.inner_size"),
         *("ssm.time_step_rank", "expert_shared_feed_forward_length"),
-    }
+    },
+    "granitehybrid": {"expert_shared_feed_forward_length"},  # as it may have no experts
 }
 
 

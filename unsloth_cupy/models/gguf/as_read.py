@@ -4,7 +4,7 @@
 this module has: windows that an architecture lacks, epsilons, texts without NFC, and templates.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -174,8 +174,20 @@ class GgufAsRead:
         return self._read(self.homes[name], name)
 
     def _read(self, home: StoredTensor, name: str) -> Array:
-        files: Any = {str(self.path): self.file, str(self.file.path): self.file}
-        return dense(LazyParameter(name, home, files, FLOAT32).whole())
+        return dense(LazyParameter(name, home, self._files, FLOAT32).whole())
+
+    @property
+    def _files(self) -> Any:
+        """The open file, by its path and by the path of its first part."""
+        return {str(self.path): self.file, str(self.file.path): self.file}
+
+    def rows(self, name: str) -> Callable[[slice], Array]:
+        """Return a function that reads rows of a parameter."""
+        home = self.homes[name]
+        if home.kind is not None or home.computed or home.parts:
+            return self.read(name).__getitem__
+        lazy = LazyParameter(name, home, self._files, FLOAT32)
+        return lambda part: np.asarray(lazy[part])
 
     def tensors(self, name: str) -> list[str]:
         """Return the names of the tensors that store a parameter."""

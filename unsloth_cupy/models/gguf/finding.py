@@ -116,6 +116,9 @@ def _tensor_of(file: GgufFile, part: "Part") -> Stored:
     if tensor is None or _flat(tensor.shape) != _flat(part.shape):
         problem = "is missing" if tensor is None else f"is {tensor.shape}, not {part.shape}"
         raise ConfigError(f"{file.path}: tensor {part.name!r} {problem}; fetch the file again")
+    if len(tensor.shape) > len(part.shape):  # a vector that is stored as a matrix with one row
+        tensor = tensor._replace(shape=tensor.shape[1:], data=tensor.data[0])
+        file.tensors[part.name] = tensor
     return tensor
 
 

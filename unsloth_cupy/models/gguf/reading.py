@@ -87,6 +87,44 @@ class Stack:
         return np.stack(chosen) if chosen else np.empty((0, *shape), self.dtype)
 
 
+def _reader(path: Path) -> Any:
+    """Return the package's reader, which reads lists at once: a vocabulary has 400,000 entries."""
+    import gguf
+
+    scalars = gguf.GGUFReader.gguf_scalar_to_np
+
+    class Reader(gguf.GGUFReader):
+        def _get_field_parts(self, orig_offs: int, raw_type: int) -> Any:
+            data, start = np.asarray(self.data), int(orig_offs)
+            plain = raw_type == gguf.GGUFValueType.ARRAY and self.byte_order == "I"
+            if not plain or start + 12 > len(data):
+                return super()._get_field_parts(orig_offs, raw_type)
+            (kind,), (count,) = (
+                data[start : start + 4].view("<u4"), data[start + 4 : start + 12].view("<u8")
+            )  # fmt: skip
+            place, texts = start + 12, kind == gguf.GGUFValueType.STRING
+            # a text has a length of 8 bytes, so a list of ``count`` texts has at least as many
+            size = 8 if texts else np.dtype(scalars.get(kind, "u1")).itemsize
+            if not (texts or kind in scalars) or int(count) * size > len(data) - place:
+                return super()._get_field_parts(orig_offs, raw_type)
+            types = [gguf.GGUFValueType.ARRAY, *[gguf.GGUFValueType(kind)] * bool(count)]
+            if not texts:
+                end = place + int(count) * size
+                numbers = data[place:end].view(scalars[kind])
+                return end - start, [numbers], [0], types
+            parts = []
+            for _ in range(int(count)):
+                first = place + 8
+                place = first + int.from_bytes(data[place:first].tobytes(), "little")
+                if place > len(data):
+                    problem = "is truncated, broken or no GGUF file (a text is too long)"
+                    raise ConfigError(f"{path} {problem}; copy it again")
+                parts.append(data[first:place])
+            return place - start, parts, range(len(parts)), types
+
+    return Reader(path)
+
+
 class GgufFile:
     """The keys and tensors of a file, with the methods of an open safetensors file.
 
@@ -99,7 +137,7 @@ class GgufFile:
 
     def __init__(self, paths: list[Path]) -> None:
         try:
-            import gguf
+            import gguf  # noqa: F401
         except ImportError:
             cure = "install it with pip install 'unsloth_cupy[gguf]'"
             raise ConfigError(f"{paths[0]} needs the package gguf; {cure}") from None
@@ -108,7 +146,7 @@ class GgufFile:
         self.tensors: dict[str, Stored] = {}
         for path in paths:
             try:
-                reader = gguf.GGUFReader(path)
+                reader = _reader(path)
                 if not self.values:
                     self.values = {name: each.contents() for name, each in reader.fields.items()}
             except BaseException as error:

@@ -65,12 +65,13 @@ class Fault:
         """Return whether rounding explains the difference of two arrays."""
         if expected.shape != stored.shape:
             return False
-        off, bound, _ = worst_row(expected, stored, self.rounding(name, stored))
+        off, bound, _ = worst_row(expected, stored, self.own.type_of(name))
         return off <= CLOSE * bound
 
     def word(self, number: int) -> str:
         """Return a token with its text."""
-        return f"{number} ({self.trained.backend.id_to_token(number)!r})"
+        texts = (side.backend.id_to_token(number) for side in (self.trained, self.own))
+        return f"{number} ({next(filter(None, texts), None)!r})"
 
 
 def explained(fault: Fault) -> Cause:
@@ -556,6 +557,14 @@ UNSEEN = {  # what no stage computes
 
 
 # ---- answers and ends ---------------------------------------------------------------------------
+def _no_end(fault: Fault) -> Cause | None:
+    (first,), (second,) = fault.ids
+    if first not in fault.trained.stops:
+        return None
+    cause = f"the answer ends with {fault.word(first)} in training, and goes on with"
+    return f"{cause} {fault.word(second)}: answers do not end", f"{AGAIN}, or with more bits"
+
+
 def _best_token(fault: Fault) -> Cause | None:
     first, second = fault.ids
     cause = f"the most likely token is {fault.word(second[0])}, not {fault.word(first[0])}"
@@ -569,6 +578,14 @@ def _stops(fault: Fault) -> Cause | None:
     cause = f"stop token {fault.word(missing[0])} is not in the file: answers do not end"
     key = f"{KEY}eot_token_id" if fault.own.file else "eos_token_id of generation_config.json"
     return cause, f"{AGAIN}, or set {key} to {missing[0]}"
+
+
+def _stops_early(fault: Fault) -> Cause | None:
+    _, early = fault.ids
+    if not early:
+        return None
+    cause = f"the reader stops at token {fault.word(early[0])}, and training does not: answers are"
+    return f"{cause} cut", "train with this token as the end of answers only, or use another reader"
 
 
 def _context(fault: Fault) -> Cause | None:
@@ -624,6 +641,6 @@ TABLE_OF_CAUSES: Mapping[str, Sequence[Callable[[Fault], Cause | None]]] = {
             ("eps", "the epsilon of norms"),
         ),
     ),
-    "answer": (_best_token,),
-    "end": (_stops, _context),
+    "answer": (_no_end, _best_token),
+    "end": (_stops, _stops_early, _context),
 }

@@ -60,7 +60,7 @@ def read_modelfile(path: Path) -> Modelfile:
     source = path.parent / last.get("FROM", "")
     if not source.is_file():
         cure = "name the file that export wrote, such as FROM ./model.gguf"
-        raise ConfigError(f"{path}: FROM is {last.get('FROM')!r}, which is no file; {cure}")
+        raise ConfigError(f"{path}: FROM is {last.get('FROM')!r}, which is not a file; {cure}")
     if "ADAPTER" in last:
         cure = "export the merged model, and name its file in FROM"
         raise ConfigError(f"{path}: ADAPTER is not supported; {cure}")
@@ -79,7 +79,7 @@ def _instructions(path: Path, text: str) -> Iterator[tuple[str, str]]:
             continue
         name, _, rest = line.partition(" ")
         if name.upper() not in NAMES:
-            raise ConfigError(f"{path}: {name.strip()[:20]!r} is no instruction of a Modelfile")
+            raise ConfigError(f"{path}: {name.strip()[:20]!r} is not an instruction of a Modelfile")
         before = ""
         if name.upper() == "PARAMETER":
             before, _, rest = rest.partition(" ")

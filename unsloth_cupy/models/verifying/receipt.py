@@ -18,7 +18,7 @@ from ..._version import __version__
 from ...errors import ConfigError
 from ...files import atomic_path
 from .sides import Side, file_side, folder_side
-from .verify import PROMPTS, Verification, compare
+from .verify import AGAIN, PROMPTS, Verification, compare
 
 KEY = "unsloth_cupy.verified"
 BYTES = 1024  # of the value, filled up with spaces
@@ -38,7 +38,7 @@ def checked(trained: Side, path: Path) -> Verification | str:
     """Return the comparison of a new file or folder on two prompts; or why there is none."""
     try:
         own = folder_side("verify", path) if path.is_dir() else file_side(path)
-        return compare(trained, own, PROMPTS)
+        return compare(trained, own, PROMPTS, again=AGAIN // 16)  # an export is to remain fast
     except ConfigError as error:  # such as a tokenizer without these characters
         return str(error)
 

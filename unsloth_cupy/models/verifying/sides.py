@@ -69,6 +69,12 @@ class Side:
         own, shapes = self.config.shapes(), config.shapes()
         return dict.fromkeys(name for name, shape in shapes.items() if own.get(name) == shape)
 
+    def rows(self, name: str) -> Callable[[slice], Array]:
+        """Return a function that reads rows of a matrix: only these, if it is one of a file."""
+        if self.file is not None:
+            return self.file.rows(name)
+        return self.read(name).__getitem__
+
     def tensor(self, name: str) -> str:
         """Return the name of a parameter's tensor in the file."""
         if self.file is not None and name in self.file.homes:
@@ -137,6 +143,12 @@ class Side:
         stops = () if self.modelfile is None else self.modelfile.stops
         named = (self.backend.token_to_id(text) for text in stops)
         return self.file.ends.union(n for n in named if n is not None)
+
+    @property
+    def stops(self) -> frozenset[int]:
+        """The tokens that end an answer of the trained model."""
+        own = {*self.config.end_tokens, *([] if self.answer_end is None else [self.answer_end])}
+        return frozenset(n for n in own if n < self.config.vocab)
 
     def needed_ends(self, reader: "Side") -> list[int]:
         """Return the tokens at which a reader must stop, as answers of this model end there.

@@ -1,21 +1,24 @@
 """Why a file answers differently from the trained model: ``verify``.
 
-Both sides compute the same prompts, stage by stage, with a block of weights of each in memory:
+Both sides compute the same prompts, stage by stage, with at most two blocks of weights in memory:
 
     template     text of a prompt
     tokens       its token ids
     embedding    rows of the embedding table
     block N      output of each block
     logits       of the next token
-    answer       the most likely token after each prompt
-    end          tokens at which the reader stops, and its context
+    answer       the most likely tokens along the greedy answer of the trained model
+    end          tokens at which the reader stops, the end of the answer, and the context
 
 A third pass moves the weights of the file by errors as large as its types round: see ``rounding``.
 For the states x of a token, with y of the file and z of the third pass,
 
     difference = |y - x| / |x|                bound = MARGIN max |z - y| / |x|, over all tokens
+
+The rounding of rotary angles is added to the bound.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -28,19 +31,20 @@ from ...core.call import check_options
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
 from ...files import path_of
+from ...training.find_nan import NonFiniteError
 from ..adapters.probe import Unread
 from ..configs.config import Experts
 from ..configs.heads import CAUSAL, require_head
-from ..configs.names import TABLE
+from ..configs.names import HEAD, TABLE
 from ..gguf.opening import gguf_in
 from ..layers.block import block, embedded
-from ..layers.head import logits_of
+from ..layers.head import BIAS, logits_of
 from ..layers.norms import join
 from ..transformer import Transformer
 from .causes import Fault, Suspect, differing, explained
 from .llama_cpp import LlamaCpp, activations
 from .modelfile import is_modelfile, read_modelfile
-from .rounding import Rounding, rounding_of, worst_row
+from .rounding import Rows, rows_of, shaken
 from .sides import Prompt, Side, file_side, folder_side
 
 # The errors of a file have another direction than errors that are drawn.  For right files of all
@@ -48,7 +52,11 @@ from .sides import Prompt, Side, file_side, folder_side
 MARGIN = 6.0
 SETTINGS = 1e-5  # equal settings give equal bits; float32 rounds numbers of a file by 6e-8
 ROW_MARGIN = 2.5  # |w' - w| <= h gives sqrt(3); the largest weight of a group may be cut off
-MOST = 1 << 24  # logits of all tokens up to 64 MiB; beyond it, those after the prompts
+MOST = 1 << 24  # logits of all tokens, at most; beyond it, those after prompts and in answers
+AT_ONCE = 1 << 22  # weights of a table or head that are read at a time: 16 MiB
+ANSWER = 32  # most tokens of an answer
+AGAIN = 1 << 31  # most weights that are read again for answers: 8 GiB in float32, some seconds
+TURN = 2.0**-23  # rounding of an angle per position: a product with a number in float32
 FAR = 1 << 17  # rotary angles are compared up to this position
 ANGLE = 0.02  # of cos and sin: float32 rounds angles of FAR radians by 0.008
 PROMPTS = (  # words, digits, case, spaces and signs, on which tokenizers differ
@@ -94,13 +102,13 @@ class Verification:
 
     def __str__(self) -> str:
         if self.same:
-            result = "equal bits" if self.exact else f"difference {self.difference:.2g}"
-            line = f"same: logits have {result}, and rounding explains {self.bound:.2g}"
-            return f"{line} ({self.compared})"
+            amount = f"{self.difference:.2g}, and rounding explains up to {self.bound:.2g}"
+            result = "equal bits" if self.exact else f"logits differ by {amount}"
+            return f"same: {result} ({self.compared})"
         place = [f"prompt {self.prompt}"] * (self.prompt is not None)
         place += [f"token {self.token}"] * (self.token is not None)
         where = f", {' '.join(place)}" if place else ""
-        amount = f": {self.difference:.2g}, and rounding explains {self.bound:.2g}"
+        amount = f": {self.difference:.2g}, and rounding explains up to {self.bound:.2g}"
         amount *= bool(self.difference)
         lines = [f"not the same: first at {self.stage}{where}{amount} ({self.compared})"]
         return "\n".join([*lines, f"cause: {self.cause}", f"cure: {self.cure}"])
@@ -159,9 +167,14 @@ def verified(
 
 
 def compare(
-    trained: Side, own: Side, prompts: Sequence[Prompt], *, beside: bool = False
+    trained: Side,
+    own: Side,
+    prompts: Sequence[Prompt],
+    *,
+    beside: bool = False,
+    again: int = AGAIN,
 ) -> Verification:
-    """Return the comparison of two sides."""
+    """Return the comparison of two sides; answers read at most ``again`` weights again."""
     for side in (trained, own):
         require_head("verify", side.config, CAUSAL)
     _check(prompts)
@@ -169,9 +182,12 @@ def compare(
     fault = texts.fault()
     compared = f"{len(prompts)} prompts"
     if fault is None:
+        answers = _answers(trained, texts.ids, again, own.config.vocab)
         compared += f", {sum(map(len, texts.ids)):,} tokens"
-        numbers = _Numbers(trained, own, texts.ids)
-        fault = numbers.fault() or _end(trained, own)
+        length = max(1, *map(len, answers))
+        compared += f", answers of {length} token{'s' * (length > 1)}"
+        numbers = _Numbers(trained, own, texts.ids, answers, beside=beside)
+        fault = numbers.fault() or _end(trained, own, texts.ids, answers)
         compared += f"; {numbers.types()}"
         if fault is None:
             last = numbers.last
@@ -319,13 +335,17 @@ class _Pass:
         whole = self.branch if self.stream is None else self.branch + self.stream
         return np.asarray(whole, np.float64).reshape(len(self.tokens), -1)
 
-    def logits(self, outer: Mapping[str, Array], rows: Array) -> Array:
-        """Return the logits after some tokens."""
+    def ended(self, outer: Mapping[str, Array], rows: Array) -> Array:
+        """Return the input of the head at some tokens."""
         call, last = self.call._replace(parameters=outer), self.config.norms.last
         with np.errstate(all="ignore"):
             x = join(call, "model.", last, self.branch, self.stream)[0]
-            logits = logits_of(self.config, outer, np.ascontiguousarray(x[:, rows]))
-        return np.asarray(logits[0], np.float64)
+        return np.ascontiguousarray(x[:, rows])
+
+    def logits(self, outer: Mapping[str, Array], x: Array) -> Array:
+        """Return the logits of the tokens that the head in ``outer`` has."""
+        with np.errstate(all="ignore"):
+            return np.asarray(logits_of(self.config, outer, x)[0], np.float64)
 
 
 class _Amount(NamedTuple):
@@ -336,16 +356,63 @@ class _Amount(NamedTuple):
     row: int | None
 
 
-def _amount(before: Array, after: Array, shaken: Array) -> _Amount:
-    """Return the difference of the first row above its bound; the largest if all are below."""
-    sizes = np.maximum(np.linalg.norm(before, axis=1), 1e-30)
-    with np.errstate(all="ignore"):
-        off = np.nan_to_num(np.linalg.norm(after - before, axis=1) / sizes, nan=np.inf)
-        own = np.nan_to_num(np.linalg.norm(shaken - after, axis=1) / sizes, nan=0.0, posinf=0.0)
-    bounds = np.full(len(own), MARGIN * own.max())
-    beyond = np.flatnonzero(off > bounds)
-    row = int(beyond[0] if len(beyond) else np.argmax(off))
-    return _Amount(float(off[row]), float(bounds[row]), row if len(beyond) else None)
+class _Squares:
+    """The squares of tokens' states or logits x, and of their differences; added in parts.
+
+    The file has y, and z with its weights moved by rounding.
+    """
+
+    def __init__(self) -> None:
+        self.size: Any = 0.0
+        self.off: Any = 0.0
+        self.noise: Any = 0.0
+
+    def add(self, x: Array, y: Array, z: Array) -> "_Squares":
+        """Add columns of x, y and z; return self."""
+        with np.errstate(all="ignore"):
+            self.size = self.size + np.einsum("ij,ij->i", x, x)
+            self.off = self.off + np.einsum("ij,ij->i", y - x, y - x)
+            self.noise = self.noise + np.einsum("ij,ij->i", z - y, z - y)
+        return self
+
+    def noises(self) -> Array:
+        """Return |z - y| / |x| of each token; 0 if it is not finite."""
+        own = np.sqrt(self.noise) / np.maximum(np.sqrt(self.size), 1e-30)
+        return np.asarray(np.nan_to_num(own, nan=0.0, posinf=0.0))
+
+    def amount(self, slack: float) -> _Amount:
+        """Return the difference of the first row above its bound; the largest if all are below."""
+        sizes = np.maximum(np.sqrt(self.size), 1e-30)
+        off = np.nan_to_num(np.sqrt(self.off) / sizes, nan=np.inf)
+        bound = MARGIN * float(self.noises().max()) + slack
+        beyond = np.flatnonzero(off > bound)
+        row = int(beyond[0] if len(beyond) else np.argmax(off))
+        return _Amount(float(off[row]), bound, row if len(beyond) else None)
+
+
+class _Best:
+    """The most likely tokens x of training and y of the file, and training's logits of both."""
+
+    def __init__(self, expected: Array) -> None:
+        self.expected = expected  # tokens of answers; -1: the most likely one
+        count = len(expected)
+        self.tokens, self.own = expected.copy(), np.zeros(count, np.int64)
+        self.best, self.own_best = np.full(count, -np.inf), np.full(count, -np.inf)
+        self.logit, self.own_logit = np.full(count, -np.inf), np.full(count, -np.inf)
+
+    def add(self, first: int, x: Array, y: Array) -> None:
+        """Add logits of the tokens from ``first`` on."""
+        rows = np.arange(len(x))
+        place = x.argmax(axis=1)
+        more = (x[rows, place] > self.best) & (self.expected < 0)
+        self.best = np.maximum(self.best, x[rows, place])
+        self.tokens[more] = first + place[more]
+        here = (self.tokens >= first) & (self.tokens < first + x.shape[1])
+        self.logit[here] = x[rows[here], self.tokens[here] - first]
+        place = y.argmax(axis=1)
+        more = y[rows, place] > self.own_best
+        self.own[more], self.own_best[more] = first + place[more], y[rows, place][more]
+        self.own_logit[more] = x[rows, place][more]
 
 
 def _routes_alike(first: Experts | None, second: Experts | None) -> bool:
@@ -361,16 +428,28 @@ def _routes_alike(first: Experts | None, second: Experts | None) -> bool:
 class _Numbers:
     """The states and logits of both sides, and of the file with weights moved by rounding."""
 
-    def __init__(self, trained: Side, own: Side, ids: Sequence[Sequence[int]]) -> None:
-        self.trained, self.own = trained, own
-        self.starts = np.cumsum([0, *map(len, ids)])
-        self.tokens = np.concatenate([np.asarray(row, np.int64) for row in ids])
+    def __init__(
+        self,
+        trained: Side,
+        own: Side,
+        ids: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        *,
+        beside: bool = False,
+    ) -> None:
+        self.trained, self.own, self.beside = trained, own, beside
+        self.ids, self.answers = ids, answers
+        # the last token of an answer has no successor
+        rows = [[*a, *b[:-1]] for a, b in zip(ids, answers, strict=True)]
+        self.starts = np.cumsum([0, *map(len, rows)])
+        self.slack = TURN * max(map(len, rows))
+        self.tokens = np.concatenate([np.asarray(row, np.int64) for row in rows])
         self.readers = own.as_trained(trained.config)
         self.same_routers = _routes_alike(trained.config.experts, own.config.experts)
         self.settings_differ = bool(differing(trained.config, own.config))
         self.exact, self.last = True, _Amount(0.0, 0.0, None)
         self.counts: dict[str, int] = {}
-        self.ends: list[Array] = []  # logits after each prompt, of the three passes
+        self.ends: list[Array] = []  # with ``beside``: logits after each prompt, of three passes
 
     def types(self) -> str:
         """Return the number of parameters of each type, as text."""
@@ -399,60 +478,102 @@ class _Numbers:
         prompt = int(np.searchsorted(self.starts, row, side="right")) - 1
         return prompt, int(row - self.starts[prompt])
 
-    def _read(self, names: Sequence[str], others: Sequence[str]) -> "_Weights":
-        """Return parameters of both sides, and those that differ by more than rounding."""
-        trained = {name: self.trained.read(name) for name in names}
-        own = {name: self.own.read(name) for name in others}
-        shaken, stored, suspects = dict[str, Array](), dict[str, Array](), list[Suspect]()
-        roundings = dict[str, Rounding]()
-        for name, array in own.items():
-            kind = self.own.type_of(name)
-            self.counts[kind] = self.counts.get(kind, 0) + 1
-            roundings[name] = rounding_of(array, kind)
-            shaken[name] = roundings[name].moved(name, array)
-        for name, expected in trained.items():
-            if name not in self.readers:
-                continue
-            reader = self.readers[name]
-            if reader is None:
-                stored[name] = own[name] if name in own else self.own.read(name)
-            else:
-                stored[name] = reader()
-            self.exact &= np.array_equal(stored[name], expected)
-            same = stored[name] is own.get(name)
-            rounding = (
-                roundings[name] if same else rounding_of(stored[name], self.own.type_of(name))
-            )
-            difference, bound, row = worst_row(expected, stored[name], rounding)
-            if not difference <= ROW_MARGIN * bound:
-                suspects.append(Suspect(name, difference, ROW_MARGIN * bound, row))
-        return _Weights(trained, own, shaken, stored, suspects)
+    def _counted(self, name: str) -> str:
+        """Return the type of a parameter of the file, and count it."""
+        kind = self.own.type_of(name)
+        self.counts[kind] = self.counts.get(kind, 0) + 1
+        return kind
 
-    def _faulty(self, stage: str, amount: _Amount, weights: "_Weights", layer: int) -> Fault | None:
-        """Return the fault of a stage, or None."""
-        if amount.row is None and not weights.suspects:
+    def _read(self, trained: dict[str, Array], names: Sequence[str]) -> "_Weights":
+        """Return parameters of the file, compared with the trained ones.
+
+        Trained parameters are dropped as soon as they are compared.
+        """
+        result, left = _Weights({}), [*trained]
+        for name in names:
+            result.own[name] = self.own.read(name)
+            self._counted(name)
+            if name in trained:
+                left.remove(name)
+                self._compare(name, trained.pop(name), result)
+        for name in left:
+            self._compare(name, trained.pop(name), result)
+        result.same = self.settings_differ and not left and all(
+            name in self.readers and self.readers[name] is None for name in names
+        )  # fmt: skip
+        return result
+
+    def _compare(self, name: str, expected: Array, weights: "_Weights") -> None:
+        """Add a parameter to the suspects if it differs by more than rounding."""
+        if name not in self.readers:
+            return
+        reader = self.readers[name]
+        own = weights.own.get(name) if reader is None else None
+        stored = self._stored(name) if own is None else own
+        rows = Rows(len(rows_of(expected))).add(expected, stored, self.own.type_of(name))
+        self._judge(name, rows, weights.suspects)
+
+    def _judge(self, name: str, rows: Rows, suspects: list[Suspect]) -> None:
+        """Add a parameter to the suspects if a row differs by more than rounding."""
+        self.exact &= rows.equal
+        difference, bound, row = rows.worst()
+        if not difference <= ROW_MARGIN * bound:
+            suspects.append(Suspect(name, difference, ROW_MARGIN * bound, row))
+
+    def _stored(self, name: str) -> Array:
+        """Return a parameter of the file as the trained model has it."""
+        reader = self.readers[name]
+        array: Array = self.own.read(name) if reader is None else reader()
+        return array
+
+    def _faulty(
+        self, stage: str, amount: _Amount, suspects: Sequence[Suspect], names: Sequence[str],
+        layer: int = -1,
+    ) -> Fault | None:  # fmt: skip
+        """Return the fault of a stage, or None; the weights of the stage are read again."""
+        if amount.row is None and not suspects:
             return None
         difference, bound, row = amount
         if row is None:  # prompts do not show the difference
-            worst = max(weights.suspects, key=lambda each: each.difference)
+            worst = max(suspects, key=lambda each: each.difference)
             difference, bound = worst.difference, worst.bound
         prompt, token = (None, None) if row is None else self._place(row)
-        facts = {"trained": weights.trained, "stored": weights.stored}
+        facts: dict[str, dict[str, Array]] = {}
+        if suspects:
+            names = [name for name in names if name in self.readers]
+            facts["trained"] = {name: self.trained.read(name) for name in names}
+            facts["stored"] = {name: self._stored(name) for name in names}
         return Fault(
             stage, self.trained, self.own, prompt, token, difference, bound, layer,
-            suspects=weights.suspects, weights=facts,
+            suspects=suspects, weights=facts,
         )  # fmt: skip
 
     def _embedding(self) -> Fault | None:
         chosen, places = np.unique(self.tokens, return_inverse=True)
-        weights = self._read([TABLE], [TABLE])
-        tables = (each[TABLE][chosen] for each in weights.passes)
+        expected, kind = self.trained.read(TABLE), self._counted(TABLE)
+        compared, rows = TABLE in self.readers, Rows(len(expected))
+        reader = self.readers.get(TABLE)
+        stored = None if reader is None else reader()
+        own = np.empty((len(chosen), self.own.config.hidden), FLOAT32)
+        for part, array in _by_rows(self.own, TABLE):
+            here = (chosen >= part.start) & (chosen < part.stop)
+            own[here] = array[chosen[here] - part.start]
+            if compared:
+                expect = expected[part]
+                rows.add(expect, array if stored is None else stored[part], kind, part.start)
+        suspects = list[Suspect]()
+        if compared:
+            self._judge(TABLE, rows, suspects)
+        tables = expected[chosen], own, shaken(TABLE, own.copy(), kind)
+        del expected, stored
         states = [
             each.embed(table, places) for each, table in zip(self.passes, tables, strict=True)
         ]
         if not np.isfinite(states[0]).all():
             raise ConfigError(f"verify: the embeddings of {self.trained.where} are not finite")
-        return self._faulty("embedding", _amount(*states), weights, -1)
+        return self._faulty(
+            "embedding", _Squares().add(*states).amount(self.slack), suspects, [TABLE]
+        )
 
     def _block(self, layer: int) -> Fault | None:
         prefix = f"model.layers.{layer}."
@@ -460,46 +581,45 @@ class _Numbers:
             [name for name in side.config.shapes() if name.startswith(prefix)]
             for side in (self.trained, self.own)
         )
-        weights = self._read(names, others)
-        first, *others_of = self.passes
-        before = self.passes[1].branch, self.passes[1].stream
-        states = [first.run(layer, weights.trained)]
-        routed = first.routed if self.same_routers else None
-        for each, own in zip(others_of, weights.passes[1:], strict=True):
-            states.append(each.run(layer, own, routed))
+        first, second, third = self.passes
+        trained = {name: self.trained.read(name) for name in names}
+        states = [first.run(layer, trained)]
         if not np.isfinite(states[0]).all():
             problem = f"the states of {self.trained.where} after block {layer} are not finite"
             raise ConfigError(f"verify: {problem}; verify another checkpoint")
-        stage = f"block {layer}"
-        fault = self._faulty(stage, _amount(*states), weights, layer)
-        if fault is not None or not self._same_weights(weights):
+        routed = first.routed if self.same_routers else None
+        weights, last = self._read(trained, others), self.trained_settings
+        last.branch, last.stream = second.branch, second.stream
+        states.append(second.run(layer, weights.own, routed))
+        other = last.run(layer, weights.own, routed) if weights.same else None
+        for name, array in weights.own.items():  # one by one, as all of them may not fit twice
+            weights.own[name] = shaken(name, array, self.own.type_of(name))
+            del array
+        states.append(third.run(layer, weights.own, routed))
+        stage, suspects = f"block {layer}", weights.suspects
+        amount = _Squares().add(*states).amount(self.slack)
+        del weights
+        fault = self._faulty(stage, amount, suspects, names, layer)
+        if fault is not None or other is None:
             return fault
-        self.trained_settings.branch, self.trained_settings.stream = before
-        other = self.trained_settings.run(layer, weights.own, routed)
-        return self._other_settings(stage, other, states[1], layer)
+        pair = _Squares().add(other, states[1], other)
+        return self._other_settings(stage, pair, np.arange(len(self.tokens)), layer)
 
-    def _same_weights(self, weights: "_Weights") -> bool:
-        """Return whether settings differ, and the trained settings fit the weights of the file."""
-        names = weights.own.keys()
-        same = names == weights.trained.keys() and names == weights.stored.keys()
-        return self.settings_differ and same and all(self.readers[n] is None for n in names)
-
-    def _other_settings(self, stage: str, other: Array, own: Array, layer: int) -> Fault | None:
+    def _other_settings(
+        self, stage: str, pair: _Squares, rows: Array, layer: int = -1
+    ) -> Fault | None:
         """Return a fault if the file's weights give something else with the trained settings.
 
-        No rounding of types is in this difference.
+        No rounding of types is in this difference, (other, own) in ``pair``.
         """
-        sizes = np.maximum(np.linalg.norm(other, axis=1), 1e-30)
-        off = np.nan_to_num(np.linalg.norm(own - other, axis=1) / sizes, nan=np.inf)
-        beyond = np.flatnonzero(off > SETTINGS)
+        sizes = np.maximum(np.sqrt(pair.size), 1e-30)
+        off = np.nan_to_num(np.sqrt(pair.off) / sizes, nan=np.inf)
+        most = SETTINGS + self.slack
+        beyond = np.flatnonzero(off > most)
         if not len(beyond):
             return None
         row = int(beyond[0])
-        if layer < 0 and len(off) == len(self.starts) - 1:  # rows after the prompts
-            place = row, int(self.starts[row + 1] - self.starts[row] - 1)
-        else:
-            place = self._place(row)
-        amounts = float(off[row]), SETTINGS
+        place, amounts = self._place(int(rows[row])), (float(off[row]), most)
         return Fault(stage, self.trained, self.own, *place, *amounts, layer)
 
     def _angles(self, layer: int) -> Fault | None:
@@ -526,69 +646,171 @@ class _Numbers:
             f"block {layer}", self.trained, self.own, None, place, float(off.max()), ANGLE, layer
         )
 
+    # ---- logits and answers ---------------------------------------------------------------------
+    def _rows(self) -> tuple[Array, Array]:
+        """Return the tokens whose logits are compared, and the expected next tokens or -1."""
+        expected = np.full(len(self.tokens), -1)
+        chosen = np.zeros(len(self.tokens), bool)
+        for start, ids, answer in zip(self.starts, self.ids, self.answers, strict=False):
+            end = start + len(ids) - 1
+            chosen[end : end + max(1, len(answer))] = True
+            expected[end : end + len(answer)] = answer
+        if len(self.tokens) * self.trained.config.vocab <= MOST:
+            chosen[:] = True
+        return np.flatnonzero(chosen), expected[chosen]
+
     def _logits(self) -> Fault | None:
         names, others = (
-            [n for n in side.config.shapes() if ".layers." not in n and n != TABLE]
-            + [TABLE] * side.config.tied
+            [n for n in side.config.shapes() if ".layers." not in n and n not in (TABLE, HEAD)]
             for side in (self.trained, self.own)
         )
-        weights = self._read(names, others)
-        ends = self.starts[1:] - 1
-        whole = len(self.tokens) * self.trained.config.vocab <= MOST
-        rows = np.arange(len(self.tokens)) if whole else ends
-        pairs = zip(self.passes, weights.passes, strict=True)
-        vocab = min(side.config.vocab for side in (self.trained, self.own))
-        logits = [each.logits(own, rows)[:, :vocab] for each, own in pairs]
-        self.exact &= np.array_equal(logits[0], logits[1])
-        amount = _amount(*logits)
-        self.last = amount
-        if amount.row is not None:
-            amount = amount._replace(row=int(rows[amount.row]))
-        self.ends = [each[np.searchsorted(rows, ends)] for each in logits]
-        fault = self._faulty("logits", amount, weights, -1)
-        if fault is None and self._same_weights(weights):
+        head, own_head = (TABLE if s.config.tied else HEAD for s in (self.trained, self.own))
+        trained = {name: self.trained.read(name) for name in names}
+        outer = {**trained}
+        weights, (rows, expected) = self._read(trained, others), self._rows()
+        moved = {
+            name: shaken(name, array.copy(), self.own.type_of(name))
+            for name, array in weights.own.items()
+        }
+        passes, outers = [*self.passes], [outer, weights.own, moved]
+        if weights.same and head == own_head in self.readers and self.readers[head] is None:
             last = self.trained_settings
             last.branch, last.stream = self.passes[1].branch, self.passes[1].stream
-            other = last.logits(weights.own, rows)[:, :vocab]
-            fault = self._other_settings("logits", other, logits[1], -1)
-        return fault or self._answer(self.ends)
+            passes, outers = [*passes, last], [*outers, weights.own]
+        inputs = [each.ended(own, rows) for each, own in zip(passes, outers, strict=True)]
+        whole, suspects = self.trained.read(head), weights.suspects
+        kind = self.own.type_of(TABLE) if own_head == TABLE else self._counted(HEAD)
+        compared, differences = head == own_head == HEAD in self.readers, Rows(len(whole))
+        stored = self._stored(HEAD) if compared and self.readers[HEAD] is not None else None
+        squares, settings, best = _Squares(), _Squares(), _Best(expected)
+        vocab = min(side.config.vocab for side in (self.trained, self.own))
+        ends = np.searchsorted(rows, self.starts[:-1] + [len(each) - 1 for each in self.ids])
+        kept = list[list[Array]]()
+        for part, own in _by_rows(self.own, own_head, vocab):
+            expect = whole[part]
+            if compared:
+                differences.add(expect, own if stored is None else stored[part], kind, part.start)
+            moved_own = shaken(f"{own_head}.{part.start}", own.copy(), kind)
+            heads = (head, expect), (own_head, own), (own_head, moved_own), (head, own)
+            logits = [
+                each.logits(_cut(outside, part) | {name: array}, x)
+                for each, outside, (name, array), x in zip(
+                    passes, outers, heads, inputs, strict=False
+                )
+            ]
+            x, y, z = logits[:3]
+            self.exact &= np.array_equal(x, y)
+            squares.add(x, y, z)
+            best.add(part.start, x, y)
+            if len(logits) > 3:
+                settings.add(logits[3], y, y)
+            if self.beside:
+                kept.append([each[ends] for each in logits[:3]])
+        self.ends = [np.concatenate(each, axis=1) for each in zip(*kept, strict=True)]
+        if compared:
+            self._judge(HEAD, differences, suspects)
+        del whole, stored
+        amount = self.last = squares.amount(self.slack)
+        if amount.row is not None:
+            amount = amount._replace(row=int(rows[amount.row]))
+        fault = self._faulty("logits", amount, suspects, [*names, head])
+        if fault is None and len(passes) > 3:
+            fault = self._other_settings("logits", settings, rows)
+        noise = squares.noises().max() * np.sqrt(squares.size / vocab)
+        return fault or self._answer(rows, best, noise)
 
-    def _answer(self, logits: Sequence[Array]) -> Fault | None:
-        """Return a fault if the most likely token after a prompt differs, unless both are close."""
-        before, after, shaken = logits
-        for number, (x, y, z) in enumerate(zip(before, after, shaken, strict=True)):
-            expected, actual = int(x.argmax()), int(y.argmax())
-            gap = float(x[expected] - x[actual])
-            # a gap is the difference of two logits, each off by MARGIN of the noise at most
-            bound = 2 * MARGIN * float(np.sqrt(np.mean((z - y) ** 2)))
-            if gap > bound:
-                token = int(self.starts[number + 1] - self.starts[number])
-                ids = ([expected], [actual])
-                sides = self.trained, self.own
-                return Fault("answer", *sides, number, token, gap, bound, ids=ids)
+    def _answer(self, rows: Array, best: _Best, noise: Array) -> Fault | None:
+        """Return a fault if a token of a greedy answer differs, unless both logits are close.
+
+        The file gets the answer of the trained model up to this token.
+        """
+        for number, (ids, answer) in enumerate(zip(self.ids, self.answers, strict=True)):
+            first = int(np.searchsorted(rows, self.starts[number] + len(ids) - 1))
+            for place in range(first, first + max(1, len(answer))):
+                # a gap is the difference of two logits, each off by MARGIN of the noise at most
+                gap = float(best.logit[place] - best.own_logit[place])
+                bound = 2 * MARGIN * float(noise[place])
+                if gap > bound:
+                    token = len(ids) + place - first
+                    both = [int(best.tokens[place])], [int(best.own[place])]
+                    sides = self.trained, self.own
+                    return Fault("answer", *sides, number, token, gap, bound, ids=both)
         return None
 
 
 @dataclass
 class _Weights:
-    """Parameters by name: trained; of the file; moved by rounding; of the file, as trained."""
+    """Parameters of the file, and those that differ from the trained ones by more than rounding.
 
-    trained: dict[str, Array]
+    ``same``: settings differ, and the file has the parameters of the trained settings.
+    """
+
     own: dict[str, Array]
-    shaken: dict[str, Array]
-    stored: dict[str, Array]
     suspects: list[Suspect] = field(default_factory=list)
+    same: bool = False
 
-    @property
-    def passes(self) -> tuple[dict[str, Array], ...]:
-        """The weights of the three passes."""
-        return self.trained, self.own, self.shaken
+
+def _by_rows(side: Side, name: str, most: int | None = None) -> Iterator[tuple[slice, Array]]:
+    """Yield slices of the rows of a table or a head, up to ``most`` rows, and these rows."""
+    count, columns = side.config.shapes()[name]
+    count, read = min(count, most or count), side.rows(name)
+    step = max(1, AT_ONCE // columns)
+    for top in range(0, count, step):
+        part = slice(top, min(top + step, count))
+        yield part, read(part)
+
+
+def _cut(outer: Mapping[str, Array], part: slice) -> dict[str, Array]:
+    """Return parameters outside of the blocks, with the part of the head's bias."""
+    return {name: array[part] if name == BIAS else array for name, array in outer.items()}
+
+
+def _answers(side: Side, ids: Sequence[Sequence[int]], budget: int, vocab: int) -> list[list[int]]:
+    """Return the greedy answers to prompts, with their stop tokens; [] without an answer.
+
+    They are generated block by block, so each token reads all weights again.  They end before a
+    token that the other side, which has ``vocab`` tokens, does not have.
+    """
+    config, longest = side.config, max(map(len, ids))
+    weights = sum(math.prod(shape) for shape in config.shapes().values())
+    most = min(ANSWER, budget // weights, config.positions - longest)
+    if most < 2:
+        return [[] for _ in ids]
+    parameters: dict[str, Any] = dict.fromkeys(config.shapes(), Unread())
+    parameters[TABLE] = side.read(TABLE)
+    model = Transformer(config, parameters, side.texts)
+    model.gather = lambda named: {
+        name: side.read(name) if isinstance(value, Unread) else value
+        for name, value in named.items()
+    }
+    tokens = np.zeros((len(ids), longest), np.int64)
+    real = np.zeros(tokens.shape, bool)
+    for row, prompt in enumerate(ids):
+        tokens[row, longest - len(prompt) :], real[row, longest - len(prompt) :] = prompt, True
+    stops = sorted(side.stops)
+    try:
+        rows = model.generate(tokens, mask=real, max_new_tokens=most, stop=stops)[:, longest:]
+    except NonFiniteError:  # the stages name the place
+        return [[] for _ in ids]
+    ends = (
+        next((n + (t < vocab) for n, t in enumerate(row) if t in stops or t >= vocab), most)
+        for row in rows
+    )
+    return [[int(n) for n in row[:end]] for row, end in zip(rows, ends, strict=True)]
 
 
 # ---- ends ---------------------------------------------------------------------------------------
-def _end(trained: Side, own: Side) -> Fault | None:
-    """Return a fault if the reader does not stop at an end of answers, or has fewer positions."""
+def _end(
+    trained: Side, own: Side, ids: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
+) -> Fault | None:
+    """Return a fault if the reader stops at other tokens of answers, or has fewer positions."""
     missing = [n for n in trained.needed_ends(own) if n not in own.ends]
     if missing or own.config.positions < trained.config.positions:
         return Fault("end", trained, own, ids=(missing, []))
+    for number, answer in enumerate(answers):
+        for place, token in enumerate(answer, len(ids[number])):
+            stops, stopped = token in trained.stops, token in own.ends
+            if stops != stopped:
+                both = ([token] * stops, [token] * stopped)
+                return Fault("end", trained, own, number, place, ids=both)
     return None

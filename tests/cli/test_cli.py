@@ -37,7 +37,7 @@ from unsloth_cupy.machine import format_bytes
 from unsloth_cupy.memory.largest import Largest
 from unsloth_cupy.memory.plan import plan_memory
 from unsloth_cupy.models import create, load
-from unsloth_cupy.models.generation import next_logits
+from unsloth_cupy.models.generation import decoding
 from unsloth_cupy.serving.texts import StopStrings, TextStream
 from unsloth_cupy.training import adamw
 
@@ -626,7 +626,7 @@ class TestGenerate:
         assert least.stdout == greedy.stdout != drawn.stdout
         penalty = ("--repetition-penalty", 1e9)
         assert write("The dog", *plain, *penalty).stdout != drawn.stdout
-        with mock.patch.object(next_logits, "KVCache", wraps=next_logits.KVCache) as made:
+        with mock.patch.object(decoding, "PagedKVCache", wraps=decoding.PagedKVCache) as made:
             write("The dog", "--max-new-tokens", 2, "--cache-dtype", "int8")
         assert made.call_args.kwargs["dtype"] == "int8"
 

@@ -8,10 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import AdamW, KVCache, LossScaler, measure_gradients
+from unsloth_cupy import AdamW, LossScaler, measure_gradients
 from unsloth_cupy.models import create, quantize
 from unsloth_cupy.models.generation.decoding import Decoding
-from unsloth_cupy.models.generation.step import Step
 from unsloth_cupy.models.objective import TrainingStep
 from unsloth_cupy.models.transformer import Transformer
 from unsloth_cupy.ops.attention import _hopper
@@ -30,7 +29,7 @@ SIZES = {
     "num_key_value_heads": 2,
     "head_dim": 64,
 }
-ROWS, TOKENS, SLOTS = 2, 64, 80
+ROWS, TOKENS = 2, 64
 CALLS = 3  # the third call is replayed
 
 
@@ -61,21 +60,8 @@ def adapted(machine: Machine, model: Transformer) -> Callable[[], Any]:
     return lambda: model.loss_and_gradients(tokens, tokens)
 
 
-def adapted_decode(machine: Machine, model: Transformer) -> Callable[[], Any]:
-    model.add_adapter(16)
-    return decode(machine, model)
-
-
 def decode(machine: Machine, model: Transformer) -> Callable[[], Any]:
-    config = model.config
-    sizes = config.layers, ROWS, SLOTS, config.kv_heads, config.dim
-    cache = KVCache(*sizes, dtype=model.table.dtype, like=model.table)
-    cache.filled = [TOKENS] * config.layers
-    return Step(model, cache, np.ones((ROWS, TOKENS), bool), SLOTS).run
-
-
-def paged_decode(machine: Machine, model: Transformer) -> Callable[[], Any]:
-    """A step of an engine, whose rows have pages."""
+    """A step of rows with one new token each."""
     decoding = Decoding(model, rows=ROWS, pages=4, page=TOKENS)
     sequences = [decoding.cache.begin([]) for _ in range(ROWS)]
     decoding.cache.extend(sequences, [TOKENS] * ROWS)
@@ -89,9 +75,9 @@ def paged_decode(machine: Machine, model: Transformer) -> Callable[[], Any]:
     return run
 
 
-def adapted_paged_decode(machine: Machine, model: Transformer) -> Callable[[], Any]:
+def adapted_decode(machine: Machine, model: Transformer) -> Callable[[], Any]:
     model.add_adapter(16)
-    return paged_decode(machine, model)
+    return decode(machine, model)
 
 
 def records(machine: Machine) -> list[list[Any]]:
@@ -155,10 +141,8 @@ def test_launches_of_a_layer_of_quantized_weights(
         (forward, 9),
         (backward, 18),
         (decode, 9),
-        (paged_decode, 9),
         (adapted, 49),
         (adapted_decode, 17),
-        (adapted_paged_decode, 17),
     ],
 )
 def test_launches_of_a_llama_layer(

@@ -58,7 +58,6 @@ from unsloth_cupy.bench.cases import draw, forward_ops
 from unsloth_cupy.core.op import OPS
 from unsloth_cupy.errors import ConfigError, DeviceError, DeviceMemoryError, FrameworkError
 from unsloth_cupy.models.generation.decoding import Decoding
-from unsloth_cupy.models.generation.step import Step
 from unsloth_cupy.serving.work import Work
 from unsloth_cupy.training.captured import Captured, Place
 from unsloth_cupy.training.gradients import sum_gradients
@@ -518,32 +517,6 @@ def test_threads_have_streams_of_their_own_by_default(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("turn", [0, 1], ids=["the first step", "the captured one"])
 def test_a_step_that_does_not_fit_leaves_nothing_behind(turn: int) -> None:
     """No stream that captures, and the next call goes on."""
-    with gpu(devices=2) as machine:
-        machine.strict = False
-        model = models.create(CONFIG, seed=0, device="cuda:1")
-        sizes = model.config.layers, 1, 9, model.config.kv_heads, model.config.dim
-        cache = KVCache(*sizes, dtype="float32", like=model.table)
-        cache.filled = [3] * len(cache.keys)
-        step = Step(model, cache, np.ones((1, 3), bool), 9)
-        token, room = np.zeros((1, 1), np.int64), machine.room
-        for _ in range(turn):
-            step(token)
-        machine.room = machine.held + 4096
-        with pytest.raises(DeviceMemoryError, match="fewer rows or fewer tokens") as caught:
-            step(token)
-        assert caught.value.required > 0
-        assert step.graph is None
-        assert not step.captured.place.stream.capturing
-        machine.room = room
-        assert cache.length == 3 + turn
-        for _ in range(3):
-            step(token)
-        assert step.graph.launched == 2 + turn
-        assert cache.length == 6 + turn
-
-
-@pytest.mark.parametrize("turn", [0, 1], ids=["the first step", "the captured one"])
-def test_a_step_of_an_engine_that_does_not_fit_leaves_nothing_behind(turn: int) -> None:
     with gpu(devices=2) as machine:
         machine.strict = False
         model = models.create(CONFIG, seed=0, device="cuda:1")

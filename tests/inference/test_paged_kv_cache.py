@@ -7,6 +7,7 @@ import pytest
 
 from unsloth_cupy import KVCache, PagedKVCache, attention, attention_paged
 from unsloth_cupy.errors import ConfigError, DeviceMemoryError, DTypeError, RangeError, ShapeError
+from unsloth_cupy.inference.paged_rows import PagedRows
 from unsloth_cupy.models import create
 
 from ..harness.parity import emulator, within_rule
@@ -232,6 +233,27 @@ def test_pages_before_the_window_become_free(dtype: str) -> None:
     assert len(cache.free_pages) == 6 - used[-1]
     cache.free(other)
     assert sorted(cache.free_pages) == [*range(6)]
+
+
+@pytest.mark.parametrize("chunk", [4, 5])
+def test_pages_before_the_chunk_become_free(chunk: int) -> None:
+    """A sequence has the pages of the chunk of its next token, and attends to these alone."""
+    rng = np.random.default_rng(0)
+    q, k, v = rng.standard_normal((3, 1, 24, 2, 8), np.float32)
+    cache = PagedKVCache(1, 4, 2, 2, 8, dtype="float32", chunk=chunk)
+    rows = PagedRows("test", cache, [cache.allocate(0)], 1)
+    for start, stop in ((0, 3), (3, 4), (4, 5), (5, 10), *((n, n + 1) for n in range(10, 24))):
+        new = slice(start, stop)
+        actual = rows.attend(0, q[:, new], k[:, new], v[:, new], causal=True)
+        place = np.arange(stop)
+        same = place[new, None] // chunk == place // chunk
+        expected = attention(q[:, new], k[:, :stop], v[:, :stop], causal=True, mask=same)
+        np.testing.assert_allclose(actual, expected, atol=1e-6)
+        assert len(cache.free_pages) >= 4 - (stop - start // chunk * chunk + 2) // 2
+    with pytest.raises(ConfigError, match="without window and latent"):
+        PagedKVCache(1, 4, 2, 2, 8, dtype="float32", chunk=chunk, window=3)
+    with pytest.raises(ConfigError, match="pass a number of tokens, 1 or more"):
+        PagedKVCache(1, 4, 2, 2, 8, dtype="float32", chunk=0)
 
 
 def test_a_model_runs_beyond_its_pages() -> None:

@@ -2,7 +2,9 @@
 
 import dataclasses
 import functools
+import gc
 import itertools
+import weakref
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from unsloth_cupy import KVCache, NonFiniteError
 from unsloth_cupy.errors import ConfigError, DTypeError, FrameworkError, RangeError, ShapeError
 from unsloth_cupy.models import create
+from unsloth_cupy.models.generation import decoding
 from unsloth_cupy.serving import drawing
 from unsloth_cupy.serving.options import Options
 
@@ -244,19 +247,34 @@ def test_a_cache_with_a_window_is_a_model_with_one(model):
     np.testing.assert_allclose(np.concatenate([*parts, whole], axis=1), expected, atol=1e-5)
 
 
-def test_sliding_layers_take_bounded_memory(model, monkeypatch):
-    """A window of six keeps six keys, however long the text."""
-    made = []
+def test_sliding_layers_take_bounded_memory(monkeypatch):
+    """Two pages hold a window of six, however long the text: it may begin anywhere in a page."""
+    made, pools = [], decoding.page_pools
+    monkeypatch.setattr(decoding, "page_pools", lambda *a: made.append(pools(*a)) or made[-1])
+    model = create(CONFIG | {"max_position_embeddings": 512}, seed=0)
+    model.generate(PROMPT, max_new_tokens=200, stop=())
+    assert [len(pool.uses) for pool in made[0].pools] == [2 * 2]
+    assert made[0].first.free_pages != []
 
-    class Watched(KVCache):
-        def __init__(self, *sizes, **options):
-            super().__init__(*sizes, **options)
-            made.append(self)
 
-    monkeypatch.setattr("unsloth_cupy.models.generation.next_logits.KVCache", Watched)
-    model.generate(PROMPT, max_new_tokens=40, stop=())
-    assert {keys.shape[1] for keys in made[0].keys} == {6}
-    assert made[0].length == 7 + 40 - 1
+def test_pages_are_free_after_a_call(model, monkeypatch):
+    """At once: no cycle of objects waits for Python's collector."""
+    made, pools = [], decoding.page_pools
+
+    def noted(*args):
+        new = pools(*args)
+        made.append(weakref.ref(new.first.keys))
+        return new
+
+    monkeypatch.setattr(decoding, "page_pools", noted)
+    gc.disable()
+    try:
+        model.generate(PROMPT, max_new_tokens=4, stop=())
+        next(model.stream(PROMPT, max_new_tokens=4, stop=()))
+        model.rollouts([*PROMPT], samples=2, max_new_tokens=4, seed=0, stop=())
+        assert [keys() for keys in made] == [None] * 3
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ from unsloth_cupy import CheckpointConfig, KVCache, PagedKVCache, attention, lin
 from unsloth_cupy.core.replay import fixed_order
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import create, load
-from unsloth_cupy.models.generation.next_logits import last_logits
+from unsloth_cupy.models.generation.decoding import Decoding
 from unsloth_cupy.models.parse import parse
 from unsloth_cupy.ops.common import fixed_order as products
+from unsloth_cupy.serving.work import Work
 
 from ..harness.parity import emulator
 from ..machines.stand_in import gpu
@@ -337,12 +338,14 @@ def test_kernels_do_not_depend_on_the_batch(dtype):
             actual.append(tilings(machine, lambda t=tokens: model.log_probs(t, t)))
         mask = machine.place(np.arange(20) < np.array([[3], [20], [7], [1], [2]]))
         actual.append(tilings(machine, lambda: model.log_probs(tokens, tokens, mask=mask)))
-        sizes = model.config.layers, 40, 5, model.config.kv_heads, model.config.dim
-        cache = PagedKVCache(*sizes, dtype=dtype, like=model.table)
-        options = {"cache": cache, "sequences": [cache.allocate(0) for _ in range(5)]}
+        step = Decoding(model, rows=5, pages=40, page=5)
+        rows = [step.cache.begin([]) for _ in range(5)]
         steps = [
-            tilings(machine, lambda t=each: last_logits(model, t, **options))
-            for each in (tokens, tokens[:, :1])
+            tilings(
+                machine,
+                lambda n=new: step([Work(r, np.zeros(n, int), 20, 0, "") for r in rows]),
+            )
+            for new in (20, 1)
         ]
     assert actual[0].keys() >= {"attention_decode", "grouped_float32", "log_probs_forward"}
     for each in actual:

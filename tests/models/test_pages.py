@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from unsloth_cupy import KVCache, PagedKVCache
-from unsloth_cupy.errors import ConfigError, DeviceMemoryError, RangeError, ShapeError
+from unsloth_cupy.errors import ConfigError, DeviceMemoryError, DTypeError, RangeError, ShapeError
 from unsloth_cupy.models import create
+from unsloth_cupy.models.generation import decoding
 
 from ..harness.parity import emulator
 from .peers import SIZES
@@ -110,11 +111,24 @@ def test_goes_on_from_sequences(model: Any) -> None:
     np.testing.assert_array_equal(more[:, 1:], longer[:, -3:])
 
 
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_row_that_ends_keeps_its_own_tokens(ahead: bool, model: Any, monkeypatch: Any) -> None:
+    """Its sequence has no token of the steps in which other rows went on."""
+    monkeypatch.setattr(decoding, "captures", lambda *_: ahead)
+    free = model.generate(TOKENS, max_new_tokens=8, stop=())
+    end, cache = int(free[0, 11]), pages()
+    assert end not in (*free[0, 9:11], *free[1, 9:])
+    rows = [cache.allocate(0), cache.allocate(0)]
+    options = {"max_new_tokens": 8, "stop": end, "cache": cache, "sequences": rows}
+    np.testing.assert_array_equal(model.generate(TOKENS, **options)[1], free[1])
+    assert cache.lengths(rows).tolist() == [9 + 2, 9 + 7]
+
+
 def test_stopping_early_frees_the_pages(model: Any) -> None:
     cache = pages()
     steps = model.stream(TOKENS, max_new_tokens=12, stop=(), cache=cache)
     next(steps)
-    assert len(cache.free_pages) == 24 - 2 * 7, "of 9 + 11 tokens each, three to a page"
+    assert len(cache.free_pages) == 24 - 2 * 3, "of 9 tokens each, three to a page"
     steps.close()
     assert len(cache.free_pages) == 24
     ends = int(model.generate(TOKENS[:1], max_new_tokens=1, stop=())[0, -1])
@@ -125,8 +139,11 @@ def test_stopping_early_frees_the_pages(model: Any) -> None:
 def test_too_few_pages_change_nothing(model: Any) -> None:
     cache = pages(count=8)
     kept = cache.allocate(0)
-    with pytest.raises(DeviceMemoryError, match="7 pages are needed, 1 of 8 are free"):
-        model.generate(TOKENS, max_new_tokens=12, stop=(), cache=cache)
+    expected = model.generate(TOKENS, max_new_tokens=12, stop=())
+    actual = model.generate(TOKENS, max_new_tokens=12, stop=(), cache=cache)  # one row waits
+    np.testing.assert_array_equal(actual, expected)
+    with pytest.raises(DeviceMemoryError, match="1 pages are needed, 0 of 8 are free"):
+        model.generate(TOKENS, max_new_tokens=17, stop=(), cache=cache)
     assert (len(cache.free_pages), [*cache.tables]) == (8, [kept])
     model.logits(TOKENS[:1], cache=cache, sequences=[kept])
     with pytest.raises(DeviceMemoryError, match="6 pages are needed, 5 of 8 are free"):
@@ -166,6 +183,10 @@ def test_bad_calls(model: Any) -> None:
     with pytest.raises(ShapeError, match="the cache has 1 layers, and the model 3"):
         model.logits(TOKENS, cache=KVCache(1, 2, 30, HEADS, DIM, dtype="float32"))
     assert len(cache.free_pages) == 24
+    for heads, dim, dtype in ((1, DIM, "float32"), (HEADS, 4, "float32"), (HEADS, DIM, "float64")):
+        other = PagedKVCache(LAYERS, 24, 3, heads, dim, dtype=dtype)
+        with pytest.raises((ShapeError, DTypeError), match="generate: the cache"):
+            model.generate(TOKENS, cache=other, **NEW)
 
 
 NEW = {"max_new_tokens": 2, "stop": ()}

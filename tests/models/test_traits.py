@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from unsloth_cupy import PagedKVCache
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.layers.attending import chunk_offsets
 from unsloth_cupy.models.parse import parse
+from unsloth_cupy.models.ranks.pipeline_stages import Stages
+from unsloth_cupy.parallel.communicator import SingleCommunicator
 from unsloth_cupy.serving.engine import Engine
 
 from .peers import MIXTURES, RELATIVES, SIZES
@@ -65,11 +68,14 @@ def test_unused_keys_and_values_of_released_files_are_left_out(tmp_path: Path) -
         load(tmp_path)
 
 
-@pytest.mark.parametrize("label", ["gemma4_text", "gemma4_text shared"])
-def test_an_engine_has_heads_of_several_sizes(label: str) -> None:
-    model = create(SIZES | RELATIVES[label], seed=0)
+@pytest.mark.parametrize(
+    "label", ["gemma4_text", "gemma4_text shared", "llama4_text", "deepseek_v32", "glm_moe_dsa"]
+)
+def test_tokens_of_an_engine_are_those_of_generate(label: str) -> None:
+    """With heads of several sizes by layer, with chunks, and with a choice of keys."""
+    model = create(SIZES | RELATIVES.get(label, MIXTURES.get(label)), seed=0)
     expected = model.generate(TOKENS, max_new_tokens=9, min_new_tokens=9)[:, 20:]
-    with Engine(model, rows=2) as engine:
+    with Engine(model, rows=2, page=4, chunk=11) as engine:
         options = {"max_new_tokens": 9, "min_new_tokens": 9}
         requests = [engine.submit(row.tolist(), **options) for row in TOKENS]
         engine.run()
@@ -77,11 +83,39 @@ def test_an_engine_has_heads_of_several_sizes(label: str) -> None:
     np.testing.assert_array_equal(actual, expected)
 
 
-@pytest.mark.parametrize("label", ["llama4_text", "deepseek_v32", "glm_moe_dsa"])
-def test_an_engine_refuses_other_choices_of_keys(label: str) -> None:
-    model = create(SIZES | MIXTURES[label], seed=0)
-    with pytest.raises(ConfigError, match=r"^Engine: .* have no (chunked|sparse) attention"):
-        Engine(model)
+@pytest.mark.parametrize("page", [4, 6])
+def test_chunks_in_pages(page: int) -> None:
+    """Rows of several lengths continue in pages; tokens are those of whole passes."""
+    model = create(SIZES | MIXTURES["llama4_text"], seed=0)
+    config = model.config
+    sizes = config.layers, 30, page, config.kv_heads, config.dim
+    cache = PagedKVCache(*sizes, dtype="float32")
+    rows = [cache.allocate(n) for n in (4, 9)]
+    for row, start in zip(rows, (4, 9), strict=True):
+        model.logits(TOKENS[:1, :start], cache=cache, sequences=[row])
+    actual = model.logits(TOKENS[:, 9:14], cache=cache, sequences=rows)
+    for row, start in enumerate((4, 9)):
+        whole = np.concatenate([TOKENS[0, :start], TOKENS[row, 9:14]])
+        expected = model.logits(whole[None])[0, start:]
+        np.testing.assert_allclose(actual[row], expected, atol=2e-5, rtol=0)
+    cache = PagedKVCache(*sizes, dtype="float32")
+    expected = model.generate(TOKENS, max_new_tokens=9, stop=())
+    actual = model.generate(TOKENS, max_new_tokens=9, stop=(), cache=cache)
+    np.testing.assert_array_equal(actual, expected)
+
+
+def test_an_indexer_needs_latent_rows() -> None:
+    model = create(SIZES | MIXTURES["deepseek_v32"], seed=0)
+    with pytest.raises(ConfigError, match=r"^Engine: the indexer .* leave out cache_dtype"):
+        Engine(model, rows=2, cache_dtype="int8")
+
+
+def test_a_pipeline_does_not_divide_layers_with_one_choice() -> None:
+    config = parse(SIZES | MIXTURES["glm_moe_dsa"])
+    comm: Any = SingleCommunicator()
+    comm.size = 3
+    with pytest.raises(ConfigError, match=r"^Stages: layer 1 .* uses the choice of layer 0"):
+        Stages(config, comm)
 
 
 def test_the_indexer_is_not_trained() -> None:

@@ -1,5 +1,6 @@
 """The engine: tokens are those of each row alone, whatever runs beside it, and no page is lost."""
 
+import math
 import re
 from types import SimpleNamespace
 
@@ -8,14 +9,17 @@ import pytest
 
 from unsloth_cupy import Engine, KVCache
 from unsloth_cupy.errors import ConfigError, DeviceMemoryError
-from unsloth_cupy.models import create
+from unsloth_cupy.finetune.run.ranks import Ranks
+from unsloth_cupy.models import create, load
 from unsloth_cupy.models.generation import decoding
+from unsloth_cupy.parallel import grid
 from unsloth_cupy.serving import drawing, requests, scheduler
 from unsloth_cupy.training import captured
 
 from ..harness.sampling import Sample
 from ..machines.stand_in import gpu
 from ..models.peers import CONFIGS, MIXTURES, RELATIVES, SIZES
+from ..parallel.threads import by_threads
 
 FAMILIES = {
     "full": {"model_type": "llama"},
@@ -27,6 +31,11 @@ FAMILIES = {
     "states alone": RELATIVES["mamba2"],
     "short convolutions": RELATIVES["lfm2"],
     "experts and sinks": MIXTURES["gpt_oss"],
+    "chunks": MIXTURES["llama4_text"],
+    "captured chunks": MIXTURES["llama4_text"],
+    "chunks alone": {**MIXTURES["llama4_text"], "no_rope_layers": [1, 1, 1]},
+    "chosen keys": MIXTURES["deepseek_v32"],
+    "a choice that layers share": MIXTURES["glm_moe_dsa"],
     "longrope": CONFIGS["phi3 longrope"],
     "dynamic": CONFIGS["llama dynamic"],
     "codes": {"model_type": "llama"},
@@ -35,6 +44,7 @@ FAMILIES = {
 }
 SCHEDULES = 1000  # in all runs of as many days as there are TURNS
 TURNS = 50
+assert math.gcd(TURNS, len(FAMILIES)) == 1, "every run has schedules of all families"
 CASES = [(number, [*FAMILIES][number % len(FAMILIES)]) for number in range(SCHEDULES)]
 
 
@@ -100,7 +110,7 @@ def check_pages(scheduler):
 @pytest.mark.parametrize(("number", "kind"), Sample.one_in(TURNS, CASES))
 def test_rows_are_those_of_each_alone(number, kind, model, monkeypatch):
     """Random arrivals, lengths, forks, cancels; few pages, so that rows are set back."""
-    if kind == "captured":  # the path of a GPU, on the host
+    if kind.startswith("captured"):  # the path of a GPU, on the host
         monkeypatch.setattr(decoding, "captures", lambda *_: True)
     rng = np.random.default_rng(number)
     page = int(rng.integers(1, 6))
@@ -174,9 +184,10 @@ def test_rows_are_those_of_each_alone(number, kind, model, monkeypatch):
                 np.testing.assert_array_equal(sample.log_probs, whole[start:-1][: len(expected)])
 
 
-def test_codes_do_not_depend_on_pieces(monkeypatch):
+@pytest.mark.parametrize("kind", ["codes", "chunks"])
+def test_codes_do_not_depend_on_pieces(kind, model):
     """In a cache of codes the tokens of a row are the same in any chunks, alone or set back."""
-    model, results = model_of("codes"), []
+    results = []
     prompts = [[*range(3, 3 + n)] for n in (11, 2, 7)]
     for rows, pages, chunk in ((3, 60, 100), (1, 12, 3), (3, 14, 5)):
         with Engine(
@@ -188,10 +199,12 @@ def test_codes_do_not_depend_on_pieces(monkeypatch):
     assert results[0] == results[1] == results[2]
 
 
-def test_layers_with_a_window_have_pages_of_its_tokens_alone():
+@pytest.mark.parametrize("kind", ["some windows", "chunks"])
+def test_layers_with_a_window_have_pages_of_its_tokens_alone(kind, model):
     """As many as a cache in order has, and up to a page more for each row."""
-    model, rows, page, window = model_of("some windows"), 3, 4, 6
-    windows = [model.config.window_of(layer) for layer in range(model.config.layers)]
+    rows, page, window = 3, 4, 6
+    own = {"sliding_attention", "chunked_attention"}
+    windows = [window if each in own else None for each in model.config.layer_types]
     assert {*windows} == {None, window}
     with Engine(model, rows=rows, pages=60, page=page, chunk=120) as engine:
         engine._scheduler.tree = None
@@ -209,9 +222,10 @@ def test_layers_with_a_window_have_pages_of_its_tokens_alone():
         assert request.samples[0].tokens == alone_greedy(model, request.prompt, 30)
 
 
-def test_equal_prefixes_of_layers_with_a_window_are_computed_once():
+@pytest.mark.parametrize("kind", ["some windows", "chunks"])
+def test_equal_prefixes_of_layers_with_a_window_are_computed_once(kind, model):
     """Or again, if their pages in the window were needed for others."""
-    model, prompt = model_of("some windows"), [*range(3, 43)]
+    prompt = [*range(3, 43)]
     for others in (0, 3):
         with Engine(model, rows=4, pages=60, page=4, chunk=12) as engine:
             engine.submit(prompt, max_new_tokens=2, stop=())
@@ -242,14 +256,16 @@ def test_no_rectangle(ahead, monkeypatch):
         assert engine.computed_rows <= 1.05 * kept
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_a_gpu_begins_a_step_before_the_host_has_the_tokens_of_the_last(temperature, monkeypatch):
+@pytest.mark.parametrize(("temperature", "kind"), [(0.0, "full"), (1.0, "full"), (0.0, "chunks")])
+def test_a_gpu_begins_a_step_before_the_host_has_the_tokens_of_the_last(
+    temperature, kind, monkeypatch
+):
     """Of a replayed step the host sends its places alone; random numbers go ahead in blocks."""
     monkeypatch.setattr(requests, "BLOCK", 4)
     monkeypatch.setattr(drawing, "BLOCK", 4)
     with gpu("90", devices=1) as machine:
         machine.strict, machine.runs = False, True
-        model = create({**SIZES, "model_type": "llama", "head_dim": 16}, seed=0, device="cuda")
+        model = create({**SIZES, **FAMILIES[kind], "head_dim": 16}, seed=0, device="cuda")
         events = []
 
         def noted(owner, name, what):
@@ -456,3 +472,21 @@ def test_a_constraint_chooses_the_text(letters):
         alone = engine.submit([5, 6], **options)
         engine.run()
     assert plain.samples[0].tokens == alone.samples[0].tokens
+
+
+@pytest.mark.parametrize("kind", ["chunks", "chosen keys", "a choice that layers share"])
+@pytest.mark.parametrize("axis", ["tensor", "pipeline"])
+def test_ranks_that_share_a_model(kind, axis, tmp_path):
+    config = {**SIZES, **FAMILIES[kind]}
+    model, prompts = create(config, seed=0), [[*range(3, 3 + n)] for n in (11, 2, 7)]
+    model.save(tmp_path)
+    expected = [alone_greedy(model, prompt, 9) for prompt in prompts]
+
+    def work(comm):
+        placing = Ranks(comm, grid(comm, **{"data": 1, axis: 2})).placing
+        with Engine(load(tmp_path, **placing), rows=2, pages=20, page=4, chunk=5) as engine:
+            for prompt in prompts:
+                engine.submit(prompt, max_new_tokens=9, stop=())
+            return [request.samples[0].tokens for request in engine.run()]
+
+    assert by_threads(2, work) == [expected] * 2

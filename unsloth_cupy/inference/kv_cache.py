@@ -513,18 +513,6 @@ class KVCache:
         self.real[...] = self.real[index]
         self.states = {i: tuple(s[index] for s in each) for i, each in self.states.items()}
 
-    def repeat(self, other: "KVCache", times: int) -> None:
-        """Copy each row of another cache to ``times`` neighbouring rows of this cache."""
-        for target, source in zip(self.stored, other.stored, strict=True):
-            target[...] = np.repeat(source, times, axis=0)
-        for target, source in zip(self.scales, other.scales, strict=True):
-            if target is not None:
-                target[...] = np.repeat(source, times, axis=1)
-        self.real[...] = np.repeat(other.real[:, : self.real.shape[1]], times, axis=0)
-        self.filled, self.padded = [*other.filled], other.padded
-        states = other.states.items()
-        self.states = {i: tuple(np.repeat(s, times, axis=0) for s in each) for i, each in states}
-
     def recurrent(self, layer: int, tokens: int = 0, *states: Array) -> tuple[Array | None, ...]:
         """Return the states of a layer without attention; first store ``states``, if passed.
 

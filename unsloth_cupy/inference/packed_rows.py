@@ -1,6 +1,8 @@
 """New tokens of many rows, end to end in one row, and the pages that they read and write."""
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
@@ -18,7 +20,7 @@ from ..placement import to_device_of
 from .int8_cache import check_latent_options
 from .page_pools import PagePools
 from .paged_kv_cache import GONE, PagedKVCache
-from .paged_rows import check_attention
+from .paged_rows import all_keys, check_attention
 
 
 class PackedRows:
@@ -40,8 +42,8 @@ class PackedRows:
     Attributes
     ----------
     numbers : (n,) int32 on the host
-        Of each token its position and its row's length, then the tables of pages of each pool, row
-        by row.
+        The position of each token, the length of each row, then the tables of pages of each pool,
+        row by row.
     offsets : list of int
         Start of each row among the tokens, then their number.
     """
@@ -73,8 +75,8 @@ class PackedRows:
         self.width = max(pages, max(map(len, tables[0]), default=0))
         self.known = tokens, ends  # on the host
         self.parts = [Part(self, pool, own) for pool, own in zip(cache.pools, tables, strict=True)]
-        every = tokens, ends, *(part.known.reshape(-1) for part in self.parts)
-        self.numbers: Any = np.concatenate(every)
+        known = (each.reshape(-1) for part in self.parts for each in part.known)
+        self.numbers: Any = np.concatenate([tokens, ends, *known])
 
     def place(self, numbers: Array) -> None:
         """Read the new tokens, then ``numbers``, from an array on the device of the cache."""
@@ -85,13 +87,16 @@ class PackedRows:
         of_rows: Any = None
         if tokens > rows:
             of_rows = np.repeat(np.arange(rows), np.diff(self.offsets))
-        tables = numbers[tokens + rows :].reshape(len(self.parts), rows, self.width)
-        for part, table in zip(self.parts, tables, strict=True):
-            part.place(table, of_rows)
-        start, stop = self.singles, self.singles + self.fresh
-        starts = np.array(self.offsets[start : stop + 1], np.int32) - self.offsets[start]
-        like = self.cache.first.keys
-        self.starts_of_fresh = to_device_of(starts, like) if self.fresh else None
+        numbers = numbers[tokens + rows :]
+        for part in self.parts:
+            numbers = part.place(numbers, of_rows)
+        self.starts_of_fresh = to_device_of(self._starts(), numbers) if self.fresh else None
+
+    def _starts(self, chunk: int | None = None) -> Array:
+        """Return the first token of each row without earlier tokens, or of each of its chunks."""
+        own = self.offsets[self.singles : self.singles + self.fresh + 1]
+        rows = (range(first, end, chunk or end - first) for first, end in pairwise(own))
+        return np.array([*chain(*rows), own[-1]], np.int32) - own[0]
 
     @property
     def all_fresh(self) -> bool:
@@ -120,10 +125,43 @@ class PackedRows:
         pool, place = self.cache.places[layer]
         self.parts[pool].append(place, k, v)
 
-    def attend(self, layer: int, q: Array, k: Any, v: Any, **options: Any) -> Array:
+    def index_keys(self, layer: int, new: Array, most: int) -> Iterator[tuple[Any, Any, Any, bool]]:
+        """Yield the keys that an indexer stores at the end of latent rows, for groups of tokens.
+
+        ``new`` are those of the new tokens, (1, tokens, dim).  A group has a slice of tokens, all
+        keys (rows, keys, dim), which of them each query sees (rows, queries, keys), and whether
+        ``attend`` reads a list of the chosen keys, in order, not a mask.  There is no group if no
+        row has more than ``most`` tokens.
+        """
+        if self.longest <= most:
+            return
+        pool, place = self.cache.places[layer]
+        table, first = self.parts[pool].table, self.offsets[self.singles]
+        stored = self.parts[pool].cache.keys[place][:, :, 0, -new.shape[-1] :]
+        if self.singles:
+            own, places = new[0, :first, None], self.positions[:first, None]
+            yield slice(first), *all_keys(stored, table[: self.singles], own, places), True
+        for index in range(self.singles, len(self.offsets) - 1):
+            tokens = slice(*self.offsets[index : index + 2])
+            pages = -(-int(self.known[1][index]) // stored.shape[1])
+            own, places = new[:, tokens], self.positions[None, tokens]
+            yield tokens, *all_keys(stored, table[index : index + 1, :pages], own, places), False
+
+    def attend(
+        self,
+        layer: int,
+        q: Array,
+        k: Any,
+        v: Any,
+        *,
+        in_chunk: bool = False,
+        mask: Any = None,
+        **options: Any,
+    ) -> Array:
         """Store new keys and values; return the attention of q, (1, tokens, heads, dim).
 
-        k is None if ``turn`` has stored both.
+        k is None if ``turn`` has stored both.  ``in_chunk``: queries see the keys of their chunk
+        only.  ``mask`` is what queries see in each group of ``index_keys``; None: all earlier keys.
         """
         (pool, place), latent = self.cache.places[layer], self.cache.latent
         part = self.parts[pool]
@@ -137,61 +175,100 @@ class PackedRows:
         k_pages, v_pages = part.cache.keys[place], part.cache.values[place]
         scales = None if part.cache.scales is None else part.cache.scales[place]
 
-        def paged(q: Array, rows: slice) -> Array:
-            table, lengths = part.table[rows], self.lengths[rows]
+        def paged(q: Array, table: Array, lengths: Array, mask: Any = None) -> Array:
             if latent is not None:
-                return latent_attention(q, k_pages[:, :, 0], lengths, table, **options)
-            more = {**options, "scales": scales}
+                return latent_attention(q, k_pages[:, :, 0], lengths, table, mask=mask, **options)
+            more = {**options, "scales": scales, "mask": mask}
             return attention_paged(q, k_pages, v_pages, table, lengths, **more)
 
         outs, first = list[Array](), self.offsets[self.singles]
+        masks = iter(mask if type(mask) is list else [mask] * len(self.offsets))
         if self.singles:
-            own = q[0, :first, None]
+            own, lengths = q[0, :first, None], self.lengths[: self.singles]
+            table, listed = part.table[: self.singles], next(masks)
             if part.grouped:
-                out = part.attend_groups(own, k_pages, v_pages, **options)
+                out = part.attend_groups(own, k_pages, v_pages, in_chunk, **options)
+            elif in_chunk:
+                out = paged(own, *part.last_chunks())
+            elif listed is not None:  # rows of the chosen keys, as pages of one token
+                page = k_pages.shape[1]
+                table = np.take_along_axis(table, listed // page, axis=1) * page + listed % page
+                lengths = np.minimum(lengths, listed.shape[1])
+                rows = k_pages.reshape(-1, 1, k_pages.shape[3])
+                out = latent_attention(own, rows, lengths, table, **options)
             else:
-                out = paged(own, slice(self.singles))
+                out = paged(own, table, lengths)
             outs.append(out.reshape(1, -1, *out.shape[2:]))
         row = self.singles + self.fresh
         if self.fresh:
             new, most = slice(first, self.offsets[row]), max(self.counts[self.singles : row])
             both: Any = q, k, v
-            starts = [self.starts_of_fresh] * 2
+            starts = [part.starts_of_chunks if in_chunk else self.starts_of_fresh] * 2
+            most = min(most, part.chunk or most) if in_chunk else most
             more = {**options, "max_queries": most, "max_keys": most}
             outs.append(attention_varlen(*(x[0, new] for x in both), *starts, **more)[None])
         for index in range(row, len(self.offsets) - 1):
+            if in_chunk:
+                outs.extend(paged(q[:, new], *more) for new, *more in part.chunks[index])
+                continue
             start, stop = self.offsets[index : index + 2]
-            outs.append(paged(q[:, start:stop], slice(index, index + 1)))
+            chosen, lengths = next(masks), self.lengths[index : index + 1]
+            pages = self.width if chosen is None else chosen.shape[3] // k_pages.shape[1]
+            table = part.table[index : index + 1, :pages]
+            outs.append(paged(q[:, start:stop], table, lengths, chosen))
         return outs[0] if len(outs) == 1 else np.concatenate(outs, axis=1)
 
 
 class Part:
-    """The pages of a call's rows in one pool."""
+    """The pages of a call's rows in one pool.
+
+    ``chunk`` is the number of tokens of a chunk, if some layers of the pool have chunks.  Then a
+    row with one token has a further table, of its last chunk.
+    """
 
     def __init__(
         self, rows: PackedRows, cache: PagedKVCache, tables: Sequence[Sequence[int]]
     ) -> None:
-        self.rows, self.cache = rows, cache
+        self.rows: Any = weakref.proxy(rows)  # a cycle would keep the pages alive
+        self.cache = cache
         table = np.full((len(rows.offsets) - 1, rows.width), -1, np.int32)
         for place, (row, own) in enumerate(zip(table, tables, strict=False)):
             row[: len(own)] = own
             # a row without earlier tokens reads no page, and stores nothing before its window
             if GONE in own and rows.before[place]:
                 row[row == GONE] = next((page for page in own if page != GONE), -1)
-        self.known, self.table = table, table  # on the host; on the device of the cache
+        self.table = table  # on the device of the cache
+        self.chunk = rows.cache.chunk if cache is rows.cache.chunked else None
+        self.known = [table, *self._last_chunks(table)]  # on the host
+        self.of_chunks: list[Array] = []  # the tables of last chunks, on the device of the cache
+        self.chunks: dict[int, list[tuple[Any, ...]]] = {}  # of rows with several tokens
+        self.starts_of_chunks: Any = None
         self.of_tokens: Any = None
         self.slots: Any = None  # of the new tokens in the storage of a layer on the host
         self.stored: Any = None  # which tokens have a slot; None: all
-        self.groups: dict[int | None, list[tuple[Array, Any, Any]]] = {}  # by window, on the host
+        self.groups: dict[Any, list[tuple[Array, Any, Any]]] = {}  # by window, on the host
         self.grouped = False
 
-    def place(self, table: Array, of_rows: Any) -> None:
-        """Use a table on the device; ``of_rows`` are the rows of the tokens, None if one each."""
+    def place(self, numbers: Array, of_rows: Any) -> Array:
+        """Read tables from an array on the device, and return the rest of the array.
+
+        ``of_rows`` are the rows of the tokens, None if one each.
+        """
+        placed = list[Array]()
+        for each in self.known:
+            placed.append(numbers[: each.size].reshape(each.shape))
+            numbers = numbers[each.size :]
+        table, *self.of_chunks = placed
         self.table = self.of_tokens = table
         self.slots, self.grouped, self.groups = None, False, {}
         if of_rows is not None:
             self.of_tokens = table[to_device_of(of_rows, table)]
         rows = self.rows
+        if self.chunk is not None:
+            further = range(rows.singles + rows.fresh, len(rows.offsets) - 1)
+            self.chunks = {index: [*self._chunks(index, self.chunk)] for index in further}
+            if rows.fresh:
+                self.starts_of_chunks = to_device_of(rows._starts(self.chunk), table)
         own: Any = table
         if isinstance(own, np.ndarray) and self.cache.scales is None and not rows.fixed:
             page, positions = self.cache.keys.shape[2], rows.known[0]
@@ -201,6 +278,47 @@ class Part:
                 self.stored = pages >= 0
                 self.slots = self.slots[self.stored]
             self.grouped = self.cache.latent is None and not is_fixed()
+        return numbers
+
+    def _last_chunks(self, table: Array) -> list[Array]:
+        """Return the pages of the last chunk of rows with one token; nothing without chunks.
+
+        Then the tokens in these pages, and how many of them are before the chunk.
+        """
+        if self.chunk is None:
+            return []
+        rows, page, chunk = self.rows, self.cache.keys.shape[2], self.chunk
+        ends, table = rows.known[1][: rows.singles], table[: rows.singles]
+        start = np.maximum(ends - 1, 0) // chunk * chunk
+        first = start // page
+        # a chunk that does not begin with a page is in one page more
+        pages = min(rows.width, -(-chunk // page) + (chunk % page > 0))
+        index = first[:, None] + np.arange(pages)
+        own = np.take_along_axis(table, np.minimum(index, max(rows.width - 1, 0)), axis=1)
+        return [own, ends - first * page, start - first * page]
+
+    def last_chunks(self) -> tuple[Array, Array, Any]:
+        """Return table, lengths and mask of the last chunks of rows with one token."""
+        table, lengths, before = self.of_chunks
+        page, mask = self.cache.keys.shape[2], None
+        if self.chunk is not None and self.chunk % page:
+            key = np.arange(table.shape[1] * page, dtype=before.dtype, like=before)
+            mask = (key >= before[:, None])[:, None, None]
+        return table, lengths, mask
+
+    def _chunks(self, index: int, chunk: int) -> Iterator[tuple[Any, ...]]:
+        """Yield the new tokens of a row chunk by chunk: a slice, with table, lengths and mask."""
+        rows, page = self.rows, self.cache.keys.shape[2]
+        before, offset = rows.before[index], rows.offsets[index] - rows.before[index]
+        stop = before + rows.counts[index]
+        for start in range(before // chunk * chunk, stop, chunk):
+            end, first = min(start + chunk, stop), start // page
+            table = self.table[index : index + 1, first : -(-end // page)]
+            lengths = to_device_of(np.array([end - first * page], np.int32), table)
+            mask = None
+            if hidden := start - first * page:
+                mask = (np.arange(table.shape[1] * page, like=table) >= hidden)[None, None, None]
+            yield slice(offset + max(start, before), offset + end), table, lengths, mask
 
     def append(self, place: int, k: Array, v: Array | None) -> None:
         """Store new keys and values, (1, tokens, kv_heads, dim); v is None for a latent cache."""
@@ -221,42 +339,52 @@ class Part:
         else:
             kv_append_int8_(k, v, *stored, cache.scales[place], *places)
 
-    def _groups(self, left: int | None) -> list[tuple[Array, Any, Any]]:
+    def _groups(self, left: int | None, in_chunk: bool) -> list[tuple[Array, Any, Any]]:
         """Return rows with one token in groups of similar lengths, with slots of the keys they see.
 
         A group is one call of attention on the host: NumPy's calls cost more than short rows.
-        Slots are (rows, keys), of the last ``left`` tokens and the newest one, padded with the slot
-        of the newest; the mask (rows, 1, 1, keys) is False at padding.  At most half of the keys
-        are padding.  One row has no mask, and a slice of slots if its pages are neighbours.
+        Slots are (rows, keys), of the last ``left`` tokens and the newest one, or of its chunk,
+        padded with the slot of the newest; the mask (rows, 1, 1, keys) is False at padding.  At
+        most half of the keys are padding.  One row whose pages are neighbours has no mask, and a
+        slice of slots, which needs no copy.
         """
-        lengths, table = self.rows.known[1][: self.rows.singles], self.known[: self.rows.singles]
+        lengths, table = self.rows.known[1][: self.rows.singles], self.known[0][: self.rows.singles]
         page, groups, first = self.cache.keys.shape[2], list[tuple[Array, Any, Any]](), 0
         counts = lengths if left is None else np.minimum(lengths, left + 1)
+        if in_chunk and self.chunk is not None:
+            counts = (lengths - 1) % self.chunk + 1
         order = np.argsort(-counts, kind="stable")
         while first < len(order):
             most = counts[order[first]]
             stop = first + int(np.count_nonzero(counts[order[first:]] * 2 >= most))
-            rows = order[first:stop]
+            rows, first = order[first:stop], stop
+            if len(rows) == 1:
+                (row,) = rows
+                start, last = int(lengths[row] - most), int(lengths[row] - 1)
+                own = table[row, start // page : last // page + 1]
+                if (own[1:] == own[:-1] + 1).all():
+                    start = int(own[0]) * page + start % page
+                    groups.append((rows, slice(start, start + int(most)), None))
+                    continue
             key = (lengths - counts)[rows, None] + np.arange(most)
             seen = key < lengths[rows, None]
             key = np.where(seen, key, lengths[rows, None] - 1)
             slots: Any = np.take_along_axis(table[rows], key // page, axis=1) * page + key % page
             mask = None if seen.all() else to_device_of(seen[:, None, None], self.cache.keys)
-            if len(rows) == 1 and (np.diff(slots[0]) == 1).all():
-                slots = slice(int(slots[0, 0]), int(slots[0, -1]) + 1)  # no copy
             groups.append((rows, slots, mask))
-            first = stop
         return groups
 
-    def attend_groups(self, q: Array, k_pages: Array, v_pages: Array, **options: Any) -> Array:
+    def attend_groups(
+        self, q: Array, k_pages: Array, v_pages: Array, in_chunk: bool, **options: Any
+    ) -> Array:
         """Return the attention of rows with one token on the host, (rows, 1, heads, value_dim)."""
         out = np.empty_like(q, shape=(*q.shape[:3], v_pages.shape[3]))
         window = options.pop("window", None)
         left = None if window is None else window[0]
-        if left not in self.groups:
-            self.groups[left] = self._groups(left)
+        if (left, in_chunk) not in self.groups:
+            self.groups[left, in_chunk] = self._groups(left, in_chunk)
         stored = [each.reshape(-1, *each.shape[2:]) for each in (k_pages, v_pages)]
-        for rows, slots, mask in self.groups[left]:
+        for rows, slots, mask in self.groups[left, in_chunk]:
             k, v = (each[slots] for each in stored)
             if type(slots) is slice:
                 k, v = k[None], v[None]

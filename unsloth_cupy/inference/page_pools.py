@@ -1,4 +1,4 @@
-"""Pools of pages: layers with a window have fewer pages of a sequence than layers without one.
+"""Pools of pages: layers with a window or chunks have fewer pages of a sequence than others.
 
 pools = PagePools([of_layers_without_a_window, of_layers_with_one], {0: (0, 0), 1: (1, 0)})
 sequence = pools.begin([])                      the same number in each pool
@@ -15,7 +15,7 @@ Pages = list[int]  # of the same tokens, one of each pool; GONE where a pool has
 class PagePools:
     """Caches of the same sequences, each with the pages of some layers.
 
-    Only the first pool may have layers without a window.  All pools have pages of one size.
+    Only the first pool may have layers that read all tokens.  All pools have pages of one size.
 
     Parameters
     ----------
@@ -23,10 +23,20 @@ class PagePools:
         The caches.
     places : dict of int to (int, int)
         By layer of the model, its pool, and its layer there.
+    chunk : int, optional
+        Tokens of a chunk, in layers whose queries attend to their own chunk: those of the pool with
+        this ``chunk``; without such a pool, some layers of the first pool.
     """
 
-    def __init__(self, pools: Sequence[PagedKVCache], places: dict[int, tuple[int, int]]) -> None:
-        self.pools, self.places = [*pools], places
+    def __init__(
+        self,
+        pools: Sequence[PagedKVCache],
+        places: dict[int, tuple[int, int]],
+        chunk: int | None = None,
+    ) -> None:
+        self.pools, self.places, self.chunk = [*pools], places, chunk
+        chunked = next((pool for pool in self.pools if pool.chunk is not None), self.pools[0])
+        self.chunked = None if chunk is None else chunked
         self.first = self.pools[0]
         self.page = self.first.keys.shape[2]
         self.latent, self.scales = self.first.latent, self.first.scales

@@ -53,9 +53,12 @@ class PagedKVCache:
         the pages to which the new queries of no layer attend; their entries in ``page_table``
         become another page of the sequence, so pass ``window=(window - 1, 0)`` to
         ``attention_paged``.  If one layer has no window, no page is freed.
+    chunk : int, optional
+        In place of a window: queries attend only to tokens of their own chunk, ``chunk`` tokens
+        from a multiple of ``chunk`` on.  Pages before the chunk of the next token are freed.
     latent : int, optional
-        For latent attention, with one kv head, floats and no window: the first ``latent`` numbers
-        of a key are its value, so no values are stored.
+        For latent attention, with one kv head, floats, no window and no chunk: the first ``latent``
+        numbers of a key are its value, so no values are stored.
 
     Attributes
     ----------
@@ -69,7 +72,7 @@ class PagedKVCache:
     Raises
     ------
     ConfigError
-        A size is negative, page is 0, window or latent are invalid, or dtype is not a float.
+        A size is negative, page is 0, window, chunk or latent are invalid, or dtype is not a float.
 
     Notes
     -----
@@ -89,6 +92,7 @@ class PagedKVCache:
         dtype: Any,
         like: Array | None = None,
         window: int | Sequence[int | None] | None = None,
+        chunk: int | None = None,
         latent: int | None = None,
     ) -> None:
         shape = (layers, pages, page, kv_heads, dim)
@@ -101,17 +105,21 @@ class PagedKVCache:
         if latent is not None and window is not None:
             problem = f"PagedKVCache(latent={latent}, window={window!r})"
             raise ConfigError(f"{problem}: latent attention has no window; leave it out")
+        if chunk is not None and not (is_integer(chunk, 1) and window is latent is None):
+            problem = f"PagedKVCache(chunk={chunk!r}, window={window!r}, latent={latent})"
+            cure = "pass a number of tokens, 1 or more, without window and latent"
+            raise ConfigError(f"{problem}: {cure}")
         size = (2 if latent is None else 1) * array_bytes(shape, kind.itemsize) + scale_bytes(
             kind, array_bytes(shape[:-1], 1)
         )
         check_bytes(f"PagedKVCache{shape}", size, place)
-        self.windows = windows_of("PagedKVCache", window, layers)
+        self.windows, self.chunk = windows_of("PagedKVCache", window, layers), chunk
         self.keys = arrays.empty(shape, kind, place)
         self.latent = latent
         self.values = (
             arrays.empty(shape, kind, place) if latent is None else self.keys[..., :latent]
         )
-        if window is not None:  # attention also reads slots without a token, before it masks them
+        if self.frees:  # attention also reads slots without a token, before it masks them
             self.keys[...] = self.values[...] = 0
         self.scales = scales_like(kind, (layers, 2, *shape[1:-1]), place)
         self.uses = [0] * pages  # by page: the number of sequences with this page
@@ -119,6 +127,11 @@ class PagedKVCache:
         self.tables: dict[int, list[int]] = {}  # by sequence: its pages, or GONE
         self.filled: dict[int, list[int]] = {}  # by sequence: the number of tokens in each layer
         self.numbers = itertools.count()  # of new sequences
+
+    @property
+    def frees(self) -> bool:
+        """Whether a sequence gives up pages that no later token attends to."""
+        return self.chunk is not None or any(self.windows)
 
     def allocate(self, tokens: int) -> int:
         """Return a new, empty sequence with pages for ``tokens`` tokens.
@@ -200,7 +213,7 @@ class PagedKVCache:
 
     def _begun(self, sequences: Sequence[int]) -> list[int]:
         """Free the pages before the windows of sequences; return their numbers of tokens."""
-        if any(self.windows):
+        if self.frees:
             for sequence in sequences:
                 if first := self._first_seen(sequence):
                     self._leave(*self._take_out(sequence, slice(first)))
@@ -362,13 +375,15 @@ class PagedKVCache:
         return self._first(held)
 
     def _first(self, lengths: Sequence[int]) -> int:
-        """Return the first page in the window of the token at ``lengths`` of any layer."""
+        """Return the first page in the window or chunk of the token at ``lengths`` of any layer."""
+        if self.chunk is not None:
+            return min(lengths, default=0) // self.chunk * self.chunk // self.keys.shape[2]
         pairs = zip(lengths, self.windows, strict=True)
         first = min((0 if w is None else max(n - w + 1, 0) for n, w in pairs), default=0)
         return first // self.keys.shape[2]
 
     def first_seen(self, length: int) -> int:
-        """Return the first page in the window of the token after ``length`` tokens."""
+        """Return the first page that the token after ``length`` tokens attends to."""
         return self._first([length] * len(self.windows))
 
     def _take_out(self, sequence: int, part: slice) -> list[int]:

@@ -1,7 +1,7 @@
 """A paged KV cache for one call: each row of the call continues one sequence."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,6 +36,16 @@ def check_attention(cache: PagedKVCache, layer: int, options: dict[str, Any]) ->
                 options["window"] = own - 1, None
             case (left, right) if left is None or is_integer(left, own):
                 options["window"] = own - 1, right
+
+
+def all_keys(stored: Array, table: Array, new: Array, places: Array) -> tuple[Array, Array]:
+    """Return the keys of pages with the new keys at their places, and which a new token sees."""
+    keys = stored[table].reshape(len(table), -1, stored.shape[2])
+    key = np.arange(keys.shape[1], dtype=places.dtype, like=keys)
+    visible = key <= places[:, :, None]
+    keys = np.where(visible[:, -1, :, None], keys, keys.dtype.type(0))  # others may hold anything
+    keys[np.arange(len(table), like=keys)[:, None], places] = new
+    return keys, visible
 
 
 def rows_of(call: str, cache: Any, sequences: Any, batch: int) -> "KVCache | PagedRows | None":
@@ -102,11 +112,40 @@ class PagedRows:
         """Store new keys and values, as ``PagedKVCache.append`` does."""
         return self.cache.append(layer, self.sequences, k, v)
 
-    def attend(self, layer: int, q: Array, k: Array, v: Array | None, **options: Any) -> Array:
+    def index_keys(self, layer: int, new: Array, most: int) -> Iterator[tuple[Any, Any, Any, bool]]:
+        """Yield the keys that an indexer stores at the end of latent rows, as one group.
+
+        See ``PackedRows.index_keys``; ``new`` are those of the new tokens, (batch, tokens, dim).
+        """
+        starts, tokens, stored = self.starts(layer), new.shape[1], self.cache.keys[layer]
+        width = max(starts, default=0) + tokens
+        if width <= most:
+            return
+        if not any(starts):
+            key = np.arange(tokens, like=new)
+            yield slice(None), new, (key[:, None] >= key)[None], False
+            return
+        table = self.cache.page_table(self.sequences)  # without the pages of new tokens
+        more = max(0, -(-width // stored.shape[1]) - table.shape[1])
+        table = np.pad(table, [(0, 0), (0, more)], constant_values=-1)
+        places = to_device_of(np.add.outer(starts, np.arange(tokens)), new)
+        yield slice(None), *all_keys(stored[:, :, 0, -new.shape[2] :], table, new, places), False
+
+    def attend(
+        self,
+        layer: int,
+        q: Array,
+        k: Array,
+        v: Array | None,
+        *,
+        chunk: int | None = None,
+        **options: Any,
+    ) -> Array:
         """Store new keys and values; return the attention of q over all keys of each row.
 
-        The narrower of the windows of the call and of the cache applies.  A latent cache uses
-        ``latent_attention``, and v is None.
+        The narrower of the windows of the call and of the cache applies.  With ``chunk``, of the
+        call or of the cache, queries attend to the keys in their own chunk of so many tokens.  A
+        latent cache uses ``latent_attention``, and v is None.
 
         Raises
         ------
@@ -122,10 +161,17 @@ class PagedRows:
         check_attention(self.cache, layer, options)
         known = layer in range(len(self.cache.windows))
         empty = known and not any(self.starts(layer))
+        starts, chunk = self.starts(layer) if known else [], chunk or self.cache.chunk
         k_pages, v_pages = self.append(layer, k, v)
+        table = self.cache.page_table(self.sequences)
+        if chunk is not None:
+            keys = k.shape[1] if empty else table.shape[1] * k_pages.shape[1]
+            places = np.add.outer(starts, np.arange(k.shape[1]))[:, :, None]  # of queries
+            same = np.arange(keys) // chunk == places // chunk  # (batch, queries, keys)
+            own, mask = to_device_of(same[:, None], q), options.get("mask")
+            options["mask"] = own if mask is None else own & mask
         if empty and v is not None:  # k and v are all keys and values, in order: no pages to read
             return attention(q, k, v, **options)
-        table = self.cache.page_table(self.sequences)
         lengths = self.cache.lengths(self.sequences, layer)
         scales = None if self.cache.scales is None else self.cache.scales[layer]
         return attention_paged(q, k_pages, v_pages, table, lengths, scales=scales, **options)

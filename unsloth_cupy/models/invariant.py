@@ -38,7 +38,7 @@ def check_invariant(config: Config, divided: bool, rows: Any, mask: Any) -> None
     if config.recurrent:
         refuse(f"layers of a {kind} without attention add by chunks, which depend on the call")
     if config.chunk is not None or config.indexer is not None:
-        refuse(f"a {kind} chooses the keys of a query, which the pages of a cache do not store")
+        refuse(f"the keys that a query of a {kind} sees are not added in a fixed order")
     if config.bit_layers:
         refuse(f"the linear layers of a {kind} round their inputs, and have no fixed order here")
     if any(rope.original is not None for rope in config.ropes.values()):

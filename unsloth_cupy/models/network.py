@@ -259,13 +259,7 @@ class Network(Summary):
         """
         seed = self.step.seed
         rows = check(tokens, mask, cache, offsets, self.step.checkpoint, sequences)
-        if cache is not None and len(cache.keys) != self.config.layers:
-            layers = f"{len(cache.keys)} layers, and the model {self.config.layers}"
-            problem = f"Transformer: the cache has {layers}; make one for this model"
-            raise ShapeError(problem, expected=self.config.layers, actual=len(cache.keys))
-        if cache is not None and cache.latent not in (None, self.cache_sizes["latent"]):
-            cure = f"make it with {self.cache_sizes}"
-            raise ConfigError(f"Transformer: the cache has latent={cache.latent}; {cure}")
+        self.check_cache(cache)
         if not isinstance(seed, Seeds | None) and not is_integer(seed):
             raise ConfigError(f"Transformer: seed={seed!r}; pass an integer, 0 or more")
         if self.chunked_mlp and isinstance(self.adapter, ByRows):
@@ -289,7 +283,7 @@ class Network(Summary):
             problem = "ranks do not divide the tokens of chunked or sparse attention"
             raise ConfigError(f"Transformer: {problem}; {cure}")
         if self.config.recurrent:
-            self._check_recurrent(rows, context)
+            self.check_recurrent(rows, context)
         where = where if context is None else context.places(where)
         used = self.used(parameters, seed)
         attend, of_chunks = attend_of(rows, where.mask, where.offsets, context), None
@@ -355,6 +349,16 @@ class Network(Summary):
             raise RangeError(f"Transformer: {problem}", expected=numbers, actual=int(routes.max()))
         return own_tokens(context, routes if offsets is None else routes.reshape(1, -1, *shape[2:]))
 
+    def check_cache(self, cache: Any) -> None:
+        """Raise unless a cache, if there is one, has this model's layers and form of keys."""
+        if cache is not None and len(cache.keys) != self.config.layers:
+            layers = f"{len(cache.keys)} layers, and the model {self.config.layers}"
+            problem = f"Transformer: the cache has {layers}; make one for this model"
+            raise ShapeError(problem, expected=self.config.layers, actual=len(cache.keys))
+        if cache is not None and cache.latent not in (None, self.cache_sizes["latent"]):
+            cure = f"make it with {self.cache_sizes}"
+            raise ConfigError(f"Transformer: the cache has latent={cache.latent}; {cure}")
+
     def _check_encoder(self, rows: Any, context: Context | None) -> None:
         """Raise a ConfigError for a cache, or for ranks that divide tokens."""
         kind = self.config.model_type
@@ -365,7 +369,7 @@ class Network(Summary):
             cure = "divide the batch, not its tokens: --data-parallel, without --context-parallel"
             raise ConfigError(f"Transformer: ranks do not divide the tokens of a {kind}; {cure}")
 
-    def _check_recurrent(self, rows: Any, context: Context | None) -> None:
+    def check_recurrent(self, rows: Any, context: Context | None) -> None:
         """Raise a ConfigError if cache or context do not support recurrent layers."""
         kind = f"layers of a {self.config.model_type} that have no attention"
         rule = self.config.delta

@@ -24,7 +24,6 @@ from ..ops.losses.linear_log_probs import LogProbs
 from ..serving.options import Options
 from ..training.checkpoint import CheckpointConfig
 from ..training.loss_scaler import LossScaler
-from . import generate as generation
 from .adapters.adapted import Adapted
 from .adapters.adapter import Adapter
 from .adapters.outer_weights import resized
@@ -36,6 +35,7 @@ from .folders.checkpoint_files import SINGLE, Layout, write_folder
 from .folders.expert_files import saved_tensors
 from .folders.pooling import pooling_of
 from .folders.quantized_weights import in_folders, saved_config
+from .generation.batch import stream
 from .generation.conversations import Conversations
 from .generation.decoding import CHUNK, Decoding, free_pages
 from .generation.rollouts import Rollouts
@@ -534,13 +534,13 @@ class Transformer(Adapted):
             Tokens that end a row.  None: the end tokens of the config.  (): no token ends a row, so
             each row gets max_new_tokens tokens.
         cache : PagedKVCache, optional
-            Cache for keys and values, in place of a new KVCache.
+            Cache for keys and values, in place of a new one.
         sequences : sequence of int, optional
             The sequences in ``cache`` that the rows continue, one per row.  After the call each
-            sequence contains its row without the last new token.  None: new sequences, which are
-            freed at the end.
+            sequence contains its row up to its end, without the last new token.  None: new
+            sequences, which are freed at the end.
         cache_dtype : str, optional
-            int8: a new KVCache stores int8 codes, which take half the memory of 16-bit values.
+            int8: a new cache stores int8 codes, which take half the memory of 16-bit values.
         invariant : bool, optional
             True: the tokens of a row do not depend on other rows, not even where rounding breaks a
             tie.  None: the model's own setting.
@@ -556,13 +556,13 @@ class Transformer(Adapted):
         ConfigError
             An option is invalid.
         DeviceMemoryError
-            The cache has too few free pages.
+            The cache has fewer free pages than one row fills.
         """
         options = Options(
             max_new_tokens, min_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
             seed, stop, cache, sequences, cache_dtype,
         )  # fmt: skip
-        added = generation.stream(self.in_order(invariant), tokens, mask, options)
+        added = stream(self.in_order(invariant), tokens, mask, options)
         return np.concatenate([tokens, *(token[:, None] for token in added)], axis=1)
 
     @naming("rollouts", "generate")
@@ -657,8 +657,9 @@ class Transformer(Adapted):
         self, tokens: Array, *, max_new_tokens: int, mask: Array | None = None, **options: Any
     ) -> Iterator[Array]:
         """Yield the new tokens of ``generate`` as they are computed, (batch,) per step."""
-        return generation.stream(self, tokens, mask, Options(max_new_tokens, **options))
+        return stream(self, tokens, mask, Options(max_new_tokens, **options))
 
+    @naming("Engine", "generate")
     def decoder(
         self,
         *,

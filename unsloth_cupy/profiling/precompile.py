@@ -10,8 +10,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from .. import kernel_cache as cache
 from ..core import gpu
 from ..core.dtypes import KERNEL_DTYPES, float_dtype
@@ -19,8 +17,7 @@ from ..core.target import Run
 from ..errors import ConfigError
 from ..memory.plan import plan_memory
 from ..memory.planned import Planned
-from ..models.generation.next_logits import CachedLogits
-from ..models.generation.step import Step
+from ..models.generation.rollouts import planned_steps
 from ..models.parse import parse
 from ..models.quantizer import Quantizer, check_stacks
 from ..models.transformer import Transformer
@@ -115,11 +112,9 @@ def _generate(
         check_stacks("precompile", quantization, config)
         codes = Quantizer("precompile", quantization)
         parameters = {name: codes(name, array) for name, array in parameters.items()}
-    model, (batch, tokens) = Transformer(config, parameters, {}), sizes
-    prompt, real = np.zeros(sizes, np.int64), np.ones(sizes, bool)
-    next_logits = CachedLogits(model, Planned.of(sizes, np.int64), batch, tokens + PROMPT)
-    next_logits(prompt, real)
-    Step(model, next_logits.cache, real, tokens + PROMPT).run()
+    batch, tokens = sizes
+    for _ in planned_steps(Transformer(config, parameters, {}), batch, 1, tokens, PROMPT):
+        pass
 
 
 def units_of(launches: Iterable[Launch], architecture: int) -> list[Unit]:

@@ -38,8 +38,8 @@ class Engine:
         Most rows that are computed together.
     pages : int, optional
         Pages of the KV cache.  None: as many as ``rows`` texts of all positions fill, but at most
-        four fifths of the free memory.  If only some layers have a window, these have further pages
-        for the windows of ``rows`` texts.
+        four fifths of the free memory.  If only some layers have a window or chunks, these have
+        further pages for the windows of ``rows`` texts.
     page : int
         Tokens per page.
     cache_dtype : str, optional
@@ -131,7 +131,7 @@ class Engine:
 
     @property
     def cache(self) -> PagedKVCache:
-        """The pages of all layers without a window, or if all have one, the pages of all layers."""
+        """The pages of layers that read all tokens; without such layers, the pages of all."""
         return self._scheduler.cache.first
 
     waiting = property(lambda self: self._scheduler.waiting)
@@ -218,7 +218,7 @@ class Engine:
             raise ConfigError(f"generate: no adapter is named {adapter!r}; there are {names}")
         size = self.cache.keys.shape[2]
         need = -(-(len(tokens) + max(max_new_tokens - 1, 0)) // size)
-        if need > len(self.cache.uses) and not any(self.cache.windows):
+        if need > len(self.cache.uses) and not self.cache.frees:
             raise DeviceMemoryError(
                 f"generate: a sample of {len(tokens)} + {max_new_tokens} tokens fills {need} pages,"
                 f" and the engine has {len(self.cache.uses)}; create it with more pages",

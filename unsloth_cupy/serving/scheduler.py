@@ -90,7 +90,8 @@ class Scheduler:
         On a GPU these are the tokens of the step before.
         """
         self._start_rows()
-        ahead = self.decoder.ahead and not any(row.on_host for row in self.active)
+        # a caller's sequence must not get the last token of its row
+        ahead = self.decoder.ahead and not any(row.on_host or row.pinned for row in self.active)
         if not ahead:
             self._land()
         batch = self._batch()

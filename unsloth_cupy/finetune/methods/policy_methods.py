@@ -17,6 +17,7 @@ from ...errors import ConfigError
 from ...losses import advantages, policy
 from ...machine import format_bytes
 from ...memory.planned import as_input
+from ...models.generation.batch import PAGE
 from ...models.generation.conversations import Conversations
 from ...models.generation.rollouts import planned_rollouts
 from ...models.objective import IGNORE
@@ -264,13 +265,16 @@ class Policy(Method):
         """Return the size of a sampling pass and of its KV cache, as text."""
         config, rows = loop.model.config, loop.plan.batch * self.samples
         tokens = loop.training_data.largest[1]
-        windows = (config.window_of(layer) or tokens for layer in range(config.layers))
+        most = -(-tokens // PAGE)
+        windows = (config.window_of(layer) for layer in range(config.layers))
+        # a window begins anywhere in a page
+        pages = sum(most if w is None else min(1 + -(-w // PAGE), most) for w in windows)
         sizes = loop.model.cache_sizes
         stored = sizes["kv_heads"] * sizes["dim"] * (2 if sizes["latent"] is None else 1)
         each = stored * loop.model.dtype.itemsize
-        cache = format_bytes(rows * each * sum(min(window, tokens) for window in windows))
+        cache = format_bytes(rows * pages * PAGE * each)
         answers = f"{rows:,} answers of at most {self.max_new_tokens:,} tokens"
-        return f"each sampling pass generates {answers}, with a KV cache of {cache}"
+        return f"each sampling pass generates {answers}, with a KV cache of at most {cache}"
 
     def updates(self, accumulate: int) -> int:
         """Return the number of updates between two rollouts."""

@@ -8,6 +8,8 @@ of one token per row is captured into a CUDA graph for each rounded number of ro
 """
 
 import copy
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -33,8 +35,9 @@ from ...training.captured import Captured, Place
 from ..adapters.adapter import DOWN, UP, Adapter
 from ..adapters.joined import join_downs
 from ..adapters.many import ByRows
+from ..configs.config import CHUNKED
 from ..invariant import check_invariant
-from ..layers.attending import no_rows, packed, project_of, whole_of
+from ..layers.attending import packed, project_of, whole_of
 from ..layers.block import blocks, embedded, inputs_of_layers
 from ..layers.call import Attention, Call, Keys, Latents, Mixtures, Recurrence, no_states
 from ..layers.head import capped, exact_logits
@@ -43,7 +46,12 @@ from ..network import Network
 from ..ranks.stages import routed_by_all, through_blocks
 
 CHUNK = 512  # most tokens of prompts in a step, unless the caller says otherwise
+Form = tuple[int, int, bool]  # of a captured step: rows, pages of a table, whether it is greedy
+Reach = tuple[int | None, int | None]  # window and chunk of a layer, None: it has none
 LEAST = 8  # pages in the table of a captured step; tables double from here
+# steps for which a captured step with up to twice the rows and pages takes the place of a new one:
+# a new one runs kernel by kernel twice, which a number of rows that soon changes does not repay
+PATIENCE = 8
 
 
 @on_gpu_of_attribute("model.table")
@@ -53,8 +61,8 @@ class Decoding:
     Attributes
     ----------
     cache : PagePools
-        Keys and values of layers with attention; layers with a window have pages of their own if
-        others have none.
+        Keys and values of layers with attention; layers with a window or chunks have pages of their
+        own if others read all tokens.
     states : States or None
         The states of layers without attention, by slot.
     switch : int or None
@@ -81,7 +89,9 @@ class Decoding:
         cache_dtype: Any = None,
         notes: bool = False,
         adapters: dict[str, Adapter] | None = None,
+        most: int | None = None,
     ) -> None:
+        """Create the caches; ``most``, if not None, is the largest number of tokens in a row."""
         self.model = model = model.settled()
         self.adapters = {} if adapters is None else adapters
         self.notes = notes and model.config.experts is not None
@@ -99,20 +109,23 @@ class Decoding:
             layers = own_attention(model)
             if len(cache.keys) == config.layers:
                 layers = [*range(config.layers)]
-            self.cache = PagePools([cache], {n: (0, place) for place, n in enumerate(layers)})
+            places = {n: (0, place) for place, n in enumerate(layers)}
+            self.cache = PagePools([cache], places, config.chunk)
         self.states: Any = States(rows, model.table) if config.recurrent else None
-        self.switch = switch_of(config)
-        grows = any(rope.original is not None for rope in config.ropes.values())
+        self.most = most
+        originals = [rope.original for rope in config.ropes.values() if rope.original is not None]
+        grows = bool(originals) and (most is None or most > min(originals))
+        self.switch = switch_of(config) if grows else None
         self.by_length = grows  # angles of a token depend on the length of its row
         self.shares = not config.recurrent and (not grows or self.switch is not None)
         self.repeats = not grows or self.switch is not None
         self.vocab, self.invariant = config.vocab, model.invariant
         self.softcap = config.logit_softcap if model.invariant else None
-        self.captures = captures(model)
+        self.captures = captures(model) and not grows
         self.ahead = self.captures and not self.notes  # the host reads the experts of each step
         # the last drawn tokens, on the device: a step of a graph reads and writes them there
         self.drawn = self._placed(np.zeros(rounded_rows(rows)))
-        self.place, self.graphs = Place(), dict[Any, Any]()
+        self.place, self.graphs, self.wanted = Place(), dict[Form, Any](), Counter[Form]()
         self.last: tuple[Any, Network] = (None, model)
         self.prepared: Any = None
         self.computed = 0
@@ -135,14 +148,15 @@ class Decoding:
             self.computed += sum(counts)
             rows = PackedRows(self.cache, [w.sequence for w in work], counts)
             tokens, source = np.concatenate([w.tokens for w in work]), self._source(work, counts)
-            rows.place(self._placed(np.concatenate([tokens, rows.numbers])))
             model = self._model(work)
+            with model.ordered():
+                rows.place(self._placed(np.concatenate([tokens, rows.numbers])))
             parameters = model.entered(model.parameters)
             slots = self._placed([w.slot for w in work])
             used = model.used(parameters, None), whole_of(model.adapter)
             logits, routes = self._computed(model, parameters, used, rows, source, slots, work)
             chosen = self._chosen(logits) if greedy else None
-        if routes is None:
+        if routes is None or is_planned(routes):
             return Computed(logits, None, chosen)
         starts = np.cumsum([len(each.tokens) for each in work])
         return Computed(logits, np.split(to_numpy(routes)[: starts[-1]], starts[:-1]), chosen)
@@ -167,11 +181,25 @@ class Decoding:
                 place[first] = each.source
         return self._placed(place)
 
+    def _form(self, rows: int, pages: int, greedy: bool) -> Form:
+        """Return the form of the captured step to launch for so many rows and pages."""
+        form = rounded_rows(rows), pages, greedy
+        self.wanted[form] += 1
+        if form in self.graphs or self.wanted[form] > PATIENCE:
+            return form
+        larger = (
+            each
+            for each, (*_, captured) in self.graphs.items()
+            if captured.graph is not None and each[2] == greedy
+            if form[0] <= each[0] <= 2 * form[0] and pages <= each[1] <= 2 * pages
+        )
+        return min(larger, default=form)
+
     def _played(self, work: Sequence[Work], greedy: bool) -> tuple[Array, Any, Any]:
         """Compute rows with one token each, by the graph of their rounded number."""
         sequences = [w.sequence for w in work]
         pages = max(len(self.cache.first.tables[s]) for s in sequences) + 1
-        form = rounded_rows(len(work)), max(LEAST, 1 << (pages - 1).bit_length()), greedy
+        form = self._form(len(work), max(LEAST, 1 << (pages - 1).bit_length()), greedy)
         self.computed += form[0]
         rows = PackedRows(self.cache, sequences, [1] * len(work), rows=form[0], pages=form[1])
         tokens, source = np.zeros(form[0], np.int64), len(self.drawn) + np.arange(form[0])
@@ -181,7 +209,7 @@ class Decoding:
                 source[place] = each.source
         numbers = np.concatenate([tokens, rows.numbers, source])
         if form not in self.graphs:
-            rows.longest = form[1] * self.cache.page
+            rows.longest = min(form[1] * self.cache.page, self.most or sys.maxsize)
             placed = self._placed(numbers)
             rows.place(placed[: -form[0]])
             self.graphs[form] = rows, placed, Captured(self.place)
@@ -253,10 +281,12 @@ class Decoding:
         offsets: Any = np.array(rows.offsets, np.int32)
         own, states, latents, attend = None, no_states, None, rows.attend
         begins = rows.all_fresh and tokens.size >= len(rows.offsets)  # of latent attention
+        if model.config.indexer is not None:  # by heads, no query leaves out keys
+            begins = begins and rows.longest <= model.config.indexer.keys
         if self.states is not None:
             own, self.states.index, states = self._placed(offsets), slots, self.states.recurrent
         if self.cache.latent is not None:
-            latents = Latents(lambda layer: begins, rows.append, rows.attend, no_rows)
+            latents = Latents(lambda layer: begins, rows.append, rows.attend, rows.index_keys)
             if begins:
                 attend = partial(packed, self._placed(offsets), max(rows.counts))
         turn = rows.turn if rows.turns and positions is not None else None
@@ -265,7 +295,14 @@ class Decoding:
             model.config,
             used[0],
             project_of(model.config, model.adapter, None, model.division, tokens, offsets),
-            Attention(attend, tables, positions, Keys(turn, latents, cached=True), used[1]),
+            Attention(
+                attend,
+                tables,
+                positions,
+                Keys(turn, latents, cached=True),
+                used[1],
+                partial(rows.attend, in_chunk=True),
+            ),
             Mixtures(stacks, [] if self.notes else None, ranks=model.expert_ranks),
             Recurrence(states, None, own),
             False if isinstance(model.adapter, ByRows) else model.chunked_mlp,
@@ -377,13 +414,14 @@ class States:
 def captures(model: Network) -> bool:
     """Return whether a step of one token per row can be one CUDA graph.
 
-    It needs a GPU, rotary angles that do not change, and weights that are whole in memory.  With
-    expert ranks, the host reads the numbers of rows to send: no graph can capture that.
+    It needs a GPU, and weights that are whole in memory.  With expert ranks, the host reads the
+    numbers of rows to send, and an indexer sorts scores with a library that waits for the GPU: no
+    graph can capture that.
     """
     config = model.config
     divided = model.expert_ranks is not None or model.gather is not None or staged(model)
-    grows = any(rope.original is not None for rope in config.ropes.values())
-    return not (divided or grows or config.recurrent or isinstance(model.table, np.ndarray))
+    other = config.recurrent or config.indexer is not None
+    return not (divided or other or isinstance(model.table, np.ndarray))
 
 
 def staged(model: Network) -> bool:
@@ -407,32 +445,36 @@ def cache_form(model: Network, dtype: Any, adapters: Any = ()) -> dict[str, Any]
     one for adapters that change ``kv_b_proj``.
     """
     config = model.config
-    if config.chunk is not None or config.indexer is not None:
-        kind = "chunked" if config.indexer is None else "sparse"
-        problem = f"the pages of a {config.model_type}, and so an Engine, have no {kind} attention"
-        raise ConfigError(f"Engine: {problem}; use generate, which has a KVCache")
     sizes: dict[str, Any] = {"kv_heads": config.kv_heads, "dim": config.dim, "latent": None}
     several = any(".kv_b_proj." in name for each in adapters for name in each.parameters)
     if dtype is None and not model.invariant and not several:
         sizes = model.cache_sizes
+    if config.indexer is not None and sizes["latent"] is None and not model.invariant:
+        problem = f"the indexer of a {config.model_type} stores its keys in latent rows"
+        cure = "leave out cache_dtype, invariant, and adapters of kv_b_proj"
+        raise ConfigError(f"generate: {problem}; {cure}")
     return {**sizes, "dtype": model.dtype if dtype is None else dtype, "like": model.table}
 
 
-def by_window(model: Network, form: dict[str, Any]) -> list[tuple[int | None, list[int]]]:
-    """Return the layers of each pool with their window, those without a window first."""
-    layers: dict[int | None, list[int]] = {}
+def by_reach(model: Network, form: dict[str, Any]) -> list[tuple[Reach, list[int]]]:
+    """Return the layers of each pool with their window and chunk, those without either first."""
+    layers: dict[Reach, list[int]] = {}
     for layer in own_attention(model):
-        window = None if form["latent"] is not None else model.config.window_of(layer)
-        layers.setdefault(window, []).append(layer)
-    return sorted(layers.items(), key=lambda each: each[0] is not None) or [(None, [])]
+        window, chunk = model.config.window_of(layer), None
+        if model.config.layer_types[layer] == CHUNKED:
+            chunk = model.config.chunk
+        reach = (window, chunk) if form["latent"] is None else (None, None)
+        layers.setdefault(reach, []).append(layer)
+    return sorted(layers.items(), key=lambda each: any(each[0])) or [((None, None), [])]
 
 
 def most_in_window(config: Any, rows: int, page: int, chunk: int) -> int:
-    """Return the most pages of layers with a window: for all rows, and for a chunk.
+    """Return the most pages of layers with a window or chunks: for all rows, and for new tokens.
 
-    The window of a token begins anywhere in a page.
+    ``chunk`` is the number of new tokens.  The window of a token begins anywhere in a page.
     """
-    return rows * (1 + -(-config.window // page)) + -(-chunk // page) if config.window else 0
+    reach = config.window or config.chunk or 0
+    return rows * (1 + -(-reach // page)) + -(-chunk // page) if reach else 0
 
 
 def page_pools(
@@ -440,16 +482,18 @@ def page_pools(
 ) -> PagePools:
     """Return new caches for the attention layers of a model.
 
-    The first has ``pages`` pages, a further one for layers with a window at most ``most``.
+    The first has ``pages`` pages, a further one for layers with a window or chunks at most
+    ``most``.
     """
     form = cache_form(model, dtype, (adapters or {}).values())
     sizes = page, form.pop("kv_heads"), form.pop("dim")
     pools, places = list[PagedKVCache](), dict[int, tuple[int, int]]()
-    for number, (window, layers) in enumerate(by_window(model, form)):
+    for number, ((window, chunk), layers) in enumerate(by_reach(model, form)):
         own = min(pages, most) if number else pages
-        pools.append(PagedKVCache(len(layers), own, *sizes, **form, window=window))
+        more = {**form, "window": window, "chunk": chunk}
+        pools.append(PagedKVCache(len(layers), own, *sizes, **more))
         places |= {layer: (number, place) for place, layer in enumerate(layers)}
-    return PagePools(pools, places)
+    return PagePools(pools, places, model.config.chunk)
 
 
 def free_pages(model: Network, rows: int, page: int, chunk: int, dtype: Any, adapters: Any) -> int:
@@ -463,7 +507,7 @@ def free_pages(model: Network, rows: int, page: int, chunk: int, dtype: Any, ada
     most = rows * -(-model.config.positions // page)
     if free is None:
         return max(1, most)
-    counts = [len(layers) for _, layers in by_window(model, form)]
+    counts = [len(layers) for _, layers in by_reach(model, form)]
     room = free * 4 // 5 // size  # pages of one layer
     limit = most_in_window(model.config, rows, page, chunk)
     if len(counts) > 1 and room > limit * sum(counts):

@@ -1,5 +1,7 @@
 """Rollouts: sampled completions of prompts, and their log-probabilities."""
 
+import copy
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -12,10 +14,11 @@ from ...ops.losses.linear_log_probs import of_logits
 from ...placement import to_device_of, to_numpy
 from ...serving.drawing import draw_all, wide
 from ...serving.options import Options
+from ...serving.work import Work
 from ..configs.heads import CAUSAL, require_head
-from ..generate import sample
 from ..network import Network
-from .next_logits import CachedLogits, check_pages, on_device_of
+from .batch import batch_of, check_pages, sizes_of
+from .decoding import Decoding
 
 
 class Rollouts(NamedTuple):
@@ -73,33 +76,26 @@ def rollouts(model: Network, prompts: Any, samples: int, options: Options) -> Ro
             raise ConfigError(f"rollouts: {name}={value!r} must be 1 or more")
     if not is_integer(options.first, 0):
         raise ConfigError(f"rollouts: first={options.first!r} must be 0 or more")
-    check_pages(model.config, options.cache, None, len(rows))
-    width = max(map(len, rows))
-    tokens = np.zeros((len(rows), width), np.int64)
-    real = np.zeros(tokens.shape, bool)
-    for row, (to, is_real) in zip(rows, zip(tokens, real, strict=True), strict=True):
-        to[width - len(row) :], is_real[width - len(row) :] = row, True
+    check_pages(model, options.cache, None, len(rows))
     ends = options.ends(model.config.end_tokens, model.config.vocab)
-    routes: list[Array] = []
-    steps = list(sample(model, tokens, real, ends, options, samples, routes))
-    new = np.stack([to_numpy(token) for token, _ in steps], axis=1)
-    log_probs = np.stack([to_numpy(each) for _, each in steps], axis=1)
-    ended = np.isin(new, ends).cumsum(axis=1)
-    sampled = ended - np.isin(new, ends) == 0  # up to and including the first end token
-    new[~sampled] = log_probs[~sampled] = 0
-    tokens, real = (np.repeat(array, samples, axis=0) for array in (tokens, real))
-    mask = np.zeros((len(tokens), width + new.shape[1]), bool)
-    mask[:, width - 1 : -1] = sampled
-    of_next = np.zeros(mask.shape, log_probs.dtype)
-    of_next[:, width - 1 : -1] = log_probs
-    results = [np.concatenate([tokens, new], axis=1), np.concatenate([real, sampled], axis=1)]
-    results += [mask, of_next]
-    if routes:
-        known = np.concatenate(routes, axis=1)
-        chosen = np.full((*mask.shape, *known.shape[2:]), -1, np.int32)
-        chosen[:, : known.shape[1]] = known
-        chosen[~results[1]] = -1
-        results.append(chosen)
+    batch = batch_of(copy.copy(model), rows, ends, options, samples, log_probs=True)
+    batch.run()
+    before = max(map(len, rows))
+    width = before + max(row.count for row in batch.rows)
+    size = len(batch.rows), width
+    tokens, real = np.zeros(size, np.int64), np.zeros(size, bool)
+    mask, log_probs = np.zeros(size, bool), np.zeros(size, batch.rows[0].sample.log_probs[0].dtype)
+    routes: Any = None
+    if batch.rows[0].routes:
+        routes = np.full((*size, *batch.rows[0].routes[0].shape[1:]), -1, np.int32)
+    for place, row in enumerate(batch.rows):
+        start = before - len(row.request.prompt)
+        own, new = slice(start, start + len(row.tokens)), slice(before - 1, before - 1 + row.count)
+        tokens[place, own], real[place, own] = row.tokens, True
+        mask[place, new], log_probs[place, new] = True, row.sample.log_probs
+        if routes is not None:
+            routes[place, start : own.stop - 1] = np.concatenate(row.routes)
+    results = [tokens, real, mask, log_probs, *([] if routes is None else [routes])]
     return Rollouts(*(to_device_of(each, model.table) for each in results))
 
 
@@ -108,21 +104,33 @@ def planned_rollouts(model: Network, prompts: int, samples: int, length: int, ne
 
     These are the step of the prompts, with ``length`` tokens each, and the last of ``new`` tokens.
     """
-    rows, place = prompts * samples, model.table
-    tokens = np.zeros((rows, length), np.int64)
-    like = on_device_of(tokens, place)
-    logits = CachedLogits(model, like, rows, length + new, samples=samples, notes=True)
-    arrays = _planned_draw(logits(tokens, tokens == 0))
+    steps = planned_steps(model, prompts, samples, length, new, notes=True)
+    _planned_draw(next(steps))
     if new > 1:
-        last = logits.of_last()
-        del arrays  # arrays of the previous step are freed after the logits of this one
-        _planned_draw(last)
+        _planned_draw(next(steps))
 
 
-def _planned_draw(planned_logits: Any) -> tuple[Any, ...]:
-    """Allocate planned arrays as a draw does; return those that are alive in the next step."""
+def planned_steps(
+    model: Network, prompts: int, samples: int, length: int, new: int, notes: bool = False
+) -> Iterator[Array]:
+    """Yield the logits of the largest steps of planned rows: of the prompts, and of the last."""
+    decoder = Decoding(model, **sizes_of(model, [length] * prompts, samples, new), notes=notes)
+    cache, tokens = decoder.cache, np.zeros(length, np.int64)
+    own = [cache.begin([]) for _ in range(prompts)]
+    work = [Work(each, tokens, length, slot, "") for slot, each in enumerate(own)]
+    logits = decoder(work).logits
+    yield np.repeat(logits, samples, axis=0)
+    del logits
+    own += [cache.fork(each) for each in own for _ in range(samples - 1)]
+    if new > 2:
+        cache.extend(own, [new - 2] * len(own))
+    size = length + new - 1
+    yield decoder([Work(each, tokens[:1], size, slot, "") for slot, each in enumerate(own)]).logits
+
+
+def _planned_draw(planned_logits: Any) -> None:
+    """Allocate planned arrays as a draw does."""
     logits, (rows, vocab), of = wide(planned_logits), planned_logits.shape, planned_logits.of
-    np.isnan(logits).any(axis=-1)
     if isinstance(planned_logits, np.ndarray):  # row by row: tokens, their logits, weights and sums
         arrays = [of((vocab,), np.float64) for _ in range(4)]
         del arrays
@@ -130,9 +138,9 @@ def _planned_draw(planned_logits: Any) -> tuple[Any, ...]:
     else:
         options = SimpleNamespace(temperature=1.0, top_k=None, top_p=None, min_p=None)
         chosen = draw_all(logits, options, of((rows, 1), np.float64))
+    del logits
     floats = planned_logits.astype(np.promote_types(planned_logits.dtype, FLOAT32), copy=False)
     of_logits(floats, chosen, 1.0)
-    return planned_logits, logits
 
 
 def prompts_of(model: Network, prompts: Any) -> list[Array]:

@@ -10,10 +10,10 @@ from ...machine import echo
 from ...placement import to_device_of
 from ...serving.options import Options
 from ...serving.texts import StopStrings, TextStream
-from ..generate import stream
 from ..network import Network
 from ..text.chat import Message, Tools
 from ..text.tokenizer import Tokenizer, check_tokens
+from .batch import stream
 
 NEW, TEMPERATURE = 200, 0.8  # defaults of commands and of a run's sample: new tokens, temperature
 SHOWN = 80  # most characters of a prompt in a message

@@ -1,6 +1,6 @@
 """The attention and the linear layers of a call, which are chosen once for all blocks."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -52,8 +52,7 @@ def chunks_of(
     are texts of a pack.
     """
     if isinstance(cache, PagedRows):
-        problem = "a PagedKVCache, and so an Engine, has no chunked attention"
-        raise ConfigError(f"Transformer: {problem}; use a KVCache, as generate does")
+        return partial(cache.attend, chunk=size)
     if cache is None and mask is None:
         return partial(packed, chunk_offsets(size, tokens, offsets), min(size, tokens.size))
     new = tokens.shape[1]
@@ -96,26 +95,25 @@ def latents_of(cache: KVCache | PagedRows | None) -> Latents | None:
     if isinstance(cache, PagedRows):
         if cache.cache.latent is not None:
             begins = lambda layer: not any(cache.starts(layer))  # noqa: E731
-            return Latents(begins, cache.append, cache.attend, no_rows)
+            return Latents(begins, cache.append, cache.attend, cache.index_keys)
     elif cache is not None and cache.latent is not None:
         begins = lambda layer: not cache.filled[layer]  # noqa: E731
-        return Latents(begins, cache.append, cache.attend, partial(_rows, cache))
+        return Latents(begins, cache.append, cache.attend, partial(_index_keys, cache))
     return None
 
 
-def _rows(cache: KVCache, layer: int) -> Array:
-    """Return the rows of a latent cache that has no window, (batch, tokens, dim)."""
+def _index_keys(
+    cache: KVCache, layer: int, new: Array, most: int
+) -> Iterator[tuple[Any, Any, Any, bool]]:
+    """Yield the keys that an indexer stores in a latent cache: see ``PackedRows.index_keys``."""
     if cache.windows[layer] is not None:
         cure = "make the cache without window"
         raise ConfigError(f"Transformer: sparse attention does not work with a window; {cure}")
-    rows: Array = cache.keys[layer][:, : cache.filled[layer], 0]
-    return rows
-
-
-def no_rows(layer: int) -> Array:
-    """Raise: the pages of a cache do not store what an indexer needs."""
-    problem = "a PagedKVCache, and so an Engine, has no sparse attention"
-    raise ConfigError(f"Transformer: {problem}; use a KVCache, as generate does")
+    held, tokens = cache.filled[layer], new.shape[1]
+    if held + tokens > most:
+        keys = np.concatenate([cache.keys[layer][:, :held, 0, -new.shape[2] :], new], axis=1)
+        key = np.arange(held + tokens, like=new)
+        yield slice(None), keys, (key[held:, None] >= key)[None], False
 
 
 def absorbs(adapter: Adapter | None) -> bool:

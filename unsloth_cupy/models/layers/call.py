@@ -24,7 +24,7 @@ class Latents(NamedTuple):
     begins: Callable[[int], bool]  # (layer) whether the cache has no rows of the layer yet
     append: Callable[..., Any]  # (layer, rows, None)
     attend: Attend
-    rows: Callable[[int], Any]  # (layer) the rows of earlier tokens, (batch, tokens, dim)
+    index_keys: Callable[..., Any]  # (layer, keys of new tokens, most): see PackedRows
 
 
 def no_states(*_: Any) -> tuple[None, None]:

@@ -29,7 +29,8 @@ def chosen_keys(
 ) -> tuple[Array | None, Array | None]:
     """Return the index keys of new tokens, (batch, tokens, dim), and the mask of chosen keys.
 
-    The mask is (batch, 1, tokens, keys), True for the keys of a query; None: all are chosen.
+    The mask is (batch, 1, tokens, keys), True for the keys of a query; None: all are chosen.  With
+    the pages of an engine it is the list that ``PackedRows.attend`` reads.
     """
     if indexer.shared[layer]:
         return None, (call.attention.keys.shared or {}).get(SHARED)
@@ -50,14 +51,23 @@ def chosen_keys(
     own, latents = k[:, :, 0], call.attention.keys.latents
     if latents is None and call.attention.keys.cached:
         problem = "sparse attention stores the keys of its indexer in latent rows"
-        cure = "use a KVCache with model.cache_sizes, not int8, without an Engine"
+        cure = "use a cache with model.cache_sizes, not int8"
         raise ConfigError(f"Transformer: {problem}; {cure}")
-    keys = own
+    groups: Any = ()
     if latents is not None:
-        keys = np.concatenate([latents.rows(layer)[..., -indexer.dim :], own], axis=1)
-    mask = None
-    if keys.shape[1] > indexer.keys:
-        mask = _best(call, indexer, _scores(q, keys, factors))
+        groups = latents.index_keys(layer, own, indexer.keys)
+    elif tokens > indexer.keys:
+        key = np.arange(tokens, like=own)
+        groups = ((slice(None), own, (key[:, None] >= key)[None], False),)
+    chosen = list[Array]()
+    for new, keys, visible, listed in groups:
+        queries, weights = (
+            each.reshape(-1, *each.shape[2:])[new].reshape(len(keys), -1, *each.shape[2:])
+            for each in (q, factors)
+        )
+        scores = _scores(queries, keys, weights)
+        chosen.append(_best(indexer, scores, _seen(call, visible), listed))
+    mask: Any = (chosen if len(chosen) > 1 else chosen[0]) if chosen else None
     if any(indexer.shared) and call.attention.keys.shared is not None:
         call.attention.keys.shared[SHARED] = mask
     return own, mask
@@ -74,18 +84,28 @@ def _scores(q: Array, keys: Array, factors: Array) -> Array:
     return total * wide.type(q.shape[-1] ** -0.5)
 
 
-def _best(call: Any, indexer: Indexer, scores: Array) -> Array:
-    """Return which keys are among the best that a query may see; of equal ones the first."""
-    tokens, total = scores.shape[1:]
-    key = np.arange(total, like=scores)
-    visible = (key[total - tokens :, None] >= key)[None]  # (1, tokens, keys)
+def _seen(call: Any, visible: Array) -> Array:
+    """Return which of the visible keys are in the text of the query, and are not padding."""
     offsets, padding = call.recurrence.offsets, call.attention.keys.padding
     if offsets is not None:
+        key = np.arange(visible.shape[-1], like=visible)
         text = np.searchsorted(offsets[1:], key, side="right")
         visible = visible & (text[:, None] == text)
     if padding is not None:
         visible = visible & padding[:, 0]
+    return visible
+
+
+def _best(indexer: Indexer, scores: Array, visible: Array, listed: bool) -> Array:
+    """Return which keys are among the best that a query may see; of equal ones the first.
+
+    ``listed``: the keys of a single query, in order, (rows, keys); those it does not see are last.
+    """
     scores = np.where(visible, scores, -np.inf)
-    ranks = np.argsort(np.argsort(-scores, axis=-1, kind="stable"), axis=-1, kind="stable")
+    order = np.argsort(-scores, axis=-1, kind="stable")
+    if listed:
+        keys: Array = np.sort(order[:, 0, : indexer.keys], axis=-1)
+        return keys
+    ranks = np.argsort(order, axis=-1, kind="stable")
     mask: Array = ((ranks < indexer.keys) & visible)[:, None]
     return mask

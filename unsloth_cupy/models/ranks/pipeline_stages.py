@@ -51,8 +51,14 @@ class Stages:
         self.comm, self.chunks = comm, chunks
         all_parts = SingleCommunicator()
         all_parts.size = parts
-        places = range(comm.rank, parts, comm.size)
-        ranges = (part(config.layers, all_parts, place) for place in places)
+        every = [part(config.layers, all_parts, place) for place in range(parts)]
+        shared = () if config.indexer is None else config.indexer.shared
+        for first in (blocks.start for blocks in every if shared and shared[blocks.start]):
+            full = max(n for n in range(first) if not shared[n])
+            problem = f"layer {first} begins a stage, and uses the choice of layer {full}"
+            cure = "use another number of stages, or divide the batch (DataParallel)"
+            raise ConfigError(f"Stages: {problem}; {cure}")
+        ranges = every[comm.rank :: comm.size]
         self.layers = [range(blocks.start, blocks.stop) for blocks in ranges]
         self.first, self.last = comm.rank == 0, comm.rank == comm.size - 1
         outer = comm.split(0 if self.first or self.last else 1)

@@ -202,25 +202,6 @@ def through_blocks(
     return stages.shared(result)
 
 
-def pipeline_logits(model: "Network", stages: Stages, tokens: Array, **options: Any) -> Array:
-    """Return the logits after the last tokens, (batch, vocab), equal in all ranks."""
-    call = model.call(model.parameters, tokens, **options)
-    rows = (*tokens.shape, model.config.hidden)
-
-    def run(chunk: int, x: Any) -> Any:
-        y = chunk_of_blocks(call, stages, chunk, tokens, x)
-        return (
-            model.next_logits(model.parameters, y[:, -1:])[:, 0] if stages.ends_with(chunk) else y
-        )
-
-    result = through(stages, lambda: stages.like(model.table, rows), run)
-    if not stages.last:
-        result = stages.like(model.table, (len(tokens), model.config.vocab))
-    if call.experts.routers is not None:
-        call.experts.routers[:] = routed_by_all(model, stages, call.experts.routers, tokens.shape)
-    return stages.shared(result)
-
-
 def routed_by_all(
     model: "Network", stages: Stages, own: Sequence[Routed], shape: Sequence[int]
 ) -> list[Routed]:

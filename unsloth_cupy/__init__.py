@@ -121,6 +121,8 @@ from .ops.recurrence.causal_conv import causal_conv as causal_conv
 from .ops.recurrence.causal_conv import causal_conv_backward as causal_conv_backward
 from .ops.recurrence.gated_delta_rule import gated_delta_rule as gated_delta_rule
 from .ops.recurrence.gated_delta_rule import gated_delta_rule_backward as gated_delta_rule_backward
+from .ops.recurrence.selective_scan import selective_scan as selective_scan
+from .ops.recurrence.selective_scan import selective_scan_backward as selective_scan_backward
 from .ops.recurrence.ssd import ssd as ssd
 from .ops.recurrence.ssd import ssd_backward as ssd_backward
 

@@ -99,6 +99,8 @@ OTHERS = {
     "delta_state_gradients": (READ,),
     "delta_state_gradients_mma": (COPY, PRODUCT, WRITE),
     "delta_chunk_gradients_mma": (COPY, PRODUCT, WRITE),
+    "selective_scan": (),  # neighbours read neighbouring values, into registers
+    "selective_scan_backward": (),
     "ssd_rates": (),  # two numbers for each token and head
     "ssd_chunks": (READ,),
     "ssd_states": (READ,),

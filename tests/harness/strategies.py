@@ -278,6 +278,7 @@ BETWEEN: Mapping[str, Callable[[Draw, Sizes], None]] = {
     "router_z_loss_forward": _rows_of_a_layer,
     "causal_conv": _texts,
     "gated_delta_rule": _texts_of_channels,
+    "selective_scan": _texts,
     "ssd": _texts,
 }
 
@@ -350,6 +351,7 @@ def _positive(rng: Any, shape: Any, sizes: Sizes) -> Any:
     return rng.random(shape) + 0.5
 
 
+RECURRENCES = "causal_conv", "gated_delta_rule", "selective_scan", "ssd"
 VALUES: Mapping[str, Callable[..., Any]] = {  # by operand, or by op and operand
     "labels": lambda rng, shape, sizes: np.where(
         rng.random(shape) < 0.2, -100, rng.integers(0, max(sizes["vocab"], 1), shape)
@@ -357,9 +359,7 @@ VALUES: Mapping[str, Callable[..., Any]] = {  # by operand, or by op and operand
     "q_offsets": _offsets("tokens", "max_queries"),
     "k_offsets": _offsets("key_tokens", "max_keys"),
     **dict.fromkeys(("grouped_linear.offsets", "nf4_dequantize_.offsets"), _ends("assignments")),
-    **dict.fromkeys(
-        ("causal_conv.offsets", "gated_delta_rule.offsets", "ssd.offsets"), _ends("tokens")
-    ),
+    **dict.fromkeys([f"{each}.offsets" for each in RECURRENCES], _ends("tokens")),
     **dict.fromkeys(("gated_delta_rule.q", "gated_delta_rule.k"), _unit),
     "decay": lambda rng, shape, sizes: -rng.random(shape),
     "gated_delta_rule.beta": lambda rng, shape, sizes: rng.random(shape),

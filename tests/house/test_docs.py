@@ -312,6 +312,7 @@ PROPERTIES: dict[str, Callable[[Family], Any]] = {  # rows of the table, by thei
     "[mixtures of experts]": lambda family: family.experts,
     "a [gated delta rule]": lambda family: family.delta,
     "the [recurrence of Mamba2]": lambda family: family.space,
+    "the [recurrence of Mamba]": lambda family: family.mamba,
     "a [short convolution]": lambda family: family.conv,
     "[lightning attention]": lambda family: family.lightning,
     "latent attention": lambda family: family.latent,

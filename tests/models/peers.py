@@ -313,6 +313,13 @@ RELATIVES: dict[str, dict[str, Any]] = {
         "position_embedding_type": "rope",
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
+    "mamba": {"model_type": "mamba", "state_size": 6, "num_hidden_layers": 2},
+    "mamba sizes": {
+        "model_type": "mamba",
+        **{"state_size": 20, "conv_kernel": 3, "expand": 3, "time_step_rank": 5},
+        **{"num_hidden_layers": 2, "intermediate_size": 96, "use_conv_bias": False},
+        "tie_word_embeddings": False,
+    },
     "mamba2": {"model_type": "mamba2", **MIXER, "num_hidden_layers": 3},
     "mamba2 biases": {
         "model_type": "mamba2",
@@ -569,6 +576,18 @@ MIXTURES: dict[str, dict[str, Any]] = {
         **{"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
         **{"num_dense_layers": 0, "use_expert_bias": False, "norm_topk_prob": False},
         **{"tie_word_embeddings": False, "layer_types": ["full_attention", "conv", "conv"]},
+    },
+    "jamba": {
+        "model_type": "jamba",
+        **{"num_hidden_layers": 4, "mamba_d_state": 16, "mamba_dt_rank": 4},
+        **{"attn_layer_period": 3, "attn_layer_offset": 1},
+        **{"num_experts": 4, "num_experts_per_tok": 2, **BALANCED},
+    },
+    "jamba one expert": {
+        "model_type": "jamba",
+        **{"mamba_d_conv": 3, "mamba_expand": 3, "mamba_conv_bias": False, "num_experts": 1},
+        **{"num_experts_per_tok": 1, "attn_layer_period": 2, "attn_layer_offset": 0},
+        **{"mamba_d_state": 5, "tie_word_embeddings": True},
     },
     "minimax": {
         "model_type": "minimax",

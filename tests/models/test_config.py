@@ -133,8 +133,8 @@ def test_create():
     ("change", "message"),
     [
         (
-            {"model_type": "mamba"},
-            "model_type is 'mamba', which is not supported; the nearest known",
+            {"model_type": "falcon_mamba"},
+            "model_type is 'falcon_mamba', which is not supported; the nearest known",
         ),
         ({"model_type": None}, "choose from apertus, arcee, bamba, bitnet, cohere,"),
         ({"model_type": ["llama"]}, "choose from"),

@@ -100,6 +100,8 @@ def test_parts_of_a_projection_are_neither_copied_nor_added(label, monkeypatch):
     [
         ("bamba", {"mamba_proj_bias": True, "time_step_limit": [0.3, 0.9]}),
         ("mamba2", {"use_bias": True, "time_step_limit": [0.1, 0.8]}),
+        ("mamba sizes", {"use_bias": True}),
+        ("jamba", {"mamba_proj_bias": True}),
         ("nemotron_h", {"use_bias": True, "time_step_min": 0.3}),
         ("falcon_h1 factors", {"mamba_proj_bias": True}),
         *((name, {"conv_bias": True}) for name in ("lfm2", "lfm2_moe", "lfm3")),
@@ -161,6 +163,8 @@ def test_states_follow_the_rows_of_a_cache():
         ),
         ("granitemoehybrid dense", "mamba", "in_proj out_proj"),
         ("mamba2", "mixer", "in_proj out_proj"),
+        ("mamba", "mixer", "in_proj x_proj dt_proj out_proj"),
+        ("jamba", "mamba", "in_proj x_proj dt_proj out_proj"),
         ("lfm2", "conv", "in_proj out_proj"),
         ("lfm3", "self_attn", "q_proj k_proj v_proj g_proj o_proj"),
         (
@@ -231,6 +235,14 @@ def test_the_released_form_of_kimi_linear():
         ("lfm2", {"full_attn_idxs": [3]}, "full_attn_idxs is .*indices of layers below 3"),
         ("lfm2_moe", {"layer_types": None}, "layer_types must be a list .* 'conv' or 'full_atten"),
         ("lfm3", {"layer_types": ["conv", "x"]}, "layer_types must be a list .* or 'sliding_atten"),
+        (
+            "jamba",
+            {"attn_layer_offset": 3},
+            "attn_layer_offset is 3; it must be below attn_layer_p",
+        ),
+        ("jamba", {"expert_layer_offset": -1}, "expert_layer_offset is -1; it must be below exp"),
+        ("jamba", {"mamba_dt_rank": 0}, "mamba_dt_rank is 0"),
+        ("jamba", {"hidden_act": "gelu"}, "hidden_act also applies to convolutions; it must be si"),
         ("bamba", {"mamba_n_heads": 6}, "mamba_n_heads=6 times mamba_d_head=8 is not 64"),
         ("bamba", {"mamba_d_head": 0}, "mamba_d_head is 0; it must be a positive integer"),
         ("bamba", {"mamba_n_groups": 3}, "mamba_n_heads=8 is not a multiple of mamba_n_groups=3"),

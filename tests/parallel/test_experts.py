@@ -31,6 +31,7 @@ STATES = (
     "qwen3_5",
     "kimi_linear",
     "granitemoehybrid",
+    "jamba",
     "nemotron_h",
     "lfm2_moe",
     "minimax",

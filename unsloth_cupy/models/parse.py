@@ -30,6 +30,7 @@ from .configs.parse_rope import rope_of
 from .configs.parse_states import (
     inner_of,
     lightning_of,
+    mamba_of,
     multipliers_of,
     of_lfm,
     short_conv_of,
@@ -148,6 +149,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         space=state_space_of(read),
         conv=short_conv_of(read) if family.conv else None,
         lightning=lightning_of(read) if family.lightning else None,
+        mamba=mamba_of(read),
         **multipliers_of(read),
         causal=causal,
         token_types=read.size("type_vocab_size") if family.learned else 0,

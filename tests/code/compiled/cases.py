@@ -53,6 +53,7 @@ LIBRARY = {
     "causal_conv": ("expf",),
     "gated_delta_rule": ("expf",),
     "gated_rms_norm": ("expf",),
+    "selective_scan": ("expf", "expm1f", "log1pf"),
     "ssd": ("expf", "log1pf"),
     "route": ("expf", "log1pf", "logf"),  # router_z_loss, too
     "experts_mlp": ("erfcf", "expf"),

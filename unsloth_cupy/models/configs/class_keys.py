@@ -245,6 +245,12 @@ internvl: downsample_ratio=0.5 image_seq_length=256 image_token_id projector_hid
 jais2: attention_bias=true eos_token_id=150024 hidden_act="relu2" hidden_size=3328
  intermediate_size=26624 layer_norm_eps=1e-05 max_position_embeddings=8192 mlp_bias=true
  num_attention_heads=26 rms_norm_eps use_cache=true vocab_size=150272
+jamba: attn_layer_offset=4 attn_layer_period=8 expert_layer_offset=1 expert_layer_period=2
+ hidden_act="silu" intermediate_size=14336 layers_block_type layers_num_experts mamba_conv_bias=true
+ mamba_d_conv=4 mamba_d_state=16 mamba_dt_rank="auto" mamba_expand=2 mamba_proj_bias=false
+ max_position_embeddings=262144 num_experts=16 num_experts_per_tok=2 num_key_value_heads=8
+ num_local_experts output_router_logits=false rope_theta router_aux_loss_coef=0.001
+ use_associative_scan=true use_cache=true use_mamba_kernels=true use_mambapy=false vocab_size=65536
 kimi_linear: attention_bias=false eos_token_id=163586 hidden_act="silu" hidden_size=2304
  intermediate_size=9216 kv_lora_rank=512 linear_attn_config linear_conv_kernel_dim=4
  linear_head_dim=128 linear_num_heads=32 max_position_embeddings=1048576 model_max_length
@@ -295,6 +301,13 @@ llava_onevision: image_grid_pinpoints image_token_id image_token_index=151646
  multimodal_projector_bias=true projector_hidden_act="gelu" text_config video_token_id
  video_token_index=151647 vision_aspect_ratio="anyres_max_9" vision_config vision_feature_layer=-1
  vision_feature_select_strategy="full"
+mamba: attention_dropout conv_kernel=4 eos_token_id=0 expand=2 hidden_act="silu" hidden_size=768
+ initializer_range=0.1 intermediate_size layer_norm_epsilon=1e-05 max_position_embeddings
+ num_attention_heads rescale_prenorm_residual=false residual_in_fp32=true rms_norm_eps rope_theta
+ state_size=16 tie_word_embeddings=true time_step_floor=0.0001 time_step_init_scheme="random"
+ time_step_max=0.1 time_step_min=0.001 time_step_rank="auto" time_step_scale=1.0
+ use_associative_scan=true use_bias=false use_cache=true use_conv_bias=true use_mambapy=false
+ vocab_size=50280
 mamba2: attention_dropout chunk_size=256 conv_kernel=4 expand=2 head_dim=64 hidden_act="silu"
  initializer_range=0.1 layer_norm_epsilon=1e-05 max_position_embeddings n_groups=8
  num_attention_heads num_heads=128 num_hidden_layers=64 rescale_prenorm_residual=false

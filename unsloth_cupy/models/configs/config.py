@@ -6,6 +6,7 @@ from typing import Any
 
 from ...core.dtypes import BFLOAT16, FLOAT32, FLOATS
 from .lightning import Lightning
+from .mamba import Mamba
 from .names import TEXT
 from .short_conv import ShortConv
 from .state_space import StateSpace
@@ -477,6 +478,7 @@ class Config(Structure):
     space: StateSpace | None = None  # in layers of type LINEAR, or in all
     conv: ShortConv | None = None  # in layers of type CONV
     lightning: Lightning | None = None  # in layers of type LINEAR
+    mamba: Mamba | None = None  # in layers of type LINEAR
     gate_scale: float = 1.0  # factor of an MLP's gate
     down_scale: float = 1.0  # factor of an MLP's output
     attention_scales: tuple[float, float] = (1.0, 1.0)  # factors of attention's input and output
@@ -530,7 +532,12 @@ class Config(Structure):
     @property
     def recurrent(self) -> bool:
         """Whether some layers have recurrent states."""
-        return (self.delta or self.space or self.conv or self.lightning) is not None
+        return self.rule is not None
+
+    @property
+    def rule(self) -> Delta | StateSpace | ShortConv | Lightning | Mamba | None:
+        """The sizes of the layers with a recurrence or a convolution."""
+        return self.delta or self.space or self.conv or self.lightning or self.mamba
 
     @property
     def beside(self) -> bool:
@@ -615,7 +622,7 @@ class Config(Structure):
 
     def _block_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name and the shape of each parameter of a block; names are relative to it."""
-        rule = self.delta or self.space or self.conv or self.lightning
+        rule = self.rule
         if rule is not None and (self.beside or self.layer_types[layer] in (LINEAR, CONV)):
             module = self.names.recurrent
             yield from ((f"{module}.{name}", shape) for name, shape in rule.shapes(self.hidden))

@@ -34,7 +34,8 @@ class Family(Structure):
     most        all layers except every sliding_window_pattern-th
     named       all layers, without layer_types
     chunked     no layer; layers with rotation have chunks of attention_chunk_size positions
-    linear      no layer; all layers except every full_attention_interval-th have no attention
+    linear      no layer; all layers except every full_attention_interval-th have no attention, or
+                only every attn_layer_period-th, from attn_layer_offset on, has it
     typed       as layer_types says, which may also list layers without attention
 
     ``rotates`` chooses the layers that rotate queries and keys:
@@ -83,12 +84,15 @@ class Family(Structure):
     classifier: str = "score"
     learned: bool = False  # tables of positions and of token types are added to embeddings
     lightning: bool = False  # some layers have lightning attention
+    mamba: Mapping[str, str] | None = None  # keys of layers with the recurrence of Mamba
+    mamba_norms: bool = False  # short vectors, b and c of these layers have norms
     conv: bool = False  # some layers have a short convolution in place of attention
 
     @property
     def recurrent(self) -> bool:
         """Whether some layers may have recurrent states."""
-        return self.delta is not None or self.space is not None or self.conv or self.lightning
+        rules = self.delta, self.space, self.mamba
+        return any(rule is not None for rule in rules) or self.conv or self.lightning
 
     latent: bool = False  # latent attention
     indexer: str | None = None  # of sparse attention; it rotates "halves" or "pairs"

@@ -1,4 +1,4 @@
-"""Families with recurrent layers (delta rule, Mamba2), or with latent attention."""
+"""Families with recurrent layers (delta rule, Mamba, Mamba2), or with latent attention."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -7,11 +7,13 @@ from typing import Any
 from .config import BEFORE, Names, Norms
 from .dense_families import GRANITE_FACTORS, MINISTRAL3_ROPE
 from .family import AFTER, Family
+from .mamba import JAMBA_DEFAULTS, JAMBA_FACTS, OF_JAMBA, OF_MAMBA
 from .mixtures import (
     DEEPSEEK2,
     DSA,
     GLM4,
     GRANITE_HYBRID,
+    JAMBA,
     KEYS,
     KIMI,
     LFM2,
@@ -88,6 +90,10 @@ SINGLE = Norms("norm", before_mlp=None, last="norm_f")
 MIXER_FACTS: Mapping[str, Any] = {  # keys about rounding, initial weights and other programs
     **dict.fromkeys(("residual_in_fp32", "rescale_prenorm_residual", "chunk_size"), ...),
     **dict.fromkeys(("time_step_max", "time_step_floor"), ...),
+}
+MAMBA1_FACTS: Mapping[str, Any] = {
+    **dict.fromkeys(("time_step_min", "time_step_scale", "time_step_init_scheme"), ...),
+    **dict.fromkeys(("use_mambapy", "use_associative_scan"), ...),
 }
 LFM3_ROPE = {
     "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
@@ -253,6 +259,42 @@ HYBRIDS: Mapping[str, Family] = {
         experts=MIXTRAL,
         lightning=True,
         left_out=r".*\.(slope_rate|query_decay|key_decay|diagonal_decay)$",
+    ),
+    "jamba": Family(
+        {
+            **KEYS,
+            **JAMBA_DEFAULTS,
+            **{"num_experts": 16, "num_local_experts": None, "num_key_value_heads": 8},
+            "max_position_embeddings": 262_144,
+        },
+        "linear",
+        norms=BAMBA,
+        qkv_bias=False,
+        output_bias=False,
+        names=Names(mlp="feed_forward", recurrent="mamba"),
+        rotates="none",
+        facts=JAMBA_FACTS,
+        experts=JAMBA,
+        mamba=OF_JAMBA,
+        mamba_norms=True,
+    ),
+    "mamba": Family(
+        {
+            **{"state_size": 16, "expand": 2, "conv_kernel": 4, "time_step_rank": "auto"},
+            **{"use_bias": False, "use_conv_bias": True, "tie_word_embeddings": True},
+            **{"num_attention_heads": 1, "intermediate_size": None},  # unused: no attention
+            "layer_norm_epsilon": 1e-5,
+            "initializer_range": 0.1,
+            "max_position_embeddings": 2**20,  # a recurrence has no limit; a Config needs one
+        },
+        "linear",
+        norms=SINGLE,
+        eps="layer_norm_epsilon",
+        names=Names(recurrent="mixer"),
+        facts={**MIXER_FACTS, **MAMBA1_FACTS},
+        mamba=OF_MAMBA,
+        inner="expand",  # unused: no MLP
+        single=True,
     ),
     "bamba": Family(
         {

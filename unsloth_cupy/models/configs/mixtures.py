@@ -18,6 +18,7 @@ class Mixture:
     late        all layers after the first ones, which the key ``first`` counts
     numbered    the layers in moe_layers; without it, every interleave_moe_layer_step-th
     between     every moe_layer_interval-th, from moe_layer_start_index to moe_layer_end_index
+    periodic    every expert_layer_period-th, from expert_layer_offset on, if there are 2 experts
     listed      the layers that mlp_layer_types lists as sparse; without it, all after the first
     listed or late  the same; without it, as late
 
@@ -213,6 +214,20 @@ LFM2 = Mixture(  # weights are divided by their sum + 1e-6, which no text brings
             f"feed_forward.experts.{{}}.{name}.weight" for name in names
         )
         for stack, names in zip(STACKS, (("w1", "w3"), ("w2",)), strict=True)
+    },
+)
+JAMBA = Mixture(
+    count=("num_experts", "num_local_experts"),
+    layers="periodic",
+    normalize=False,
+    optional=True,
+    module="feed_forward",
+    router="router",
+    files={
+        name.replace("mlp.", "feed_forward."): tuple(
+            each.replace("mlp.", "feed_forward.") for each in names
+        )
+        for name, names in BY_NAME.items()
     },
 )
 KIMI = replace(

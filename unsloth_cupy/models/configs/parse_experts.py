@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from ...errors import ConfigError
 from .config import Experts
 from .mixtures import Mixture
-from .parse_layers import activation_of
+from .parse_layers import activation_of, period_of
 from .reading import Reader
 
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh"}
@@ -144,6 +144,12 @@ def _numbered(read: Reader, layers: int) -> Sequence[int]:
     return own
 
 
+def _periodic(read: Reader, rules: Mixture, layers: int) -> Sequence[int]:
+    """Return every expert_layer_period-th layer; a model with one expert has only dense layers."""
+    period, first = period_of(read, "expert")
+    return () if _size(read, rules.count) == 1 else range(first, layers, period)
+
+
 def _sparse(read: Reader, rules: Mixture, layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it has experts: see ``Mixture.layers``."""
     every = range(layers)
@@ -170,8 +176,8 @@ def _sparse(read: Reader, rules: Mixture, layers: int) -> tuple[bool, ...]:
                     f"config: {problem}; it must list dense or sparse, {layers} times"
                 )
             return tuple(kind == "sparse" for kind in kinds)
-        case "numbered":
-            own = _numbered(read, layers)
+        case "numbered" | "periodic" as kind:
+            own = _numbered(read, layers) if kind == "numbered" else _periodic(read, rules, layers)
             return tuple(n in own for n in every)
         case "between":
             first, last = read.number("moe_layer_start_index"), read.get("moe_layer_end_index")

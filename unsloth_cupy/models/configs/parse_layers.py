@@ -161,6 +161,8 @@ def _linear(read: Reader, layers: int) -> tuple[str, ...]:
         return tuple(FULL if layer and layer % 4 == 0 else LINEAR for layer in every)
     if read.family.space is not None:
         types = _of_states(read, types, layers)
+    if read.family.mamba is not None:
+        return _of_mamba(read, layers)
     if types is None and read.family.lightning:
         return tuple(LINEAR if layer % 2 else FULL for layer in range(layers))
     if types is None:
@@ -201,6 +203,23 @@ def _of_states(read: Reader, types: Any, layers: int) -> Any:
         return [FULL if layer in chosen else LINEAR for layer in range(layers)]
     names = {"mamba": LINEAR, "attention": FULL}
     return [names.get(str(each), each) for each in types] if isinstance(types, list) else types
+
+
+def _of_mamba(read: Reader, layers: int) -> tuple[str, ...]:
+    """Return the types of layers in a family whose layers have attention or a selective scan."""
+    if "attn_layer_period" not in read.defaults:
+        return (LINEAR,) * layers
+    period, first = period_of(read, "attn")
+    return tuple(FULL if layer % period == first else LINEAR for layer in range(layers))
+
+
+def period_of(read: Reader, kind: str) -> tuple[int, int]:
+    """Return the distance of layers with attention or experts, and the number of the first."""
+    period, first = read.size(f"{kind}_layer_period"), read.get(f"{kind}_layer_offset")
+    if type(first) is not int or not 0 <= first < period:
+        problem = f"{kind}_layer_offset is {first!r}"
+        raise ConfigError(f"config: {problem}; it must be below {kind}_layer_period={period}")
+    return period, first
 
 
 def _slides(read: Reader, layers: int, rotated: tuple[bool, ...]) -> list[bool]:

@@ -1,4 +1,4 @@
-"""Parse the layers of a config.json that have the recurrence of Mamba2, or a convolution."""
+"""Parse the layers of a config.json that have a recurrence of Mamba, or a convolution."""
 
 import math
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from typing import Any
 from ...errors import ConfigError
 from .config import CONV, FULL, LINEAR, MLP, SLIDING
 from .lightning import Lightning
+from .mamba import Mamba
 from .reading import MOST_OF, Reader
 from .short_conv import RELEASED, ShortConv
 from .state_space import StateSpace
@@ -70,6 +71,25 @@ def lightning_of(read: Reader) -> Lightning:
     first, second, third = scales
     return Lightning(
         read.size("num_attention_heads"), read.size("head_dim"), (first, second, third)
+    )
+
+
+def mamba_of(read: Reader) -> Mamba | None:
+    """Return the sizes of layers with the recurrence of Mamba; None for other families."""
+    names = read.family.mamba
+    if names is None:
+        return None
+    if read.get("hidden_act") not in ("silu", "swish"):
+        raise ConfigError("config: hidden_act also applies to convolutions; it must be silu")
+    hidden, rank = read.size("hidden_size"), read.get(names["rank"])
+    return Mamba(
+        inner=_inner(read, names),
+        state=read.size(names["state"]),
+        rank=-(-hidden // 16) if rank == "auto" else read.size(names["rank"]),
+        taps=read.size(names["taps"]),
+        conv_bias=read.flag(names["conv_bias"]),
+        bias=read.flag(names["bias"]),
+        normed=read.family.mamba_norms,
     )
 
 

@@ -64,7 +64,7 @@ BODIES = {
 def body_of(values: Mapping[str, Any]) -> str:
     """Return the prefix of the body's modules: see ``Config.body``."""
     outer = values.get("model_type")
-    if outer == "mamba2":
+    if outer in ("mamba", "mamba2"):
         return BACKBONE
     whole = isinstance(outer, str) and outer in OUTER
     return BODIES.get(str(outer), IMAGES) if whole else TEXT

@@ -19,6 +19,7 @@ from .delta_layer import delta_layer
 from .elements import gated, grown, split
 from .latent_attention import latent_attention_heads
 from .lightning_layer import lightning_layer
+from .mamba_layer import mamba_layer
 from .norms import divided_norm, head_norm
 from .state_space_layer import state_space_layer
 
@@ -33,6 +34,8 @@ def attention_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
         return lightning_layer(call, layer, recurrent, x)
     if config.conv is not None and not config.attends(layer):
         return conv_layer(call, layer, recurrent, x)
+    if config.mamba is not None and not config.attends(layer):
+        return mamba_layer(call, config.mamba, layer, recurrent, x)
     if config.space is not None and (config.beside or not config.attends(layer)):
         y = state_space_layer(call, config.space, layer, recurrent, x)
         return add(y, _attention(call, layer, module, x)) if config.attends(layer) else y

@@ -16,6 +16,7 @@ from unsloth_cupy.models.folders.pooling import pooling_files, pooling_of
 
 ROOT = Path(__file__).parent.parent / "golden" / "encoders"
 WORDS = ("[PAD]", "[CLS]", "[SEP]", "[UNK]", "a", "tree", "walks", "and", "sings", "far")
+TOKENS = np.array([[4, 5, 6]])
 TEXTS = ["a tree walks", "a tree sings and walks far", "sings far", "walks and walks"]
 
 
@@ -33,7 +34,8 @@ def folder(path: Path, family: str, pooling: str | None = None) -> Path:
     own["tokenizer_class"] = "PreTrainedTokenizerFast"
     (path / "tokenizer_config.json").write_text(json.dumps(own))
     if pooling is not None:
-        write(path, dict(pooling_files(48, pooling)))
+        state = json.loads((path / "config.json").read_text()).get("embedding_dim", 48)
+        write(path, dict(pooling_files(state, pooling)))
     return path
 
 
@@ -49,7 +51,7 @@ def data(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 @pytest.mark.parametrize("lora", [None, Lora(2)])
-@pytest.mark.parametrize("family", ["bert", "modernbert", "embedding_gemma"])
+@pytest.mark.parametrize("family", ["bert", "modernbert", "embedding_gemma", "embedding_gemma2"])
 def test_embeddings_are_pooled_as_the_folder_says(
     family: str, lora: Lora | None, tmp_path: Path
 ) -> None:
@@ -59,6 +61,8 @@ def test_embeddings_are_pooled_as_the_folder_says(
     run = Trainer(base, data(tmp_path / "t.jsonl", pairs), settings, lora=lora).train()
     model = load(run.files.model)
     assert pooling_of(run.files.model) == "cls"
+    written = json.loads((run.files.model / "1_Pooling" / "config.json").read_text())
+    assert written["word_embedding_dimension"] == model.embeddings(TOKENS).shape[1]
     tokens = model.tokenizer.encode(TEXTS[0])[None]
     assert (tokens[0, 0], tokens[0, -1]) == (1, 2)
     actual = model.embeddings(tokens)
@@ -89,7 +93,7 @@ def test_labels(family: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls", "last"])
-@pytest.mark.parametrize("family", ["bert", "modernbert", "embedding_gemma"])
+@pytest.mark.parametrize("family", ["bert", "modernbert", "embedding_gemma", "embedding_gemma2"])
 def test_vectors_are_those_of_sentence_transformers(
     family: str, pooling: str, tmp_path: Path
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from unsloth_cupy import models
+from unsloth_cupy import AdamW, memory_pool, models, plan_memory
 from unsloth_cupy.finetune import Lora, Settings, Trainer
 from unsloth_cupy.finetune.data.tokenizer import END, train_tokenizer
 from unsloth_cupy.models.configs.families import FAMILIES
@@ -56,6 +56,44 @@ def test_a_saved_model_computes_what_was_trained(
     assert (expected != models.load(base).logits(TOKENS)).any()
     for saved in (run.files.model, *run.files.checkpoints()):
         np.testing.assert_array_equal(models.load(saved).logits(TOKENS), expected)
+
+
+@pytest.mark.parametrize("label", Sample.one_in(TURNS, EVERY))
+def test_a_run_that_is_given_more_steps_has_the_bits_of_one_run(
+    label: str, words: tuple[Path, Any], tmp_path: Path
+) -> None:
+    """Weights, buffers, optimizer and data go on where the first run ended."""
+    base = folder(tmp_path / "base", label, words)
+    options: dict[str, Any] = {"batch": 2, "tokens": 8, "lr": 0.01, "decay": "constant"}
+    runs = [
+        Trainer(base, words[0], Settings(steps=steps, out=tmp_path / out, **options)).train()
+        for steps, out in ((2, "whole"), (1, "parts"), (2, "parts"))
+    ]
+    whole, one, both = (run.model.parameters for run in runs[:1] + runs[1:])
+    assert any((each != one[name]).any() for name, each in whole.items())
+    for name, expected in whole.items():
+        np.testing.assert_array_equal(both[name], expected, err_msg=name)
+
+
+@pytest.mark.parametrize("label", Sample.one_in(TURNS, EVERY))
+def test_a_plan_is_near_what_a_step_uses(label: str) -> None:
+    """On a CPU, to 3 %; of experts, plan the most memory that any choice of experts uses."""
+    config = SIZES | EVERY[label] | {"vocab_size": 512}
+    ids = np.random.default_rng(0).integers(3, 97, (2, 48))
+    plan = plan_memory(config, batch=2, tokens=48, dtype="float32", device="cpu")
+    model = models.create(config, seed=0)
+    optimizer = AdamW(model.trainable)
+
+    def step() -> None:
+        _, gradients = model.loss_and_gradients(ids, ids)
+        optimizer.step(gradients, factor=0.5)
+
+    step()
+    with memory_pool(held=[*model.parameters.values(), *optimizer.state().values()]) as pool:
+        step()
+        pool.reset_peak()
+        step()
+    assert abs(plan.total - pool.peak) < 0.03 * pool.peak
 
 
 @pytest.mark.parametrize("label", Sample.one_in(TURNS, EVERY))

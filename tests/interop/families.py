@@ -80,7 +80,13 @@ OTHERS: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention"],
     },
     "lfm2": {},
+    "lfm3": {"sliding_window": 5, "layer_types": ["conv", "full_attention"]},
     "llama4_text": {"attention_chunk_size": 8, "num_local_experts": 2, "intermediate_size_mlp": 96},
+    "longcat_flash": {
+        **{"num_key_value_heads": 4, "q_lora_rank": 24, "kv_lora_rank": 16, "v_head_dim": 16},
+        **{"qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "head_dim": 8, "moe_topk": 2},
+        **{"n_routed_experts": 4, "zero_expert_num": 2, "expert_ffn_hidden_size": 32},
+    },
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 8, "n_groups": 1},
     "ministral": {"sliding_window": 5},
     "mixtral": {"num_local_experts": 2, "output_router_logits": True},
@@ -125,15 +131,18 @@ LATENT = ROUTED | {
     "topk_group": 1,
     "routed_scaling_factor": 2.5,
 }
+SPARSE = {"index_topk": 5, "index_head_dim": 16, "index_n_heads": 2}
 LOCAL = ROUTED | {"num_local_experts": 4}
 N_ROUTED = ROUTED | {"n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
 N_ROUTED |= {"n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5}
 MIXTURES: dict[str, dict[str, Any]] = {  # that ask transformers' registry of expert functions
     "afmoe": ROUTED | {"num_dense_layers": 1, "sliding_window": 5},
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
+    "bailing_hybrid": LATENT | {"num_local_experts": 4, "layer_types": DELTA["layer_types"]},
     "cohere2_moe": ROUTED | {"sliding_window": 5},
     "deepseek_v2": LATENT | {"topk_method": "group_limited_greedy"},
     "deepseek_v3": LATENT,
+    "deepseek_v32": LATENT | SPARSE,
     "deepseek_v4": LOCAL | {"n_routed_experts": 4, "sliding_window": 5},
     "dots1": N_ROUTED,
     "ernie4_5_moe": {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
@@ -141,6 +150,7 @@ MIXTURES: dict[str, dict[str, Any]] = {  # that ask transformers' registry of ex
     "flex_olmo": ROUTED,
     "glm4_moe": N_ROUTED,
     "glm4_moe_lite": LATENT,
+    "glm_moe_dsa": LATENT | SPARSE,
     "gpt_oss": {"sliding_window": 5, "num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoe": LOCAL,
     "granitemoeshared": LOCAL,

@@ -307,7 +307,12 @@ def test_many_passes_are_planned_as_two(
         ),
         *((label, {}) for label in ("youtu", "deepseek_v2", "qwen3_5_text", "qwen3_next")),
         *((label, {"mamba_expand": 1}) for label in ("bamba", "falcon_h1")),
-        *(("kimi_linear", {}), ("mamba2", {"expand": 1})),
+        *(
+            ("kimi_linear", {}),
+            ("bailing_hybrid", {}),
+            ("longcat_flash", {}),
+            ("mamba2", {"expand": 1}),
+        ),
     ],
 )
 def test_experts_latents_and_states_are_planned(label: str, change: dict[str, Any]) -> None:

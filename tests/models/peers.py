@@ -641,6 +641,28 @@ MIXTURES: dict[str, dict[str, Any]] = {
             **{"kda_layers": [1, 2], "full_attn_layers": [3]},
         },
     },
+    "longcat_flash": {
+        "model_type": "longcat_flash",
+        **{key: value for key, value in HEADS.items() if key != "num_key_value_heads"},
+        **{"num_key_value_heads": None, "n_routed_experts": 5, "zero_expert_num": 3, "moe_topk": 3},
+        **{"expert_ffn_hidden_size": 12, "ffn_hidden_size": 40, "routed_scaling_factor": 1.7},
+        **{"num_hidden_layers": 4, "intermediate_size": 40, "head_dim": 6, "attention_bias": True},
+    },
+    "bailing_hybrid": {
+        "model_type": "bailing_hybrid",
+        **HEADS,
+        **{key: value for key, value in ROUTED.items() if key != "n_routed_experts"},
+        **{"num_experts": 6, "rms_norm_eps": 1e-2, "head_dim": 6, "short_conv_kernel_size": 3},
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    },
+    "bailing_hybrid released": {
+        "model_type": "bailing_hybrid",
+        **HEADS,
+        **{"q_lora_rank": None, "moe_intermediate_size": 12, "num_experts": 6},
+        **{"num_experts_per_token": 2, "num_shared_experts": 1, "moe_renormalize": False},
+        **{"num_expert_group": 1, "topk_group": 1, "first_k_dense_replace": 2, "head_dim": 8},
+        **{"layer_group_size": 2, "kda_safe_gate": False, "rms_norm_eps": 1e-2},
+    },
     "deepseek_v3": {
         "model_type": "deepseek_v3",
         **HEADS,
@@ -858,6 +880,8 @@ def make(folder: Path, config: dict[str, Any], seed: int = 0) -> Any:
                 parameter.add_(0.3 * torch.randn_like(parameter))
             elif name.endswith(("_bias", "correction_bias")):
                 parameter.copy_(0.3 * torch.randn_like(parameter))
+            elif config.get("zero_expert_num") and name.endswith("experts.gate_up_proj"):
+                parameter[config["n_routed_experts"] :] = 0  # of zero experts: they compute nothing
             elif "embed" in name:
                 parameter[0] = 0.2 * torch.randn_like(parameter[0])
         for name, buffer in model.named_buffers():

@@ -135,6 +135,7 @@ RELEASED: dict[str, dict[str, Any]] = {
             **{"_attn_implementation_autoset": True, "rope_scaling": None, "rope_theta": 1e6},
         },
     },
+    "embedding_gemma2": {"architectures": ["EmbeddingGemma2Model"], "text_config": SHORT},
     "mistral3": {"text_config": {"model_type": "mistral", "head_dim": 8, "rope_theta": 1e9}},
 }
 
@@ -149,6 +150,7 @@ def test_the_text_part_of_a_released_config(outer: str) -> None:
     if text.model_type == "glm4v_text" and "partial_rotary_factor" not in plain["rope_parameters"]:
         plain["partial_rotary_factor"] = 1.0
     tied = {k: v for k, v in plain.items() if k == "tie_word_embeddings"}
+    tied |= {k: v for k, v in released.items() if k == "architectures"}
     expected = parse({"model_type": outer, "text_config": plain, **tied})
     actual = parse({"model_type": outer, **released, **tied})
     assert dataclasses.replace(actual, pad_token=expected.pad_token) == expected

@@ -136,7 +136,7 @@ def test_create():
             {"model_type": "falcon_mamba"},
             "model_type is 'falcon_mamba', which is not supported; the nearest known",
         ),
-        ({"model_type": None}, "choose from apertus, arcee, bamba, bitnet, cohere,"),
+        ({"model_type": None}, "choose from apertus, arcee, bailing_hybrid, bamba, bitnet,"),
         ({"model_type": ["llama"]}, "choose from"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": None}, "vocab_size is missing"),

@@ -1,4 +1,4 @@
-"""Encoders: BERT, ModernBERT and EmbeddingGemma, against what transformers computed."""
+"""Encoders: BERT, ModernBERT and both EmbeddingGemmas, against what transformers computed."""
 
 import json
 from dataclasses import replace
@@ -152,7 +152,7 @@ def test_what_an_encoder_does_not_do_is_refused(family: str) -> None:
     ):
         load(ROOT / family, head="causal_lm")
     two.size = 2
-    with pytest.raises(ConfigError, match="ranks do not divide a"):
+    with pytest.raises(ConfigError, match="ranks do not divide"):
         load(ROOT / family, communicator=two)
     model.context = two
     with pytest.raises(ConfigError, match="ranks do not divide the tokens of a"):
@@ -174,12 +174,41 @@ def test_rows_beyond_the_table_of_positions() -> None:
         ("bert", {"add_cross_attention": True}, "add_cross_attention=True: not read"),
         ("modernbert", {"layer_types": ["conv"] * 4}, "layer_types must be a list .* 'sliding_a"),
         ("embedding_gemma", {"architectures": ["Gemma3ForCausalLM"]}, "head of a language model"),
+        ("embedding_gemma2", {"sliding_window_pattern": 0, "layer_types": None}, "must be 1 or "),
+        ("embedding_gemma2", {"embedding_dim": 0}, "embedding_dim is 0; it must be an integer"),
     ],
 )
 def test_configs_that_are_refused(family: str, change: dict[str, Any], message: str) -> None:
     config = json.loads((ROOT / family / "config.json").read_text())
     with pytest.raises(ConfigError, match=message):
         parse(config | change)
+
+
+def test_keys_of_embedding_gemma2(tmp_path: Path) -> None:
+    """Sizes of full layers in both forms; inside of a model of images, whose adapter says so."""
+    config = json.loads((ROOT / "embedding_gemma2" / "config.json").read_text())
+    expected = parse(config)
+    assert (expected.window, expected.layer_inputs, expected.state) == (6, (0, 8), 32)
+    assert [expected.heads_of(layer) for layer in range(2)] == [(2, 16), (1, 24)]
+    released = {k: v for k, v in config.items() if k not in ("layer_types", "per_layer_config")}
+    released |= {"global_head_dim": 24, "sliding_window_pattern": 2}
+    assert parse(released) == expected
+    assert parse({**released, "num_global_key_value_heads": 2}).full_heads == (2, 24)
+    outer = {"model_type": "embedding_gemma2", "architectures": ["EmbeddingGemma2Model"]}
+    model = models.create(outer | {"text_config": config}, seed=0)
+    assert replace(model.config, body="") == expected
+    model.add_adapter(2, targets=["q_proj"])
+    model.save_adapter(tmp_path / "a")
+    names = {*load_file(tmp_path / "a" / "adapter_model.safetensors")}
+    prefix = "base_model.model.language_model.layers.0.self_attn.q_proj."
+    assert {f"{prefix}lora_A.weight", f"{prefix}lora_B.weight"} <= names
+    model.adapter = None
+    model.save(tmp_path / "m")
+    saved = {*load_file(tmp_path / "m" / "model.safetensors")}
+    assert saved == {*load_file(ROOT / "embedding_gemma2" / "model.safetensors")}
+    assert json.loads((tmp_path / "m" / "config.json").read_text())["model_type"] == (
+        "embedding_gemma2_text"
+    )
 
 
 def test_older_keys_of_modernbert() -> None:

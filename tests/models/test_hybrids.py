@@ -13,6 +13,7 @@ from unsloth_cupy.core import op
 from unsloth_cupy.errors import ConfigError, RangeError
 from unsloth_cupy.inference.kv_cache import KVCache
 from unsloth_cupy.models import create, load
+from unsloth_cupy.models.configs.config import Delta
 from unsloth_cupy.models.configs.families import FAMILIES
 from unsloth_cupy.models.parse import parse
 from unsloth_cupy.parallel import SingleCommunicator
@@ -161,6 +162,11 @@ def test_states_follow_the_rows_of_a_cache():
             "layers.0.self_attn",
             "q_proj k_proj v_proj b_proj f_a_proj f_b_proj g_a_proj g_b_proj o_proj",
         ),
+        (
+            "bailing_hybrid",
+            "layers.0.self_attn",
+            "q_proj k_proj v_proj g_proj b_proj f_proj o_proj",
+        ),
         ("granitemoehybrid dense", "mamba", "in_proj out_proj"),
         ("mamba2", "mixer", "in_proj out_proj"),
         ("mamba", "mixer", "in_proj x_proj dt_proj out_proj"),
@@ -229,9 +235,31 @@ def test_the_released_form_of_kimi_linear():
             parse(config | {"linear_attn_config": linear | change})
 
 
+def test_both_forms_of_the_keys_of_ling(tmp_path):
+    """Folders that transformers saved name the size of linear heads linear_head_dim."""
+    config = CONFIGS["bailing_hybrid"]
+    assert parse(config).delta == Delta(4, 4, 6, 6, 3, "whole", bound=-5.0)
+    assert parse(config | {"linear_head_dim": 10}).delta.key_dim == 10
+    saved = {**config, "head_dim": 6, "linear_head_dim": 6, "linear_num_heads": 4}
+    saved |= {"linear_conv_kernel_dim": saved.pop("short_conv_kernel_size")}
+    names = {"n_group": "num_expert_group", "num_experts_per_tok": "num_experts_per_token"}
+    released = {names.get(key, key): value for key, value in config.items()}
+    assert parse(saved) == parse(released) == parse(config)
+    free = parse(CONFIGS["bailing_hybrid released"])
+    assert free.delta.bound is None
+    assert free.layer_types == ("linear_attention", "full_attention", "linear_attention")
+    assert free.experts.sparse == (False, False, True)
+    create(config, seed=0).save(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "np") as file:
+        names = {*file.keys()}
+    assert {"model.word_embeddings.weight", "model.layers.1.attention.dense.weight"} <= names
+    assert not any("self_attn" in name or "forget_gate" in name for name in names)
+
+
 @pytest.mark.parametrize(
     ("label", "change", "message"),
     [
+        ("bailing_hybrid", {"kda_lower_bound": 1.0}, "kda_lower_bound is 1.0; it must be a number"),
         ("lfm2", {"full_attn_idxs": [3]}, "full_attn_idxs is .*indices of layers below 3"),
         ("lfm2_moe", {"layer_types": None}, "layer_types must be a list .* 'conv' or 'full_atten"),
         ("lfm3", {"layer_types": ["conv", "x"]}, "layer_types must be a list .* or 'sliding_atten"),

@@ -116,7 +116,7 @@ def test_new_adapters_count_every_layer_and_every_expert(label: str, tmp_path: P
     model.add_adapter(2)
     placed = model.adapter.stacks
     assert [*placed] == [
-        f"model.layers.{layer}.{config.experts.prefix}experts.{name}"
+        f"{config.prefix_of(layer)}{config.experts.prefix}experts.{name}"
         for layer in range(config.layers)
         if config.experts.sparse[layer]
         for name in config.experts.names

@@ -7,7 +7,7 @@ from unsloth_cupy.finetune.data.chat import Chat
 from unsloth_cupy.finetune.data.tokenizer import END, train_tokenizer
 from unsloth_cupy.finetune.run.new_model import small_llama
 from unsloth_cupy.models import create, load
-from unsloth_cupy.models.configs.names import parameter_name
+from unsloth_cupy.models.configs.names import is_stack, parameter_name
 from unsloth_cupy.models.folders.expert_files import file_tensors
 from unsloth_cupy.models.text.chat import CHATML_TOKENS
 from unsloth_cupy.serving.drawing import draw
@@ -56,6 +56,8 @@ def test_loss_logits_and_gradients(pair, side):
     for name, own in gradients.items():
         turned = in_file.get(name, {}).get(name)  # gpt-oss: transformers has them as the file does
         gradient = own if turned is None else turned.of(own)
+        if is_stack(name):  # without the zero experts of longcat_flash
+            expected[name] = expected[name][: len(gradient)]
         error = np.linalg.norm(gradient - expected[name])
         most = 2e-4 if name.endswith("A_log") else 1e-4  # a few sums whose terms cancel
         assert error <= most * np.linalg.norm(expected[name]), name

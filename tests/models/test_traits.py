@@ -1,6 +1,7 @@
 """Traits of few families: head sizes by layer, chunks, sparse attention, k by layer."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -8,8 +9,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from unsloth_cupy import PagedKVCache
+from unsloth_cupy import CheckpointConfig, PagedKVCache
 from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.finetune.run.routing import Routing
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.layers.attending import chunk_offsets
 from unsloth_cupy.models.parse import parse
@@ -69,11 +71,15 @@ def test_unused_keys_and_values_of_released_files_are_left_out(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "label", ["gemma4_text", "gemma4_text shared", "llama4_text", "deepseek_v32", "glm_moe_dsa"]
+    "label",
+    [
+        *("gemma4_text", "gemma4_text shared", "llama4_text", "deepseek_v32", "glm_moe_dsa"),
+        *("bailing_hybrid", "longcat_flash"),
+    ],
 )
 def test_tokens_of_an_engine_are_those_of_generate(label: str) -> None:
     """With heads of several sizes by layer, with chunks, and with a choice of keys."""
-    model = create(SIZES | RELATIVES.get(label, MIXTURES.get(label)), seed=0)
+    model = create(SIZES | (RELATIVES | MIXTURES)[label], seed=0)
     expected = model.generate(TOKENS, max_new_tokens=9, min_new_tokens=9)[:, 20:]
     with Engine(model, rows=2, page=4, chunk=11) as engine:
         options = {"max_new_tokens": 9, "min_new_tokens": 9}
@@ -166,3 +172,57 @@ def test_a_saved_folder_names_the_type_of_its_language_model(tmp_path: Path) -> 
     create(outer, seed=0).save(tmp_path)
     settings = json.loads((tmp_path / "config.json").read_text())
     assert settings["model_type"] == "gemma4_text"
+
+
+LONGCAT = SIZES | MIXTURES["longcat_flash"]
+
+
+def test_layers_of_longcat_are_pairs_of_blocks() -> None:
+    """Checkpoints do not cut a pair, whose experts' output is added at its end."""
+    config = parse(LONGCAT)
+    assert (config.layers, config.experts.sparse) == (4, (True, False) * 2)
+    names = {name for name in config.shapes() if name.startswith("model.layers.1.")}
+    assert {"model.layers.1.self_attn.1.q_a_proj.weight", "model.layers.1.mlps.0.up_proj.weight",
+            "model.layers.1.post_attention_layernorm.1.weight"} <= names  # fmt: skip
+    older = {k: v for k, v in LONGCAT.items() if k not in ("num_hidden_layers", "ffn_hidden_size")}
+    assert parse(older | {"num_layers": 2}) == config
+    with pytest.raises(ConfigError, match="num_layers is None; it must be an integer in 1"):
+        parse(older)
+    with pytest.raises(ConfigError, match="a router cannot choose 9 experts for a token from 5"):
+        parse(LONGCAT | {"moe_topk": 9})
+    model = create(LONGCAT, seed=0)
+    loss, expected = model.loss_and_gradients(TOKENS, TOKENS)
+    for every in (1, 2, 3):
+        checkpoint = CheckpointConfig(enabled=True, recompute_every=every)
+        again, gradients = model.loss_and_gradients(TOKENS, TOKENS, checkpoint=checkpoint)
+        assert again == loss
+        for name, gradient in gradients.items():
+            np.testing.assert_array_equal(gradient, expected[name], err_msg=name)
+
+
+def test_zero_experts_return_their_input(tmp_path: Path) -> None:
+    """A layer whose router chooses them alone adds its input, times their weights."""
+    config = LONGCAT | {"num_hidden_layers": 2, "routed_scaling_factor": 1.0, "moe_topk": 3}
+    model = create(config, seed=0)
+    bias = model.parameters["model.layers.0.mlp.router.e_score_correction_bias"]
+    bias[5:] = 9.0
+    expected = model.logits(TOKENS)
+    for name, array in model.parameters.items():
+        if ".experts." in name:
+            array[...] = 1e3
+    np.testing.assert_array_equal(model.logits(TOKENS), expected)
+    model.save(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    zero = {name for name in tensors if ".experts.5." in name}  # transformers has them
+    prefix = "model.layers.0.mlp.experts.5."
+    assert zero == {f"{prefix}gate_proj.weight", f"{prefix}up_proj.weight"}
+    assert not any(tensors[name].any() for name in zero)
+    released = {n: a for n, a in tensors.items() if not re.search(r"experts\.[567]\.", n)}
+    save_file(released, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    np.testing.assert_array_equal(load(tmp_path).logits(TOKENS), expected)
+    counts = Routing(model)
+    with counts.counting():
+        model.logits(TOKENS)
+    loads = counts.counts(lambda each: each)
+    assert loads.shape == (1, 8)
+    assert [*np.flatnonzero(loads[0])] == [5, 6, 7]

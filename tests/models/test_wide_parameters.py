@@ -59,6 +59,7 @@ def words(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     [
         ("olmo_hybrid", "bfloat16", 2),
         ("kimi_linear", "bfloat16", 4),
+        ("bailing_hybrid", "bfloat16", 10),
         ("glm4_moe", "float16", 4),
         ("gpt_oss", "float16", 7),
         ("gpt_oss", "bfloat16", 0),

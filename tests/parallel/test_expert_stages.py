@@ -22,11 +22,11 @@ from ..models.peers import MIXTURES, SIZES
 from . import pipelines
 from .models import filled
 from .ranks import close
-from .test_experts import NAMES, QUICK
+from .test_experts import NAMES, PAIRS, QUICK
 from .threads import by_threads
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [each for each in NAMES if each.values[0] != PAIRS])
 def test_stages_of_experts(name: str, tmp_path: Path) -> None:
     """Losses, the router's among them, gradients, tokens, files and adapters of two stages."""
     filled(SIZES | MIXTURES[name], tmp_path / "model")

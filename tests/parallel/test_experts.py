@@ -30,6 +30,7 @@ STATES = (
     "qwen3_next",
     "qwen3_5",
     "kimi_linear",
+    "bailing_hybrid",
     "granitemoehybrid",
     "jamba",
     "nemotron_h",
@@ -44,6 +45,7 @@ NAMES = [
     if name not in WHOLE
 ]
 OF_NORMS = "gemma4_text experts"  # whose MLP and experts have norms before their sum
+PAIRS = "longcat_flash"  # whose pairs of blocks a pipeline would cut
 SLICED = [each for each in NAMES if each.values[0] != OF_NORMS]
 BLOCKS = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_hidden_layers": 2}
 
@@ -57,6 +59,12 @@ def test_slices_below_a_norm_are_refused() -> None:
             Division(config, comm)
 
     by_threads(2, work)
+
+
+def test_stages_that_cut_pairs_of_blocks_are_refused() -> None:
+    config, stages = parse(SIZES | MIXTURES[PAIRS]), object()
+    with pytest.raises(ConfigError, match="are pairs of blocks, which stages would cut; use ranks"):
+        Division(config, SingleCommunicator(), stages)
 
 
 @pytest.mark.parametrize("name", SLICED)

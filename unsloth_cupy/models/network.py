@@ -16,6 +16,7 @@ from ..errors import ConfigError, DTypeError, RangeError, ShapeError
 from ..inference.kv_cache import KVCache
 from ..inference.paged_kv_cache import PagedKVCache
 from ..inference.paged_rows import PagedRows
+from ..ops.linear.linear import linear
 from ..parallel.communicator import Communicator
 from ..parallel.zero3 import Parts
 from ..placement import on_gpu_of_attribute, to_device_of
@@ -26,6 +27,7 @@ from .adapters.many import ByRows
 from .adapters.through import file_weights
 from .any_library import to_torch
 from .configs.config import CORRECTION, Config
+from .configs.names import PROJECTION
 from .folders.quantized_weights import trainable
 from .graphs import Graphs
 from .invariant import check_invariant, without_padding
@@ -238,7 +240,8 @@ class Network(Summary):
         inputs = inputs_of_layers(self.config, parameters, own, branch)
         branch, stream = blocks(call, branch, self.step.checkpoint, inputs=inputs)
         self.report_routes(call)
-        return join(call, "model.", self.config.norms.last, branch, stream)[0]
+        x = join(call, "model.", self.config.norms.last, branch, stream)[0]
+        return linear(x, parameters[PROJECTION]) if self.config.projected else x
 
     def call(
         self,
@@ -316,7 +319,7 @@ class Network(Summary):
         if self.filled is not None:  # padding goes to no expert: to the number after the last one
             real = self.real_columns(routed[0].experts[..., 0])[:, None]
             routed = [
-                each._replace(experts=np.where(real, each.experts, experts.count))
+                each._replace(experts=np.where(real, each.experts, experts.choices))
                 for each in routed
             ]
         if context is not None:  # drop the padding that fills up rows
@@ -342,10 +345,10 @@ class Network(Summary):
             raise ShapeError(problem, expected=shape, actual=tuple(routes.shape))
         if routes.dtype.kind != "i":
             raise DTypeError(f"Transformer: routes are {routes.dtype}; they must be integers")
-        limit = experts.count + bool(experts.chosen)  # see ``Routed``
+        limit = experts.choices + bool(experts.chosen)  # see ``Routed``
         if isinstance(routes, np.ndarray) and routes.size and routes.max() >= limit:
-            problem = f"routes contain expert {routes.max()}, and there are {experts.count} experts"
-            numbers = range(experts.count)
+            numbers, count = range(experts.choices), experts.choices
+            problem = f"routes contain expert {routes.max()}, and there are {count} experts"
             raise RangeError(f"Transformer: {problem}", expected=numbers, actual=int(routes.max()))
         return own_tokens(context, routes if offsets is None else routes.reshape(1, -1, *shape[2:]))
 
@@ -452,8 +455,10 @@ class Network(Summary):
         if self.adapter is not None:
             cure = "call merge_adapter() first, or set adapter = None"
             raise ConfigError(f"to_torch: the model has an adapter, which would be lost; {cure}")
-        if self.config.experts is not None and self.config.experts.transposed:
-            problem = f"transformers stores the experts of a {self.config.model_type} transposed"
+        experts = self.config.experts
+        if experts is not None and (experts.transposed or experts.zero):
+            how = "transposed" if experts.transposed else "with zero experts"
+            problem = f"transformers stores the experts of a {self.config.model_type} {how}"
             cure = "save(folder) writes that layout, and from_pretrained loads it"
             raise ConfigError(f"to_torch: {problem}; {cure}")
         frozen = next((n for n, w in self.parameters.items() if isinstance(w, Stored)), None)

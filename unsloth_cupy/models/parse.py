@@ -6,6 +6,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from ..errors import ConfigError
+from ..ops.position.rope_tables import LARGEST
 from .configs.config import (
     CHUNKED,
     FULL,
@@ -24,6 +25,8 @@ from .configs.family import Family
 from .configs.gemma4_config import of_gemma4
 from .configs.heads import CAUSAL, NONE, SEQUENCE, head_of, labels_of
 from .configs.kimi_config import of_kimi
+from .configs.longcat_config import of_longcat
+from .configs.names import BARE, IMAGES
 from .configs.parse_experts import experts_of
 from .configs.parse_layers import activation_of, by_layer_of, layers_of
 from .configs.parse_rope import rope_of
@@ -66,9 +69,10 @@ def parse(values: Mapping[str, Any], stored: Callable[[], Collection[str]] = tup
     if not isinstance(values, Mapping):
         raise ConfigError(f"config: is {type(values).__name__}; it must be a dict of a config.json")
     body, values = body_of(values), text_config(values)
-    body = (
-        "" if head_of(values) == NONE else "bert." if values.get("model_type") == "bert" else body
-    )
+    if head_of(values) == NONE:
+        body = BARE[body == IMAGES]
+    elif values.get("model_type") == "bert":
+        body = "bert."
     own = values.get("quantization")
     if isinstance(own, Mapping) and {"group_size", "bits"} <= own.keys():
         problem = f"mlx-lm wrote weights of {own['bits']} bits, which are not supported"
@@ -85,9 +89,11 @@ def parse(values: Mapping[str, Any], stored: Callable[[], Collection[str]] = tup
 
 def parse_as(values: Mapping[str, Any], family: Family) -> Config:
     """Return the ``Config`` of a text model's config.json, read by the rules of a family."""
-    values = with_types(of_kimi(values) if family.delta == "short" else values)
-    values = of_gemma4(values) if family.by_layer else values
+    channels = family.delta in ("short", "whole")
+    values = with_types(of_kimi(values, family.defaults) if channels else values)
+    values = of_gemma4(values, family.defaults) if family.by_layer else values
     values = of_lfm(values) if family.conv else values
+    values = of_longcat(values) if family.paired else values
     check_keys(values, family)
     read = Reader(values, family)
     hidden, heads, layers = (
@@ -158,6 +164,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         head=head,
         labels=labels_of(values, head),
         **by_layer,
+        projected=read.size(family.projected) if family.projected else 0,
     )
 
 
@@ -194,9 +201,13 @@ def _structure_of(read: Reader, layers: int) -> dict[str, Any]:
     if family.norm_bias_if is not None:
         values["norms"] = replace(family.norms, biases=read.flag(family.norm_bias_if))
     if family.encoder and head_of(read.values) == NONE:  # what other heads compute
-        values["left_out"] += r"|head\.|score\."
+        values["left_out"] = "|".join(filter(None, (family.left_out, r"head\.", r"score\.")))
     if values["parallel"]:
         values["norms"] = replace(family.norms, before_mlp=None)
+    if (own := family.experts) and own.zero and read.get(own.zero):  # gate and up of zero experts
+        first, more = read.size(own.count[0]), read.size(own.zero)
+        every = "|".join(map(str, range(first, first + more)))
+        values["left_out"] += rf"|model\.layers\.\d+\.mlp\.experts\.({every})\."
     if shared := read.get("num_kv_shared_layers") if family.by_layer else 0:
         every = "|".join(map(str, range(layers - shared, layers)))
         values["left_out"] = rf"model\.layers\.({every})\.self_attn\.[kv]_(proj|norm)\."
@@ -207,7 +218,7 @@ def _window_of(read: Reader, causal: bool) -> int:
     """Return the window of sliding layers: keys with the query's own, or the distance both ways."""
     if "local_attention" in read.defaults:
         return read.size("local_attention") // 2
-    return read.size("sliding_window") // (1 if causal else 2)
+    return read.size("sliding_window") // (1 if causal or read.family.radius else 2)
 
 
 def _classifier_of(read: Reader, head: str) -> dict[str, Any]:
@@ -308,7 +319,7 @@ def delta_of(read: Reader) -> Delta:
         known["linear_key_head_dim"] = dim = _size_or(read, "linear_key_head_dim", dim)
         known["linear_value_head_dim"] = _size_or(read, "linear_value_head_dim", 2 * dim)
         read = Reader({**read.values, **known}, read.family)
-    if stored == "short":
+    if stored in ("short", "whole"):
         heads, dim = read.size("linear_num_heads"), read.size("linear_head_dim")
         known = {f"linear_num_{name}_heads": heads for name in ("key", "value")}
         known |= {f"linear_{name}_head_dim": dim for name in ("key", "value")}
@@ -330,7 +341,16 @@ def delta_of(read: Reader) -> Delta:
         stored=stored,
         most=2.0 if stored == "apart" and read.flag("linear_allow_neg_eigval") else 1.0,
         eps=1e-5 if stored == "apart" else None,
+        bound=_bound(read) if stored == "whole" and read.flag("kda_safe_gate") else None,
     )
+
+
+def _bound(read: Reader) -> float:
+    """Return the bound of the logarithms of decays."""
+    bound = read.not_null("kda_lower_bound")
+    if type(bound) not in (int, float) or not -LARGEST <= bound < 0:
+        raise ConfigError(f"config: kda_lower_bound is {bound!r}; it must be a number below 0")
+    return float(bound)
 
 
 def _size_or(read: Reader, key: str, other: int) -> int:
@@ -344,13 +364,18 @@ def latent_of(read: Reader, hidden: int, heads: int) -> Latent:
     rotated = read.size("qk_rope_head_dim")
     if rotated % 2:
         raise ConfigError(f"config: qk_rope_head_dim is {rotated}; it must be even")
+    queries = None if read.get("q_lora_rank") is None else read.size("q_lora_rank")
+    rank, scales = read.size("kv_lora_rank"), (1.0, 1.0)
+    if read.family.scaled_latents:
+        scales = ((hidden / read.size("q_lora_rank")) ** 0.5, (hidden / rank) ** 0.5)
     return Latent(
-        queries=None if read.get("q_lora_rank") is None else read.size("q_lora_rank"),
-        rank=read.size("kv_lora_rank"),
+        queries=queries,
+        rank=rank,
         plain=read.size("qk_nope_head_dim"),
         rotated=rotated,
         value=hidden // heads if value is None else read.size("v_head_dim"),
         biases=read.flag("attention_bias"),
+        scales=scales,
     )
 
 
@@ -393,7 +418,7 @@ def latent_scale(latent: Latent | None, ropes: Mapping[str, Rope]) -> float | No
     scaling = next((rope.scaling for rope in ropes.values()), None) or {}
     factor, weight = scaling.get("factor") or 1, scaling.get("mscale_all_dim") or 0
     stretched = 1 + 0.1 * weight * math.log(factor) if factor > 1 else 1.0
-    return latent.dim**-0.5 * stretched * stretched
+    return latent.dim**-0.5 * stretched * stretched * latent.scales[0]
 
 
 def _bit_layers(quantization: Mapping[str, Any]) -> bool:

@@ -95,7 +95,7 @@ def left_dense(name: str, shape: Sequence[int], skip: Sequence[str], least: int)
         return "a router"
     if not is_stack(name) and (len(shape) != 2 or is_norm(name) or name.endswith("_bias")):
         return "not a matrix"
-    outside = ".layers." not in name and not name.startswith(INTO_LAYERS)
+    outside = ".layers." not in name and not name.endswith(f"{INTO_LAYERS}.weight")
     if name in (TABLE, HEAD, SCORE) or outside:
         return "read by the embedding or the loss"
     word = next((word for word in skip if word in name), None)

@@ -9,7 +9,7 @@ from ..core.frameworks import FRAMEWORKS
 from ..errors import ConfigError, FrameworkError
 from .configs.config import CORRECTION, Config
 from .configs.heads import ENDS
-from .configs.names import TABLE, parameter_name
+from .configs.names import TABLE, is_stack, parameter_name
 from .configs.text_configs import text_config
 from .folders.quantized_weights import FIXED
 from .parse import parse
@@ -94,6 +94,8 @@ def _checked(
         array = _dense(name, named[name].detach()) if array is None else array
         if tuple(array.shape) == (1, *shape) and name.endswith(CORRECTION):
             array = array[0]
+        if is_stack(name) and config.experts is not None and config.experts.zero:
+            array = array[: shape[0]]  # zero experts compute nothing
         if tuple(array.shape) != shape:
             raise ConfigError(
                 f"from_torch: {name} has the shape {tuple(array.shape)}; its config implies {shape}"

@@ -35,7 +35,7 @@ class Routing:
 
     def __init__(self, model: "Transformer", rate: float = 0.0) -> None:
         experts = model.config.experts
-        self.model, self.count = model, 0 if experts is None else experts.count
+        self.model, self.count = model, 0 if experts is None else experts.choices
         sparse = () if experts is None else experts.sparse
         self.layers = [layer for layer, has_experts in enumerate(sparse) if has_experts]
         self.newest: Any = None  # (layers, experts), on the device; graphs add to it
@@ -49,7 +49,8 @@ class Routing:
     def biases(self) -> list[str]:
         """The names of the routers' biases, by layer."""
         experts: Any = self.model.config.experts
-        return [f"model.layers.{layer}.{experts.correction}" for layer in self.layers]
+        prefixes = map(self.model.config.prefix_of, self.layers)
+        return [prefix + experts.correction for prefix in prefixes]
 
     @contextmanager
     def counting(self) -> Iterator[None]:

@@ -50,7 +50,7 @@ def stacks_of(config: Config, chosen: Callable[[str], bool]) -> dict[str, Stack]
     for layer in range(config.layers) if experts is not None else ():
         if experts is None or not experts.sparse[layer]:
             continue
-        outer = f"model.layers.{layer}.{experts.prefix}experts"
+        outer = f"{config.prefix_of(layer)}{experts.prefix}experts"
         names = [f"{outer}.{name}" for name in experts.names if chosen(f"{outer}.{name}")]
         for name in names:
             module = f"{outer}.base_layer" if len(names) > 1 and name == names[0] else outer

@@ -66,6 +66,16 @@ arcee: attention_bias=false eos_token_id=128001 hidden_act="relu2" hidden_size=2
 aya_vision: adapter_layer_norm_eps=1e-06 downsample_factor=2 image_token_id image_token_index=255036
  text_config tie_word_embeddings=true vision_config vision_feature_layer=-1
  vision_feature_select_strategy="full"
+bailing_hybrid: attention_bias=false eos_token_id=156895 first_k_dense_replace=2 head_dim=128
+ hidden_act="silu" hidden_size=2560 intermediate_size=6144 kda_lower_bound=-5.0 kda_safe_gate=true
+ kv_lora_rank=512 layer_group_size=6 linear_conv_kernel_dim linear_head_dim linear_num_heads
+ max_position_embeddings=262144 model_max_length moe_intermediate_size=768 moe_renormalize
+ mtp_loss_scaling_factor=0.0 n_group=8 n_shared_experts=1 norm_topk_prob=true num_expert_group
+ num_experts num_experts_per_tok=8 num_experts_per_token num_hidden_layers=42 num_key_value_heads=32
+ num_local_experts=512 num_mtp_layers=1 num_nextn_predict_layers num_shared_experts
+ output_router_logits=false pretraining_tp=1 q_lora_rank qk_nope_head_dim=128 qk_rope_head_dim=64
+ routed_scaling_factor=2.5 short_conv_kernel_size=4 topk_group=4 use_cache=true v_head_dim=128
+ vocab_size=157184
 bamba: attention_bias=false attn_layer_indices hidden_act="silu" intermediate_size=14336
  layers_block_type mamba_chunk_size=256 mamba_conv_bias=true mamba_d_conv=4 mamba_d_head="auto"
  mamba_d_state=256 mamba_expand=2 mamba_n_groups=1 mamba_n_heads=128 mamba_proj_bias=false
@@ -115,6 +125,13 @@ dots1: attention_bias=false eos_token_id first_k_dense_replace=0 hidden_act="sil
  n_shared_experts norm_topk_prob=false num_experts_per_tok num_hidden_layers=62
  num_key_value_heads=32 num_local_experts output_router_logits=false routed_scaling_factor=1.0
  sliding_window=4096 topk_group=1 use_cache=true vocab_size=152064
+embedding_gemma2: audio_config audio_token_id boa_token_id boi_token_id eoa_token_index=258883
+ eoi_token_id image_token_id text_config video_token_id vision_config
+embedding_gemma2_text: attention_bias=false embedding_dim=768 eos_token_id=1 global_head_dim
+ head_dim=256 hidden_activation="gelu_pytorch_tanh" hidden_size=512 hidden_size_per_layer_input=512
+ intermediate_size=2048 max_position_embeddings=262144 num_attention_heads=4
+ num_global_key_value_heads num_hidden_layers=24 num_key_value_heads=2 sliding_window=512
+ sliding_window_pattern tie_word_embeddings vocab_size=262144
 ernie4_5: attention_dropout head_dim=128 hidden_act="silu" hidden_size=1024 intermediate_size=3072
  max_position_embeddings=131072 num_attention_heads=16 num_hidden_layers=18 num_key_value_heads=2
  rms_norm_eps=1e-05 rope_theta=500000.0 tie_word_embeddings=true use_bias=false use_cache=true
@@ -308,6 +325,13 @@ mamba: attention_dropout conv_kernel=4 eos_token_id=0 expand=2 hidden_act="silu"
  time_step_max=0.1 time_step_min=0.001 time_step_rank="auto" time_step_scale=1.0
  use_associative_scan=true use_bias=false use_cache=true use_conv_bias=true use_mambapy=false
  vocab_size=50280
+longcat_flash: attention_bias=false expert_ffn_hidden_size=2048 ffn_hidden_size=12288 head_dim=64
+ hidden_act="silu" hidden_size=6144 intermediate_size kv_lora_rank=512
+ max_position_embeddings=131072 moe_intermediate_size moe_topk=12 n_routed_experts=512
+ num_attention_heads=64 num_experts_per_tok num_hidden_layers num_layers=28 num_local_experts
+ output_router_logits=false q_lora_rank=1536 qk_head_dim qk_nope_head_dim=128 qk_rope_head_dim=64
+ rms_norm_eps=1e-05 rope_theta=10000000.0 routed_scaling_factor=6.0 router_bias use_cache=true
+ v_head_dim=128 vocab_size=131072 zero_expert_num=256
 mamba2: attention_dropout chunk_size=256 conv_kernel=4 expand=2 head_dim=64 hidden_act="silu"
  initializer_range=0.1 layer_norm_epsilon=1e-05 max_position_embeddings n_groups=8
  num_attention_heads num_heads=128 num_hidden_layers=64 rescale_prenorm_residual=false

@@ -7,7 +7,7 @@ from typing import Any
 from ...core.dtypes import BFLOAT16, FLOAT32, FLOATS
 from .lightning import Lightning
 from .mamba import Mamba
-from .names import TEXT
+from .names import INTO_LAYERS, NORM_OF_INPUTS, PROJECTION, TABLE_OF_LAYERS, TEXT
 from .short_conv import ShortConv
 from .state_space import StateSpace
 
@@ -95,6 +95,8 @@ class Names:
     value: str = "v_proj"
     qkv: str = "qkv_proj"  # if one matrix stores all three
     embeddings: str = "embed_tokens.weight"  # in files: the embedding table
+    inputs: str = ""  # prefix of the modules that compute the inputs of all layers
+    own_input: str = ""  # prefix of a layer's modules that add the layer's input
 
     @property
     def projections(self) -> tuple[str, str, str]:
@@ -141,6 +143,8 @@ class Structure:
     wide_in_float16: tuple[str, ...] = ()  # the same in float16 models only
     value_norm: bool = False  # heads of values have an RMS norm without weight
     layer_scalar: bool = False  # a stored number multiplies the output of each block
+    in_files: tuple[tuple[str, str], ...] = ()  # parts of parameters' names, and those in files
+    paired: bool = False  # two blocks are a layer of the file: see ``longcat_config``
 
 
 @dataclass(frozen=True)
@@ -154,12 +158,15 @@ class Experts:
     before      whether the weights multiply the inputs of experts, not their outputs
     halves      whether the columns of transposed stacks are gate, then up
     chosen      k of each layer, if layers differ; ``k`` is then the largest
+    zero        number of further experts that the router may choose, whose output is their input
+    shortcut    whether a layer also has a dense MLP, and the experts' output, of the same input, is
+                added at the end of the next layer
     inner       inner size of an expert
     sparse      for each layer, whether it has experts; other layers are dense
     scores, normalize, groups, top_groups, scale        options of ``route``
     jitter      if not None, the router is ``sparse_mixer``
     corrected   whether a bias is added to the scores for the choice only
-    wide        whether the router computes in float32
+    wide        whether the router computes in float32; ``narrow``: its weight has the model's dtype
     limit, alpha        options of ``experts_mlp``
     shared      inner size of an expert that computes every token, 0 for none
     shared_gate whether a gate multiplies the output of the shared expert
@@ -177,6 +184,7 @@ class Experts:
     inner: int
     sparse: tuple[bool, ...]
     activation: str
+    zero: int = 0
     scores: str = "softmax"
     normalize: bool = True
     groups: int | None = None
@@ -206,6 +214,13 @@ class Experts:
     before: bool = False
     halves: bool = False
     pairs: bool = False
+    narrow: bool = False
+    shortcut: bool = False
+
+    @property
+    def choices(self) -> int:
+        """The number of experts that the router chooses from."""
+        return self.count + self.zero
 
     @property
     def prefix(self) -> str:
@@ -246,7 +261,8 @@ class Experts:
     def wide_names(self) -> tuple[str, ...]:
         """Suffixes of the names of parameters that stay float32 in 16-bit models."""
         router = f".{self.prefix}{self.router}.weight"
-        return (self.correction_name, router) if self.wide else (self.correction_name,)
+        wide = self.wide and not self.narrow
+        return (self.correction_name, router) if wide else (self.correction_name,)
 
     def stacks(self, hidden: int) -> dict[str, tuple[int, ...]]:
         """Return the shapes of a layer's stacks, by their names in the layer."""
@@ -270,6 +286,7 @@ class Latent:
     rank        length of the short vector of keys and values
     queries     length of the short vector of queries; None: queries come from the hidden state
     biases      whether the projections to short vectors have biases
+    scales      factors of queries and of the short vector of keys and values
     """
 
     queries: int | None
@@ -278,6 +295,7 @@ class Latent:
     rotated: int
     value: int
     biases: bool
+    scales: tuple[float, float] = (1.0, 1.0)
 
     @property
     def dim(self) -> int:
@@ -338,6 +356,9 @@ class Delta:
     apart       one matrix for each projection
     short       one matrix for each projection; every key channel has a decay, and decay and gate
                 are computed from short vectors, as long as a head
+    whole       the same with one matrix each for decay and gate
+
+    Logarithms of decays by channel are above ``bound``; None: they have no bound.
     """
 
     key_heads: int
@@ -345,9 +366,10 @@ class Delta:
     key_dim: int
     value_dim: int
     taps: int
-    stored: str  # fused, split, apart or short
+    stored: str  # fused, split, apart, short or whole
     most: float = 1.0
     eps: float | None = None
+    bound: float | None = None
 
     @property
     def projections(self) -> dict[str, int]:
@@ -358,6 +380,10 @@ class Delta:
             sizes = {"q": keys, "k": keys, "v": values, "g_a": self.value_dim, "b": few}
             sizes |= {"forget_gate.f_a": self.key_dim}
             return {f"{name}_proj": size for name, size in sizes.items()}
+        if self.stored == "whole":
+            sizes = {"q": keys, "k": keys, "v": values, "g": values, "b": few}
+            sizes |= {"forget_gate.f": keys}
+            return {f"{name}_proj": size for name, size in sizes.items()}
         if self.stored == "apart":
             sizes = {"q": keys, "k": keys, "v": values, "g": values, "b": few, "a": few}
             return {f"{name}_proj": size for name, size in sizes.items()}
@@ -367,9 +393,14 @@ class Delta:
         return {f"in_proj_{name}": size for name, size in sizes.items()}
 
     @property
+    def by_channel(self) -> bool:
+        """Whether every key channel has a decay, not every head."""
+        return self.stored in ("short", "whole")
+
+    @property
     def after(self) -> tuple[str, str]:
         """The names of the norm and of the output projection after the rule."""
-        apart = self.stored in ("apart", "short")
+        apart = self.stored == "apart" or self.by_channel
         return ("o_norm", "o_proj") if apart else ("norm", "out_proj")
 
     def shapes(self, hidden: int) -> Iterator[tuple[str, tuple[int, ...]]]:
@@ -382,7 +413,9 @@ class Delta:
         if self.stored == "short":
             yield "g_b_proj.weight", (values, self.value_dim)
             yield "forget_gate.f_b_proj.weight", (keys, self.key_dim)
-            yield "forget_gate.A_log", (1, 1, self.value_heads, 1)
+        if self.by_channel:
+            heads = (self.value_heads,)
+            yield "forget_gate.A_log", (1, 1, *heads, 1) if self.stored == "short" else heads
             yield "forget_gate.dt_bias", (keys,)
         else:
             yield from ((name, (self.value_heads,)) for name in ("A_log", "dt_bias"))
@@ -417,7 +450,9 @@ class Config(Structure):
                     the last earlier layer of their type
     shared_inner    inner size of the MLP in these layers
     layer_inputs    (tokens, size): each layer has an embedding table of its own, whose rows enter
-                    at the end of the block; 0: none
+                    at the end of the block, with a projection of the embeddings; tokens 0: this
+                    projection alone; size 0: none
+    projected       length of states after a last projection; 0: there is none
     latent          sizes of latent attention; ``dim`` is then the head dimension in caches
     experts         the mixture of experts
     causal          whether queries attend to no later keys; False for encoders, which are no
@@ -490,6 +525,12 @@ class Config(Structure):
     shared_layers: int = 0
     shared_inner: int = 0
     layer_inputs: tuple[int, int] = (0, 0)
+    projected: int = 0
+
+    @property
+    def state(self) -> int:
+        """The length of the states that the model returns."""
+        return self.projected or self.hidden
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """Return the number of KV heads and the head dimension of a layer."""
@@ -547,7 +588,23 @@ class Config(Structure):
     def norms_of(self, layer: int) -> Norms:
         """Return the norms of a block."""
         norms = self.delta_norms or self.norms if not self.attends(layer) else self.norms
+        if self.paired:
+            names = (f"{name}.{layer % 2}" for name in (norms.before_attention, norms.before_mlp))
+            first, second = names
+            return replace(norms, before_attention=first, before_mlp=second)
         return norms if layer or self.first_norm else replace(norms, before_attention=None)
+
+    def prefix_of(self, layer: int) -> str:
+        """Return the prefix of a block's parameters."""
+        return f"model.layers.{layer // 2 if self.paired else layer}."
+
+    def attention_in(self, layer: int) -> str:
+        """Return the prefix of attention's modules in a block."""
+        return f"{self.names.attention}.{layer % 2}." if self.paired else f"{self.names.attention}."
+
+    def mlp_in(self, layer: int) -> str:
+        """Return the prefix of a dense MLP's modules in a block."""
+        return f"{self.names.mlp}.{layer % 2}." if self.paired else self.names.of_mlp
 
     @property
     def unused(self) -> set[str]:
@@ -581,25 +638,26 @@ class Config(Structure):
         }
         tokens, size = self.layer_inputs
         if size:
-            every = self.layers * size
-            shapes["model.embed_tokens_per_layer.weight"] = tokens, every
-            shapes["model.per_layer_model_projection.weight"] = every, self.hidden
-            shapes["model.per_layer_projection_norm.weight"] = (size,)
+            every, module = self.layers * size, f"model.{self.names.inputs}"
+            shapes |= {TABLE_OF_LAYERS: (tokens, every)} if tokens else {}
+            shapes[f"{module}{INTO_LAYERS}.weight"] = every, self.hidden
+            shapes[f"{module}{NORM_OF_INPUTS}.weight"] = (size,)
         for name, rows in zip(OF_BERT, (self.positions, self.token_types), strict=True):
             shapes |= {name: (rows, self.hidden)} if self.token_types else {}
         if self.embedding_norm:
             shapes |= self._norm_shapes(f"model.{self.embedding_norm}")
         for layer in range(self.layers):
             for name, shape in self._block_shapes(layer):
-                shapes[f"model.layers.{layer}.{name}"] = shape
+                shapes[self.prefix_of(layer) + name] = shape
         shapes |= self._norm_shapes(f"model.{self.norms.last}") if self.norms.last else {}
+        shapes |= {PROJECTION: (self.projected, self.hidden)} if self.projected else {}
         shapes |= self._classifier_shapes()
         if self.head == "causal_lm" and not self.tied:
             shapes["lm_head.weight"] = (self.vocab, self.hidden)
         if self.head == "causal_lm" and self.head_bias:
             shapes["lm_head.bias"] = (self.vocab,)
         if self.labels:
-            shapes["score.weight"] = (self.labels, self.hidden)
+            shapes["score.weight"] = (self.labels, self.state)
         if self.head == "token_classification" or (self.labels and self.classifier != "score"):
             shapes["score.bias"] = (self.labels,)
         return shapes
@@ -641,9 +699,10 @@ class Config(Structure):
         if self.experts is not None and self.experts.beside:
             own = f"{norms.after_mlp}_1", f"{norms.after_mlp}_2", f"{norms.before_mlp}_2"
         if size := self.layer_inputs[1]:
-            own += ("post_per_layer_input_norm",)
-            yield "per_layer_input_gate.weight", (size, self.hidden)
-            yield "per_layer_projection.weight", (self.hidden, size)
+            module = self.names.own_input
+            own += (f"{module}post_per_layer_input_norm",)
+            yield f"{module}per_layer_input_gate.weight", (size, self.hidden)
+            yield f"{module}per_layer_projection.weight", (self.hidden, size)
         if self.layer_scalar:
             yield SCALAR, (1,)
         for norm in (
@@ -658,7 +717,7 @@ class Config(Structure):
 
     def _attention_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of attention's parameters."""
-        names, latent, module = self.names, self.latent, self.names.attention
+        names, latent, module = self.names, self.latent, self.attention_in(layer)[:-1]
         kv_heads, dim = self.heads_of(layer)
         queries = self.heads * (dim if latent is None else latent.value)
         if latent is None:
@@ -683,7 +742,7 @@ class Config(Structure):
 
     def _projection_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of the query, key and value projections."""
-        module = self.names.attention
+        module = self.attention_in(layer)[:-1]
         kv_heads, dim = self.heads_of(layer)
         queries, keys = self.heads * dim, kv_heads * dim
         lengths = {"q": queries * (1 + self.gated), "k": keys, "v": keys}
@@ -704,8 +763,8 @@ class Config(Structure):
         sparse = self.experts is not None and self.experts.sparse[layer]
         if self.experts is not None and sparse:
             yield from self._experts_shapes(self.experts)
-        if self.experts is None or not sparse or self.experts.beside:
-            yield from self._mlp_shapes(self.names.of_mlp, self.inner_of(layer))
+        if self.experts is None or not sparse or self.experts.beside or self.experts.shortcut:
+            yield from self._mlp_shapes(self.mlp_in(layer), self.inner_of(layer))
 
     def _mlp_shapes(self, prefix: str, inner: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of a dense MLP."""
@@ -723,11 +782,11 @@ class Config(Structure):
     def _experts_shapes(self, experts: Experts) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the names and shapes of a router, its experts and the shared expert."""
         module, count, hidden = experts.prefix, experts.count, self.hidden
-        yield f"{module}{experts.router}.weight", (count, hidden)
+        yield f"{module}{experts.router}.weight", (experts.choices, hidden)
         if experts.biases:
-            yield f"{module}{experts.router}.bias", (count,)
+            yield f"{module}{experts.router}.bias", (experts.choices,)
         if experts.corrected:
-            yield experts.correction, (count,)
+            yield experts.correction, (experts.choices,)
         if experts.beside:
             yield "router.scale", (hidden,)
             yield "router.per_expert_scale", (count,)

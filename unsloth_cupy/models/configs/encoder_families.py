@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 
 from .config import Names, Norms
-from .family import Family
+from .family import AROUND, Family
 
 ENCODERS: Mapping[str, Family] = {
     "bert": Family(
@@ -82,5 +82,32 @@ ENCODERS: Mapping[str, Family] = {
         left_out=r"decoder\.|lm_head\.",
         encoder=True,
         classifier="head",
+    ),
+    "embedding_gemma2_text": Family(
+        {
+            **{"head_dim": 256, "num_key_value_heads": 2, "num_attention_heads": 4},
+            **{"global_head_dim": 512, "num_global_key_value_heads": 1, "sliding_window": 512},
+            **{"hidden_activation": "gelu_pytorch_tanh", "max_position_embeddings": 262_144},
+            **{"hidden_size_per_layer_input": 512, "embedding_dim": 768},
+            **{"attention_k_eq_v": False, "num_kv_shared_layers": 0, "use_double_wide_mlp": False},
+            "rope_parameters": {
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10_000.0},
+                "full_attention": {"rope_type": "default", "rope_theta": 1_000_000.0},
+            },
+        },
+        "typed",
+        norms=AROUND,
+        activation="hidden_activation",
+        names=Names(inputs="ple.", own_input="ple_block."),
+        scaled_embedding=True,
+        query_key_norm="head",
+        local=True,
+        value_norm=True,
+        layer_scalar=True,
+        scaled_scores=False,
+        by_layer=True,
+        encoder=True,
+        radius=True,
+        projected="embedding_dim",
     ),
 }

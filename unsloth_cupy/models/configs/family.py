@@ -95,6 +95,9 @@ class Family(Structure):
         return any(rule is not None for rule in rules) or self.conv or self.lightning
 
     latent: bool = False  # latent attention
+    scaled_latents: bool = False  # queries and short vectors have factors: see ``latent_of``
     indexer: str | None = None  # of sparse attention; it rotates "halves" or "pairs"
     scaled_scores: bool = True  # scores are divided by the root of the head dimension
     by_layer: bool = False  # keys of Gemma 4 about single layers: see ``gemma4_config``
+    radius: bool = False  # sliding_window is the distance that queries see on both sides
+    projected: str | None = None  # key of the length of states after a last projection

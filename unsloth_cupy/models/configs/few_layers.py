@@ -33,8 +33,8 @@ def period_of(config: Config) -> tuple[int, int]:
     ]
     pairs = (
         (first, period)
-        for period in range(1, LONGEST_PERIOD + 1)
-        for first in range(LONGEST_PERIOD)
+        for period in range(1 + config.paired, LONGEST_PERIOD + 1, 1 + config.paired)
+        for first in range(0, LONGEST_PERIOD, 1 + config.paired)
         if kinds[first:-period] == kinds[first + period :]
     )
     return min(pairs, key=sum, default=(0, config.layers))

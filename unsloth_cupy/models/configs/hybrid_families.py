@@ -9,6 +9,7 @@ from .dense_families import GRANITE_FACTORS, MINISTRAL3_ROPE
 from .family import AFTER, Family
 from .mamba import JAMBA_DEFAULTS, JAMBA_FACTS, OF_JAMBA, OF_MAMBA
 from .mixtures import (
+    BAILING,
     DEEPSEEK2,
     DSA,
     GLM4,
@@ -18,6 +19,7 @@ from .mixtures import (
     KIMI,
     LFM2,
     LISTED,
+    LONGCAT,
     MISTRAL4,
     MIXTRAL,
     NEMOTRON_H,
@@ -177,10 +179,14 @@ HYBRIDS: Mapping[str, Family] = {
             **{"num_experts": 256, "num_local_experts": None, "n_shared_experts": 1},
             **{"num_experts_per_tok": 8, "moe_intermediate_size": 1024, "norm_topk_prob": True},
             **{"routed_scaling_factor": 2.446, "n_group": 1, "topk_group": 1},
-            "mlp_layer_types": None,
+            **{"mlp_layer_types": None, "first_k_dense_replace": 1},
         },
         "linear",
         names=Names(recurrent="self_attn"),
+        in_files=(
+            (".forget_gate.", "."),
+            *((f".mlp.{n}_proj.", f".block_sparse_moe.{n}_proj.") for n in ("gate", "up", "down")),
+        ),
         rotates="none",
         facts={
             **{**FURTHER, **ROUTER, "mla_use_nope": True},
@@ -190,6 +196,37 @@ HYBRIDS: Mapping[str, Family] = {
         delta="short",
         latent=True,
         wide=(".dt_bias",),
+    ),
+    "bailing_hybrid": Family(
+        {
+            **LATENT,
+            **KEYS,
+            **{"linear_num_heads": None, "linear_head_dim": 128, "linear_conv_kernel_dim": 4},
+            **{"full_attention_interval": 6},
+            **{"q_lora_rank": None, "num_key_value_heads": 32, "rope_theta": 6e6},
+            **{"num_experts": 512, "num_local_experts": None, "n_shared_experts": 1},
+            **{"num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True},
+            **{"routed_scaling_factor": 2.5, "n_group": 8, "topk_group": 4},
+            **{"mlp_layer_types": None, "first_k_dense_replace": 2},
+            **{"kda_safe_gate": True, "kda_lower_bound": -5.0, "max_position_embeddings": 262_144},
+        },
+        "linear",
+        names=Names(recurrent="self_attn"),
+        in_files=(
+            ("model.embed_tokens.", "model.word_embeddings."),
+            (".self_attn.o_proj.", ".attention.dense."),
+            (".forget_gate.", "."),
+            (".self_attn.", ".attention."),
+            (".mlp.gate.e_score_correction_bias", ".mlp.gate.expert_bias"),
+        ),
+        interleaved=True,
+        head_gate=True,
+        facts={**FURTHER, **ROUTER, "mtp_loss_scaling_factor": ...},
+        experts=BAILING,
+        left_out=r"model\.layers\.42\.",
+        delta="whole",
+        latent=True,
+        wide=(".dt_bias", ".A_log", ".conv1d.weight"),
     ),
     "lfm2": Family(
         {
@@ -237,6 +274,7 @@ HYBRIDS: Mapping[str, Family] = {
         eps="norm_eps",
         query_key_norm="head",
         names=replace(OPERATOR_NAMES, output="o_proj", query_norm="q_norm", key_norm="k_norm"),
+        in_files=((".g_proj.", ".gate_proj."),),
         local=True,
         gate_if="use_attention_gate",
         around_if="use_sandwich_norm",
@@ -487,6 +525,25 @@ HYBRIDS: Mapping[str, Family] = {
         facts={**FURTHER, **ROUTER},
         experts=MISTRAL4,
         latent=True,
+    ),
+    "longcat_flash": Family(
+        {
+            **LATENT,
+            **{"num_layers": 28, "ffn_hidden_size": 12_288, "expert_ffn_hidden_size": 2048},
+            **{"n_routed_experts": 512, "moe_topk": 12, "zero_expert_num": 256},
+            **{"routed_scaling_factor": 6.0, "rms_norm_eps": 1e-5, "rope_theta": 1e7},
+            "max_position_embeddings": 131_072,
+        },
+        names=Names(mlp="mlps"),
+        interleaved=True,
+        inner="ffn_hidden_size",
+        facts={**HEAD_DIM, "output_router_logits": ...},
+        experts=LONGCAT,
+        left_out=r"model\.mtp",
+        latent=True,
+        scaled_latents=True,
+        paired=True,
+        wide_in_float16=("router.classifier.weight",),
     ),
     "glm4_moe_lite": Family(
         {

@@ -1,4 +1,4 @@
-"""The keys of Kimi Linear's config.json: the released form in terms of transformers' form."""
+"""The keys of Kimi Linear and Ling: the released form in terms of transformers' form."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +14,8 @@ KEYS = {
     "num_experts_per_token": "num_experts_per_tok",
     "num_shared_experts": "n_shared_experts",
     "model_max_length": "max_position_embeddings",
+    "layer_group_size": "full_attention_interval",
+    "short_conv_kernel_size": "linear_conv_kernel_dim",
 }
 OF_LINEAR = {
     "num_heads": "linear_num_heads",
@@ -23,16 +25,25 @@ OF_LINEAR = {
 TYPES = {"full_attn_layers": FULL, "kda_layers": LINEAR}  # lists of layers, counted from 1
 
 
-def of_kimi(values: Mapping[str, Any]) -> dict[str, Any]:
+def of_kimi(values: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Return a config.json with the keys of transformers' form.
+
+    In Ling, head_dim is the size of linear heads; in folders that transformers saved, this is
+    linear_head_dim, and head_dim is the rotated part of other heads.
 
     Raises
     ------
     ConfigError
         linear_attn_config has an unknown key, or does not list each layer once.
     """
-    read = {KEYS.get(key, key): value for key, value in values.items()}
-    layers, first = read.get("num_hidden_layers"), read.pop("first_k_dense_replace", 1)
+    read = {KEYS[key]: value for key, value in values.items() if key in KEYS}
+    read |= {key: value for key, value in values.items() if key not in KEYS}
+    if defaults["linear_num_heads"] is None:  # as many as other heads
+        read.setdefault("linear_num_heads", read.get("num_attention_heads"))
+        dim = read.pop("head_dim", defaults["linear_head_dim"])
+        read.setdefault("linear_head_dim", dim)
+    layers = read.get("num_hidden_layers")
+    first = read.pop("first_k_dense_replace", defaults["first_k_dense_replace"])
     if type(layers) is not int or layers > MOST_OF["num_hidden_layers"]:
         return read  # invalid: the caller raises
     if read.get("mlp_layer_types") is None and type(first) is int:

@@ -22,6 +22,8 @@ class Mixture:
     listed      the layers that mlp_layer_types lists as sparse; without it, all after the first
     listed or late  the same; without it, as late
 
+    paired      every second layer, from the first one on
+
     ``grouped`` is whether routers choose groups first, or the key topk_method, which names
     "group_limited_greedy" if they do.  ``Experts`` documents ``files``.
     """
@@ -54,7 +56,10 @@ class Mixture:
     latent: str | None = None
     files: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     transposed: bool = False
+    zero: str | None = None  # key of the number of experts that return their input
     # as in ``Experts``
+    narrow: bool = False
+    shortcut: bool = False
     beside: bool = False
     before: bool = False
     halves: bool = False
@@ -243,6 +248,23 @@ KIMI = replace(
             )
         },
     },
+)
+BAILING = replace(LISTED, count=KIMI.count)
+LONGCAT = Mixture(
+    count=("n_routed_experts",),
+    k=("moe_topk",),
+    inner="expert_ffn_hidden_size",
+    layers="paired",
+    normalize=False,
+    scale="routed_scaling_factor",
+    correction="router.",
+    wide=True,
+    narrow=True,
+    balanced=False,
+    router="router.classifier",
+    files=BY_NAME,
+    zero="zero_expert_num",
+    shortcut=True,
 )
 ERNIE = Mixture(
     count=("moe_num_experts", "num_experts"),

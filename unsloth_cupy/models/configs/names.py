@@ -16,16 +16,18 @@ from typing import Any
 TABLE, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 # of the inputs that each layer has: a table, and a projection of the embeddings
 TABLE_OF_LAYERS = "model.embed_tokens_per_layer.weight"
-INTO_LAYERS = "model.per_layer_model_projection"
+INTO_LAYERS, NORM_OF_INPUTS = "per_layer_model_projection", "per_layer_projection_norm"
+PROJECTION = "model.embedding_projection.weight"  # of the last states
 ADAPTED = "base_model.model."  # prefix of an adapter's tensors
 SCORE, SCORE_BIAS = "score.weight", "score.bias"  # head of a classifier
 TEXT, IMAGES = "model.", "model.language_model."  # prefixes of a body's modules
+BARE = ("", "language_model.")  # the same without a head
 BACKBONE, EMBEDDINGS = "backbone.", "model.embeddings.weight"  # Mamba's names of a body and a table
 BODY = re.compile(
     r"(?:(?:model|language_model|text_model|backbone|bert)\.){0,3}"
     r"(?=(?:embed_tokens|embeddings|layers|norm|norm_f|final_layernorm|embed_tokens_per_layer"
     r"|per_layer_model_projection|per_layer_projection_norm|embedding_norm|final_norm"
-    r"|encoder\.layer|pooler)\.)"
+    r"|encoder\.layer|pooler|ple|embedding_projection)\.)"
 )
 HEADS = re.compile(r"language_model\.(?=lm_head\.)")
 TABLES = dict.fromkeys(  # names of the embedding table
@@ -48,7 +50,10 @@ ROLES = {
     **dict.fromkeys(("key_layernorm", "k_layernorm"), "k_norm"),
 }
 INDEXER = ".indexer."  # in names of parameters that only choose keys
-ROUTERS = (".gate.weight", ".router.weight", ".gate.wg.weight", ".router.proj.weight")
+ROUTERS = (
+    *(".gate.weight", ".router.weight", ".gate.wg.weight", ".router.proj.weight"),
+    ".router.classifier.weight",
+)
 LEFT_OUT = re.compile(
     r"(?:model\.)?(?:vision_tower|vision_model|visual|image_tower|video_tower|audio_tower|connector"
     r"|multi_modal_projector|image_newline|embed_vision|embed_audio)(?:\.|$)|.*rotary_emb\.inv_freq$"

@@ -27,7 +27,8 @@ def experts_of(read: Reader, layers: int) -> Experts | None:
         return None
     activation = _activation(read)
     groups, top_groups = _groups(read, rules, count)
-    if not 1 <= k <= (count if groups is None else count // groups * (top_groups or 0)):
+    zero = read.size(rules.zero) if rules.zero and read.get(rules.zero) else 0
+    if not 1 <= k <= (count + zero if groups is None else count // groups * (top_groups or 0)):
         raise ConfigError(f"config: a router cannot choose {k} experts for a token from {count}")
     if rules.mixer and (k != 2 or count < k):
         raise ConfigError(f"config: {rules.k[0]} is {k}; this router chooses 2 experts")
@@ -43,6 +44,7 @@ def experts_of(read: Reader, layers: int) -> Experts | None:
         inner=read.size(rules.inner),
         sparse=sparse,
         activation="swiglu_clamped" if rules.clamped else activation,
+        zero=zero,
         scores=rules.scores,
         normalize=read.resolve(rules.normalize),
         groups=groups,
@@ -72,6 +74,8 @@ def experts_of(read: Reader, layers: int) -> Experts | None:
         before=rules.before,
         halves=rules.halves,
         pairs=rules.pairs and groups is not None,
+        narrow=rules.narrow,
+        shortcut=rules.shortcut,
     )
 
 
@@ -185,5 +189,5 @@ def _sparse(read: Reader, rules: Mixture, layers: int) -> tuple[bool, ...]:
                 raise ConfigError(f"config: moe_layer_end_index is {last!r}; it must be a layer")
             step, last = read.size("moe_layer_interval"), layers - 1 if last == -1 else last
             return tuple((n + 1) % step == 0 and first <= n <= last for n in every)
-        case _:
-            return (True,) * layers
+        case kind:
+            return tuple(kind != "paired" or n % 2 == 0 for n in every)

@@ -79,14 +79,16 @@ def by_layer_of(read: Reader, types: tuple[str, ...], kv_heads: int, dim: int) -
         problem = f"num_kv_shared_layers is {int(shared)} of {layers}"
         raise ConfigError(f"config: {problem}; a layer of each type must have keys of its own")
     wide = read.flag("use_double_wide_mlp")
-    inputs = read.get("hidden_size_per_layer_input")
+    inputs, table = read.get("hidden_size_per_layer_input"), "vocab_size_per_layer_input"
     return {
         "full_heads": None if both[0] == both[1] else both[0],
         "other_heads": both[1],
         "keys_as_values": read.flag("attention_k_eq_v"),
         "shared_layers": int(shared),
         "shared_inner": read.size("intermediate_size") * (1 + wide),
-        "layer_inputs": (read.size("vocab_size_per_layer_input"), inputs) if inputs else (0, 0),
+        "layer_inputs": (read.size(table) if table in read.defaults else 0, inputs)
+        if inputs
+        else (0, 0),
     }
 
 

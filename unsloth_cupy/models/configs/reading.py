@@ -15,6 +15,7 @@ MOST = 2**31 - 1
 MOST_OF = {
     "num_hidden_layers": 10_000,
     **dict.fromkeys(("head_dim", "num_attention_heads", "num_key_value_heads"), 2**16),
+    "zero_expert_num": 2**16,
     **{"hidden_size": 2**20, "intermediate_size": 2**22, "vocab_size": 2**26},
 }
 SHOWN = 5  # most keys in a message

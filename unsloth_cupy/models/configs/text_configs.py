@@ -19,6 +19,7 @@ OUTER_KEYS = ("tie_word_embeddings", "eos_token_id", "pad_token_id", "quantizati
 OUTER = {
     "gemma3": "gemma3_text",
     "gemma4": "gemma4_text",
+    "embedding_gemma2": "embedding_gemma2_text",
     "llama4": "llama4_text",
     **dict.fromkeys(("llava", "llava_next", "llava_next_video", "vipllava"), "llama"),
     **dict.fromkeys(("video_llava", "idefics3", "smolvlm", "voxtral"), "llama"),

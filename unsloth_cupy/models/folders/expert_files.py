@@ -7,6 +7,7 @@ model.layers.0.mlp.experts.gate_up_proj                  (experts, hidden, 2 inn
 model.layers.0.mlp.experts.gate_up_proj_blocks, _scales  its rows, (2 inner, hidden), in MXFP4
 model.layers.0.linear_attn.q_conv1d.weight               rows of conv1d.weight, as k_ and v_conv1d
 model.layers.0.self_attn.A_log                           forget_gate.A_log in kimi_linear
+model.layers.0.attention.dense.weight                    self_attn.o_proj.weight in bailing_hybrid
 model.layers.0.attention_layer_norm.weight               input_layernorm.weight in olmo_hybrid
 """
 
@@ -25,6 +26,7 @@ from ...ops.quantized.weight import Quantized
 from ..configs.config import CORRECTION, STACKS, Config, Delta, Experts
 from ..configs.names import (
     BACKBONE,
+    BARE,
     EMBEDDINGS,
     LABELLED,
     TABLE,
@@ -53,12 +55,15 @@ class Place(NamedTuple):
     turned: bool = False
     packed: bool = False
     row: bool = False  # the file has a matrix of one row
+    empty: bool = False  # of a zero expert: transformers has a matrix, which computes nothing
     rows: slice | None = None  # the rows of the parameter that the tensor holds
 
     def of(self, array: Array) -> Array:
         """Return the tensor for the file, from the whole parameter."""
         if self.rows is not None:
             return array[self.rows]
+        if self.empty:
+            return np.zeros_like(array, shape=self.shape)
         if self.parts > 1:
             whole: Array = array.reshape(self.parts, *self.shape)  # (parts, rows, in)
             return whole[self.part]
@@ -150,41 +155,42 @@ def places(config: Config) -> dict[str, Place]:
     experts = config.experts
     for layer in range(config.layers) if experts is not None else ():
         if experts is not None and experts.sparse[layer]:
-            prefix = f"model.layers.{layer}."
+            prefix = config.prefix_of(layer)
             outer = BACKBONE + prefix.removeprefix(TEXT) if config.single else prefix
             tensors |= {outer + name: place for name, place in _of_layer(config, experts, prefix)}
     if config.single:
         tensors |= dict(_of_backbone(config))
-    if config.delta is not None and config.delta.stored in ("apart", "short"):
+    if config.delta is not None and (config.delta.by_channel or config.delta.stored == "apart"):
         tensors |= dict(_of_convolutions(config, config.delta))
     if config.delta is not None and config.delta.stored == "apart":
         tensors |= dict(_of_olmo(config))
-    if config.delta is not None and config.delta.stored == "short":
-        tensors |= dict(_of_kimi(config, config.delta))
     tensors |= dict(_without_prefix(config, {place.parameter for place in tensors.values()}))
-    if config.head_gate:
-        tensors |= dict(_of_gates(config))
-    return tensors
+    return dict(_renamed(config, tensors)) if config.in_files else tensors
 
 
 def _without_prefix(config: Config, others: Collection[str]) -> Iterator[tuple[str, Place]]:
     """Yield the tensors of encoders, and of bodies without a head, which have no prefix."""
     table, labelled = config.names.embeddings, {new: old for old, new in LABELLED.items()}
-    if config.causal and config.body != "":
+    if config.causal and config.body not in BARE:
         return
+    prefix = "" if config.body in BARE else config.body  # a folder has the language model alone
     for name, shape in config.shapes().items():
-        own = config.body + table if name == TABLE else stored_name(name, config.body)
+        own = prefix + table if name == TABLE else stored_name(name, prefix)
         own = own if config.classifier == "score" else labelled.get(name, own)
         if own != name and name not in others:
             yield own, Place(name, shape)
 
 
-def _of_gates(config: Config) -> Iterator[tuple[str, Place]]:
-    """Yield the gates of heads, which have other names in files."""
-    for layer in filter(config.attends, range(config.layers)):
-        module = f"model.layers.{layer}.{config.names.attention}."
-        place = Place(f"{module}g_proj.weight", (config.heads, config.hidden))
-        yield f"{module}gate_proj.weight", place
+def _renamed(config: Config, tensors: Mapping[str, Place]) -> Iterator[tuple[str, Place]]:
+    """Yield tensors with the names of files: see ``in_files``."""
+    others = {place.parameter for place in tensors.values()}
+    own = {name: Place(name, shape) for name, shape in config.shapes().items()}
+    for name, place in {**own, **tensors}.items():
+        stored = name
+        for part, new in config.in_files:
+            stored = stored.replace(part, new)
+        if name in tensors or (stored != name and name not in others):
+            yield stored, place
 
 
 def _of_backbone(config: Config) -> Iterator[tuple[str, Place]]:
@@ -206,23 +212,6 @@ def _of_convolutions(config: Config, rule: Delta) -> Iterator[tuple[str, Place]]
             place = Place(f"{prefix}conv1d.weight", shape, rows=slice(start, stop))
             if not config.attends(layer):
                 yield f"{prefix}{name}_conv1d.weight", place
-
-
-def _of_kimi(config: Config, rule: Delta) -> Iterator[tuple[str, Place]]:
-    """Yield the tensors of a kimi_linear that have other names."""
-    shapes = dict(rule.shapes(config.hidden))
-    for layer in range(config.layers):
-        prefix = f"model.layers.{layer}."
-        for name, shape in {} if config.attends(layer) else shapes.items():
-            if name.startswith("forget_gate."):
-                module = f"{prefix}{config.names.recurrent}."
-                yield module + name.removeprefix("forget_gate."), Place(module + name, shape)
-        if config.experts is None or not config.experts.sparse[layer]:
-            sizes = (config.inner, config.hidden)
-            for name in ("gate", "up", "down"):
-                shape = sizes if name != "down" else sizes[::-1]
-                place = Place(f"{prefix}mlp.{name}_proj.weight", shape)
-                yield f"{prefix}block_sparse_moe.{name}_proj.weight", place
 
 
 def _of_olmo(config: Config) -> Iterator[tuple[str, Place]]:
@@ -266,6 +255,20 @@ def _of_layer(config: Config, experts: Experts, prefix: str) -> Iterator[tuple[s
                 yield name.format(expert), Place(prefix + own, of_part, at, count * len(names))
 
 
+def _of_zero_experts(config: Config) -> Iterator[tuple[str, str, Place]]:
+    """Yield (parameter, name in files, place) of transformers' matrices of zero experts."""
+    experts = config.experts
+    for layer in range(config.layers if experts is not None and experts.zero else 0):
+        own = f"{experts.prefix}experts.{experts.names[0]}" if experts is not None else ""
+        if experts is None or not experts.sparse[layer]:
+            continue
+        prefix = config.prefix_of(layer)
+        place = Place(prefix + own, (experts.inner, config.hidden), empty=True)
+        for expert in range(experts.count, experts.choices):
+            for name in experts.files[own]:
+                yield prefix + own, prefix + name.format(expert), place
+
+
 def file_tensors(
     config: Config, own: Collection[str] = (), packed: Collection[str] = ()
 ) -> dict[str, dict[str, Place]]:
@@ -278,6 +281,9 @@ def file_tensors(
     for name, place in places(config).items():
         if place.packed == (place.parameter in packed) and place.parameter not in own:
             tensors.setdefault(place.parameter, {})[name] = place
+    for parameter, name, place in _of_zero_experts(config):
+        if parameter in tensors:
+            tensors[parameter][name] = place
     if config.delta_norms is not None:  # blocks with attention use the usual names
         for layer in filter(config.attends, range(config.layers)):
             tensors.pop(f"model.layers.{layer}.post_attention_layernorm.weight", None)

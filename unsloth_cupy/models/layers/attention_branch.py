@@ -26,7 +26,7 @@ from .state_space_layer import state_space_layer
 
 def attention_branch(call: Call, layer: int, prefix: str, x: Any) -> Any:
     """Return the output of the attention branch for normalised x."""
-    config, module = call.config, f"{prefix}{call.config.names.attention}."
+    config, module = call.config, f"{prefix}{call.config.attention_in(layer)}"
     recurrent = f"{prefix}{config.names.recurrent}."
     if config.delta is not None and not config.attends(layer):
         return delta_layer(call, config.delta, layer, recurrent, x)
@@ -56,7 +56,7 @@ def _attention(call: Call, layer: int, module: str, x: Any) -> Any:
         gate = gate.reshape(batch, tokens, config.heads, 1)
     if config.latent is not None:
         out = latent_attention_heads(call, config.latent, layer, module, x)
-        return _output(call, module, out)
+        return _output(call, module, out if gate is None else gated(out, gate))
     if "qkv" in config.fused:
         (fused,) = call.project(call.parameters, [module + config.names.qkv], x)
         q, k, v = split(fused, (queries, keys, keys))

@@ -6,6 +6,7 @@
     y = x + branch(norm(x))                                     in blocks with a single branch
     h = norm(x), y = norm(a h + b attention(h)), a y + b mlp(y)     with lightning attention
     h = norm(x + attention(x))      y = norm(h + mlp(h))        in BERT
+    y = h + mlp(norm(h)) + m        with experts(norm(h)) of the block before as m, in LongCat-Flash
 
 A residual sum and the norm after it are one op, so a block returns the two terms of its sum:
 (branch, stream).  Parameters have their Hugging Face names; biases are optional.
@@ -32,11 +33,12 @@ from ...training.checkpoint import CheckpointConfig, checkpoint
 from ..adapters.adapter import PREFIX
 from ..adapters.outer_weights import embedding_of
 from ..configs.config import MLP, OF_BERT, SCALAR, Config, Rope
-from ..configs.names import INTO_LAYERS, TABLE_OF_LAYERS
+from ..configs.names import INTO_LAYERS, NORM_OF_INPUTS, TABLE_OF_LAYERS
 from ..ranks.division import Division, entered, joined
 from .attention_branch import attention_branch
 from .call import Call
 from .elements import split
+from .experts_layer import experts_of_tokens
 from .mlp_branch import mlp_and_experts, mlp_branch
 from .norms import join, norm_of
 
@@ -76,6 +78,9 @@ def rope_rows(rope: Rope, like: Array) -> Callable[[int], tuple[Array, ...]]:
     return tables
 
 
+SHORTCUT = "shortcut"  # an output of experts, among what later blocks use
+
+
 @naming("Transformer", "embedding", "vocab_parallel_embedding")
 def embedded(
     config: Config, parameters: Mapping[str, Any], tokens: Array, division: Division | None = None
@@ -98,16 +103,20 @@ def inputs_of_layers(
     """Return the input of each layer, (batch, tokens, size), for embeddings x; () without inputs.
 
     (norm(hidden^-1/2 x A) + size^1/2 table[token]) / 2^1/2         split among layers
+    norm(hidden^-1/2 x A)                                           without a table
     """
-    _, size = config.layer_inputs
+    rows, size = config.layer_inputs
     if not size:
         return ()
-    rows = scale(embedding_of(tokens, parameters[TABLE_OF_LAYERS]), factor=size**0.5)
-    own = scale(linear(x, parameters[f"{INTO_LAYERS}.weight"]), factor=config.hidden**-0.5)
-    own = own.reshape(*own.shape[:-1], config.layers, size)
-    own = rms_norm(own, parameters["model.per_layer_projection_norm.weight"], eps=config.eps)
-    both = scale(add(own.reshape(*rows.shape), rows), factor=2**-0.5)
-    return tuple(split(both, (size,) * config.layers))
+    module = f"model.{config.names.inputs}"
+    own = scale(linear(x, parameters[f"{module}{INTO_LAYERS}.weight"]), factor=config.hidden**-0.5)
+    shape, own = own.shape, own.reshape(*own.shape[:-1], config.layers, size)
+    own = rms_norm(own, parameters[f"{module}{NORM_OF_INPUTS}.weight"], eps=config.eps)
+    own = own.reshape(*shape)
+    if rows:
+        table = scale(embedding_of(tokens, parameters[TABLE_OF_LAYERS]), factor=size**0.5)
+        own = scale(add(own, table), factor=2**-0.5)
+    return tuple(split(own, (size,) * config.layers))
 
 
 def with_positions(call: Call, tokens: Any, x: Any) -> Any:
@@ -142,16 +151,19 @@ def blocks(
     """
     shared = dict[str, Any]()
     layers = range(call.config.layers) if layers is None else layers
-    size, stream = call.config.layers if call.gather is None else 1, None
+    pair = 1 + call.config.paired  # experts' outputs do not leave a checkpoint: see LongCat-Flash
+    size, stream = call.config.layers if call.gather is None else pair, None
     run: Callable[..., tuple[Any, Any, Any, Any]] = _part
     if checkpoints is not None and checkpoints.enabled:
         size, keep, offload = checkpoints.recompute_every, checkpoints.keep, checkpoints.offload
+        size = -(-size // pair) * pair
         if "attention_forward" in keep:
             keep = (*keep, "attention_varlen_forward")  # the same op for packed texts
         run = partial(checkpoint, _part, keep=keep, offload=offload)
     for first in range(layers.start, layers.stop, size):
         group = range(first, min(first + size, layers.stop))
-        prefixes = tuple(f"{a}model.layers.{n}." for n in group for a in ("", PREFIX))
+        places = dict.fromkeys(map(call.config.prefix_of, group))
+        prefixes = tuple(f"{a}{place}" for place in places for a in ("", PREFIX))
         needed = {n: value for n, value in call.parameters.items() if n.startswith(prefixes)}
         routers = None if call.experts.routers is None else list[Any]()
         part = call._replace(parameters=needed, experts=call.experts._replace(routers=routers))
@@ -186,18 +198,20 @@ def _part(
         if call.config.layer_inputs[1] or call.config.layer_scalar:
             x = branch if stream is None else add(branch, stream)
             own = inputs[layer - layers.start] if inputs else None
-            branch, stream = _ended(call, f"model.layers.{layer}.", x, own), None
+            branch, stream = _ended(call, call.config.prefix_of(layer), x, own), None
     new = {kind: pair for kind, pair in known.items() if pair is not shared.get(kind)}
+    new.pop(SHORTCUT, None)  # the pair of blocks that uses it is in this part
     return branch, stream, call.experts.routers, new
 
 
 def _ended(call: Call, prefix: str, x: Any, inputs: Any) -> Any:
     """Return the output of a block with the layer's inputs, times the block's number."""
     if inputs is not None:
-        (gate,) = call.project(call.parameters, [f"{prefix}per_layer_input_gate"], x)
+        module = call.config.names.own_input
+        (gate,) = call.project(call.parameters, [f"{prefix}{module}per_layer_input_gate"], x)
         y = geglu(gate, inputs, approximate=call.config.activation == "gelu_tanh")
-        (y,) = call.project(call.parameters, [f"{prefix}per_layer_projection"], y)
-        x = add(x, norm_of(call, prefix, "post_per_layer_input_norm", y))
+        (y,) = call.project(call.parameters, [f"{prefix}{module}per_layer_projection"], y)
+        x = add(x, norm_of(call, prefix, f"{module}post_per_layer_input_norm", y))
     if not call.config.layer_scalar:
         return x
     factor = value_of(call.parameters[prefix + SCALAR]).reshape(())
@@ -209,7 +223,8 @@ def block(call: Call, layer: int, branch: Any, stream: Any, last: bool = False) 
 
     ``last``: nothing reads the output within the same checkpoint.
     """
-    norms, prefix, config = call.config.norms_of(layer), f"model.layers.{layer}.", call.config
+    config, norms = call.config, call.config.norms_of(layer)
+    prefix = config.prefix_of(layer)
     x, stream = join(call, prefix, norms.before_attention, branch, stream)
     ranks = call.division
     if config.post_norm:  # x is the sum: there is no norm before the branches
@@ -236,13 +251,26 @@ def block(call: Call, layer: int, branch: Any, stream: Any, last: bool = False) 
     branch = _scaled(norm_of(call, prefix, norms.after_attention, branch), config.residual_scale)
     x, stream = join(call, prefix, norms.before_mlp, branch, stream)
     unread = last and ranks is None and norms.after_mlp is None and config.residual_scale == 1
-    beside = config.experts is not None and config.experts.beside
-    if beside:
+    if config.experts is not None and config.experts.beside:
         branch = mlp_and_experts(call, layer, prefix, x, stream)
+    elif config.experts is not None and config.experts.shortcut:
+        branch = _with_shortcut(call, layer, prefix, entered(ranks, x))
     else:
         branch = joined(ranks, mlp_branch(call, layer, prefix, entered(ranks, x), unread))
     branch = _scaled(norm_of(call, prefix, norms.after_mlp, branch), config.residual_scale)
     return branch, stream
+
+
+def _with_shortcut(call: Call, layer: int, prefix: str, x: Any) -> Any:
+    """Return the MLP's output, with that of the experts of the block before; store this block's."""
+    experts: Any = call.config.experts
+    known: Any = call.attention.keys.shared
+    branch = joined(call.division, mlp_branch(call, layer, prefix, x))
+    if not experts.sparse[layer]:
+        return add(branch, known[SHORTCUT])
+    y = experts_of_tokens(call, layer, prefix + experts.prefix, x)
+    known[SHORTCUT] = joined(call.division, y)
+    return branch
 
 
 def _scaled(branch: Any, factor: float) -> Any:

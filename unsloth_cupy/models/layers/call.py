@@ -39,7 +39,8 @@ class Keys(NamedTuple):
     latents: Latents | None = None  # the cache, if it holds latent rows
     cached: bool = False  # whether ``attend`` stores keys and values, of one size for all layers
     padding: Any = None  # (batch, 1, 1, keys) True where keys are not padding; None: no padding
-    shared: dict[str, Any] | None = None  # keys and values that later layers use, by layer type
+    # what later layers use: keys and values by layer type, an output of experts
+    shared: dict[str, Any] | None = None
 
 
 class Attention(NamedTuple):

@@ -4,8 +4,8 @@
     y = gated_norm(rule(q, k, v, decay, beta), x A_z) A_out
     decay = -exp(A_log) softplus(x A_a + dt_bias)      beta = sigmoid(x A_b)
 
-If every channel has its own decay, A_a and A_z are each the product of two matrices, and the gate
-is a sigmoid.
+If every channel has its own decay, the gate is a sigmoid, and A_a and A_z may each be the product
+of two matrices.  With a bound, decay = bound sigmoid(exp(A_log) (x A_a + dt_bias)).
 
 Ranks that divide the tokens exchange them for heads: each rank computes all tokens of some heads.
 
@@ -62,7 +62,7 @@ def delta_layer(call: Any, rule: Delta, layer: int, module: str, x: Any) -> Any:
     norm, output = rule.after
     eps = config.eps if rule.eps is None else rule.eps
     weight = parameters[f"{module}{norm}.weight"]
-    if rule.stored == "short":
+    if rule.by_channel:
         y = gated(rms_norm(y, weight, eps=eps), z)
     else:
         y = gated_rms_norm(y, z, weight, eps=eps)
@@ -76,7 +76,7 @@ def _projected(call: Any, rule: Delta, module: str, x: Any) -> list[Any]:
     projected: list[Any] = call.project(call.parameters, names, x)
     if rule.stored == "split":
         return projected
-    if rule.stored == "apart":
+    if rule.stored in ("apart", "whole"):
         return [beside(*projected[:3]), *projected[3:]]
     if rule.stored == "short":
         q, k, v, gate, beta, decay = projected
@@ -145,21 +145,26 @@ def _of_length_1(x: Any, eps: float) -> Any:
 
 
 def _decays(rule: Delta, a: Any, parameters: Mapping[str, Any], module: str) -> Any:
-    """Return -exp(log) softplus(a + bias), in float32 or wider, for each head or channel."""
-    if rule.stored == "short":
+    """Return the logarithms of decays, in float32 or wider, for each head or channel."""
+    if rule.by_channel:
         module += "forget_gate."
     log, bias = parameters[f"{module}A_log"], parameters[f"{module}dt_bias"]
-    if rule.stored == "short":
+    if rule.by_channel:
         a = a.reshape(*a.shape[:2], rule.key_heads, rule.key_dim)
         log, bias = log.reshape(rule.key_heads, 1), bias.reshape(rule.key_heads, rule.key_dim)
     arrays = tuple(map(value_of, (a, log, bias)))
     wide = np.promote_types(arrays[0].dtype, FLOAT32)
     x, rate = arrays[0].astype(wide) + arrays[2].astype(wide), np.exp(arrays[1].astype(wide))
-    y = -rate * np.logaddexp(x, wide.type(0))
+    bound = None if rule.bound is None else wide.type(rule.bound)
+    y = -rate * np.logaddexp(x, wide.type(0)) if bound is None else bound * sigmoid(rate * x)
 
     def back(dy: Any, wanted: Any) -> Mapping[str, Any]:
-        dx = -dy * rate * sigmoid(x)
-        gradients = {"a": dx, "log": (dy * y).sum(axis=(0, 1)), "bias": dx.sum(axis=(0, 1))}
+        if bound is None:
+            dx, dlog = -dy * rate * sigmoid(x), dy * y
+        else:
+            dx = dy * y * (1 - y / bound) * rate
+            dlog = dx * x
+        gradients = {"a": dx, "log": dlog.sum(axis=(0, 1)), "bias": dx.sum(axis=(0, 1))}
         if dy.ndim == 4:  # channels of a head share one log
             gradients["log"] = gradients["log"].sum(axis=-1, keepdims=True)
         dtypes = zip(gradients.items(), arrays, strict=True)

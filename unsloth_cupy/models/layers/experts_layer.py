@@ -65,6 +65,10 @@ def experts_of_tokens(
         routers.append(Routed(logits, _filled(value_of(routes.experts), experts)))
     if experts.beside:
         routes = _times(routes, parameters[f"{module}router.per_expert_scale"])
+    of_zero = None
+    if experts.zero:
+        ranks_of_inner = 1 if call.division is None else call.division.comm.size
+        routes, of_zero = _zero_experts(x, routes, experts.count, ranks_of_inner)
     gate_up, down = (f"{module}experts.{name}" for name in experts.names)
     into, back = (f"{module}{name}" for name in LATENT)
     if experts.latent is not None:
@@ -107,7 +111,33 @@ def experts_of_tokens(
         y = _summed(y, k)
     if experts.latent is not None:
         (y,) = call.project(parameters, [back], y)
-    return y
+    return y if of_zero is None else add(y, of_zero)
+
+
+def _zero_experts(x: Any, routes: Routes, count: int, parts: int) -> tuple[Routes, Any]:
+    """Return routes without zero experts, and the sum of these experts' outputs: weights times x.
+
+    Zero experts come after the first ``count``.  In the routes, others replace them with weight 0.
+    The sum is divided by ``parts``, the number of ranks that add theirs.
+    """
+    chosen, value, weights = (value_of(each) for each in (routes.experts, x, routes.weights))
+    zero, wide = chosen >= count, np.promote_types(value.dtype, FLOAT32)
+    factors = np.where(zero, weights, 0).sum(axis=-1, keepdims=True, dtype=wide) / wide.type(parts)
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        dy = dy.astype(wide, copy=False)
+        slopes = (dy * value).sum(axis=-1, keepdims=True) / wide.type(parts)
+        gradients = {"x": dy * factors, "weights": np.where(zero, slopes, 0)}
+        dtypes = {"x": value.dtype, "weights": weights.dtype}
+        return {name: rounded(gradients[name], dtype) for name, dtype in dtypes.items()}
+
+    def back_of_others(dy: Any, wanted: Any) -> dict[str, Any]:
+        return {"weights": np.where(zero, 0, dy).astype(weights.dtype, copy=False)}
+
+    y = taped("zeros", rounded(value * factors, value.dtype), back, x=x, weights=routes.weights)
+    others = np.where(zero, 0, weights).astype(weights.dtype, copy=False)
+    others = taped("others", others, back_of_others, weights=routes.weights)
+    return Routes(np.where(zero, chosen % count, chosen), others), y
 
 
 def _times(routes: Routes, factors: Any) -> Routes:
@@ -161,7 +191,7 @@ def _summed(y: Any, k: int) -> Any:
 
     def back(dy: Any, wanted: Any) -> dict[str, Any]:
         every = np.broadcast_to(dy[:, :, None], parts.shape)
-        return {"rows": np.ascontiguousarray(every).reshape(value.shape)}
+        return {"rows": contiguous(every).reshape(value.shape)}
 
     return taped("summed", rounded(parts.sum(axis=2, dtype=wide), value.dtype), back, rows=y)
 
@@ -170,7 +200,7 @@ def _filled(chosen: Array, experts: Experts) -> Array:
     """Return the experts of tokens with k columns: see ``Routed``."""
     if chosen.shape[-1] == experts.k:
         return chosen
-    whole = np.full_like(chosen, experts.count, shape=(*chosen.shape[:-1], experts.k))
+    whole = np.full_like(chosen, experts.choices, shape=(*chosen.shape[:-1], experts.k))
     whole[..., : chosen.shape[-1]] = chosen
     return whole
 

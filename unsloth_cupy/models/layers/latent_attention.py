@@ -21,6 +21,7 @@ from ...core.arrays import empty
 from ...core.dtypes import Array
 from ...ops.attention.attention import attention
 from ...ops.common.gemm import gemm
+from ...ops.elements.arithmetic import scale
 from ...ops.norms.rms_norm import rms_norm
 from ...ops.position.rope_qk import rope_qk
 from ...parallel.taped import taped, value_of
@@ -55,6 +56,7 @@ def latent_attention_heads(call: Any, latent: Latent, layer: int, module: str, x
     short, rotated = split(both, (latent.rank, latent.rotated))
     weight = parameters[f"{module}kv_a_layernorm.weight"]
     short = rms_norm(short, weight, eps=config.inner_eps)
+    short = short if latent.scales[1] == 1 else scale(short, factor=latent.scales[1])
     short, rotated = entered(ranks, short), entered(ranks, rotated)
     rotated = rotated.reshape(batch, tokens, 1, latent.rotated)
     q, turned = split(q, (latent.plain, latent.rotated))

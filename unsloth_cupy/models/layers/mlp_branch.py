@@ -24,8 +24,9 @@ def mlp_branch(call: Call, layer: int, prefix: str, x: Any, unread: bool = False
     ``unread``: see ``in_chunks``.
     """
     experts = call.config.experts
-    if experts is None or not experts.sparse[layer] or experts.beside:
-        return _dense_mlp(call, f"{prefix}{call.config.names.of_mlp}", x, unread)
+    dense = experts is None or not experts.sparse[layer] or experts.beside or experts.shortcut
+    if experts is None or dense:
+        return _dense_mlp(call, f"{prefix}{call.config.mlp_in(layer)}", x, unread)
     module = prefix + experts.prefix
     y = experts_of_tokens(call, layer, module, x, unread and not experts.shared)
     if not experts.shared:

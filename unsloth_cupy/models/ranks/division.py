@@ -112,6 +112,10 @@ class Division:
             problem = f"experts and MLP of a {config.model_type} have a norm before their sum"
             cure = "use a pipeline, ranks of experts, DataParallel or Zero3"
             raise ConfigError(f"Division: {problem}, which ranks do not divide; {cure}")
+        if config.paired and stages is not None:
+            cure = "use ranks of experts, tensor parallelism, DataParallel or Zero3"
+            problem = f"layers of a {config.model_type} are pairs of blocks, which stages would cut"
+            raise ConfigError(f"Division: {problem}; {cure}")
         if not config.causal and (ranks > 1 or stages is not None):
             cure = "divide the batch (DataParallel), or store parts of its weights (Zero3)"
             raise ConfigError(f"Division: ranks do not divide a {config.model_type}; {cure}")

@@ -72,7 +72,7 @@ class ModelStage:
         hidden = self.stages.like(table, (*rows, self.model.config.hidden))
         if experts is None or not self.model.config.balanced:
             return (hidden,)
-        return hidden, np.zeros_like(table, np.float64, shape=(2, experts.count))
+        return hidden, np.zeros_like(table, np.float64, shape=(2, experts.choices))
 
     def forward(self, step: Step, microbatch: Mapping[str, Any], xs: Any) -> Any:
         """Return the outputs of a chunk of blocks, or the loss after the last chunk."""

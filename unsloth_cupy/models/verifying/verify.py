@@ -307,7 +307,9 @@ class _Pass:
         parameters: dict[str, Any] = dict.fromkeys(side.config.shapes(), Unread())
         parameters[TABLE] = np.empty((0, side.config.hidden), FLOAT32)
         self.model = Transformer(side.config, parameters, side.texts)
-        self.call = self.model.call(parameters, tokens[None], offsets=offsets, routers=[])
+        call = self.model.call(parameters, tokens[None], offsets=offsets, routers=[])
+        keys = call.attention.keys._replace(shared={})  # what a block leaves for later ones
+        self.call = call._replace(attention=call.attention._replace(keys=keys))
         self.routed: list[Array] = []  # experts of each token, by layers with experts
         self.branch: Any = None
         self.stream: Any = None
@@ -576,9 +578,8 @@ class _Numbers:
         )
 
     def _block(self, layer: int) -> Fault | None:
-        prefix = f"model.layers.{layer}."
         names, others = (
-            [name for name in side.config.shapes() if name.startswith(prefix)]
+            [n for n in side.config.shapes() if n.startswith(side.config.prefix_of(layer))]
             for side in (self.trained, self.own)
         )
         first, second, third = self.passes

@@ -421,7 +421,7 @@ class Server:
         form = body.get("encoding_format", "float")
         if form not in ("float", "base64"):
             raise RequestError("encoding_format must be float or base64", "encoding_format")
-        size = self.model.config.hidden
+        size = self.model.config.state
         if fields.integer(body, "dimensions", 1, size, size) != size:
             raise RequestError(f"dimensions must be {size}, or absent", "dimensions")
         texts = fields.texts_of(body, "input")

@@ -238,7 +238,7 @@ def test_numbers_by_layer_and_periods(tmp_path: Path) -> None:
         ({"llama.block_count": 4}, r"tensor 'blk.3.attn_q.weight' is missing"),
         ({"llama.feed_forward_length": 8}, r"'blk.0.ffn_gate.weight' is \(48, 32\), not \(8, 32\)"),
         ({"tokenizer.ggml.pre": "bloom"}, r"an unknown rule, 'bloom'; put n.gguf and"),
-        ({"tokenizer.ggml.model": "t5"}, r"its tokenizer is 't5', neither gpt2 nor llama"),
+        ({"tokenizer.ggml.model": "t5"}, r"its tokenizer is 't5', none of gpt2, llama, gemma4"),
     ],
 )
 def test_what_is_not_understood_is_refused(

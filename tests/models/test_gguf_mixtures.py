@@ -12,10 +12,11 @@ from unsloth_cupy import models
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.models.adapters.into import kind_of
 from unsloth_cupy.models.gguf import _families
+from unsloth_cupy.models.gguf._families import LIKE
 from unsloth_cupy.parallel import SingleCommunicator
 
 from .exported import byte_level, make, read, write_tokenizer
-from .peers import BALANCED, MULTIPLIERS, SIZES, STATES
+from .peers import BALANCED, LLAMA3, MULTIPLIERS, SIZES, STATES
 from .test_gguf_load import copied
 
 gguf = pytest.importorskip("gguf", reason="needs the extra `gguf`")
@@ -45,7 +46,29 @@ YARN = {
     "mscale": 0.7,
     "mscale_all_dim": 0.7,
 }
+OF_GEMMA4 = {"model_type": "gemma4_text", "head_dim": 16, "sliding_window": 5}
+BOTH = ["sliding_attention", "full_attention"]
+ONES = {"mscale": 1.0, "mscale_all_dim": 1.0}
 MIXTURES: dict[str, dict[str, Any]] = {
+    "gemma4": {
+        **OF_GEMMA4,
+        **{"attention_k_eq_v": True, "num_key_value_heads": 4, "hidden_size_per_layer_input": 0},
+        "per_layer_config": {"2": {"head_dim": 12, "num_key_value_heads": 2}},
+        "layer_types": ["sliding_attention", *BOTH],
+    },
+    "gemma4 of shared keys": {
+        **OF_GEMMA4,
+        **{"global_head_dim": 20, "num_kv_shared_layers": 3, "use_double_wide_mlp": True},
+        **{"hidden_size_per_layer_input": 6, "vocab_size_per_layer_input": 97},
+        **{"num_hidden_layers": 5, "final_logit_softcapping": 3.0, "initializer_range": 0.1},
+        "layer_types": [*BOTH, *BOTH, "full_attention"],
+    },
+    "gemma4 of experts": {
+        **OF_GEMMA4,
+        **{"enable_moe_block": True, "num_experts": 5, "top_k_experts": 3},
+        **{"moe_intermediate_size": 12, "hidden_size_per_layer_input": 0, "num_hidden_layers": 2},
+        **{"global_head_dim": 8, "layer_types": BOTH},
+    },
     "llama": {"model_type": "mixtral", "num_local_experts": 4, "head_dim": 16, **BALANCED},
     "qwen2moe": {
         "model_type": "qwen2_moe",
@@ -113,6 +136,17 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "partial_rotary_factor": 0.5,
         "head_dim": 16,
     },
+    "llama4": {
+        "model_type": "llama4_text",
+        **{"head_dim": 12, "intermediate_size_mlp": 40, "num_hidden_layers": 5},
+        **{"num_local_experts": 4, "num_experts_per_tok": 2, "interleave_moe_layer_step": 2},
+        "rope_parameters": LLAMA3,
+    },
+    "llama4 of 128 experts": {
+        "model_type": "llama4_text",
+        **{"head_dim": 8, "intermediate_size_mlp": 40, "intermediate_size": 8},
+        **{"num_local_experts": 128, "use_qk_norm": False, "num_hidden_layers": 4},
+    },
     "ernie4_5-moe": {
         "model_type": "ernie4_5_moe",
         "moe_num_experts": 5,
@@ -137,6 +171,33 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "first_k_dense_replace": 1,
         "num_key_value_heads": 4,
         "rope_parameters": YARN,
+    },
+    "mistral4": {
+        "model_type": "mistral4",
+        **ROUTED,
+        **LATENT,
+        **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+        "rope_parameters": YARN | ONES | {"llama_4_scaling_beta": 0.3},
+    },
+    "deepseek32": {
+        "model_type": "deepseek_v32",
+        **ROUTED,
+        **LATENT,
+        **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_key_value_heads": 4},
+        **{
+            "index_n_heads": 8,
+            "index_head_dim": 64,
+            "index_topk": 5,
+            "rope_parameters": YARN | ONES,
+        },
+    },
+    "glm-dsa": {
+        "model_type": "glm_moe_dsa",
+        **ROUTED,
+        **LATENT,
+        **{"first_k_dense_replace": 1, "num_key_value_heads": 4, "rms_norm_eps": 1e-6},
+        **{"index_n_heads": 8, "index_head_dim": 64, "index_topk": 5},
+        "indexer_types": ["full", "shared", "full"],
     },
     "lfm2": {"model_type": "lfm2", "full_attn_idxs": [1], "norm_eps": 1e-3},
     "lfm2moe": {
@@ -272,6 +333,7 @@ WIDE = {  # of whole blocks, and large enough to stay packed
     "moe_intermediate_size": 32,
     "num_hidden_layers": 2,
 }
+ENDS = (".weight", ".bias", ".scale")
 FOLDER = Path(__file__).parents[1] / "golden" / "models" / "gpt_oss_mxfp4"
 
 
@@ -315,9 +377,9 @@ def test_what_was_exported_comes_back(name: str, tmp_path: Path) -> None:
     values, dense, _ = read(tmp_path / "m.gguf")
     arch = values["general.architecture"]
     assert arch == name.partition(" ")[0]
-    number = {each: n for n, each in gguf.MODEL_ARCH_NAMES.items()}[arch]
+    number = {each: n for n, each in gguf.MODEL_ARCH_NAMES.items()}[LIKE.get(arch, arch)]
     known = {gguf.TENSOR_NAMES[each] for each in gguf.MODEL_TENSORS[number]}
-    first = {n.removesuffix(".weight").removesuffix(".bias") for n in dense if "blk.0." in n}
+    first = {n.rpartition(".")[0] if n.endswith(ENDS) else n for n in dense if "blk.0." in n}
     assert {each.replace("blk.0", "blk.{bid}") for each in first} <= known
     assert report.types.keys() == {"f32"}
 
@@ -439,6 +501,36 @@ def test_the_experts_of_gpt_oss_stay_in_mxfp4(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "problem"),
     [
+        ("gemma4", {"layer_types": ["full_attention"] * 3}, "always has windows"),
+        ("gemma4", {"attention_bias": True}, "no bias in its output projection"),
+        (
+            "gemma4",
+            {"rope_parameters": {BOTH[0]: {"rope_type": "linear", "factor": 2.0}}},
+            "does not stretch the rotary positions of sliding layers",
+        ),
+        *(
+            ("gemma4 of shared keys", {"layer_types": types, **shared}, "shares the keys and val")
+            for types, shared in (
+                ([*BOTH[::-1], *BOTH[::-1], BOTH[1]], {}),
+                ([*BOTH, BOTH[0], *BOTH], {"num_kv_shared_layers": 2}),
+            )
+        ),
+        (
+            "gemma4 of shared keys",
+            {"vocab_size_per_layer_input": 200},
+            "has 97 rows in the table of layers",
+        ),
+        ("llama4", {"attention_chunk_size": 64}, "has chunks of 8192 positions"),
+        ("mistral4", {"rope_parameters": YARN}, "has mscale=1 and mscale_all_dim=1"),
+        ("llama4", {"num_hidden_layers": 3}, "has 4 layers or more"),
+        ("llama4", {"attn_scale": 0.2}, r"attn_scale=0\.1 and floor_scale=8192"),
+        ("llama4", {"attn_temperature_tuning": False}, "attn_temperature_tuning"),
+        ("llama4", {"use_qk_norm": False}, "norms of queries and keys unless there are 128"),
+        ("llama4", {"moe_layers": [0, 1]}, "has experts in every n-th layer"),
+        ("llama4", {"no_rope_layers": [1] * 5}, "rotates all layers but every fourth"),
+        ("llama4", {"attention_chunk_size": None}, "has chunks of 8192 positions"),
+        ("deepseek32", {"index_head_dim": 16}, "indexer heads of a multiple of 64 elements"),
+        ("glm-dsa", {"index_head_dim": 16}, "indexer heads of a multiple of 64 elements"),
         ("qwen2moe", {"norm_topk_prob": True}, "with weights that are not normalized"),
         ("qwen2moe", {"mlp_only_layers": [0]}, "has experts in all layers"),
         ("qwen3moe", {"norm_topk_prob": False}, "with weights that sum to 1"),

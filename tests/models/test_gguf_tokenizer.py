@@ -307,7 +307,7 @@ def without(values: Values, key: str, value: Any) -> Values:
 @pytest.mark.parametrize(
     ("make_values", "key", "value", "words"),
     [
-        (byte_level, "model", {"type": "Unigram"}, "is Unigram; export_gguf only supports BPE"),
+        (byte_level, "model", {"type": "Unigram"}, "is Unigram; export_gguf supports BPE and"),
         (byte_level, "model.merges", [], "has no merges"),
         (byte_level, "model.dropout", 0.5, "dropout is 0.5, which llama.cpp does not support"),
         (byte_level, "normalizer", {"type": "Lowercase"}, r"changes texts \(Lowercase\)"),
@@ -363,7 +363,7 @@ def test_added_tokens_beyond_the_vocabulary_are_left_out(tmp_path: Path) -> None
 
 def test_broken_files(tmp_path: Path) -> None:
     make(tmp_path / "m", "llama")
-    for text, words in (("{", "cannot be read as JSON"), ("{}", "is None; export_gguf only")):
+    for text, words in (("{", "cannot be read as JSON"), ("{}", "is None; export_gguf supports")):
         (tmp_path / "m" / "tokenizer.json").write_text(text)
         with pytest.raises(ConfigError, match=words):
             models.export_gguf(tmp_path / "m", tmp_path / "m.gguf")

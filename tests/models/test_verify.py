@@ -406,6 +406,33 @@ def test_at_most_two_blocks_are_in_memory(
     assert peak < (2.8 if fault else 2), peak
 
 
+@pytest.mark.parametrize(
+    ("name", "tensor", "stage"),
+    [
+        ("gemma4", "blk.1.layer_output_scale.weight", "block 1"),
+        ("gemma4 of shared keys", "per_layer_token_embd.weight", "embedding"),
+        ("gemma4 of shared keys", "per_layer_model_proj.weight", "embedding"),
+        ("gemma4 of shared keys", "blk.4.inp_gate.weight", "block 4"),
+        ("gemma4 of experts", "blk.1.ffn_down_exps.scale", "block 1"),
+        ("gemma4 of experts", "blk.0.ffn_gate_inp.scale", "block 0"),
+        ("llama4", "blk.1.ffn_gate_inp.weight", "block 1"),
+        ("mistral4", "blk.2.ffn_gate_up_exps.weight", "block 2"),
+        ("deepseek32", "blk.0.indexer.attn_k.weight", "block 0"),
+        ("glm-dsa", "blk.2.indexer.k_norm.bias", "block 2"),
+    ],
+)
+def test_planted_faults_in_tensors_of_few_families(
+    name: str, tensor: str, stage: str, tmp_path: Path
+) -> None:
+    make(tmp_path / "m", MIXTURES[name])
+    models.export_gguf(tmp_path / "m", tmp_path / "m.gguf", kind="q8_0")
+    right, wrong = tmp_path / "m.gguf", tmp_path / "f.gguf"
+    planted(right, wrong, tensors={tensor: lambda array: np.roll(array, 1) + 0.1})
+    assert models.verify(right, tmp_path / "m", prompts=PROMPTS).same
+    result = models.verify(wrong, tmp_path / "m", prompts=PROMPTS)
+    assert (result.same, result.stage) == (False, stage), result
+
+
 def test_the_epsilon_of_latent_norms_is_that_of_llama_cpp(tmp_path: Path) -> None:
     make(tmp_path / "m", MIXTURES["minicpm3"] | {"rms_norm_eps": 1e-3})
     models.export_gguf(tmp_path / "m", tmp_path / "m.gguf", kind="f32")

@@ -63,6 +63,7 @@ def export(
     A + means that the most sensitive matrices have more bits. Ternary types are for BitNet.
     """  # noqa: D301 -- click reads the \b
     from ..models import export_adapter_gguf, export_gguf
+    from ..models.gguf.reading import opened_gguf
 
     if adapter:
         if modelfile or tokenizer:
@@ -93,7 +94,10 @@ def export(
     for note in notes:
         echo(f"note: {note}")
     again = ["unsloth-cupy", "verify", file, "--against", folder]
-    if place is None:
+    values = opened_gguf(file).values
+    if values.get(f"{values['general.architecture']}.attention.causal") is False:
+        echo_next(["llama-embedding", "-m", file])  # an encoder, which verify does not compare
+    elif place is None:
         echo_next(["llama-cli", "-m", file], again)
     else:
         name = re.sub(r"[^\w.-]+", "-", file.stem.lower(), flags=re.ASCII).strip("-._") or "model"

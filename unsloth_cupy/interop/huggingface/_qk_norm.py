@@ -2,13 +2,15 @@
 
 The source of a layer's forward is rewritten: ``self.q_norm(x)`` becomes ``x``, and the rotary
 function gets the layer as an argument, whose norms have the weights.  The condition is that the
-forward always normalizes and rotates, once each, and not in a branch.
+forward always normalizes and rotates, once each, and not in a branch.  Of a layer that rotates
+queries and keys apart, ``x = self.q_norm(x)`` and the rotation of x must follow each other.
 """
 
 import ast
 import inspect
 import textwrap
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,17 +21,17 @@ from ...errors import ShapeError
 from ..torch import qk_norm_rope
 from ._changes import HOOKED, Changes, own_forward, place_of
 from ._modules import eps_of
-from ._rotary import Rotation, decorated_as, named
+from ._rotary import ALONE, Rotation, decorated_as, named
 from ._trials import Call, Refused, Texts, draw, near
 
 Forward = Callable[..., Any]
 
 
-def norms_of(module: nn.Module) -> tuple[str, str] | None:
-    """Return the names of a layer's norms of queries and of keys; None unless it has both."""
+def norms_of(module: nn.Module) -> tuple[str, ...] | None:
+    """Return the names of a layer's norms of queries and of keys; of keys there may be none."""
     names = [name for name in module._modules if "norm" in name]
     of_q, of_k = ([name for name in names if name.startswith(first)] for first in "qk")
-    return (of_q[0], of_k[0]) if len(of_q) == len(of_k) == 1 else None
+    return (*of_q, *of_k) if len(of_q) == 1 and len(of_k) <= 1 else None
 
 
 def take(
@@ -50,9 +52,13 @@ def take(
     }
     expected = texts.kept(call.wide(module, random))
     turned, count = vars(module)[place_of(module)].__func__, len(changes)
+    apart = rotation in ALONE
+    if len(names) < 2 and not apart:
+        raise Refused("it has no norm of keys")
     for offset in (0.0, 1.0):  # 1.0: weights are stored minus 1, as in Gemma
-        turn = _turn(rotation, names, eps=min(eps), offset=offset)
-        changes.forward(module, _either(names, _joined(module, names, turn), turned))
+        make = _turn_apart if apart else partial(_turn, names=names)
+        turn = make(rotation, eps=min(eps), offset=offset)
+        changes.forward(module, _either(names, _joined(module, names, turn, apart), turned))
         try:
             result = texts.kept(call.wide(module, random))
         except ShapeError:
@@ -61,6 +67,22 @@ def take(
             return
         changes.since(count)
     raise Refused("it does more than normalize and rotate")
+
+
+def _turn_apart(rotation: Rotation, **options: float) -> Forward:
+    """Return a rotary function of one array, whose first arguments are a layer and a norm's name.
+
+    It also normalizes.
+    """
+
+    def turn(layer: Any, name: str, *args: Any, **more: Any) -> Any:
+        def normed(q: Any, k: Any, *tables: Any, interleaved: bool) -> Any:
+            weight = getattr(layer, name).weight  # k has no heads
+            return qk_norm_rope(q, k, weight, weight, *tables, interleaved=interleaved, **options)
+
+        return rotation(normed, *args, **more)
+
+    return turn
 
 
 def _turn(rotation: Rotation, names: tuple[str, str], **options: float) -> Forward:
@@ -76,7 +98,7 @@ def _turn(rotation: Rotation, names: tuple[str, str], **options: float) -> Forwa
     return turn
 
 
-def _either(names: tuple[str, str], joined: Forward, turned: Forward) -> Forward:
+def _either(names: tuple[str, ...], joined: Forward, turned: Forward) -> Forward:
     """Return a forward that is ``joined`` if no hook must see the norms, else ``turned``."""
 
     def forward(self: Any, *args: Any, **options: Any) -> Any:
@@ -92,17 +114,23 @@ def _is_bare(norm: Any) -> bool:
     return "weight" in norm._parameters and HOOKED not in vars(norm) and not hooks
 
 
-def _joined(module: nn.Module, names: tuple[str, str], turn: Forward) -> Forward:
+def _joined(module: nn.Module, names: tuple[str, ...], turn: Forward, apart: bool) -> Forward:
     """Return a layer's forward that passes queries and keys to ``turn`` without norms."""
     forward: Any = type(module).forward
     plain = inspect.unwrap(forward)
     function, rotary = _source(forward, plain), next(iter(named(module)), "")
-    counts = {rotary: 1, **dict.fromkeys(names, 1)}
-    nodes = [*ast.walk(function)]
-    used = [getattr(node, "attr", getattr(node, "id", None)) for node in nodes]
-    writer = _Writer(function.args.args[0].arg, rotary, names)
-    writer.visit(function)
-    if writer.written != counts or any(used.count(name) != 1 for name in counts):
+    used = [getattr(node, "attr", getattr(node, "id", None)) for node in ast.walk(function)]
+    if apart:
+        pairs = _Pairs(function.args.args[0].arg, rotary)
+        pairs.visit(function)
+        counts = {rotary: len(pairs.written), **dict.fromkeys(pairs.written, 1)}
+        whole = {*names} <= {*pairs.written}
+    else:
+        counts = {rotary: 1, **dict.fromkeys(names, 1)}
+        writer = _Writer(function.args.args[0].arg, rotary, names)
+        writer.visit(function)
+        whole = writer.written == counts
+    if not whole or any(used.count(name) != count for name, count in counts.items()):
         raise Refused("it does not always normalize and rotate, once each")
     scope = plain.__globals__ | {rotary: turn}
     del scope["__name__"]  # with it, torch.compile would use the globals of the module
@@ -136,7 +164,7 @@ def _decorators(forward: Any) -> int:
 class _Writer(ast.NodeTransformer):
     """Removes norms from statements that always run; passes the layer to the rotary function."""
 
-    def __init__(self, layer: str, rotary: str, names: tuple[str, str]) -> None:
+    def __init__(self, layer: str, rotary: str, names: tuple[str, ...]) -> None:
         self.layer, self.rotary, self.names = layer, rotary, names
         self.written: dict[str, int] = {}
 
@@ -161,3 +189,44 @@ class _Writer(ast.NodeTransformer):
     def _count(self, name: str) -> None:
         """Count a rewritten call."""
         self.written[name] = self.written.get(name, 0) + 1
+
+
+class _Pairs(ast.NodeTransformer):
+    """Joins a norm of queries or keys with the statement after it, which rotates its result."""
+
+    def __init__(self, layer: str, rotary: str) -> None:
+        self.layer, self.rotary = layer, rotary
+        self.written: list[str] = []
+
+    def generic_visit(self, node: ast.AST) -> ast.AST:
+        """Join the statements of each block."""
+        super().generic_visit(node)
+        for block in (getattr(node, name, None) for name in ("body", "orelse")):
+            if isinstance(block, list):
+                joined: list[Any] = []
+                for each in block:
+                    if joined and self._pair(joined[-1], each):
+                        joined.pop()
+                    joined.append(each)
+                block[:] = joined
+        return node
+
+    def _pair(self, norm: ast.AST, turn: ast.AST) -> bool:
+        """Return whether two statements are a pair; if so, the second gets layer and norm."""
+        match norm, turn:
+            case (
+                ast.Assign(
+                    [ast.Name(target)],
+                    ast.Call(ast.Attribute(ast.Name(layer), name), [ast.Name(source)], []),
+                ),
+                ast.Assign(
+                    [ast.Name(result)],
+                    ast.Call(ast.Name(rotary), [ast.Name(argument), *_]) as call,
+                ),
+            ) if (layer, rotary) == (self.layer, self.rotary) and "norm" in name:
+                if {target, source, result, argument} != {target}:
+                    return False
+                call.args[:0] = [ast.Name(layer, ast.Load()), ast.Constant(name)]
+                self.written.append(name)
+                return True
+        return False

@@ -155,4 +155,5 @@ def _turned(op: Turn, q: Any, k: Any, cos: Any, sin: Any, interleaved: bool) -> 
 
 LAYOUTS = ("halves", "neighbours", "whole")  # angles twice in two halves or as pairs; or once
 ROTATIONS = [*(_rotation(layout, pairs) for pairs in (False, True) for layout in LAYOUTS)]
-ROTATIONS += [_sorted, _complex, *map(_alone, LAYOUTS)]
+ALONE = [*map(_alone, LAYOUTS)]
+ROTATIONS += [_sorted, _complex, *ALONE]

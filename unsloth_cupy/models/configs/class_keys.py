@@ -318,13 +318,6 @@ llava_onevision: image_grid_pinpoints image_token_id image_token_index=151646
  multimodal_projector_bias=true projector_hidden_act="gelu" text_config video_token_id
  video_token_index=151647 vision_aspect_ratio="anyres_max_9" vision_config vision_feature_layer=-1
  vision_feature_select_strategy="full"
-mamba: attention_dropout conv_kernel=4 eos_token_id=0 expand=2 hidden_act="silu" hidden_size=768
- initializer_range=0.1 intermediate_size layer_norm_epsilon=1e-05 max_position_embeddings
- num_attention_heads rescale_prenorm_residual=false residual_in_fp32=true rms_norm_eps rope_theta
- state_size=16 tie_word_embeddings=true time_step_floor=0.0001 time_step_init_scheme="random"
- time_step_max=0.1 time_step_min=0.001 time_step_rank="auto" time_step_scale=1.0
- use_associative_scan=true use_bias=false use_cache=true use_conv_bias=true use_mambapy=false
- vocab_size=50280
 longcat_flash: attention_bias=false expert_ffn_hidden_size=2048 ffn_hidden_size=12288 head_dim=64
  hidden_act="silu" hidden_size=6144 intermediate_size kv_lora_rank=512
  max_position_embeddings=131072 moe_intermediate_size moe_topk=12 n_routed_experts=512
@@ -332,6 +325,13 @@ longcat_flash: attention_bias=false expert_ffn_hidden_size=2048 ffn_hidden_size=
  output_router_logits=false q_lora_rank=1536 qk_head_dim qk_nope_head_dim=128 qk_rope_head_dim=64
  rms_norm_eps=1e-05 rope_theta=10000000.0 routed_scaling_factor=6.0 router_bias use_cache=true
  v_head_dim=128 vocab_size=131072 zero_expert_num=256
+mamba: attention_dropout conv_kernel=4 eos_token_id=0 expand=2 hidden_act="silu" hidden_size=768
+ initializer_range=0.1 intermediate_size layer_norm_epsilon=1e-05 max_position_embeddings
+ num_attention_heads rescale_prenorm_residual=false residual_in_fp32=true rms_norm_eps rope_theta
+ state_size=16 tie_word_embeddings=true time_step_floor=0.0001 time_step_init_scheme="random"
+ time_step_max=0.1 time_step_min=0.001 time_step_rank="auto" time_step_scale=1.0
+ use_associative_scan=true use_bias=false use_cache=true use_conv_bias=true use_mambapy=false
+ vocab_size=50280
 mamba2: attention_dropout chunk_size=256 conv_kernel=4 expand=2 head_dim=64 hidden_act="silu"
  initializer_range=0.1 layer_norm_epsilon=1e-05 max_position_embeddings n_groups=8
  num_attention_heads num_heads=128 num_hidden_layers=64 rescale_prenorm_residual=false

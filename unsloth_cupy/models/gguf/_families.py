@@ -13,8 +13,8 @@ import numpy as np
 
 from ...errors import ConfigError
 from ...ops.position.rope_tables import RULES
-from ..configs.config import FULL, INNER_EPS, MLP, SLIDING, Config, Experts, Latent, Rope
-from ..configs.families import FAMILIES
+from ..configs.config import CHUNKED, FULL, INNER_EPS, MLP, SLIDING, Config, Experts, Latent, Rope
+from ..configs.families import ENCODERS, FAMILIES
 from ..configs.keys import COMMON
 from ..configs.parse_layers import ACTIVATIONS
 
@@ -27,6 +27,11 @@ LEAST = 1e-3  # time_step_min of all released Nemotron-H models; no key of a fil
 # Numbers of layers, or (layers, vocabulary), by which llama.cpp recognizes a DeepSeek model whose
 # queries have no low rank.
 LITE, LITE_TOO = (26, 27), (48, 128256)
+# Of Llama 4: positions of a chunk; queries that grow with the position; the number of experts of
+# models without norms of queries and keys.
+CHUNK, GROWTH, UNNORMED = 8192, (0.1, 8192), 128
+LIKE = {"deepseek32": "glm-dsa"}  # whose tensor names the package gguf has for the other one
+HADAMARD = 64  # least size of the matrix by which llama.cpp rotates the heads of an indexer
 BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # yarn: llama.cpp ignores these keys of a file
 
 
@@ -36,9 +41,11 @@ class Mixtures:
 
     normalize   whether the weights of a token's experts sum to 1; None: a key of the file says so
     shared      how a file stores the size of the shared expert: "sized", "counted" (as a multiple
-                of the other experts' size), or None if there is no shared expert
+                of the other experts' size), "same" (not at all: it has the size of the others), or
+                None if there is no shared expert
     dense       layers without experts: None, "leading" (the first ones), "stepped" (the first ones,
-                and all but every n-th), or "single" (layers without an MLP)
+                and all but every n-th), "every" (all but every n-th), or "single" (layers without
+                an MLP)
     own_size    whether experts and dense layers have different inner sizes
     """
 
@@ -55,6 +62,7 @@ class Mixtures:
     own_size: bool = True
     gating: bool = False  # a key of the file may name the scores
     optional: bool = False  # models without experts have the same architecture
+    fused: bool = False  # gate and up are one tensor
 
 
 @dataclass(frozen=True)
@@ -66,7 +74,8 @@ class Architecture:
     deep        number of layers of the 27B model, whose scores are scaled by hidden / heads instead
                 of the head dimension
     rotates     layers that rotate queries and keys: "all", "fourth" (all but every fourth),
-                "sliding" (layers with a window), "none", or "either" (a key says all or none)
+                "sliding" (layers with a window), "chunked" (layers with chunks: all but every
+                fourth), "none", or "either" (a key says all or none)
     fourth      whether every fourth layer has full attention
     windows_of  number of layers of the models with windows; other models have none
     head_norms  number of layers from which on norms of heads are optional
@@ -93,6 +102,8 @@ class Architecture:
     folds: bool = False  # the factors of a model are multiplied into its weights
     tiled: bool = False  # value heads have another order in a file
     truncates: bool = True  # yarn rounds the limits of its columns
+    sized: bool = False  # sizes, KV heads and rotation have keys for each type of layers
+    words: str = "llama"  # the kind of a tokenizer over characters
     # properties of the family, which ``_as_family`` adds
     activation: str = "silu"
     softcap: bool = False
@@ -102,6 +113,8 @@ class Architecture:
     temperature: bool = False  # scores may grow with the position
     latent: bool = False
     delta: bool = False  # there are layers with a delta rule
+    indexer: bool = False  # sparse attention
+    scaled_scores: bool = True  # scores are divided by the root of the head dimension
 
     @property
     def xielu(self) -> bool:
@@ -109,6 +122,7 @@ class Architecture:
         return self.activation == "xielu"
 
 
+EVERY = {**FAMILIES, **ENCODERS}
 PLAIN = Architecture.scalings
 LLAMA = Architecture(
     "llama", interleaved=True, biases=True, scalings=(*PLAIN, "llama3", "longrope")
@@ -138,6 +152,16 @@ ROWS = {
     "gemma": Architecture("gemma", output="tied"),
     "gemma2": Architecture("gemma2", windows=True, output="tied", deep=46),
     "gemma3_text": Architecture("gemma3", windows=True, deep=62),
+    "gemma4_text": Architecture(
+        "gemma4",
+        windows=True,
+        sized=True,
+        words="gemma4",
+        scalings=("default", "proportional"),
+        experts=Mixtures(optional=True, fused=True),
+    ),
+    "bert": Architecture("bert", any_head=False, biases=True, needs_biases=True, rotates="none"),
+    "modernbert": Architecture("modern-bert", any_head=False, windows=True, scalings=("default",)),
     "phi3": Architecture("phi3", any_head=False, scalings=(*PLAIN, "longrope")),
     "olmo2": Architecture("olmo2", any_head=False, output="own"),
     "olmo3": Architecture("olmo2", any_head=False, output="own", windows=True, fourth=True),
@@ -246,6 +270,13 @@ ROWS = {
         interleaved=True,
         experts=Mixtures(shared="sized", dense="stepped", corrected=True),
     ),
+    "llama4_text": Architecture(
+        "llama4",
+        interleaved=True,
+        scalings=(*PLAIN, "llama3"),
+        rotates="chunked",
+        experts=Mixtures("sigmoid", normalize=False, shared="same", dense="every"),
+    ),
     "minimax_m2": Architecture(
         "minimax-m2",
         output="own",
@@ -296,7 +327,22 @@ ROWS = {
         DEEPSEEK, experts=replace(OF_DEEPSEEK, scores="sigmoid", corrected=True, groups=True)
     ),
 }
+ROWS["mistral4"] = Architecture(
+    "mistral4",
+    interleaved=True,
+    scalings=("default", "yarn"),
+    experts=replace(OF_DEEPSEEK, groups=True, fused=True),
+)
+ROWS |= {
+    kind: replace(ROWS["deepseek_v3"], name=name)
+    for kind, name in (("deepseek_v32", "deepseek32"), ("glm_moe_dsa", "glm-dsa"))
+}
 ROWS["glm4_moe_lite"] = ROWS["deepseek_v3"]  # the same architecture in llama.cpp
+BOTH_WAYS_ROWS = {  # families whose models without a causal mask have another architecture
+    "gemma3_text": replace(
+        ROWS["gemma3_text"], name="gemma-embedding", scalings=("default",), deep=None
+    ),
+}
 MIXED_ROWS = {  # families whose models with experts have another architecture
     "nemotron_h": replace(
         NEMOTRON,
@@ -315,7 +361,7 @@ MIXED_ROWS = {  # families whose models with experts have another architecture
 
 def _as_family(kind: str, row: Architecture) -> Architecture:
     """Return an architecture with the properties that follow from its family."""
-    family = FAMILIES[kind]
+    family = EVERY[kind]
     defaults = {**COMMON, **family.defaults}
     own, factors = str(defaults.get(family.activation, defaults["hidden_act"])), {*family.factors}
     mixture = row.experts
@@ -333,12 +379,15 @@ def _as_family(kind: str, row: Architecture) -> Architecture:
         temperature="llama_4_scaling_beta" in factors,
         latent=family.latent,
         delta=family.delta is not None,
+        indexer=family.indexer is not None,
+        scaled_scores=family.scaled_scores,
         experts=mixture,
     )
 
 
 ARCHITECTURES = {kind: _as_family(kind, row) for kind, row in ROWS.items()}
 MIXED = {kind: _as_family(kind, row) for kind, row in MIXED_ROWS.items()}
+BOTH_WAYS = {kind: _as_family(kind, row) for kind, row in BOTH_WAYS_ROWS.items()}
 
 
 def known_as(call: str, config: Config) -> Architecture:
@@ -349,6 +398,8 @@ def known_as(call: str, config: Config) -> Architecture:
         raise ConfigError(
             f"{call}: GGUF has no names for a {config.model_type}; supported families: {names}"
         )
+    if not config.causal:
+        return BOTH_WAYS.get(config.model_type, own)
     if own.name == "granitehybrid" and own.scales and config.experts is None and _is_plain(config):
         return ARCHITECTURES["granite"]  # llama.cpp's converter writes the same
     return own if config.experts is None else MIXED.get(config.model_type, own)
@@ -390,6 +441,10 @@ def _problems(config: Config, known: Architecture) -> Iterator[str]:
     if known.needs_biases and not (config.output_bias and config.mlp_bias):
         yield "has biases in its output projection and its MLP"
     yield from _problems_of_layers(config, known)
+    yield from _problems_of_sizes(config)
+    if known.rotates == "chunked":
+        count = 0 if config.experts is None else config.experts.count
+        yield from _problems_of_chunks(config, count)
     if config.experts is not None and known.experts is not None:
         yield from _problems_of_experts(config, config.experts, known.experts)
     if config.delta is not None and config.delta.key_dim != config.delta.value_dim:
@@ -407,6 +462,8 @@ def _problems(config: Config, known: Architecture) -> Iterator[str]:
 
 def _problems_of_norms(config: Config, known: Architecture) -> Iterator[str]:
     """Yield how norms differ."""
+    if known.name == "modern-bert" and config.norms.biases:
+        yield "has no biases in its norms (norm_bias)"
     if known.name == "phimoe":
         yield "has RMS norms, where this model has LayerNorm"
     if known.name in ("olmoe", "dots1") and config.kv_heads != config.heads:
@@ -437,14 +494,16 @@ def _problems_of_latent(config: Config, latent: Latent, known: Architecture) -> 
     if known.interleaved and not config.interleaved:
         yield "rotates adjacent pairs (rope_interleave)"
     short = latent.queries is not None
-    if known.name == "deepseek2":
+    if known.name in ("deepseek2", "mistral4"):
         size = f"of {config.layers} layers and {config.vocab} tokens"
         lite = config.layers in LITE or (config.layers, config.vocab) == LITE_TOO
         if short == lite:
             yield (
                 "has no" if lite else "has"
             ) + f" low-rank queries (q_lora_rank) in a model {size}"
-    elif short != (known.name == "minicpm3"):
+    elif config.indexer is not None and config.indexer.dim % HADAMARD:
+        yield f"has indexer heads of a multiple of {HADAMARD} elements (index_head_dim)"
+    elif short != (known.name == "minicpm3" or config.indexer is not None):
         yield ("has no" if short else "has") + " low-rank queries (q_lora_rank)"
 
 
@@ -454,17 +513,21 @@ def _problems_of_positions(config: Config, known: Architecture) -> Iterator[str]
     kind = scaling_of(rope)
     if kind not in known.scalings:
         yield f"does not support rotary positions of type {kind}"
-    if rope.dim != config.dim and not (known.partial or known.latent):
-        yield f"rotates whole heads, not {rope.dim} of {config.dim}"
+    if rope.dim != (dim := full_heads(config)[1]) and not (known.partial or known.latent):
+        yield f"rotates whole heads, not {rope.dim} of {dim}"
     if kind == "yarn" and bool((rope.scaling or {}).get("truncate", True)) != known.truncates:
         yield f"{'rounds' if known.truncates else 'does not round'} yarn's columns (truncate)"
     if kind == "yarn" and known.latent and not _one_mscale(rope):
         yield "has the same mscale for positions and scores (mscale_all_dim)"
+    elif kind == "yarn" and known.latent and known.name != "deepseek2" and not _is_one(rope):
+        yield "has mscale=1 and mscale_all_dim=1"
     if SLIDING not in config.layer_types:
         return
     if known.name == "olmo2" and local_rope != Rope(rope.dim, rope.base):
         yield "has the same rotary positions, not stretched, in sliding layers"
-    if known.name == "gemma3" and (local_rope.scaling or kind == "yarn"):
+    if known.name in ("gemma3", "gemma4", "gemma-embedding") and (
+        local_rope.scaling or kind == "yarn"
+    ):
         yield "does not stretch the rotary positions of sliding layers"
 
 
@@ -473,6 +536,11 @@ def _one_mscale(rope: Rope) -> bool:
     scaling = rope.scaling or {}
     factor = RULES["yarn"](scaling, 1, rope.dim, rope.base)[1]
     return bool(scaling.get("mscale_all_dim")) and math.isclose(factor, 1, rel_tol=1e-6)
+
+
+def _is_one(rope: Rope) -> bool:
+    """Return whether yarn's scale of scores has the factor that llama.cpp assumes."""
+    return bool((rope.scaling or {}).get("mscale_all_dim") == 1)
 
 
 def _problems_of_states(config: Config, known: Architecture) -> Iterator[str]:
@@ -513,7 +581,7 @@ def _problems_of_layers(config: Config, known: Architecture) -> Iterator[str]:
         yield f"has windows only in models with {known.windows_of} layers, and always there"
     if known.fourth and any(slides) and slides != fourth:
         yield "has windows in all layers but every fourth"
-    if known.name in ("cohere2", "exaone-moe") and not any(slides):
+    if known.name in ("cohere2", "exaone-moe", "gemma4") and not any(slides):
         yield "always has windows"
     rotated = [config.rotates(layer) for layer in layers]
     everywhere = known.rotates == "all" or (known.rotates == "sliding" and not any(slides))
@@ -525,6 +593,37 @@ def _problems_of_layers(config: Config, known: Architecture) -> Iterator[str]:
         yield "does not scale residual sums or logits"
     if config.clip is not None and known.name != "olmo":
         yield "does not clip queries, keys and values"
+
+
+def _problems_of_chunks(config: Config, count: int) -> Iterator[str]:
+    """Yield how a Llama 4 with this number of experts differs."""
+    if config.layers < 4:  # llama.cpp aborts if all layers have chunks, or none
+        yield "has 4 layers or more: each fourth has no chunks"
+    if config.chunk != CHUNK:
+        yield f"has chunks of {CHUNK} positions (attention_chunk_size)"
+    if ropes(config)[0].growth != GROWTH:
+        scale, length = GROWTH
+        yield (
+            f"scales queries by positions with attn_scale={scale:g} and floor_scale={length:g}"
+            " (attn_temperature_tuning)"
+        )
+    if (config.query_key_norm is not None) != (count != UNNORMED):
+        yield f"has norms of queries and keys unless there are {UNNORMED} experts (use_qk_norm)"
+
+
+def _problems_of_sizes(config: Config) -> Iterator[str]:
+    """Yield how shared keys and values, and the inputs of layers, differ."""
+    first, types = config.layers - config.shared_layers, config.layer_types
+    last = dict(zip(types[:first], range(first), strict=True))  # the last layer of each type
+    # llama.cpp takes the last two layers with keys and values, whatever their types
+    if any(last.get(kind) != first - (2 if kind == SLIDING else 1) for kind in {*types[first:]}):
+        yield (
+            "shares the keys and values of two layers: the last with full attention, after the last"
+            " with a window (num_kv_shared_layers, layer_types)"
+        )
+    rows, size = config.layer_inputs
+    if size and rows != config.vocab:
+        yield f"has {config.vocab} rows in the table of layers (vocab_size_per_layer_input)"
 
 
 def _problems_of_experts(config: Config, experts: Experts, known: Mixtures) -> Iterator[str]:
@@ -545,9 +644,17 @@ def _problems_of_experts(config: Config, experts: Experts, known: Mixtures) -> I
     if known.clamped and (experts.limit, experts.alpha) != (7.0, 1.702):
         yield "limits gates at 7 and multiplies them by 1.702"
     yield from _problems_of_shared(experts, known)
+    yield from _problems_of_dense(config, experts, known)
+
+
+def _problems_of_dense(config: Config, experts: Experts, known: Mixtures) -> Iterator[str]:
+    """Yield how the choice of layers with experts differs."""
     leading, step = dense_layers(experts)
     layers = range(len(experts.sparse))
-    if known.dense == "single":
+    if known.dense == "every":
+        if step_of(experts) is None:
+            yield "has experts in every n-th layer"
+    elif known.dense == "single":
         if config.mlp_bias:
             yield "has no biases in an MLP or in experts"
         if [kind == MLP for kind in config.layer_types] != [*experts.sparse]:
@@ -583,6 +690,12 @@ def dense_layers(experts: Experts) -> tuple[int, int]:
     return (places[0], 1) if step == 1 else (max(0, places[0] + 1 - step), step)
 
 
+def step_of(experts: Experts) -> int | None:
+    """Return n if every n-th layer has experts, otherwise None."""
+    layers = range(1, len(experts.sparse) + 1)
+    return next((n for n in layers if [x % n == 0 for x in layers] == [*experts.sparse]), None)
+
+
 def warnings_of(config: Config, known: Architecture) -> Iterator[str]:
     """Yield notes about what llama.cpp computes differently."""
     rope, _ = ropes(config)
@@ -593,6 +706,8 @@ def warnings_of(config: Config, known: Architecture) -> Iterator[str]:
         )
     if kind == "yarn" and not known.truncates:
         yield "llama.cpp rounds yarn's columns, and this model does not: outputs differ slightly"
+    if not config.causal and config.activation == "gelu":
+        yield "llama.cpp computes GELU by its approximation with tanh: vectors differ slightly"
     if config.balanced:
         yield "GGUF has no coefficient of the router loss: a loaded model trains without it"
     if config.latent is not None and config.eps != INNER_EPS:
@@ -622,9 +737,20 @@ def warnings_of(config: Config, known: Architecture) -> Iterator[str]:
             yield f"llama.cpp ignores {key} of yarn and uses {value:g}"
 
 
+def file_window(config: Config) -> int | None:
+    """Return the window in a file: of an encoder, the keys on both sides."""
+    return None if config.window is None else config.window * (1 if config.causal else 2)
+
+
+def full_heads(config: Config) -> tuple[int, int]:
+    """Return the number of KV heads and the head dimension of layers with full attention."""
+    return config.full_heads or (config.kv_heads, config.dim)
+
+
 def ropes(config: Config) -> tuple[Rope, Rope]:
-    """Return the rotary positions of layers with full attention, and of layers with a window."""
-    full = config.ropes.get(FULL) or config.ropes.get(SLIDING) or Rope(config.dim, 10_000.0)
+    """Return the rotary positions of layers without a window, and of layers with one."""
+    named = (config.ropes.get(kind) for kind in (CHUNKED, FULL, SLIDING))
+    full = next(filter(None, named), Rope(config.dim, 10_000.0))
     return full, config.ropes.get(SLIDING) or full
 
 
@@ -636,7 +762,7 @@ def scaling_of(rope: Rope) -> str:
 
 def score_factor(config: Config, known: Architecture) -> float:
     """Return the factor of query weights that corrects llama.cpp's scale of scores."""
-    if known.scales or known.latent:
+    if known.scales or known.latent or not known.scaled_scores:
         return 1.0
     length = config.hidden // config.heads if config.layers == known.deep else config.dim
     factor = config.scale * math.sqrt(length)

@@ -38,6 +38,14 @@ class Keys:
             return value[0]
         return value
 
+    def of_layers(self, key: str, layers: int) -> list[Any]:
+        """Return the values of a required key for the layers; one number is for all of them."""
+        value = self.left.pop(key, None)
+        if isinstance(value, list) and len(value) >= layers:
+            return value[:layers]
+        missing = value is None or isinstance(value, list)
+        return self.refuse(f"{self.name}.{key} is {value}") if missing else [value] * layers
+
     def need(self, key: str) -> Any:
         """Return the value of a required key."""
         value = self.take(key)

@@ -1,19 +1,41 @@
 """The hyperparameters of a model under the keys of llama.cpp."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from ...core.dtypes import FLOAT32
 from ...ops.position.rope_tables import RULES
-from ..configs.config import BUFFERS, MLP, SLIDING, Config, Delta, Experts, Latent, Rope
+from ..configs.config import (
+    BUFFERS,
+    MLP,
+    SLIDING,
+    Config,
+    Delta,
+    Experts,
+    Indexer,
+    Latent,
+    Rope,
+)
 from ..configs.state_space import StateSpace
-from ._families import BETAS, Architecture, Mixtures, dense_layers, ropes, scaling_of
+from ._families import (
+    BETAS,
+    Architecture,
+    Mixtures,
+    dense_layers,
+    file_window,
+    full_heads,
+    ropes,
+    scaling_of,
+    step_of,
+)
 from ._types import Read
 
 EPSILON = {
     "rms": "attention.layer_norm_rms_epsilon",
     "layer": "attention.layer_norm_epsilon",
 }
+ORIGINAL = "rope.scaling.original_context_length"
 LOG = 0.1  # llama.cpp divides latent attention's yarn_log_multiplier by it
 GATING = {"softmax": 1, "sigmoid": 2}  # numbers of llama.cpp's gating functions
 Values = dict[str, Any]  # types in the file: int is uint32, float is float32, others are unchanged
@@ -37,17 +59,12 @@ def metadata(config: Config, known: Architecture, read: Read) -> Values:
         values |= dict.fromkeys(("feed_forward_length", "attention.head_count"), 0)
     values |= _of_blocks(config, known)
     values |= _of_layers(config, known, values)
-    if config.window is not None or known.name == "phi3":  # 0 distinguishes it from older files
-        values["attention.sliding_window"] = config.window or 0
-    sliding = [kind == SLIDING for kind in config.layer_types]
-    if known.windows or len({*sliding}) > 1:  # llama.cpp reads it if the architecture has windows
-        values["attention.sliding_window_pattern"] = sliding
-    if known.windows:
-        values["rope.freq_base_swa"] = float(local.base)
+    values |= _of_types(config, local) if known.sized else {}
+    values |= _of_windows(config, known, local)
     if known.softcap:
         values["attn_logit_softcapping"] = config.softcap
-    if config.logit_softcap is not None:
-        values["final_logit_softcapping"] = config.logit_softcap
+    if config.logit_softcap is not None or known.sized:  # without the key, llama.cpp caps at 30
+        values["final_logit_softcapping"] = config.logit_softcap or 0.0
     if known.scales:
         values["embedding_scale"] = float(config.embedding_scale)
         values["residual_scale"] = float(config.residual_scale)
@@ -58,15 +75,32 @@ def metadata(config: Config, known: Architecture, read: Read) -> Values:
         )
     if config.clip is not None:
         values["attention.clamp_kqv"] = float(config.clip)
-    if rope.growth is not None:
+    if rope.growth is not None and known.temperature:
         values["attention.temperature_scale"] = float(rope.growth[0])
-        values["rope.scaling.original_context_length"] = int(rope.growth[1])
+        length = "attention.temperature_length" if known.latent else ORIGINAL
+        values[length] = int(rope.growth[1])
     values |= _scaling(rope, known)
+    values |= {} if config.causal else {"attention.causal": False}
     named = {f"{known.name}.{key}": value for key, value in values.items()}
     for part in ("alpha_p", "alpha_n", *BUFFERS) if known.xielu else ():
         names = (f"model.layers.{layer}.mlp.act_fn.{part}" for layer in range(config.layers))
         named[f"xielu.{part}"] = [float(read(name).astype(FLOAT32).item()) for name in names]
+    if config.token_types:
+        named["tokenizer.ggml.token_type_count"] = config.token_types
     return named
+
+
+def _of_windows(config: Config, known: Architecture, local: Rope) -> Values:
+    """Return the keys of layers with a window."""
+    values: Values = {}
+    if config.window is not None or known.name == "phi3":  # 0 distinguishes it from older files
+        values["attention.sliding_window"] = file_window(config) or 0
+    sliding = [kind == SLIDING for kind in config.layer_types]
+    if known.windows or len({*sliding}) > 1:  # llama.cpp reads it if the architecture has windows
+        values["attention.sliding_window_pattern"] = sliding
+    if known.windows:
+        values["rope.freq_base_swa"] = float(local.base)
+    return values
 
 
 def _of_blocks(config: Config, known: Architecture) -> Values:
@@ -80,6 +114,8 @@ def _of_blocks(config: Config, known: Architecture) -> Values:
         values["shortconv.l_cache"] = config.conv.taps
     if config.latent is not None:
         values |= _latent(config, config.latent, known)
+    if config.indexer is not None:
+        values |= _indexer(config.indexer)
     if config.experts is not None and known.experts is not None:
         values |= _experts(config.experts, known.experts)
     return values
@@ -112,6 +148,27 @@ def _of_layers(config: Config, known: Architecture, values: Values) -> Values:
     if known.rotates == "either":
         keys["rope.scaling.finetuned"] = any(map(config.rotates, range(config.layers)))
     return keys
+
+
+def _of_types(config: Config, local: Rope) -> Values:
+    """Return the keys of sizes that differ among types of layers, or among layers."""
+    layers, full = range(config.layers), full_heads(config)[1]
+    sliding = config.other_heads[1] or config.dim
+    return {
+        "feed_forward_length": _of_each(map(config.inner_of, layers)),
+        "attention.head_count_kv": _of_each(config.heads_of(layer)[0] for layer in layers),
+        **dict.fromkeys(("attention.key_length", "attention.value_length"), full),
+        **dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), sliding),
+        "rope.dimension_count_swa": local.dim,
+        "attention.shared_kv_layers": config.shared_layers,
+        "embedding_length_per_layer_input": config.layer_inputs[1],
+    }
+
+
+def _of_each(sizes: Iterable[int]) -> int | list[int]:
+    """Return the sizes of layers, or one number if they are equal."""
+    first, *others = sizes
+    return [first, *others] if {*others} - {first} else first
 
 
 def _of_states(space: StateSpace) -> Values:
@@ -169,6 +226,14 @@ def _latent(config: Config, latent: Latent, known: Architecture) -> Values:
     return keys
 
 
+def _indexer(indexer: Indexer) -> Values:
+    """Return the keys of the indexer of sparse attention."""
+    keys: Values = {"head_count": indexer.heads, "key_length": indexer.dim, "top_k": indexer.keys}
+    if indexer.interleaved:  # only this family's layers may share a choice
+        keys["types"] = [not shared for shared in indexer.shared]
+    return {f"attention.indexer.{key}": value for key, value in keys.items()}
+
+
 def _experts(experts: Experts, known: Mixtures) -> Values:
     """Return the keys of a mixture of experts."""
     keys: Values = {"expert_count": experts.count, "expert_used_count": experts.k}
@@ -181,7 +246,9 @@ def _experts(experts: Experts, known: Mixtures) -> Values:
         keys["expert_shared_feed_forward_length"] = experts.shared
     if known.shared == "counted":
         keys["expert_shared_count"] = experts.shared // experts.inner
-    if known.dense is not None:
+    if known.dense == "every":
+        keys["interleave_moe_layer_step"] = step_of(experts)
+    elif known.dense is not None:
         keys["leading_dense_block_count"] = leading
     if known.dense == "stepped":
         keys["interleave_moe_layer_step"] = step

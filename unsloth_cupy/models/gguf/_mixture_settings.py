@@ -5,7 +5,7 @@ from typing import Any
 
 from ..configs.config import FULL, LINEAR, MLP
 from ..configs.mixtures import Mixture
-from ._families import Architecture, Mixtures
+from ._families import CHUNK, GROWTH, UNNORMED, Architecture, Mixtures
 from ._keys import Keys, shortest
 from ._metadata import GATING
 
@@ -32,6 +32,17 @@ def latent_settings(keys: Keys, known: Architecture, heads: int, hidden: int) ->
     }
 
 
+def indexer_settings(keys: Keys, layers: int, listed: bool) -> dict[str, Any]:
+    """Return the keys of the indexer of sparse attention, which some layers may not have."""
+    names = {"index_n_heads": "head_count", "index_head_dim": "key_length", "index_topk": "top_k"}
+    values = {ours: keys.need(f"attention.indexer.{name}") for ours, name in names.items()}
+    types = keys.left.pop("attention.indexer.types", None)
+    if listed:
+        full = types[:layers] if isinstance(types, list) else [True] * layers
+        values["indexer_types"] = ["full" if each else "shared" for each in full]
+    return values
+
+
 def layer_settings(keys: Keys, layers: int, *, single: bool, other: str = LINEAR) -> dict[str, Any]:
     """Return the types of layers, from the number of KV heads in each layer of the file.
 
@@ -49,6 +60,66 @@ def layer_settings(keys: Keys, layers: int, *, single: bool, other: str = LINEAR
         for heads, size in zip(*lists.values(), strict=False)
     ]
     return {"layers_block_type" if single else "layer_types": types}
+
+
+def sized_settings(keys: Keys, layers: int, pattern: Any) -> dict[str, Any]:
+    """Return the keys of sizes that differ among types of layers, or among layers.
+
+    In ``keys``, the sizes of layers with a window replace the sizes of all layers.
+    """
+    slides = pattern[:layers] if isinstance(pattern, list) else []
+    if len(slides) < layers:
+        keys.refuse(f"{keys.name}.attention.sliding_window_pattern is no list of {layers} layers")
+    shared = keys.take("attention.shared_kv_layers") or 0
+    heads, inner = (
+        keys.of_layers(key, layers) for key in ("attention.head_count_kv", "feed_forward_length")
+    )
+    wide = bool(shared) and inner == [*inner[:1] * (layers - shared), *[2 * inner[0]] * shared]
+    if not wide and len({*inner}) > 1:
+        keys.refuse(f"{keys.name}.feed_forward_length is {inner}")
+    full, sliding = (_head_dim(keys, suffix) for suffix in ("", "_swa"))
+    both = [{n for n, own in zip(heads, slides, strict=True) if own == kind} for kind in (0, 1)]
+    if max(map(len, both)) > 1:
+        keys.refuse(f"{keys.name}.attention.head_count_kv differs among layers of one type")
+    own = {"head_dim": full, "num_key_value_heads": max(both[0], default=heads[0])}
+    keys.left |= {"attention.key_length": sliding, "feed_forward_length": inner[0]}
+    keys.left["attention.head_count_kv"] = max(both[1], default=heads[0])
+    whole = [n for n, slide in enumerate(slides) if not slide]
+    return {
+        "per_layer_config": {str(layer): own for layer in whole},
+        "attention_k_eq_v": any(
+            f"blk.{layer}.attn_v.weight" not in keys.file.tensors
+            for layer in whole
+            if layer < layers - shared
+        ),
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": wide,
+        "hidden_size_per_layer_input": keys.take("embedding_length_per_layer_input") or 0,
+        "vocab_size_per_layer_input": keys.file.tensors["token_embd.weight"].shape[0],
+        "enable_moe_block": bool(keys.left.get("expert_count")),
+    }
+
+
+def _head_dim(keys: Keys, suffix: str) -> int:
+    """Return the head dimension of layers of one type; values and rotation must have the same."""
+    length: int = keys.need(f"attention.key_length{suffix}")
+    for key in ("attention.value_length", "rope.dimension_count"):
+        if (other := keys.take(key + suffix)) not in (None, length):
+            keys.refuse(f"{keys.name}.{key}{suffix} is {other}, not {length}")
+    return length
+
+
+def chunked_settings(keys: Keys, layers: int) -> dict[str, Any]:
+    """Return the keys of layers with chunks, which llama.cpp does not read from a file."""
+    if keys.left.pop("attention.sliding_window", None) == 0:
+        keys.refuse(f"{keys.name}.attention.sliding_window is 0: a model without chunks")
+    scale, length = GROWTH
+    return {
+        "attention_chunk_size": CHUNK,
+        "no_rope_layers": [int((layer + 1) % 4 != 0) for layer in range(layers)],
+        **{"attn_temperature_tuning": True, "attn_scale": scale, "floor_scale": length},
+        "use_qk_norm": keys.left.get("expert_count") != UNNORMED,
+    }
 
 
 def conv_settings(keys: Keys, defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -102,11 +173,12 @@ def mixture_settings(keys: Keys, rules: Mixture, known: Mixtures) -> dict[str, A
     size = keys.take("expert_feed_forward_length")
     if rules.inner != "intermediate_size":
         size = size or keys.refuse(f"{keys.name}.expert_feed_forward_length is missing")
+    if size:
         values[rules.inner] = size
     whole, number = (keys.take(f"expert_shared_{n}") for n in ("feed_forward_length", "count"))
-    if known.shared is not None and len(rules.shared) == 1:
+    if known.shared not in (None, "same") and len(rules.shared) == 1:
         values[rules.shared[0]] = whole or 0
-    elif known.shared is not None:
+    elif known.shared not in (None, "same"):
         values[rules.shared[1]] = whole // size if whole else number or 0
     if rules.latent and (latent := keys.take("moe_latent_size")):
         values[rules.latent] = latent
@@ -118,6 +190,8 @@ def _layers(keys: Keys, rules: Mixture, known: Mixtures) -> dict[str, Any]:
     leading = keys.take("leading_dense_block_count") or 0
     if known.dense == "leading":
         return {rules.first: leading}
+    if known.dense == "every":
+        return {"interleave_moe_layer_step": keys.need("interleave_moe_layer_step")}
     if rules.layers == "between":
         step = keys.take("interleave_moe_layer_step") or 1
         ends = {"moe_layer_start_index": leading, "moe_layer_end_index": -1}

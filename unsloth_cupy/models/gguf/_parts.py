@@ -18,10 +18,10 @@ from gguf import MODEL_TENSOR
 
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
-from ..configs.config import LATENT, STACKS, Config, Delta, Experts, Latent
+from ..configs.config import LATENT, POOLER, SCALAR, STACKS, Config, Delta, Experts, Latent
 from ..configs.names import BACKBONE, stored_name
 from ..configs.state_space import StateSpace
-from ._families import Architecture
+from ._families import LIKE, Architecture
 
 # names of BitNet's norms and Kimi's gates that the package gguf has
 OTHER_NAMES = {
@@ -238,26 +238,31 @@ def _of_space(space: StateSpace, name: str, layer: int, shape: tuple[int, ...]) 
     return Parts((Part(own, shape, of),), back)
 
 
-def _of_experts(experts: Experts) -> Mapping[str, tuple[tuple[MODEL_TENSOR, str], ...]]:
+def _of_experts(
+    experts: Experts, fused: bool
+) -> Mapping[str, tuple[tuple[MODEL_TENSOR, str], ...]]:
     """Return the tensors of a layer's experts, by the names of parameters in the layer."""
-    module, shared = experts.module, experts.shared_module
-    both = (MODEL_TENSOR.FFN_GATE_EXP, MODEL_TENSOR.FFN_UP_EXP)
+    module, shared = experts.prefix, experts.shared_module
+    both: tuple[MODEL_TENSOR, ...] = MODEL_TENSOR.FFN_GATE_EXP, MODEL_TENSOR.FFN_UP_EXP
+    both = (MODEL_TENSOR.FFN_GATE_UP_EXP,) if fused else both
     stacks = both if experts.names is STACKS else both[1:], (MODEL_TENSOR.FFN_DOWN_EXP,)
     names: dict[str, tuple[tuple[MODEL_TENSOR, str], ...]] = {
-        f"{module}.{experts.router}.{end}": ((MODEL_TENSOR.FFN_GATE_INP, end),)
+        f"{module}{experts.router}.{end}": ((MODEL_TENSOR.FFN_GATE_INP, end),)
         for end in ("weight", "bias")
     }
+    names["router.scale"] = ((MODEL_TENSOR.FFN_GATE_INP, "scale"),)
+    names["router.per_expert_scale"] = ((MODEL_TENSOR.FFN_DOWN_EXP, "scale"),)
     names[experts.correction] = ((MODEL_TENSOR.FFN_EXP_PROBS_B, "bias"),)
     if experts.latent is not None:
         for name, end in zip(LATENT, ("DOWN", "UP"), strict=True):
-            names[f"{module}.{name}.weight"] = ((MODEL_TENSOR[f"MOE_LATENT_{end}"], "weight"),)
+            names[f"{module}{name}.weight"] = ((MODEL_TENSOR[f"MOE_LATENT_{end}"], "weight"),)
     for stack, tensors in zip(experts.names, stacks, strict=True):
-        names[f"{module}.experts.{stack}"] = tuple((tensor, "weight") for tensor in tensors)
-        names[f"{module}.experts.{stack}_bias"] = tuple((tensor, "bias") for tensor in tensors)
+        names[f"{module}experts.{stack}"] = tuple((tensor, "weight") for tensor in tensors)
+        names[f"{module}experts.{stack}_bias"] = tuple((tensor, "bias") for tensor in tensors)
     for name in ("gate", "up", "down"):
         tensor = MODEL_TENSOR[f"FFN_{name.upper()}_SHEXP"]
         names[f"{shared}.{name}_proj.weight"] = ((tensor, "weight"),)
-    names[f"{experts.module}.{experts.shared_in}_gate.weight"] = (
+    names[f"{module}{experts.shared_in}_gate.weight"] = (
         (MODEL_TENSOR.FFN_GATE_INP_SHEXP, "weight"),
     )
     return names
@@ -271,12 +276,20 @@ def has_offset(config: Config, stored: str) -> bool:
 
 def parts_of(call: str, config: Config, known: Architecture) -> Callable[[str], Parts]:
     """Return the function from a parameter's name to its tensors in a file."""
-    number = next(n for n, name in gguf.MODEL_ARCH_NAMES.items() if name == known.name)
-    table, shapes = gguf.get_tensor_name_map(number, config.layers), config.shapes()
+    numbers = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}
+    name = LIKE.get(known.name, known.name)
+    if name not in numbers:
+        cure = "install a newer one: pip install -U gguf"
+        raise ConfigError(f"{call}: the installed gguf has no architecture {name}; {cure}")
+    table = gguf.get_tensor_name_map(numbers[name], config.layers)
+    shapes = config.shapes()
     of_layers: dict[str, tuple[tuple[MODEL_TENSOR, str], ...]] = {
         "self_attn.sinks": ((MODEL_TENSOR.ATTN_SINKS, "weight"),)
     }
-    of_layers |= {} if config.experts is None else _of_experts(config.experts)
+    if config.layer_scalar:
+        of_layers[SCALAR] = ((MODEL_TENSOR.LAYER_OUT_SCALE, "weight"),)
+    if config.experts is not None and known.experts is not None:
+        of_layers |= _of_experts(config.experts, known.experts.fused)
     if config.names.gate_up == "input_linear":  # Granite's MLP, or its shared expert
         end, module = "" if config.experts is None else "_SHEXP", config.names.mlp
         gate, up, down = (MODEL_TENSOR[f"FFN_{each}{end}"] for each in ("GATE", "UP", "DOWN"))
@@ -313,6 +326,8 @@ def parts_of(call: str, config: Config, known: Architecture) -> Callable[[str], 
             halved = (*shape[:axis], shape[axis] // 2, *shape[axis + 1 :])
             tensors = (Part(n, halved, partial(_half, i, axis)) for i, n in enumerate(names))
             return Parts(tuple(tensors), partial(_beside, axis))
+        if stored.startswith(POOLER):
+            names = [f"{gguf.TENSOR_NAMES[MODEL_TENSOR.CLS]}.{stored.rpartition('.')[2]}"]
         name = names[0] if names else _name(call, config, table, stored)
         part, back = Part(name, shape, as_it_is), as_it_is
         if names and inner.endswith("_gate.weight"):
@@ -333,6 +348,8 @@ def _in_layer(stored: str) -> tuple[int, str]:
 
 def _name(call: str, config: Config, table: gguf.TensorNameMap, stored: str) -> str:
     """Return the tensor's name for a parameter that is stored in one tensor."""
+    if not config.causal:  # named as in released files
+        stored = stored_name(stored, "")
     stored = stored_name(stored, BACKBONE) if ".mixer." in stored else stored
     for ours, theirs in OTHER_NAMES.items():
         stored = stored.replace(ours, theirs)

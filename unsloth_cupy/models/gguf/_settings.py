@@ -7,27 +7,31 @@ from typing import Any
 
 import numpy as np
 
-from ...core.dtypes import Array
+from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
 from ...ops.position.rope_tables import RULES, frequencies
 from ..configs.class_keys import keys_of
 from ..configs.config import CONV, FULL, LINEAR, SLIDING
-from ..configs.families import FAMILIES
 from ..configs.family import Family
+from ..configs.heads import NONE, class_of
 from ..folders.quantized_weights import GGUF, KEY
 from ..quantizer import LEAST
-from ._families import ARCHITECTURES, MIXED, Architecture
+from ._families import ARCHITECTURES, BOTH_WAYS, EVERY, MIXED, Architecture
 from ._keys import Keys, shortest
-from ._metadata import EPSILON, GATING, LOG
+from ._metadata import EPSILON, GATING, LOG, ORIGINAL
 from ._mixture_settings import (
+    chunked_settings,
     conv_settings,
     delta_settings,
+    indexer_settings,
     kimi_settings,
     latent_settings,
     layer_settings,
     mixture_settings,
+    sized_settings,
     space_settings,
 )
+from ._tensors import STILL
 from .packed import CLASSES
 from .reading import GgufFile
 
@@ -51,15 +55,12 @@ def settings(file: GgufFile) -> dict[str, Any]:
         The architecture is unknown, or a key is missing or not supported.
     """
     keys = Keys(file)
-    window = keys.take("attention.sliding_window") or None
+    window = keys.left.get("attention.sliding_window") or None
     pattern = keys.left.pop("attention.sliding_window_pattern", None)
     kind, known = _model_type(keys, window, pattern)
-    family = FAMILIES[kind]
+    family = EVERY[kind]
     layers = keys.need("block_count") - (keys.take("nextn_predict_layers") or 0)
-    types = {}
-    if known.listed:
-        other = CONV if family.conv else LINEAR
-        types = layer_settings(keys, layers, single=family.single, other=other)
+    types = _of_layers(keys, family, known, layers, pattern)
     heads, hidden = keys.need("attention.head_count") or 1, keys.need("embedding_length")
     latent = latent_settings(keys, known, heads, hidden) if known.latent else {}
     for key, other in SAME.items():
@@ -89,6 +90,40 @@ def settings(file: GgufFile) -> dict[str, Any]:
         values |= latent
     elif dim * heads != hidden or "head_dim" in family.defaults:
         values["head_dim"] = dim
+    values |= _of_branches(keys, family, known, layers, heads, hidden)
+    values |= _epsilon(keys, family)
+    values |= _flags(file, family) | _windows(keys, family, layers, window, pattern)
+    values |= _scales(keys, family, known, dim, hidden // heads if layers == known.deep else dim)
+    values |= _rope(keys, family, known, values, dim)
+    if family.encoder or known in BOTH_WAYS.values():
+        values |= _of_encoder(keys, family, kind)
+    keys.check_rest()
+    return values | _packed(file) | _tokens(file)
+
+
+def _of_layers(
+    keys: Keys, family: Family, known: Architecture, layers: int, pattern: Any
+) -> dict[str, Any]:
+    """Return the keys of the types of layers, and of sizes that differ among them."""
+    types: dict[str, Any] = {}
+    if known.listed:
+        other = CONV if family.conv else LINEAR
+        types = layer_settings(keys, layers, single=family.single, other=other)
+    elif known.sized:
+        types = sized_settings(keys, layers, pattern)
+    elif known.rotates == "chunked":
+        types = chunked_settings(keys, layers)
+    keys.left.pop("attention.sliding_window", None)
+    return types
+
+
+def _of_branches(
+    keys: Keys, family: Family, known: Architecture, layers: int, heads: int, hidden: int
+) -> dict[str, Any]:
+    """Return the keys of indexers, recurrences, convolutions and experts."""
+    values: dict[str, Any] = {}
+    if known.indexer:
+        values |= indexer_settings(keys, layers, "indexer_types" in family.defaults)
     if family.space is not None:
         values |= space_settings(keys, family.space, hidden)
     if family.conv:
@@ -99,12 +134,19 @@ def settings(file: GgufFile) -> dict[str, Any]:
         values[family.experts.count[0]] = 0
     elif family.experts is not None and known.experts is not None:
         values |= mixture_settings(keys, family.experts, known.experts)
-    values |= _epsilon(keys, family)
-    values |= _flags(file, family) | _windows(keys, family, layers, window, pattern)
-    values |= _scales(keys, family, known, dim, hidden // heads if layers == known.deep else dim)
-    values |= _rope(keys, family, known, values, dim)
-    keys.check_rest()
-    return values | _packed(file) | _tokens(file)
+    return values
+
+
+def _of_encoder(keys: Keys, family: Family, kind: str) -> dict[str, Any]:
+    """Return the keys of a model without a causal mask, and without a head."""
+    keys.left.pop("pooling_type", None)  # of the folder's other files
+    own: dict[str, Any] = {"architectures": [class_of({"model_type": kind}, NONE)]}
+    if not family.encoder:
+        return {**own, "use_bidirectional_attention": True}
+    if family.learned:
+        table = keys.file.tensors.get("token_types.weight")
+        own["type_vocab_size"] = table.shape[0] if table else 0
+    return own
 
 
 def _epsilon(keys: Keys, family: Family) -> dict[str, float]:
@@ -126,7 +168,7 @@ def _epsilon(keys: Keys, family: Family) -> dict[str, float]:
 
 def _model_type(keys: Keys, window: Any, pattern: Any) -> tuple[str, Architecture]:
     """Return the model type of a file, which has its architecture, experts and windows."""
-    every = (*ARCHITECTURES.items(), *MIXED.items())
+    every = (*ARCHITECTURES.items(), *MIXED.items(), *BOTH_WAYS.items())
     mixed = bool(keys.left.get("expert_count"))
     named = {kind: known for kind, known in every if known.name == keys.name}
     types = [
@@ -147,7 +189,7 @@ def _model_type(keys: Keys, window: Any, pattern: Any) -> tuple[str, Architectur
         keys.refuse(f"its architecture is {keys.name!r}, which is none of {listed}")
     some = isinstance(pattern, list) and len({*pattern}) > 1
     windows = ("none",) if window is None else ("named", "most") if some else ("all", "most")
-    kind = next((kind for kind in types if FAMILIES[kind].windows in windows), types[0])
+    kind = next((kind for kind in types if EVERY[kind].windows in windows), types[0])
     return kind, named[kind]
 
 
@@ -175,7 +217,10 @@ def _flags(file: GgufFile, family: Family) -> dict[str, bool]:
         (family.qkv_bias, "attn_q.bias" in first or "attn_qkv.bias" in first),
         (family.output_bias, "attn_output.bias" in first),
         (family.mlp_bias, "ffn_down.bias" in first),
-        (family.query_key_if, "attn_q_norm.weight" in first),
+        (
+            family.query_key_if if family.query_key_norm != "ones" else None,
+            "attn_q_norm.weight" in first,
+        ),
         (family.parallel, "ffn_norm.weight" not in first),
         (family.head_bias, "output.bias" in file.tensors),
         ("mamba_rms_norm" if family.space_beside else None, "ssm_norm.weight" in first),
@@ -188,6 +233,12 @@ def _windows(
     keys: Keys, family: Family, layers: int, window: int | None, pattern: Any
 ) -> dict[str, Any]:
     """Return the keys of layers with a window."""
+    if "local_attention" in family.defaults:
+        slides = pattern[:layers] if isinstance(pattern, list) else None
+        if slides is None:
+            slides = [layer % int(pattern or 3) != 0 for layer in range(layers)]
+        types = [SLIDING if each and window else FULL for each in slides]
+        return {"layer_types": types, **({"local_attention": window} if window else {})}
     if window is None:
         return {"sliding_window": None} if "sliding_window" in family.defaults else {}
     values: dict[str, Any] = {"sliding_window": window}
@@ -238,6 +289,12 @@ def _rope(
     rotated, rotates = keys.take("rope.dimension_count") or dim, keys.take(FINETUNED)
     base = shortest(keys.take("rope.freq_base") or 10_000.0)
     local = keys.take("rope.freq_base_swa")
+    if family.learned:  # there is no rotation
+        return {}
+    if known.sized or "local_rope_theta" in family.defaults:
+        kind = _proportional(keys) if known.sized else {"rope_type": "default"}
+        of_sliding = {"rope_type": "default", "rope_theta": shortest(local or 10_000.0)}
+        return {"rope_parameters": {FULL: {**kind, "rope_theta": base}, SLIDING: of_sliding}}
     result: dict[str, Any] = {"rope_theta": base}
     if family.rotates == "by_type":
         result["position_embedding_type"] = "nope" if rotates is False else "rope"
@@ -249,11 +306,7 @@ def _rope(
         keys.refuse(f"{keys.name}.rope.freq_base_swa is {local}, not {base}")
     if rotated != dim or (family.partial and "partial_rotary_factor" in family.defaults):
         result["partial_rotary_factor"] = rotated / dim
-    scaling = _scaling(keys, rotated, base, values["max_position_embeddings"])
-    if scaling.get("rope_type") == "yarn" and not known.truncates:
-        scaling["truncate"] = False
-    if scaling.get("rope_type") == "yarn" and known.latent:
-        del scaling["attention_factor"]
+    scaling = _scaling(keys, known, rotated, base, values["max_position_embeddings"])
     if ORIGINAL in keys.left and "original_max_position_embeddings" in family.defaults:
         result["original_max_position_embeddings"] = keys.left[ORIGINAL]
     if "llama_4_scaling_beta" in family.factors:
@@ -268,13 +321,28 @@ def _rope(
     return {**result, "rope_scaling": scaling} if scaling else result
 
 
+def _proportional(keys: Keys) -> dict[str, Any]:
+    """Return the rotation of the first pairs of a head, from the factors of all pairs."""
+    name = "rope_freqs.weight"
+    factors = keys.file.get_tensor(name) if name in keys.file.tensors else np.empty(0, FLOAT32)
+    half, still = len(factors), factors >= STILL
+    rotated = half - int(still.sum())
+    if not rotated or still[:rotated].any() or len({*factors[:rotated].tolist()}) > 1:
+        keys.refuse(f"{name} is not one factor of the first pairs of a head")
+    shares = ((rotated + more) / half for more in (0, 0.5))  # a quotient may be rounded down
+    share = next(each for each in shares if int(each * 2 * half // 2) == rotated)
+    scaling = {"rope_type": "proportional", "partial_rotary_factor": share}
+    return scaling if factors[0] == 1 else {**scaling, "factor": shortest(factors[0])}
+
+
 FINETUNED = "rope.scaling.finetuned"
-ORIGINAL = "rope.scaling.original_context_length"
 
 
-def _scaling(keys: Keys, rotated: int, base: float, positions: int) -> dict[str, Any]:
+def _scaling(
+    keys: Keys, known: Architecture, rotated: int, base: float, positions: int
+) -> dict[str, Any]:
     """Return rope_scaling."""
-    tensors, latent = keys.file.tensors, keys.name == "deepseek2"
+    tensors, latent = keys.file.tensors, known.latent and known.absorbed
     kind, original = keys.take("rope.scaling.type", "none"), keys.left.get(ORIGINAL)
     factor = keys.take("rope.scaling.factor") or keys.take("rope.scale_linear")
     attention = keys.take("rope.scaling.attn_factor") or keys.take("rope.scaling.yarn_attn_factor")
@@ -304,7 +372,8 @@ def _scaling(keys: Keys, rotated: int, base: float, positions: int) -> dict[str,
             "rope_type": "yarn",
             "factor": shortest(factor),
             "original_max_position_embeddings": original or positions,
-            "attention_factor": attention_factor,
+            **({} if known.latent else {"attention_factor": attention_factor}),
+            **({} if known.truncates else {"truncate": False}),
             **{key: shortest(value) for key, value in betas.items() if value is not None},
             **mscale,
         }

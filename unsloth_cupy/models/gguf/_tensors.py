@@ -21,6 +21,8 @@ from ._parts import HEAD, TABLE, Part, has_offset, parts_of
 from ._types import Kind, dividing
 from .packed import blocks_of
 
+STILL = np.float32(1e30)  # factor of a wavelength that does not rotate, as llama.cpp writes it
+
 
 class Tensor(NamedTuple):
     """A tensor of a file, and a function that reads it."""
@@ -47,7 +49,8 @@ def tensors(
     """
     parts, result = parts_of(call, config, known), []
     is_own = has_two_tables(config, known)
-    head = parts(HEAD if is_own or not config.tied else TABLE).tensors[0].name
+    own = is_own or (not config.tied and HEAD in config.shapes())
+    head = parts(HEAD if own else TABLE).tensors[0].name
     whole = functools.lru_cache(maxsize=1)(read)  # read once for several tensors of a parameter
 
     def add(stored: str, part: Part, several: bool = False, role: str = "") -> None:
@@ -60,12 +63,12 @@ def tensors(
     for stored in config.shapes():
         if ".act_fn." in stored:  # these are in the metadata
             continue
-        own = parts(stored).tensors
-        for part in own:
-            add(stored, part, len(own) > 1)
+        each = parts(stored).tensors
+        for part in each:
+            add(stored, part, len(each) > 1)
     if is_own:
         add(TABLE, parts(TABLE).tensors[0]._replace(name=head), role=HEAD)
-    for name, array in _rope_factors(config):
+    for name, array in _rope_factors(config, known):
         result.append(Tensor(name, "", array.shape, Type.F32, lambda array=array: array, Type.F32))  # type: ignore[misc]
     return result
 
@@ -146,14 +149,16 @@ def interleaved(array: Array, heads: int, rotated: int) -> Array:
     return np.concatenate([pairs, by_heads[:, rotated:]], axis=1).reshape(array.shape)
 
 
-def _rope_factors(config: Config) -> Iterator[tuple[str, Array]]:
-    """Yield tensors of rotary scaling factors, one per wavelength: llama3 and longrope."""
+def _rope_factors(config: Config, known: Architecture) -> Iterator[tuple[str, Array]]:
+    """Yield tensors of rotary scaling factors, one per wavelength: llama3, longrope, Gemma 4's."""
     rope, _ = ropes(config)
     kind, scaling = scaling_of(rope), rope.scaling or {}
-    if kind == "llama3":
+    if kind == "llama3" or known.sized:  # with sizes by type, llama.cpp requires the tensor
         stretched = RULES[kind](scaling, 1, rope.dim, rope.base)[0]
         name = gguf.TENSOR_NAMES[MODEL_TENSOR.ROPE_FREQS]
-        yield f"{name}.weight", frequencies(rope.dim, rope.base) / stretched
+        with np.errstate(divide="ignore"):
+            factors = frequencies(rope.dim, rope.base) / stretched
+        yield f"{name}.weight", np.minimum(factors, STILL).astype(FLOAT32)
     if kind == "longrope":
         for key, tensor in (
             ("long_factor", MODEL_TENSOR.ROPE_FACTORS_LONG),

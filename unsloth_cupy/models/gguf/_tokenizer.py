@@ -2,7 +2,8 @@
 
 Two of llama.cpp's kinds are supported: byte-level BPE ("gpt2"), which splits text by a rule that
 the file names, and BPE over characters with byte fallback ("llama"), which merges the pair whose
-token has the highest score.
+token has the highest score.  For Gemma 4, the kind "gemma4" has the merges themselves; every text
+begins with a token.
 """
 
 import json
@@ -16,7 +17,9 @@ from ...errors import ConfigError
 from ...files import TOKENIZER, of_library, read_json, read_text
 from ..configs.config import Config
 from ..text.tokenizer import has_tokenizer, tokenizer_text
+from ._families import known_as
 from ._metadata import Values
+from ._wordpiece import pieces_of
 from ._words import SPACE, parts_of, prefix_of, words_of
 
 FILE, CONFIG, TEMPLATE = "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"
@@ -74,15 +77,26 @@ def tokenizer(
     words, affixes = read(folder), _around(folder)
     words, beyond = _without_beyond(words, config.vocab, [*affixes[0], *affixes[1]])
     characters = bool(words.model.get("byte_fallback"))
+    pieces = words.model.get("type") == "WordPiece"
     values: Values = {"model": "llama" if characters else "gpt2"}
-    texts, types = _tokens(words, config.vocab, characters)
+    texts, types = _tokens(words, config.vocab, characters or pieces)
     values |= {"tokens": texts, "token_type": types}
-    merges = [_pair(merge) for merge in words.model["merges"]]
-    if characters:
+    merges = [_pair(merge) for merge in words.model.get("merges") or ()]
+    if pieces:
+        values |= pieces_of(words.values, texts, types)
+        notes = list[str]()
+        if not (affixes[0] and affixes[1]):
+            problem = "the tokenizer adds no tokens around a text"
+            raise ConfigError(f"export_gguf: {problem}, and llama.cpp's WordPiece adds two")
+    elif characters:
         values["pre"] = "default"
         values["add_space_prefix"], notes = prefix_of(words.values)
         values["scores"] = _scores(texts, merges)
-        if other := _other_cuts(words.model["vocab"], merges):
+        kind = known_as("export_gguf", config).words
+        if kind != "llama" and affixes[0] and not values["add_space_prefix"]:
+            values |= {"model": kind, "merges": [" ".join(merge) for merge in merges]}
+            notes += _across_lines(merges)
+        elif other := _other_cuts(words.model["vocab"], merges):
             notes += other
             values["merges"] = [" ".join(merge) for merge in merges]  # for readers that use them
     else:
@@ -94,6 +108,10 @@ def tokenizer(
     turns += _turn_ends(words, template.get("chat_template", ""))
     special, more = _special(words, config, begin, affixes, turns)
     values |= special | template
+    if pieces:  # llama.cpp adds them whatever the keys are
+        values |= {"seperator_token_id": affixes[1][0], "add_eos_token": False}
+        unknown = words.model["vocab"].get(words.model.get("unk_token"))
+        values |= {} if unknown is None else {"unknown_token_id": unknown}
     notes = [*beyond, *notes, *more]
     return {f"tokenizer.{_key(name)}": value for name, value in values.items()}, notes
 
@@ -156,9 +174,14 @@ def read(folder: Path) -> Vocabulary:
         path, text = tokenizer_text(folder)
         values = json.loads(text)
     model = values.get("model")
-    if not isinstance(model, Mapping) or model.get("type", "BPE") != "BPE":
+    if not isinstance(model, Mapping) or model.get("type", "BPE") not in ("BPE", "WordPiece"):
         kind = model.get("type") if isinstance(model, Mapping) else None
-        raise ConfigError(f"{path}: the tokenizer is {kind}; export_gguf only supports BPE")
+        raise ConfigError(
+            f"{path}: the tokenizer is {kind}; export_gguf supports BPE and WordPiece"
+        )
+    settings = folder / CONFIG
+    if model.get("type") == "WordPiece":
+        return Vocabulary(folder, values, read_json(settings) if settings.exists() else {})
     vocab, merges = model.get("vocab"), model.get("merges")
     if not (isinstance(vocab, Mapping) and isinstance(merges, list) and merges):
         raise ConfigError(
@@ -167,7 +190,6 @@ def read(folder: Path) -> Vocabulary:
     if wrong := [key for key in UNSUPPORTED if model.get(key)]:
         key = wrong[0]
         raise ConfigError(f"{path}: {key} is {model[key]!r}, which llama.cpp does not support")
-    settings = folder / CONFIG
     return Vocabulary(folder, values, read_json(settings) if settings.exists() else {})
 
 
@@ -226,6 +248,15 @@ def _other_cuts(vocab: Mapping[str, int], merges: Sequence[Sequence[str]]) -> li
                     " tokenizer: some texts may have other tokens"
                 ]
     return []
+
+
+def _across_lines(merges: Sequence[Sequence[str]]) -> list[str]:
+    """Return a note if a token has a line break and other characters."""
+    texts = ("".join(pair) for pair in merges)
+    text = next((text for text in texts if "\n" in text and text.strip("\n")), None)
+    if text is None:
+        return []
+    return [f"llama.cpp splits texts at line breaks, and does not merge tokens to {text!r}"]
 
 
 def _turn_ends(words: Vocabulary, template: str) -> list[int]:

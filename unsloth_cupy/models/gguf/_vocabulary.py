@@ -6,13 +6,18 @@ from typing import Any
 from gguf import TokenType
 
 from ...errors import ConfigError
+from ._wordpiece import KIND, model_of_pieces, words_of_pieces
 from ._words import ALIASES, BEGUN, DIGITS, GPT2, NORMALISED, SPACE, rule_of
 from .reading import GgufFile
 
+KINDS = ("gpt2", "llama", "gemma4", KIND)  # of bytes, two of characters, of word pieces
 BYTE_LEVEL = {
     "type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True,
 }  # fmt: skip
-SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+SPECIAL = {
+    **{"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"},
+    **{"sep": "seperator", "mask": "mask"},
+}
 ADDED = (TokenType.CONTROL, TokenType.USER_DEFINED, TokenType.UNKNOWN)
 
 
@@ -31,22 +36,26 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
         if name.startswith("tokenizer.ggml.")
     }
     kind, texts = keys.get("model"), keys.get("tokens") or []
-    if not texts or kind not in ("llama", "gpt2"):
-        _refuse(file, f"its tokenizer is {kind!r}, neither gpt2 nor llama")
-    characters = kind == "llama"
+    if not texts or kind not in KINDS:
+        _refuse(file, f"its tokenizer is {kind!r}, none of {', '.join(KINDS)}")
+    pieces, characters = kind == KIND, kind not in ("gpt2", KIND)
     types = keys.get("token_type") or [TokenType.NORMAL] * len(texts)
     merges = [tuple(_cut(merge)) for merge in keys.get("merges") or ()]
+    parts = words_of_pieces(keys, texts, types) if pieces else (texts, {})
+    texts = parts[0]
     vocab, added = _tokens(texts, types, characters)
     if characters and not merges:
         merges = [*_merges(vocab, added, keys.get("scores") or [0.0] * len(texts))]
-    elif not merges and "tokenizer.huggingface.json" not in file.values:
+    elif not (merges or pieces) and "tokenizer.huggingface.json" not in file.values:
         _refuse(file, "tokenizer.ggml.merges is missing, without which words are single bytes")
     name = str(keys.get("pre") or "default")
-    words = _characters(keys) if characters else _bytes(file, name)
+    words = parts[1] or (_characters(keys) if characters else _bytes(file, name))
     begins = keys.get("add_bos_token", characters or ALIASES.get(name, name) in BEGUN)
+    begins |= kind in ("gemma4", KIND)  # whatever the key says
     ids = {role: keys.get(f"{theirs}_token_id") for role, theirs in SPECIAL.items()}
     named = {role: texts[n] for role, n in ids.items() if n is not None and 0 <= n < len(texts)}
     flags = {"bos": bool(begins), "eos": bool(keys.get("add_eos_token"))}
+    flags |= {"sep": True} if pieces else {}
     unknown = named.get("unk") if characters else None
     ignored = words.pop("ignore_merges", False)
     tokenizer = {
@@ -56,7 +65,7 @@ def tokenizer_files(file: GgufFile) -> dict[str, Any]:
         "added_tokens": added,
         **words,
         "post_processor": _template({r: (named[r], ids[r]) for r in named if flags.get(r)}),
-        "model": {
+        "model": model_of_pieces(vocab, named.get("unk", "[UNK]")) if pieces else {
             "type": "BPE", "dropout": None, "unk_token": unknown,
             "continuing_subword_prefix": None, "end_of_word_suffix": None, "fuse_unk": characters,
             "byte_fallback": characters, "ignore_merges": ignored, "vocab": vocab,

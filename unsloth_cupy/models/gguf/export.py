@@ -40,12 +40,13 @@ from ..configs.heads import CAUSAL, NONE, OWN, require_head
 from ..configs.names import is_stack
 from ..configs.reading import token_ids
 from ..folders.lazy_parameter import LazyParameter
+from ..folders.pooling import pooling_of
 from ..folders.stored import stored_model
 from ..transformer import Transformer
 from ..verifying.receipt import BYTES, KEY, checked, fill_in, in_words, write_receipt
 from ..verifying.sides import Side
 from ..verifying.verify import Verification
-from . import TYPES
+from . import POOLINGS, TYPES
 from .finding import find_gguf_tensors
 from .packed import TYPES_OF_STACKS
 from .reading import AS_STORED, opened_gguf
@@ -187,7 +188,7 @@ def export_gguf(
         check_choice(call, "kind", kind, TYPES)
     source = _source(call, model, tokenizer, base, kind)
     kind = source.kind
-    require_head(call, source.config, CAUSAL)
+    require_head(call, source.config, CAUSAL if source.config.causal else NONE)
     if stop is not None and not is_integer(stop, 0):
         raise ConfigError(f"{call}(stop={stop!r}): pass a token, or None")
     known = architecture(call, source.config)
@@ -206,6 +207,7 @@ def export_gguf(
         "general.file_type": int(KINDS[kind].file_type),
         **metadata(source.config, known, source.read),
         **words,
+        **_pooling(source, known.name),
         **({KEY: " " * BYTES} if receipt else {}),
     }
     rounded = source.adapter is not None and source.adapter.into is not None
@@ -430,6 +432,13 @@ def _tokenizer_folder(source: Source) -> Path:
             " tokenizer; pass its folder, as in tokenizer='folder'"
         )
     return source.folder
+
+
+def _pooling(source: Source, name: str) -> dict[str, int]:
+    """Return the key of an encoder's pooling, which the files of sentence-transformers name."""
+    if source.config.causal:
+        return {}
+    return {f"{name}.pooling_type": POOLINGS[pooling_of(source.folder) or "mean"]}
 
 
 def _name(name: str, tokens: Iterable[str]) -> str:

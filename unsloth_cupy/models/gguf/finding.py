@@ -48,8 +48,8 @@ def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, S
             continue
         parts, joined = parts_of_name(name)
         stored, *others = (part.name for part in parts)
-        if stored not in file.tensors and name in choice.optional:
-            continue
+        if stored not in file.tensors and (name in choice.optional or name in config.unused):
+            continue  # files of llama.cpp's converter have no pooler
         tensors = [_tensor_of(file, part) for part in parts]
         left -= {stored, *others}
         undone = _undone(config, interleaved=known.interleaved, name=name)

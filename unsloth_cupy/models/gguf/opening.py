@@ -15,6 +15,8 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...files import missing_folder_advice
+from ..folders.pooling import pooling_files
+from . import POOLINGS
 from .reading import PART, opened_gguf, parts_of
 
 MARK = "gguf.json"
@@ -93,6 +95,13 @@ def _written(file: Path, path: Path, folder: Path) -> Path:
         texts |= tokenizer_files(opened)
         texts |= {"tokenizer.json": json.loads(whole)} if isinstance(whole, str) else {}
     folder.mkdir()
+    kind = opened.values.get(f"{opened.values.get('general.architecture')}.pooling_type")
+    names = {number: name for name, number in POOLINGS.items()}
+    known = isinstance(kind, int) and kind in names
+    pooled = pooling_files(config["hidden_size"], names[kind]) if known else {}
+    for name, text in pooled.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
     for name, values in texts.items():
         (folder / name).write_text(json.dumps(values, ensure_ascii=False), encoding="utf-8")
     for each in _beside(path):

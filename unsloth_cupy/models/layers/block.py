@@ -153,13 +153,13 @@ def blocks(
     layers = range(call.config.layers) if layers is None else layers
     pair = 1 + call.config.paired  # experts' outputs do not leave a checkpoint: see LongCat-Flash
     size, stream = call.config.layers if call.gather is None else pair, None
-    run: Callable[..., tuple[Any, Any, Any, Any]] = _part
+    run: Callable[..., tuple[Any, Any, Any, Any]] = group_of_blocks
     if checkpoints is not None and checkpoints.enabled:
         size, keep, offload = checkpoints.recompute_every, checkpoints.keep, checkpoints.offload
         size = -(-size // pair) * pair
         if "attention_forward" in keep:
             keep = (*keep, "attention_varlen_forward")  # the same op for packed texts
-        run = partial(checkpoint, _part, keep=keep, offload=offload)
+        run = partial(checkpoint, group_of_blocks, keep=keep, offload=offload)
     for first in range(layers.start, layers.stop, size):
         group = range(first, min(first + size, layers.stop))
         places = dict.fromkeys(map(call.config.prefix_of, group))
@@ -175,7 +175,7 @@ def blocks(
     return branch, stream
 
 
-def _part(
+def group_of_blocks(
     call: Call,
     layers: range,
     branch: Any,

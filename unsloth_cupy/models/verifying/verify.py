@@ -33,11 +33,11 @@ from ...errors import ConfigError
 from ...files import path_of
 from ...training.find_nan import NonFiniteError
 from ..adapters.probe import Unread
-from ..configs.config import Experts
+from ..configs.config import Config, Experts
 from ..configs.heads import CAUSAL, require_head
-from ..configs.names import HEAD, TABLE
+from ..configs.names import HEAD, TABLE, TABLE_OF_LAYERS
 from ..gguf.opening import gguf_in
-from ..layers.block import block, embedded
+from ..layers.block import embedded, group_of_blocks, inputs_of_layers, with_positions
 from ..layers.head import BIAS, logits_of
 from ..layers.norms import join
 from ..transformer import Transformer
@@ -176,6 +176,9 @@ def compare(
 ) -> Verification:
     """Return the comparison of two sides; answers read at most ``again`` weights again."""
     for side in (trained, own):
+        if not side.config.causal:
+            cure = "compare the embeddings of both for a few texts"
+            raise ConfigError(f"verify: {side.where} is an encoder, without next tokens; {cure}")
         require_head("verify", side.config, CAUSAL)
     _check(prompts)
     texts = _Texts(trained, own, prompts)
@@ -313,22 +316,40 @@ class _Pass:
         self.routed: list[Array] = []  # experts of each token, by layers with experts
         self.branch: Any = None
         self.stream: Any = None
+        self.inputs: Sequence[Any] = ()  # of layers
+        self.shared: dict[str, Any] = {}  # what later blocks use again
 
-    def embed(self, rows: Array, places: Array) -> Array:
-        """Set the states to rows of the embedding table, and return the states."""
-        self.branch = embedded(self.config, {TABLE: rows}, places[None])
+    def embed(self, weights: Mapping[str, Array], places: Array) -> Array:
+        """Set the states to embeddings, and return them; ``places`` are rows of the tables."""
+        tokens, call = places[None], self.call._replace(parameters=weights)
+        self.branch = embedded(self.config, weights, tokens)
+        if self.config.embedding_norm is not None:
+            self.branch = with_positions(call, tokens, self.branch)
+        self.inputs = inputs_of_layers(self.config, weights, tokens, self.branch)
         return self.states()
+
+    def begin_as(self, other: "_Pass") -> None:
+        """Begin the next block with the states of another pass."""
+        self.branch, self.stream = other.branch, other.stream
+        self.inputs, self.shared = other.inputs, other.shared
 
     def run(
         self, layer: int, weights: Mapping[str, Array], routed: Sequence[Array] | None = None
     ) -> Array:
-        """Run a block, and return the states after it; ``routed`` are the experts of its tokens."""
+        """Run a block, or a pair of LongCat-Flash; return the states after it.
+
+        ``routed`` are the experts of its tokens.
+        """
         routers = list[Any]()
         routes = np.stack(routed, axis=2) if routed else None
         experts = self.call.experts._replace(routers=routers, routes=routes)
         call = self.call._replace(parameters=weights, experts=experts)
         with np.errstate(all="ignore"):  # states that are not finite are compared, too
-            self.branch, self.stream = block(call, layer, self.branch, self.stream)
+            self.branch, self.stream, _, new = group_of_blocks(
+                call, range(layer, layer + 1 + self.config.paired), self.branch, self.stream,
+                self.inputs[layer : layer + 1], self.shared,
+            )  # fmt: skip
+        self.shared = {**self.shared, **new}
         self.routed += [np.asarray(each.experts) for each in routers]
         return self.states()
 
@@ -417,6 +438,17 @@ class _Best:
         self.own_logit[more] = x[rows, place][more]
 
 
+def _outer(config: Config) -> tuple[list[str], list[str]]:
+    """Return the names of the parameters before the first block, and after the last one.
+
+    Tables of tokens and the head are not among them: they are read in parts.
+    """
+    outer = [n for n in config.shapes() if ".layers." not in n and n not in (TABLE, HEAD)]
+    last = f"model.{config.norms.last}."
+    before = [name for name in outer if name.startswith("model.") and not name.startswith(last)]
+    return before, [name for name in outer if name not in before]
+
+
 def _routes_alike(first: Experts | None, second: Experts | None) -> bool:
     """Return whether both sides can use the same experts for a token.
 
@@ -470,7 +502,7 @@ class _Numbers:
         # the trained settings with the weights of the file
         self.trained_settings = _Pass(self.trained, self.tokens, self.starts)
         yield self._embedding()
-        for layer in range(config.layers):
+        for layer in range(0, config.layers, 1 + config.paired):
             yield self._angles(layer)
             yield self._block(layer)
         yield self._logits()
@@ -563,19 +595,30 @@ class _Numbers:
             if compared:
                 expect = expected[part]
                 rows.add(expect, array if stored is None else stored[part], kind, part.start)
-        suspects = list[Suspect]()
-        if compared:
-            self._judge(TABLE, rows, suspects)
         tables = expected[chosen], own, shaken(TABLE, own.copy(), kind)
         del expected, stored
-        states = [
-            each.embed(table, places) for each, table in zip(self.passes, tables, strict=True)
-        ]
+        names, others = (_outer(side.config)[0] for side in (self.trained, self.own))
+        trained = {name: self.trained.read(name) for name in names}
+        outer, weights = {**trained}, self._read(trained, others)
+        suspects = weights.suspects
+        if compared:
+            self._judge(TABLE, rows, suspects)
+        states = []
+        for each, table, named in zip(
+            self.passes, tables, (outer, weights.own, self._moved(weights.own)), strict=True
+        ):
+            of_layers = {n: array[chosen] for n, array in named.items() if n == TABLE_OF_LAYERS}
+            states.append(each.embed({**named, TABLE: table, **of_layers}, places))
         if not np.isfinite(states[0]).all():
             raise ConfigError(f"verify: the embeddings of {self.trained.where} are not finite")
         return self._faulty(
-            "embedding", _Squares().add(*states).amount(self.slack), suspects, [TABLE]
+            "embedding", _Squares().add(*states).amount(self.slack), suspects, [TABLE, *names]
         )
+
+    def _moved(self, weights: Mapping[str, Array]) -> dict[str, Array]:
+        """Return copies of weights of the file, moved by rounding."""
+        kinds = self.own.type_of
+        return {name: shaken(name, array.copy(), kinds(name)) for name, array in weights.items()}
 
     def _block(self, layer: int) -> Fault | None:
         names, others = (
@@ -590,7 +633,7 @@ class _Numbers:
             raise ConfigError(f"verify: {problem}; verify another checkpoint")
         routed = first.routed if self.same_routers else None
         weights, last = self._read(trained, others), self.trained_settings
-        last.branch, last.stream = second.branch, second.stream
+        last.begin_as(second)
         states.append(second.run(layer, weights.own, routed))
         other = last.run(layer, weights.own, routed) if weights.same else None
         for name, array in weights.own.items():  # one by one, as all of them may not fit twice
@@ -661,22 +704,15 @@ class _Numbers:
         return np.flatnonzero(chosen), expected[chosen]
 
     def _logits(self) -> Fault | None:
-        names, others = (
-            [n for n in side.config.shapes() if ".layers." not in n and n not in (TABLE, HEAD)]
-            for side in (self.trained, self.own)
-        )
+        names, others = (_outer(side.config)[1] for side in (self.trained, self.own))
         head, own_head = (TABLE if s.config.tied else HEAD for s in (self.trained, self.own))
         trained = {name: self.trained.read(name) for name in names}
         outer = {**trained}
         weights, (rows, expected) = self._read(trained, others), self._rows()
-        moved = {
-            name: shaken(name, array.copy(), self.own.type_of(name))
-            for name, array in weights.own.items()
-        }
-        passes, outers = [*self.passes], [outer, weights.own, moved]
+        passes, outers = [*self.passes], [outer, weights.own, self._moved(weights.own)]
         if weights.same and head == own_head in self.readers and self.readers[head] is None:
             last = self.trained_settings
-            last.branch, last.stream = self.passes[1].branch, self.passes[1].stream
+            last.begin_as(self.passes[1])
             passes, outers = [*passes, last], [*outers, weights.own]
         inputs = [each.ended(own, rows) for each, own in zip(passes, outers, strict=True)]
         whole, suspects = self.trained.read(head), weights.suspects
@@ -778,7 +814,7 @@ def _answers(side: Side, ids: Sequence[Sequence[int]], budget: int, vocab: int) 
     if most < 2:
         return [[] for _ in ids]
     parameters: dict[str, Any] = dict.fromkeys(config.shapes(), Unread())
-    parameters[TABLE] = side.read(TABLE)
+    parameters |= {name: side.read(name) for name in (TABLE, *_outer(config)[0])}
     model = Transformer(config, parameters, side.texts)
     model.gather = lambda named: {
         name: side.read(name) if isinstance(value, Unread) else value

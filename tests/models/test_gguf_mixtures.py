@@ -630,6 +630,25 @@ def test_layers_that_only_predict_several_tokens_are_left_out(tmp_path: Path) ->
         np.testing.assert_array_equal(array, whole.parameters[name])
 
 
+@pytest.mark.parametrize("name", ["glm4moe", "deepseek2"])
+def test_draft_heads_are_not_written_and_the_report_says_so(name: str, tmp_path: Path) -> None:
+    make(tmp_path / "m", MIXTURES[name] | {"num_nextn_predict_layers": 1})
+    assert models.load(tmp_path / "m").config.draft_heads == 1
+    report = models.export_gguf(tmp_path / "m", tmp_path / "m.gguf", kind="f32")
+    assert "draft heads (multi-token prediction) are not in the file" in str(report)
+    loaded, model = models.load(tmp_path / "m.gguf"), models.load(tmp_path / "m")
+    assert loaded.config.draft_heads == 0
+    tokens = np.arange(3, 12)[None]
+    assert np.abs(loaded.logits(tokens) - model.logits(tokens)).max() < 1e-5
+    if name == "glm4moe":  # a deepseek2 has kv_b_proj in two tensors, which is refused
+        model.add_adapter(rank=2, seed=0)
+        model.train_through("q8_0")
+        assert model.loss(tokens, tokens) > 0
+    copied(tmp_path / "m.gguf", tmp_path / "n.gguf", {f"{name}.nextn_predict_layers": 1})
+    origin = str(models.load(tmp_path / "n.gguf").origin)
+    assert "draft heads (nextn_predict_layers=1): not loaded from GGUF" in origin
+
+
 @pytest.mark.parametrize(
     ("changes", "problem"),
     [

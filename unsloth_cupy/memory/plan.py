@@ -64,6 +64,7 @@ def plan_memory(
     inputs: Sequence[Mapping[str, Any]] = (),
     merge_into: str | None = None,
     halves: bool = False,
+    mtp_weight: float = 0.0,
 ) -> MemoryPlan:
     """Plan the memory of a training step, op by op, without allocating its arrays.
 
@@ -125,6 +126,8 @@ def plan_memory(
         Whether gradients are summed as with ``finetune --invariant``: memory then holds a sum for
         each half, ``sum_in_halves``.  ``inputs`` are then the passes to plan, one for each number
         of sums that memory holds, from 0.
+    mtp_weight : float
+        Weight of the loss of draft heads, as ``model.mtp_weight``; 0: they are stored, not trained.
 
     Returns
     -------
@@ -177,7 +180,7 @@ def plan_memory(
         adapter = _adapter_of(parsed, rank, adapter, merge_into)
         codes = None if quantization is None else Quantizer("plan_memory", quantization)
         arguments = (ledger, parsed, arrays, kind, optimizer, state_bits, adapter, codes)
-        model, steps = planned_training(*arguments)
+        model, steps = planned_training(*arguments, mtp_weight=mtp_weight)
         model.chunked_mlp = chunked_mlp
         objective = with_planned_models(ledger, objective, arrays, kind)
         ledger.begin()

@@ -128,6 +128,7 @@ def planned_training(
     codes: Callable[[str, Any], Any] | None,
     shapes: Mapping[str, Any] | None = None,
     ranks: Any = None,
+    mtp_weight: float = 0.0,
 ) -> "tuple[Transformer, Optimizer | Joined | None]":
     """Return a model in its state before a step, and its optimizer.
 
@@ -153,6 +154,7 @@ def planned_training(
         for name in parameters:
             parameters[name] = codes(name, parameters[name])
     model = Transformer(config, parameters, {})
+    model.mtp_weight = mtp_weight
     parts = None if ranks is None else Zero3(model, ranks)
     parameters = model.parameters
     ledger.enter(WEIGHTS, parameters)

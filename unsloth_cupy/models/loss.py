@@ -1,9 +1,9 @@
 """The next-token loss: labels shifted by one, their mean loss, and its gradient on a tape."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -28,7 +28,9 @@ from .adapters.many import ByRows
 from .configs.config import Config
 from .configs.heads import CAUSAL, CLASSIFIERS, require_head
 from .label_loss import mean_label_loss
+from .layers.block import embedded
 from .layers.context import Context, own_tokens, real_tokens
+from .layers.draft_head import draft_states, with_tables
 from .layers.elements import taken
 from .layers.expert_ranks import balance_of
 from .layers.experts_layer import router_loss
@@ -127,12 +129,72 @@ def mean_loss(
                 term = balance_of(model.reached.sums, experts.k, groups)
             # This call may be a part of a batch of ``count`` labels: weigh it by its own labels.
             balances.append((term, experts.balance * (number / count)))
+    drafts = list[Term]()
+    if model.mtp_weight and model.config.draft_heads:
+        drafts += _draft_terms(model, parameters, x, (tokens, mask, offsets), shifted)
     shifted = own_tokens(context, shifted)
-    x, head = inputs_of_losses(model.config, parameters, x)
+    terms = [Term(*inputs_of_losses(model.config, parameters, x), shifted), *drafts]
     if type(x) is Var:
-        return _on_tape(model, x, head, shifted, count, balances)
-    losses = losses_of(model.config, x, head, shifted, model.slices)
-    return _added(losses.sum(dtype=np.float64) / count, balances)
+        return _on_tape(model, terms, count, balances)
+    sums = (
+        term.factor * losses_of(model.config, *term[:3], model.slices).sum(dtype=np.float64)
+        for term in terms
+    )
+    return _added(sum(sums) / count, balances)
+
+
+class Term(NamedTuple):
+    """The inputs of the losses of all tokens, and the factor of their sum."""
+
+    x: Any  # normalised states
+    head: Any  # weight
+    shifted: Array  # the label of each state
+    factor: float = 1.0
+
+
+def _draft_terms(
+    model: Network,
+    parameters: Mapping[str, Any],
+    states: Any,
+    batch: tuple[Array, Array | None, Array | None],
+    shifted: Array,
+) -> Iterator[Term]:
+    """Yield the term of each draft head, from the model's states.
+
+    The loss of head k = 1, 2, ... at position t is the cross entropy of the label at t + 1 + k.
+    Sums are divided by the same count as the sum of next-token losses.
+    """
+    if (problem := undrafted(model)) is not None:
+        raise ConfigError(f"loss: mtp_weight={model.mtp_weight} {problem}")
+    tokens, mask, offsets = batch
+    config, weight = model.config, model.mtp_weight / model.config.draft_heads
+    call = model.call(parameters, tokens, mask=mask, offsets=offsets)
+    following = tokens if offsets is None else tokens.reshape(1, -1)
+    if model.gather is not None:
+        own = {name: parameters[name] for name in config.draft_tables}
+        parameters = {**parameters, **model.gather(own)}
+    for number in range(config.draft_heads):
+        following = np.concatenate([following[:, 1:], following[:, -1:]], axis=1)
+        shifted = next_labels(following, shifted, offsets, mask)  # padding predicts nothing
+        own_config, own = with_tables(config, number, parameters)
+        embeddings = embedded(own_config, own, following)
+        states = draft_states(call, number, states, embeddings, model.step.checkpoint)
+        yield Term(*inputs_of_losses(own_config, own, states), shifted, weight)
+
+
+def undrafted(model: Network) -> str | None:
+    """Return why a model's draft heads cannot be trained, with a cure; None if they can."""
+    cure = "divide the batch (data parallelism), or leave mtp_weight out: heads stay as they are"
+    if model.adapter is not None:
+        cure = "leave mtp_weight out, or train without an adapter (--full)"
+        return f"trains draft heads, which stay frozen beside an adapter; {cure}"
+    if model.invariant:
+        return "has no sums in a fixed order; leave invariant or mtp_weight out"
+    if model.context is not None or model.division is not None or model.reached is not None:
+        return (
+            f"trains draft heads, which ranks of tensors, blocks, experts or tokens do not; {cure}"
+        )
+    return None
 
 
 def _routed(
@@ -219,53 +281,63 @@ def label_log_probs(
 
 
 def _on_tape(
-    model: Network,
-    x: Var,
-    head: Any,
-    shifted: Array,
-    count: Any,
-    balances: Sequence[tuple[Any, Any]],
+    model: Network, terms: Sequence[Term], count: Any, balances: Sequence[tuple[Any, Any]]
 ) -> Var:
-    """Return sum(losses) / count, with gradients computed in the same pass.
+    """Return the sum of factor * sum(losses) / count, with gradients computed in the same pass.
 
-    The upstream gradient of every loss is known, 1 / count.  So the forward pass computes the
+    The upstream gradient of every loss is known, factor / count.  So the forward pass computes the
     gradients too, and the logits are computed once: it saves one matrix product.  ``balances`` are
     (router loss, coefficient) pairs, whose products are added.
     """
-    config, division, scaler = model.config, model.slices, model.step.scaler
-    tape, values = x.tape, {"x": x.value, "weight": getattr(head, "value", head)}
-    sum_type = np.promote_types(x.dtype, FLOAT32)
-    dloss = (np.ones_like(x.value, sum_type, shape=shifted.shape) / count).astype(sum_type)
-    dloss = dloss if scaler is None else scaler.scale(dloss)
-    inputs = {name: var.index for name, var in (("x", x), ("weight", head)) if type(var) is Var}
-    if division is None:
-        with fixed_order(model.invariant and model.adapter is not None):
-            losses, dx, dweight = tape.run(
-                linear_cross_entropy_gradients,
-                [*values.values(), shifted, dloss, None],
-                {"ignore": IGNORE, "softcap": config.logit_softcap, "wanted": frozenset(inputs)},
-            )
-    else:  # no op computes loss and gradients across ranks: a separate tape does
-        own = Tape()
-        own_values = {n: own.watch(value) if n in inputs else value for n, value in values.items()}
-        losses_var = losses_of(config, own_values["x"], own_values["weight"], shifted, division)
-        token = take_gradients.set(None)  # hide these gradients from callbacks of the whole step
-        try:
-            own_gradients = own.gradients(losses_var, [own_values[name] for name in inputs], dloss)
-        finally:
-            take_gradients.reset(token)
-        by_name = dict(zip(inputs, own_gradients, strict=True))
-        losses, dx, dweight = losses_var.value, by_name.get("x"), by_name.get("weight")
-    loss = _added(losses.sum(dtype=np.float64) / count, balances)
-    gradients = {"x": dx, "weight": dweight}
+    scaler, tape, loss = model.step.scaler, terms[0].x.tape, 0.0
+    values, inputs, gradients = dict[str, Any](), dict[str, int](), dict[str, Any]()
+    for number, term in enumerate(terms):
+        losses, own = _with_gradients(model, term, count)
+        loss = loss + term.factor * (losses.sum(dtype=np.float64) / count)
+        for name, var in (("x", term.x), ("weight", term.head)):
+            key = f"{name}{number or ''}"
+            values[key] = value_of(var)
+            if type(var) is Var:
+                inputs[key], gradients[key] = var.index, own[name]
+    loss = _added(loss, balances)
     root = Var(as_array(loss.astype(losses.dtype)), tape)
     one = full_like(root.value, 1)
     # Every rank adds the router's gradient, and ranks sum it up: each contributes its share.
-    ranks = 1 if division is None else division.comm.size
-    for i, (term, coefficient) in enumerate(balances):
-        if type(term) is Var:
-            share = as_array((one * coefficient / ranks).astype(term.dtype))
-            inputs[f"balance{i}"], values[f"balance{i}"] = term.index, term.value
+    ranks = 1 if model.slices is None else model.slices.comm.size
+    for i, (balance, coefficient) in enumerate(balances):
+        if type(balance) is Var:
+            share = as_array((one * coefficient / ranks).astype(balance.dtype))
+            inputs[f"balance{i}"], values[f"balance{i}"] = balance.index, balance.value
             gradients[f"balance{i}"] = share if scaler is None else scaler.scale(share)
     tape.note(LossRecord(values, inputs, {"loss": root.index}, gradients, one, scaler, loss))
     return root
+
+
+def _with_gradients(model: Network, term: Term, count: Any) -> tuple[Array, dict[str, Any]]:
+    """Return the losses of a term, and the gradients of its sum, by the names of its inputs."""
+    config, division, scaler = model.config, model.slices, model.step.scaler
+    x, head, shifted, factor = term
+    values = {"x": x.value, "weight": getattr(head, "value", head)}
+    sum_type = np.promote_types(x.dtype, FLOAT32)
+    dloss = (np.ones_like(x.value, sum_type, shape=shifted.shape) / count).astype(sum_type)
+    dloss = dloss if factor == 1 else dloss * sum_type.type(factor)
+    dloss = dloss if scaler is None else scaler.scale(dloss)
+    wanted = [name for name, var in (("x", x), ("weight", head)) if type(var) is Var]
+    if division is None:
+        with fixed_order(model.invariant and model.adapter is not None):
+            losses, dx, dweight = x.tape.run(
+                linear_cross_entropy_gradients,
+                [*values.values(), shifted, dloss, None],
+                {"ignore": IGNORE, "softcap": config.logit_softcap, "wanted": frozenset(wanted)},
+            )
+        return losses, {"x": dx, "weight": dweight}
+    # no op computes loss and gradients across ranks: a separate tape does
+    own = Tape()
+    own_values = {n: own.watch(value) if n in wanted else value for n, value in values.items()}
+    losses_var = losses_of(config, own_values["x"], own_values["weight"], shifted, division)
+    token = take_gradients.set(None)  # hide these gradients from callbacks of the whole step
+    try:
+        own_gradients = own.gradients(losses_var, [own_values[name] for name in wanted], dloss)
+    finally:
+        take_gradients.reset(token)
+    return losses_var.value, dict(zip(wanted, own_gradients, strict=True))

@@ -27,6 +27,7 @@ from .adapters.many import ByRows
 from .adapters.through import file_weights
 from .any_library import to_torch
 from .configs.config import CORRECTION, Config
+from .configs.draft_heads import is_of_head
 from .configs.names import PROJECTION
 from .folders.quantized_weights import trainable
 from .graphs import Graphs
@@ -77,6 +78,9 @@ class Network(Summary):
     parts : Parts or None
         The parts of parameters that ``load(folder, parts=comm)`` reads, until a Zero3 takes over
         the model.
+    mtp_weight : float
+        Weight of the loss of draft heads (multi-token prediction), which ``loss`` adds: the mean
+        over heads of their cross entropies.  0, initially: draft heads are not trained.
     gather : callable or None
         Function that gathers the whole parameters of one block from the parts of all ranks.
     """
@@ -93,6 +97,7 @@ class Network(Summary):
     # receives the ``Routed`` of each layer in a pass, and the number of layers with experts before
     seen: Callable[[Sequence[Any], int], None] | None = None
     reached: Reached | None = None  # results of the last stage of a pipeline, before the head
+    drafts: Any = None  # how many drafts the last ``generate(draft=)`` proposed and accepted
     filled: Any = None  # (), tokens of a row before the padding of a graph: see ``graphs``
 
     def __init__(self, config: Config, parameters: dict[str, Array]) -> None:
@@ -105,6 +110,7 @@ class Network(Summary):
         self.gather: Gather | None = None
         self.chunked_mlp: bool | None = None
         self.invariant = False
+        self.mtp_weight = 0.0
         self._make_tables()
 
     def _make_tables(self) -> None:
@@ -134,11 +140,16 @@ class Network(Summary):
 
     @property
     def trainable(self) -> dict[str, Array]:
-        """The parameters with gradients: those of the adapter, or all without an adapter."""
+        """The parameters with gradients: those of the adapter, or all without an adapter.
+
+        Parameters of draft heads are trainable only with an ``mtp_weight``.
+        """
         if self.adapter is not None:
             return self.adapter.parameters
-        unused = self.config.unused
-        return {n: value for n, value in trainable(self.parameters).items() if n not in unused}
+        every, unused = trainable(self.parameters), self.config.unused
+        if self.config.draft_heads and not self.mtp_weight:
+            unused = unused | {name for name in every if is_of_head(self.config, name)}
+        return {n: value for n, value in every.items() if n not in unused}
 
     @property
     def dtype(self) -> Any:
@@ -444,6 +455,8 @@ class Network(Summary):
     def to_torch(self) -> Any:
         """Return a model of transformers over the same memory; nothing is copied.
 
+        Classes of transformers have no draft heads: those stay in this model.
+
         Raises
         ------
         ConfigError
@@ -465,7 +478,7 @@ class Network(Summary):
         if frozen is not None:
             cure = "save(folder) writes what transformers loads, and dequantize() returns an array"
             raise ConfigError(f"to_torch: {frozen} is quantized, not a tensor; {cure}")
-        arrays = self.parameters
+        arrays = {n: a for n, a in self.parameters.items() if not is_of_head(self.config, n)}
         if self.config.experts is not None and self.config.experts.correction_row:
             arrays = {n: a[None] if n.endswith(CORRECTION) else a for n, a in arrays.items()}
         return to_torch(self.texts["config.json"], self.texts, arrays)

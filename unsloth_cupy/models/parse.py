@@ -20,6 +20,7 @@ from .configs.config import (
     Rope,
     Structure,
 )
+from .configs.draft_heads import count_of, pattern_of
 from .configs.families import ENCODERS, FAMILIES
 from .configs.family import Family
 from .configs.gemma4_config import of_gemma4
@@ -163,6 +164,7 @@ def parse_as(values: Mapping[str, Any], family: Family) -> Config:
         **_classifier_of(read, head),
         head=head,
         labels=labels_of(values, head),
+        draft_heads=_draft_heads(read),
         **by_layer,
         projected=read.size(family.projected) if family.projected else 0,
     )
@@ -204,6 +206,8 @@ def _structure_of(read: Reader, layers: int) -> dict[str, Any]:
         values["left_out"] = "|".join(filter(None, (family.left_out, r"head\.", r"score\.")))
     if values["parallel"]:
         values["norms"] = replace(family.norms, before_mlp=None)
+    if family.draft and not _draft_heads(read):
+        values["left_out"] = pattern_of(layers, family.draft)
     if (own := family.experts) and own.zero and read.get(own.zero):  # gate and up of zero experts
         first, more = read.size(own.count[0]), read.size(own.zero)
         every = "|".join(map(str, range(first, first + more)))
@@ -212,6 +216,11 @@ def _structure_of(read: Reader, layers: int) -> dict[str, Any]:
         every = "|".join(map(str, range(layers - shared, layers)))
         values["left_out"] = rf"model\.layers\.({every})\.self_attn\.[kv]_(proj|norm)\."
     return values | ({"qkv_bias": False} if family.latent else {})
+
+
+def _draft_heads(read: Reader) -> int:
+    """Return the number of draft heads, which only a language model has."""
+    return count_of(read.values, read.family.draft) if head_of(read.values) == CAUSAL else 0
 
 
 def _window_of(read: Reader, causal: bool) -> int:

@@ -14,6 +14,7 @@ from ..ops.quantized.mxfp4 import mxfp4_quantize
 from ..ops.quantized.nf4 import nf4_quantize
 from ..ops.quantized.ternary_quantize import ternary_quantize
 from ..ops.quantized.weight import Quantized, in_blocks
+from .configs.draft_heads import TABLES as OWN_TABLES
 from .configs.names import HEAD, INTO_LAYERS, SCORE, TABLE, is_norm, is_router, is_stack
 
 if TYPE_CHECKING:
@@ -96,7 +97,8 @@ def left_dense(name: str, shape: Sequence[int], skip: Sequence[str], least: int)
     if not is_stack(name) and (len(shape) != 2 or is_norm(name) or name.endswith("_bias")):
         return "not a matrix"
     outside = ".layers." not in name and not name.endswith(f"{INTO_LAYERS}.weight")
-    if name in (TABLE, HEAD, SCORE) or outside:
+    own_tables = name.startswith("model.layers.") and name.endswith((*OWN_TABLES,))
+    if name in (TABLE, HEAD, SCORE) or outside or own_tables:
         return "read by the embedding or the loss"
     word = next((word for word in skip if word in name), None)
     if word is not None:

@@ -8,6 +8,7 @@ from ..core.dtypes import FLOATS, Array, Stored
 from ..core.frameworks import FRAMEWORKS
 from ..errors import ConfigError, FrameworkError
 from .configs.config import CORRECTION, Config
+from .configs.draft_heads import without_heads
 from .configs.heads import ENDS
 from .configs.names import TABLE, is_stack, parameter_name
 from .configs.text_configs import text_config
@@ -52,7 +53,7 @@ def from_torch(model: Any) -> Transformer:
     if getattr(model, "generation_config", None) is not None:
         texts["generation_config.json"] = _plain(model.generation_config)
     try:
-        config = parse(texts["config.json"])
+        config = without_heads(parse(texts["config.json"]))  # transformers has no draft heads
     except ConfigError as error:
         raise ConfigError(f"from_torch: {error}") from None
     if config.experts is not None and config.experts.transposed:

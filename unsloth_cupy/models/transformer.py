@@ -52,11 +52,11 @@ from .text.tokenizer import Tokenizer
 
 SHOWN = frozenset({  # the documented names, which ``dir`` and tab completion list
     "adapter", "adapters", "add_adapter", "base", "by_rows", "cache_sizes", "chunked_mlp",
-    "config", "context", "context_attention", "decoder", "delete_adapter", "division", "dtype",
-    "embeddings", "folder", "gather", "generate", "generate_text", "graphs", "grown",
+    "config", "context", "context_attention", "decoder", "delete_adapter", "division", "drafts",
+    "dtype", "embeddings", "folder", "gather", "generate", "generate_text", "graphs", "grown",
     "invariant", "load_adapter", "log_probs", "logits", "loss", "loss_and_gradients",
-    "merge_adapter", "merged", "mix_adapters", "num_parameters", "origin", "outdated",
-    "parameters", "parts", "predict", "resize", "rollouts", "save", "save_adapter",
+    "merge_adapter", "merged", "mix_adapters", "mtp_weight", "num_parameters", "origin",
+    "outdated", "parameters", "parts", "predict", "resize", "rollouts", "save", "save_adapter",
     "set_adapter", "stream", "stream_text", "to_torch", "tokenizer", "train_through",
     "trainable", "value_and_gradients",
 })  # fmt: skip
@@ -85,6 +85,13 @@ class Transformer(Adapted):
         experts in a GGUF file, also a note that the file has no coefficient of the router's loss.
     adapters : mapping of str to Adapter, read-only
         The adapters that are stored by name: see ``load_adapter``.
+    mtp_weight : float
+        Weight of the loss of draft heads (multi-token prediction), which ``loss`` adds: the mean
+        over heads of their cross entropies, with the divisor ``count``.  0, initially: draft heads
+        are saved as they are, and not trained.
+    drafts : Drafts or None
+        The numbers of tokens that the draft head proposed in the last ``generate(draft="mtp")``,
+        and that the model accepted: ``proposed`` and ``accepted``.
     grown : bool
         Whether ``resize`` changed the tables since they were loaded.  The file of an adapter then
         stores the tables.
@@ -145,7 +152,8 @@ class Transformer(Adapted):
         if max(required, default=0) >= size:
             problem = f"resize({vocab}): token {max(required)} ends texts or pads them"
             raise ConfigError(f"{problem}; pass {max(required) + 1} or more")
-        tables = {n: self.parameters[n] for n in (TABLE, HEAD) if n in self.parameters}
+        names = TABLE, HEAD, *self.config.draft_tables
+        tables = {n: self.parameters[n] for n in names if n in self.parameters}
         self.parameters = self.parameters | {n: resized(each, size) for n, each in tables.items()}
         self.config, self.grown = replace(config, vocab=size), self.grown or size != config.vocab
         self.texts = {
@@ -226,6 +234,7 @@ class Transformer(Adapted):
         """Return the mean negative log probability of the labels, in nats, or a classifier's loss.
 
         This method shifts the labels of a language model: position t predicts ``labels[:, t + 1]``.
+        With ``mtp_weight``, the loss of draft heads is added.
 
         Parameters
         ----------
@@ -499,6 +508,7 @@ class Transformer(Adapted):
         sequences: Sequence[int] | None = None,
         cache_dtype: str | None = None,
         invariant: bool | None = None,
+        draft: str | None = None,
     ) -> Array:
         """Return the prompts, each followed by the tokens that the model generates.
 
@@ -544,6 +554,11 @@ class Transformer(Adapted):
         invariant : bool, optional
             True: the tokens of a row do not depend on other rows, not even where rounding breaks a
             tie.  None: the model's own setting.
+        draft : str, optional
+            mtp: the model's draft head (multi-token prediction) proposes a token in each step,
+            which the model checks in its next pass.  The tokens are the most likely ones of the
+            model's own logits, as without it; only for temperature 0.  ``model.drafts`` has the
+            numbers of proposed and of accepted tokens.
 
         Returns
         -------
@@ -554,13 +569,13 @@ class Transformer(Adapted):
         Raises
         ------
         ConfigError
-            An option is invalid.
+            An option is invalid, or the model has no draft head.
         DeviceMemoryError
             The cache has fewer free pages than one row fills.
         """
         options = Options(
             max_new_tokens, min_new_tokens, temperature, top_k, top_p, min_p, repetition_penalty,
-            seed, stop, cache, sequences, cache_dtype,
+            seed, stop, cache, sequences, cache_dtype, draft=draft,
         )  # fmt: skip
         added = stream(self.in_order(invariant), tokens, mask, options)
         return np.concatenate([tokens, *(token[:, None] for token in added)], axis=1)

@@ -34,6 +34,7 @@ class Options:
     sequences: Sequence[int] | None = None
     cache_dtype: str | None = None
     first: int = 0
+    draft: str | None = None
     CALL: ClassVar[str] = "generate"
 
     def __post_init__(self) -> None:
@@ -65,6 +66,13 @@ class Options:
         )
         valid_seed = self.seed is None or is_integer(self.seed, 0)
         self._require("seed", valid_seed, "be an integer of 0 or more, or None")
+
+        self._require("draft", self.draft in (None, "mtp"), "be 'mtp', or None")
+        if self.draft is not None:
+            why = "be None: draft heads are for the most likely tokens, temperature=0"
+            self._require("draft", self.temperature == 0, why)
+            pages = self.cache is None and self.sequences is None
+            self._require("draft", pages, "be None with a cache: draft heads have their own")
 
         if self.temperature == 0:
             unused = [

@@ -18,12 +18,13 @@ class Work(NamedTuple):
     source: int = (
         -1
     )  # place of the only token among those passed to ``send``; -1: ``tokens`` has it
+    checked: int = 1  # number of last tokens whose logits are computed
 
 
 class Computed(NamedTuple):
     """The results of a step."""
 
-    logits: Array  # after each row's last token, (rows, vocab)
+    logits: Array  # after each row's last token, or its last ``checked`` tokens, (rows, vocab)
     routes: list[Array] | None  # the experts of each row's new tokens, on the host
     chosen: Any  # of a greedy step, the most likely tokens, -1 for logits with NaN; else None
 

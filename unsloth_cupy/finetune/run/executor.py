@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -224,7 +225,7 @@ class Executor:
         Data ranks compute different batches.
         """
         results, data = np.zeros((len(batches), 1 + (sums or len(Counts())))), self.data
-        with apart(self.model.division):
+        with apart(self.model.division), self._without_drafts():
             for first in range(0, len(batches), data.size):
                 number = first + data.rank
                 if number < len(batches):
@@ -234,6 +235,15 @@ class Executor:
         if self.largest:  # maxima, which are equal on all ranks of a context
             results[:, -self.largest :] /= self.ranks.groups.context.size
         return self.replicas.all_reduce(results)
+
+    @contextmanager
+    def _without_drafts(self) -> Iterator[None]:
+        """Return a context in which the loss is the next-token loss alone."""
+        weight, self.model.mtp_weight = self.model.mtp_weight, 0.0
+        try:
+            yield
+        finally:
+            self.model.mtp_weight = weight
 
     def _held_out(self, batch: Mapping[str, Any], sums: int) -> tuple[float, ...]:
         """Return the loss of a batch, without a backward pass, and its counts or sums."""

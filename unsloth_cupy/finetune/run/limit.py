@@ -74,6 +74,7 @@ class Sizes(NamedTuple):
             "objective": _noisy(self.objective) if plan.neftune else self.objective,
             "inputs": inputs,
             "merge_into": plan.merge_into,
+            "mtp_weight": plan.mtp_weight,
         }
         if self.adapter is None and plan.adapters is not None and "lora" not in changes:
             planned = new_adapter(

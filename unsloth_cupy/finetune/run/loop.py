@@ -16,6 +16,7 @@ import numpy as np
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError, NotFiniteError
 from ...machine import peak_memory
+from ...models.loss import undrafted
 from ...models.objective import Objective, TrainingStep, next_token
 from ...models.optimizers import of_tables, optimizer_of, undecayed
 from ...ops.common.faults import check_errors
@@ -75,6 +76,7 @@ class Loop:
         own: Any = self.method
         model.texts = {**model.texts, "config.json": own.settled(model.texts["config.json"])}
         self.routing = Routing(model, plan.router_bias_update_rate)
+        model.mtp_weight = plan.mtp_weight
         fixed = {n: a for n, a in model.parameters.items() if n not in model.trainable}
         self.undecayed = [] if plan.decay_all else undecayed(model)
         optimizer = optimizer_of(
@@ -436,10 +438,20 @@ class Loop:
         check_prompts(self)
         if self.plan.router_bias_update_rate:
             self._check_biases()
+        if self.plan.mtp_weight:
+            self._check_draft_heads()
         if self.plan.embedding_lr is not None and not of_tables(self.model.trainable):
             problem = "the run trains neither the embedding nor the head"
             cure = f"leave it out, or train embedding rows with {named('new_tokens')}"
             raise ConfigError(f"{named(embedding_lr=self.plan.embedding_lr)}: {problem}; {cure}")
+
+    def _check_draft_heads(self) -> None:
+        """Raise a ConfigError unless the run can train draft heads."""
+        problem = undrafted(self.model)
+        if not self.model.config.draft_heads:
+            problem = "trains draft heads, and the model's files have none; leave it out"
+        if problem is not None:
+            raise ConfigError(f"{named(mtp_weight=self.plan.mtp_weight)} {problem}")
 
     def _check_biases(self) -> None:
         """Raise a ConfigError unless the routers have biases that a file of the run stores."""

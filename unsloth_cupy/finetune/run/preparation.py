@@ -586,6 +586,8 @@ def summary(loop: Loop) -> str:
     targets = f"{training_data.learned:,} target tokens for training"
     if loop.method.is_on_policy:
         targets = f"{training_data.learned:,} {loop.method.unit} for training"
+    if whole.draft_heads:
+        decay += f"{draft_heads_in_words(loop)}\n"
     if loop.plan.trained_tokens:
         seen = account_of(loop.tokenizer, loop.plan.trained_tokens, training_data)
         targets = f"{seen}; {targets}"
@@ -596,6 +598,17 @@ def summary(loop: Loop) -> str:
         f" {targets}, {training_data.held_out_tokens:,} for evaluation; output:"
         f" {loop.run.folder}" + f"; {model.origin}" * bool(model.origin)
     )
+
+
+def draft_heads_in_words(loop: Loop) -> str:
+    """Return what the run does with the model's draft heads."""
+    if weight := loop.plan.mtp_weight:
+        return f"draft heads (multi-token prediction) are trained with weight {weight:g}"
+    text = "draft heads (multi-token prediction) are saved as they are"
+    if loop.model.adapter is not None:
+        return text
+    cure = f"{named(mtp_weight=0.1)} trains them"
+    return f"{text}: as the model changes, fewer of their drafts fit; {cure}"
 
 
 def compact(number: int) -> str:

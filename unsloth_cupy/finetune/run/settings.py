@@ -223,6 +223,14 @@ class Settings(Options):
         least=0,
         rare=True,
     )
+    mtp_weight: float = setting(
+        "training",
+        "Weight of the loss of draft heads (multi-token prediction), such as 0.1; 0 saves them as"
+        " they are.",
+        0.0,
+        least=0,
+        rare=True,
+    )
     graph: bool | None = setting(
         "training",
         "On a GPU, replay steps as CUDA graphs.  [default: yes, except for a custom objective]",
@@ -528,7 +536,26 @@ class Settings(Options):
             cure = f"add {named(recompute_every=1)}"
             problem = "moves the inputs of recomputed blocks, and none is recomputed"
             raise ConfigError(f"{named(offload=True)} {problem}; {cure}")
+        if self.mtp_weight:
+            self._check_draft_heads()
         self._check_merge()
+
+    def _check_draft_heads(self) -> None:
+        """Raise a ConfigError for settings with which draft heads are not trained."""
+        cure = f"leave {named(mtp_weight=self.mtp_weight)} out: heads are saved as they are"
+        other: dict[str, Any] = {}
+        if self.method != "sft":
+            other = {"method": self.method}
+        elif self.lora is not None:
+            other = {"lora": self.lora}
+        elif self.invariant:
+            other = {"invariant": True}
+        for name in ("tensor_parallel", "pipeline_parallel", "expert_parallel", "context_parallel"):
+            if (getattr(self, name) or 1) > 1:
+                other = {name: getattr(self, name)}
+        if other:
+            what = f"draft heads are not trained with {named(**other)}"
+            raise ConfigError(f"{named(mtp_weight=self.mtp_weight)}: {what}; {cure}")
 
     def _check_merge(self) -> None:
         """Raise a ConfigError for settings that conflict with ``merge_into``."""

@@ -38,6 +38,7 @@ from ...ops.quantized.weight import Quantized, held_arrays
 from ...parallel.taped import taped, value_of
 from ...placement import stream, to_device_of
 from ..configs.config import POOLER, Config
+from ..configs.draft_heads import is_of_head
 from ..configs.heads import CAUSAL, NONE, SEQUENCE, TOKEN
 from ..configs.names import ADAPTED, HEAD, INDEXER, TABLE, TEXT, is_norm, is_router, stored_name
 from ..folders.checkpoint_files import write_folder
@@ -608,7 +609,8 @@ def _check_options(rank: Any, alpha: Any, dropout: Any, seed: Any, init: Any) ->
 def linear_layers(config: Config, *, routers: bool = False) -> dict[str, tuple[int, int]]:
     """Return the weight shape of each linear layer in the blocks, by the layer's name.
 
-    ``routers`` includes the routers of mixtures, which new adapters do not target.
+    ``routers`` includes the routers of mixtures, which new adapters do not target.  Draft heads
+    stay frozen beside an adapter.
     """
     if config.bit_layers:
         problem = "its linear layers are rounded at every call, as in BitNet"
@@ -618,6 +620,7 @@ def linear_layers(config: Config, *, routers: bool = False) -> dict[str, tuple[i
         for name, shape in config.shapes().items()
         if name.startswith("model.layers.") and name.endswith(".weight") and len(shape) == 2
         if not is_norm(name) and (routers or not is_router(name)) and INDEXER not in name
+        if not is_of_head(config, name)
     }
 
 

@@ -22,6 +22,7 @@ from ...errors import ConfigError
 from ...ops.linear.lora_merge import lora_merge, lora_sum
 from ...ops.quantized.weight import Quantized
 from ..configs.config import STACKS, Config
+from ..configs.draft_heads import without_heads
 from ..folders.initial_weights import INITIAL
 from .adapter_base import MERGE
 from .kept import Kept
@@ -101,7 +102,7 @@ def listed_stacks(
     listed: Any = settings.get("target_parameters") or []
     if not isinstance(listed, list) or not all(isinstance(each, str) for each in listed):
         raise ConfigError(f"{path}: target_parameters is {listed!r}; it must be a list of names")
-    shapes = config.shapes() if listed else {}
+    shapes = without_heads(config).shapes() if listed else {}  # draft heads stay frozen
     own = [name for name in shapes if named_alone(settings, name)]
     stacks = stacks_of(config, own.__contains__) if own else {}
     known = {stack.parameter for stack in stacks.values()}

@@ -155,7 +155,8 @@ class Into:
         """
         others = file_tensors(config, plain) if self.in_folder else {}
         for name, shape in config.shapes().items():
-            if name in others and not is_stack(name) and self._quantizer.makes(name, shape):
+            renamed = all(place.renamed for place in others.get(name, {}).values())
+            if not renamed and not is_stack(name) and self._quantizer.makes(name, shape):
                 problem = f"files store {name} as {min(others[name])}, which is not quantized"
                 raise ConfigError(f"{call}: {problem}; leave merge_into out")
 

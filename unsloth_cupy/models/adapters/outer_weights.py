@@ -27,6 +27,7 @@ from ...placement import to_device_of
 from ...training.tape import Gradients, add_up
 from ...training.variable import Var
 from ..configs.config import Config
+from ..configs.draft_heads import without_heads
 from ..configs.names import ADAPTED, HEAD, SCORE, SCORE_BIAS, TABLE, stored_name
 
 ROWS = "token_adapter.trainable_tokens_delta"
@@ -87,7 +88,8 @@ def inner_modules(call: str, config: Config, settings: Mapping[str, Any]) -> set
         if listed.rpartition(".")[2] in (*OUTER, "classifier"):  # peft adds classifier to the heads
             continue
         end = re.compile(rf"{re.escape(listed)}\.")
-        own = {name for name in config.shapes() if end.search(stored_name(name, config.body))}
+        every = without_heads(config).shapes()  # draft heads stay frozen beside an adapter
+        own = {name for name in every if end.search(stored_name(name, config.body))}
         if not own:
             problem = f"{MODULES} names {listed[:200]!r}, and no module of this model ends with it"
             cure = "pass the model that the adapter is for"

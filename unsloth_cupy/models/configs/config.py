@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...core.dtypes import BFLOAT16, FLOAT32, FLOATS
+from .draft_heads import shapes_of_heads
 from .lightning import Lightning
 from .mamba import Mamba
 from .names import INTO_LAYERS, NORM_OF_INPUTS, PROJECTION, TABLE_OF_LAYERS, TEXT
@@ -131,7 +132,8 @@ class Structure:
     names: Names = OWN_NAMES
     gate: bool = True
     sinks: bool = False
-    left_out: str = ""  # pattern of tensor names that are not loaded: multi-token prediction layers
+    left_out: str = ""  # pattern of tensor names that are not loaded
+    draft: str = ""  # how files name draft heads: see ``draft_heads``; "": they have none
     embedding_norm: str | None = None  # norm of the embeddings
     first_norm: bool = True  # whether the first block has a norm before its attention
     post_norm: bool = False  # norms of sums: x = norm(x + branch(x))
@@ -462,6 +464,9 @@ class Config(Structure):
     body            prefix of the body's modules in transformers' model; multimodal models have
                     another one
     head            one of ``heads.HEADS``; only the head of a language model can be ``tied``
+    draft_heads     number of draft heads: see ``draft_heads.py``
+    draft_tables    parameters that are tables of a draft head, other than the model's
+    draft_copies    further tensors of files that are equal to the model's tables
     """
 
     model_type: str
@@ -526,6 +531,9 @@ class Config(Structure):
     shared_inner: int = 0
     layer_inputs: tuple[int, int] = (0, 0)
     projected: int = 0
+    draft_heads: int = 0
+    draft_tables: tuple[str, ...] = ()
+    draft_copies: tuple[str, ...] = ()
 
     @property
     def state(self) -> int:
@@ -647,8 +655,9 @@ class Config(Structure):
         if self.embedding_norm:
             shapes |= self._norm_shapes(f"model.{self.embedding_norm}")
         for layer in range(self.layers):
-            for name, shape in self._block_shapes(layer):
+            for name, shape in self.block_shapes(layer):
                 shapes[self.prefix_of(layer) + name] = shape
+        shapes |= dict(shapes_of_heads(self))
         shapes |= self._norm_shapes(f"model.{self.norms.last}") if self.norms.last else {}
         shapes |= {PROJECTION: (self.projected, self.hidden)} if self.projected else {}
         shapes |= self._classifier_shapes()
@@ -678,7 +687,7 @@ class Config(Structure):
         kinds = {"weight": self.norms.weights, "bias": self.norms.biases}
         return {f"{name}.{kind}": (self.hidden,) for kind, there in kinds.items() if there}
 
-    def _block_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
+    def block_shapes(self, layer: int) -> Iterator[tuple[str, tuple[int, ...]]]:
         """Yield the name and the shape of each parameter of a block; names are relative to it."""
         rule = self.rule
         if rule is not None and (self.beside or self.layer_types[layer] in (LINEAR, CONV)):

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...files import complete_moves, read_json
-from ..folders.checkpoint_files import tensor_names
+from ..folders.checkpoint_files import tensor_names, with_heads_of
 from ..parse import parse
 from .config import Config
 from .heads import Choice, chosen
@@ -32,6 +32,7 @@ def read_config(
         config = parse(choice.values, partial(tensor_names, path))
     except ConfigError as error:
         raise ConfigError(f"{path / 'config.json'}: {error}") from None
+    config = with_heads_of(path, config)
     texts: dict[str, Mapping[str, Any]] = {"config.json": text_config(choice.values)}
     return with_generation(path, config, texts), texts, choice
 

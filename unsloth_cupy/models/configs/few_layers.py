@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from .config import Config
+from .draft_heads import prefixes
 
 LONGEST_PERIOD = 12  # more than the 8 layers of the longest period among the families
 
@@ -14,8 +15,15 @@ LONGEST_PERIOD = 12  # more than the 8 layers of the longest period among the fa
 def with_layers(config: Config, count: int) -> Config:
     """Return the config of a model that has only the first ``count`` layers."""
     experts, indexer = config.experts, config.indexer
+    names = [
+        new + name.removeprefix(old)
+        for old, new in zip(prefixes(config), prefixes(replace(config, layers=count)), strict=True)
+        for name in config.draft_tables
+        if name.startswith(old)
+    ]
     return replace(
         config,
+        draft_tables=tuple(names),
         layers=count,
         layer_types=config.layer_types[:count],
         rotated=config.rotated[:count],

@@ -6,6 +6,7 @@ from typing import Any
 
 from .config import BEFORE, Names, Norms
 from .dense_families import GRANITE_FACTORS, MINISTRAL3_ROPE
+from .draft_heads import FACTS, LAYERS, MTP
 from .family import AFTER, Family
 from .mamba import JAMBA_DEFAULTS, JAMBA_FACTS, OF_JAMBA, OF_MAMBA
 from .mixtures import (
@@ -51,10 +52,10 @@ HYBRID: dict[str, Any] = {
     "partial": True,
     "facts": {
         "attn_output_gate": True,
-        **dict.fromkeys(("mamba_ssm_dtype", "mtp_num_hidden_layers"), ...),
-        "mtp_use_dedicated_embeddings": ...,
+        **FACTS,
+        **dict.fromkeys(("mamba_ssm_dtype", "mtp_use_dedicated_embeddings"), ...),
     },
-    "left_out": r"mtp\.",
+    "draft": MTP,
     "gated": True,
 }
 LATENT = {
@@ -112,7 +113,7 @@ FACTORS = {  # of Falcon-H1: the defaults multiply by 1
 }
 HEAD_DIM: Mapping[str, Any] = {"qk_head_dim": ...}  # the sum of two keys that are read
 ROUTER: Mapping[str, Any] = {"aux_loss_alpha": ..., "seq_aux": ..., "moe_layer_freq": 1, **HEAD_DIM}
-FURTHER = dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers", "ep_size"), ...)
+FURTHER = {**FACTS, "ep_size": ...}
 MISTRAL4_ROPE = {
     **MINISTRAL3_ROPE,
     **{"rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192},
@@ -470,7 +471,7 @@ HYBRIDS: Mapping[str, Family] = {
         interleaved="rope_interleave",
         facts={**FURTHER, **ROUTER, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         experts=GLM4,
-        left_out=r"model\.layers\.61\.",
+        draft=LAYERS,
         latent=True,
     ),
     "deepseek_v32": Family(
@@ -483,7 +484,7 @@ HYBRIDS: Mapping[str, Family] = {
         interleaved=True,
         facts={**FURTHER, **ROUTER, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         experts=DSA,
-        left_out=r"model\.layers\.61\.",
+        draft=LAYERS,
         latent=True,
         indexer="halves",
         wide_in_float16=("indexer.weights_proj.weight",),
@@ -504,7 +505,7 @@ HYBRIDS: Mapping[str, Family] = {
             **{"rope_interleave": True, "indexer_rope_interleave": True},
         },
         experts=DSA,
-        left_out=r"model\.layers\.78\.",
+        draft=LAYERS,
         latent=True,
         indexer="pairs",
         wide_in_float16=("indexer.weights_proj.weight",),
@@ -566,7 +567,7 @@ HYBRIDS: Mapping[str, Family] = {
         interleaved="rope_interleave",
         facts={**FURTHER, **ROUTER, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},
         experts=LISTED,
-        left_out=r"model\.layers\.47\.",
+        draft=LAYERS,
         latent=True,
     ),
     "youtu": Family(

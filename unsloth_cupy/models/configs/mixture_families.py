@@ -12,6 +12,7 @@ from .dense_families import (
     MISTRAL,
     QWEN,
 )
+from .draft_heads import FACTS, LAYERS
 from .family import AFTER, AROUND, LAYER, Family
 from .mixtures import (
     ERNIE,
@@ -216,9 +217,9 @@ MIXTURES: Mapping[str, Family] = {
         query_key_if="use_qk_norm",
         output_bias=False,
         partial=True,
-        facts=dict.fromkeys(("num_nextn_predict_layers", "num_mtp_layers"), ...),
+        facts=FACTS,
         experts=GLM4,
-        left_out=r"model\.layers\.(46|92)\.",
+        draft=LAYERS,
     ),
     "dots1": Family(
         {

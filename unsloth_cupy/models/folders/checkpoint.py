@@ -13,7 +13,9 @@ from ..adapters.outer_folder import base_for, implied_head, with_labels
 from ..configs.config import Config
 from ..configs.config_files import read_config, with_generation
 from ..configs.families import FAMILIES
-from ..gguf.opening import MARK
+from ..gguf.finding import draft_heads_of
+from ..gguf.opening import MARK, source_of
+from ..gguf.reading import opened_gguf
 from ..ranks.pipeline_stages import EMBEDDING
 from .checkpoint_files import SINGLE, Layout, check_mixture, find_tensors
 from .lazy_parameter import LazyParameter, StoredTensor, formats_of
@@ -75,6 +77,9 @@ class Checkpoint(NamedTuple):
             known = FAMILIES[self.config.model_type].experts
             if known is not None and known.balanced:
                 notes.append("router loss: off, because GGUF has no coefficient for it")
+        source = source_of(self.folder)
+        if source != self.folder and (heads := draft_heads_of(opened_gguf(source))):
+            notes.append(f"draft heads (nextn_predict_layers={heads}): not loaded from GGUF")
         return "; ".join(notes) or None
 
     def read(self, handles: Mapping[str, Any], dtype: Any, part: RankPart) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
@@ -25,6 +26,7 @@ from ...files import of_library, path_of, read_json, regular, replacing_files
 from ...machine import format_bytes
 from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
+from ..configs import draft_heads
 from ..configs.config import POOLER, Config
 from ..configs.heads import OWN, Choice
 from ..configs.names import HEAD, TABLE, parameter_name
@@ -74,7 +76,7 @@ def find_tensors(
     files, shapes = _weight_files(folder), config.shapes()
     facts = text_config(read_json(folder / "config.json")).get(KEY) or {}
     method = method_of(facts)
-    quantized = {} if method else _find_quantized(folder, files, shapes)
+    quantized = {} if method else _find_quantized(folder, files, config)
     others: WeightParts = {}
     experts = ExpertHomes(config)
     for file in files:
@@ -110,14 +112,48 @@ def find_tensors(
     return {name: homes[name] for name in shapes if name in homes}, files
 
 
-def tensor_names(folder: Path) -> set[str]:
-    """Return the names of the tensors in a folder's files; none if they cannot be read."""
-    names = set[str]()
+def tensor_files(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor of a folder, by name; none if they cannot be read."""
+    files: dict[str, str] = {}
     with suppress(ConfigError):
         for file in _weight_files(folder):
             with opened(folder / file) as tensors:
-                names |= {*tensors.keys()}
-    return names
+                files |= dict.fromkeys(tensors.keys(), file)
+    return files
+
+
+def tensor_names(folder: Path) -> set[str]:
+    """Return the names of the tensors in a folder's files; none if they cannot be read."""
+    return {*tensor_files(folder)}
+
+
+def with_heads_of(folder: Path, config: Config) -> Config:
+    """Return a config with the draft heads that a folder's files hold: see ``draft_heads``."""
+    if not config.draft and draft_heads.MTP not in config.left_out:
+        return config  # files are not opened
+    every = tensor_files(folder)
+    named = {parameter_name(stored) or "": (stored, file) for stored, file in every.items()}
+    config = draft_heads.found(config, named)
+    own = {draft_heads.in_memory(config, name): place for name, place in named.items()}
+    listed = draft_heads.copies(replace(config, draft_copies=config.draft_tables))
+    pairs = ((each, table) for table, names in listed.items() for each in names)
+    same = [each for each, table in pairs if _are_equal(folder, own[each], own.get(table))]
+    left = tuple(name for name in config.draft_tables if name not in same)
+    return replace(config, draft_tables=left, draft_copies=tuple(same))
+
+
+def _are_equal(folder: Path, first: tuple[str, str], second: tuple[str, str] | None) -> bool:
+    """Return whether two tensors, (name, file) each, have equal values."""
+    if second is None:
+        return False
+    with opened(folder / first[1]) as one, opened(folder / second[1]) as other:
+        parts = one.get_slice(first[0]), other.get_slice(second[0])
+        sizes, codes = zip(*((p.get_shape(), p.get_dtype()) for p in parts), strict=True)
+        if sizes[0] != sizes[1] or codes[0] != codes[1]:
+            return False
+        starts = range(0, sizes[0][0], ROWS)
+        slices = (slice(row, min(row + ROWS, sizes[0][0])) for row in starts)
+        return all(np.array_equal(*(part[rows] for part in parts)) for rows in slices)
 
 
 def _check_tied(folder: Path, homes: dict[str, StoredTensor]) -> None:
@@ -125,14 +161,10 @@ def _check_tied(folder: Path, homes: dict[str, StoredTensor]) -> None:
     head, table = homes[HEAD], homes.setdefault(TABLE, homes[HEAD])
     if head is table or None in (head.dtype, table.dtype) or head.dense or table.dense:
         return
-    with opened(folder / head.file) as first, opened(folder / table.file) as second:
-        parts = first.get_slice(head.stored), second.get_slice(table.stored)
-        for row in range(0, head.shape[0], ROWS):
-            rows = slice(row, min(row + ROWS, head.shape[0]))
-            if not np.array_equal(*(part[rows] for part in parts)):
-                problem = f"{head.stored!r} is not equal to {table.stored!r}"
-                cure = 'write "tie_word_embeddings": false there'
-                raise ConfigError(f"{folder}: {problem}, though config.json ties them; {cure}")
+    if not _are_equal(folder, (head.stored, head.file), (table.stored, table.file)):
+        problem = f"{head.stored!r} is not equal to {table.stored!r}"
+        cure = 'write "tie_word_embeddings": false there'
+        raise ConfigError(f"{folder}: {problem}, though config.json ties them; {cure}")
 
 
 def _read(folder: Path, part: Part) -> Array:
@@ -142,13 +174,14 @@ def _read(folder: Path, part: Part) -> Array:
         return whole
 
 
-def _find_quantized(folder: Path, files: Sequence[str], shapes: Mapping[str, Any]) -> Quantizeds:
+def _find_quantized(folder: Path, files: Sequence[str], config: Config) -> Quantizeds:
     """Return the class and the places of the tensors of each quantized weight."""
     weights: Quantizeds = {}
+    shapes = config.shapes()
     for file in files:
         with opened(folder / file) as tensors:
             for stored in tensors.keys():  # noqa: SIM118 -- it is not a dict
-                part = part_of(parameter_name(stored) or "", shapes)
+                part = part_of(draft_heads.in_memory(config, parameter_name(stored) or ""), shapes)
                 if part is not None:
                     parts = weights.setdefault(part.parameter, (part.kind, {}))[1]
                     parts[part.key] = file, stored
@@ -175,8 +208,10 @@ def _find(
     matrices = shapes | experts.matrices
     with opened(path) as tensors:
         for stored in tensors.keys():  # noqa: SIM118 -- it is not a dict
-            name = parameter_name(stored)
-            if name is None or name in choice.unread or re.match(config.left_out or "$", name):
+            name = draft_heads.in_memory(config, parameter_name(stored) or "")
+            # ``with_heads_of`` has compared copies
+            unread = choice.unread | {*config.draft_copies}
+            if not name or name in unread or re.match(config.left_out or "$", name):
                 continue
             is_part = method is None and part_of(name, shapes) is not None
             if (
@@ -255,6 +290,8 @@ def write_folder(
     def tensors_in_file(name: str) -> dict[str, Any]:
         value: Any = parameters[name]
         own = experts.get(name)
+        if own is not None and _is_renamed(value, own):
+            return tensors_of(next(iter(own)), value, inverse)
         if own is not None and value.ndim == 2 and isinstance(value, Quantized):
             problem = f"the folder stores {name} as {min(own)}, which is not quantized"
             raise ConfigError(f"save: {problem}; save the dense model, and pass quantize to load")
@@ -265,7 +302,11 @@ def write_folder(
         weights = {
             part: file
             for name, file in pairs
-            for part in experts.get(name) or tensors_of(name, parameters[name], inverse)
+            for part in (
+                tensors_in_file(name)
+                if name not in experts or _is_renamed(parameters[name], experts[name])
+                else experts[name]
+            )
         }
         size = sum(array.nbytes for array in parameters.values())
         index = {"metadata": {"total_size": size}, "weight_map": weights}
@@ -284,6 +325,11 @@ def write_folder(
             (temporary / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         if check is not None:
             check(temporary)
+
+
+def _is_renamed(value: Any, own: Mapping[str, Place]) -> bool:
+    """Return whether a quantized weight is written as its parts, under another name."""
+    return isinstance(value, Quantized) and [each.renamed for each in own.values()] == [True]
 
 
 def write_tensors(

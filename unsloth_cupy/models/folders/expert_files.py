@@ -24,6 +24,7 @@ from ...ops.quantized.mxfp4 import Mxfp4
 from ...ops.quantized.nf4 import Nf4
 from ...ops.quantized.weight import Quantized
 from ..configs.config import CORRECTION, STACKS, Config, Delta, Experts
+from ..configs.draft_heads import copies, in_files, with_blocks
 from ..configs.names import (
     BACKBONE,
     BARE,
@@ -57,6 +58,7 @@ class Place(NamedTuple):
     row: bool = False  # the file has a matrix of one row
     empty: bool = False  # of a zero expert: transformers has a matrix, which computes nothing
     rows: slice | None = None  # the rows of the parameter that the tensor holds
+    renamed: bool = False  # the tensor has another name, and is otherwise the parameter
 
     def of(self, array: Array) -> Array:
         """Return the tensor for the file, from the whole parameter."""
@@ -152,8 +154,9 @@ class Stack(NamedTuple):
 def places(config: Config) -> dict[str, Place]:
     """Return the tensors that a file may hold in place of parameters, by stored name."""
     tensors: dict[str, Place] = {}
-    experts = config.experts
-    for layer in range(config.layers) if experts is not None else ():
+    blocks = with_blocks(config)
+    experts = blocks.experts
+    for layer in range(blocks.layers) if experts is not None else ():
         if experts is not None and experts.sparse[layer]:
             prefix = config.prefix_of(layer)
             outer = BACKBONE + prefix.removeprefix(TEXT) if config.single else prefix
@@ -287,7 +290,22 @@ def file_tensors(
     if config.delta_norms is not None:  # blocks with attention use the usual names
         for layer in filter(config.attends, range(config.layers)):
             tensors.pop(f"model.layers.{layer}.post_attention_layernorm.weight", None)
-    return tensors
+    return tensors | _of_draft_heads(config, tensors)
+
+
+def _of_draft_heads(
+    config: Config, tensors: Mapping[str, Mapping[str, Place]]
+) -> dict[str, dict[str, Place]]:
+    """Return the tensors of draft heads that have other names in files, and copies of tables."""
+    shapes, forms = config.shapes(), dict[str, dict[str, Place]]()
+    for table, names in copies(config).items():
+        every = (table, *(in_files(config, name) for name in names))
+        forms[table] = {name: Place(table, shapes[table], renamed=True) for name in every}
+    for name, shape in shapes.items():
+        if in_files(config, name) != name:
+            own = tensors.get(name, {name: Place(name, shape, renamed=True)})
+            forms[name] = {in_files(config, each): place for each, place in own.items()}
+    return forms
 
 
 def saved_tensors(

@@ -1,5 +1,6 @@
 """Find the experts of a mixture in the files of a checkpoint, in any stored form."""
 
+import re
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,17 @@ QUANTIZED = "codes"  # stands for the dtype of a matrix that another program qua
 
 
 def plain_names(homes: Mapping[str, StoredTensor]) -> set[str]:
-    """Return the parameters that files store unchanged, under their own names."""
-    return {n for n, home in homes.items() if home.stack is None and home.stored == n}
+    """Return the parameters that files store unchanged, under their own names.
+
+    Blocks of draft heads may have another prefix.
+    """
+    alike = re.compile(r"(mtp|model)\.layers\.\d+\.")
+
+    def same(name: str, stored: str) -> bool:
+        ends = alike.split(name)[-1], alike.split(stored)[-1]
+        return stored == name or (stored.startswith("mtp.layers.") and ends[0] == ends[1])
+
+    return {n for n, home in homes.items() if home.stack is None and same(n, home.stored)}
 
 
 class ExpertHomes:

@@ -136,7 +136,8 @@ class Decoding:
     def __call__(self, work: Sequence[Work], greedy: bool = False) -> Computed:
         """Compute the new tokens of rows; a ``greedy`` step also chooses and sends the next tokens.
 
-        Logits (rows, vocab) are those after the last token of each row.  Routes are the experts of
+        Logits (rows, vocab) are those after the last token of each row, or after its last
+        ``checked`` tokens, row by row.  Routes are the experts of
         the new tokens by row, (tokens, layers with experts, k) on the host, if ``notes`` is true.
         The order of rows: those with one token, then those without earlier tokens, then the others.
         """
@@ -310,7 +311,7 @@ class Decoding:
             model.gather,
         )
         count = len(rows.offsets) - 1
-        ends = None if tokens.size == count else self._placed(offsets[1:] - 1)
+        ends = None if tokens.size == count else self._placed(_checked(rows.offsets, work))
 
         def head(x: Array) -> Array:
             x = x if ends is None else x[:, ends]
@@ -325,10 +326,7 @@ class Decoding:
             if staged(model):
                 logits = through_blocks(model, call, tokens, head, count)
             else:
-                branch = embedded(model.config, parameters, tokens, model.slices)
-                inputs = inputs_of_layers(model.config, parameters, tokens, branch)
-                branch, stream = blocks(call, branch, None, inputs=inputs)
-                logits = head(join(call, "model.", model.config.norms.last, branch, stream)[0])
+                logits = head(self.hidden(model, call, parameters, tokens))
         if not self.notes:
             return logits, None
         routers: Any = call.experts.routers
@@ -336,6 +334,14 @@ class Decoding:
             stages: Any = None if model.division is None else model.division.stages
             routers = routed_by_all(model, stages, routers, tokens.shape)
         return logits, np.stack([each.experts[0] for each in routers], axis=1)
+
+    def hidden(self, model: Network, call: Call, parameters: Any, tokens: Array) -> Array:
+        """Return the normalised states of the new tokens, (1, tokens, hidden)."""
+        branch = embedded(model.config, parameters, tokens, model.slices)
+        inputs = inputs_of_layers(model.config, parameters, tokens, branch)
+        branch, stream = blocks(call, branch, None, inputs=inputs)
+        states: Array = join(call, "model.", model.config.norms.last, branch, stream)[0]
+        return states
 
     def drawn_from(self, logits: Array) -> Array:
         """Return the logits that tokens are drawn from: with the model's cap."""
@@ -513,6 +519,12 @@ def free_pages(model: Network, rows: int, page: int, chunk: int, dtype: Any, ada
     if len(counts) > 1 and room > limit * sum(counts):
         room, counts = room - limit * counts[1], counts[:1]
     return max(1, min(most, room // max(1, sum(counts))))
+
+
+def _checked(offsets: Sequence[int], work: Sequence[Work]) -> Any:
+    """Return the places of the tokens whose logits are computed."""
+    stops = zip(offsets[1:], work, strict=True)
+    return np.concatenate([np.arange(stop - each.checked, stop) for stop, each in stops])
 
 
 def switch_of(config: Any) -> int | None:

@@ -708,6 +708,11 @@ def warnings_of(config: Config, known: Architecture) -> Iterator[str]:
         yield "llama.cpp rounds yarn's columns, and this model does not: outputs differ slightly"
     if not config.causal and config.activation == "gelu":
         yield "llama.cpp computes GELU by its approximation with tanh: vectors differ slightly"
+    if config.draft_heads:
+        yield (
+            "draft heads (multi-token prediction) are not in the file: this model writes the same"
+            " tokens without them; a folder from merge or save has them"
+        )
     if config.balanced:
         yield "GGUF has no coefficient of the router loss: a loaded model trains without it"
     if config.latent is not None and config.eps != INNER_EPS:

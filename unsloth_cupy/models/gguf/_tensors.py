@@ -16,6 +16,7 @@ from ...ops.position.rope_tables import RULES, frequencies
 from ...ops.quantized.weight import Quantized
 from ...placement import to_numpy
 from ..configs.config import Config
+from ..configs.draft_heads import without_heads
 from ._families import Architecture, factor_of, has_two_tables, ropes, scaling_of
 from ._parts import HEAD, TABLE, Part, has_offset, parts_of
 from ._types import Kind, dividing
@@ -60,7 +61,7 @@ def tensors(
         reader = _reader(config, known, stored, whole if several else read, part, own.name, role)
         result.append(Tensor(part.name, stored, part.shape, own, reader, target))
 
-    for stored in config.shapes():
+    for stored in without_heads(config).shapes():
         if ".act_fn." in stored:  # these are in the metadata
             continue
         each = parts(stored).tensors

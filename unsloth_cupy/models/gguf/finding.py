@@ -10,6 +10,7 @@ import numpy as np
 from ...core.dtypes import FLOAT32, Array
 from ...errors import ConfigError
 from ..configs.config import Config
+from ..configs.draft_heads import without_heads
 from ..configs.heads import Choice
 from ..configs.names import HEAD, is_norm
 from ..folders.lazy_parameter import StoredTensor
@@ -33,7 +34,7 @@ def find_gguf_tensors(path: Path, config: Config, choice: Choice) -> dict[str, S
     ConfigError
         A tensor is missing, unexpected, or has another shape than the keys imply.
     """
-    file = opened_gguf(path)
+    file, config = opened_gguf(path), without_heads(config)
     from ._families import known_as
     from ._parts import as_it_is, parts_of
 
@@ -103,11 +104,17 @@ def _undone(
     return _same
 
 
+def draft_heads_of(file: GgufFile) -> int:
+    """Return the number of draft heads (multi-token prediction), which are not loaded."""
+    counts = (n for key, n in file.values.items() if key.endswith(".nextn_predict_layers"))
+    return int(next(counts, 0) or 0)
+
+
 def _predicts(file: GgufFile, name: str, layers: int) -> bool:
-    """Return whether a tensor belongs to layers for multi-token prediction."""
-    further = any(key.endswith(".nextn_predict_layers") and n for key, n in file.values.items())
+    """Return whether a tensor belongs to a draft head."""
+    further = draft_heads_of(file)
     block, number, *_ = (*name.split("."), "")
-    return further and block == "blk" and number.isdecimal() and int(number) >= layers
+    return further > 0 and block == "blk" and number.isdecimal() and int(number) >= layers
 
 
 def _tensor_of(file: GgufFile, part: "Part") -> Stored:

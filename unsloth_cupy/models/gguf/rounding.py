@@ -9,6 +9,7 @@ from ...core.stand_in import is_planned
 from ...errors import ConfigError
 from ...placement import to_device_of, to_numpy
 from ..configs.config import Config
+from ..configs.draft_heads import without_heads
 from ..configs.names import is_norm
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ def types_of(call: str, config: Config, kind: str) -> dict[str, "Type"]:
         cure = "install it with pip install 'unsloth_cupy[gguf]'"
         raise ConfigError(f"{call} needs the package {error.name}; {cure}") from None
     known = architecture(call, config)
-    problem = None
-    factors = {n: factor_of(config, known, n) for n in config.shapes() if not is_norm(n)}
+    problem, names = None, without_heads(config).shapes()
+    factors = {n: factor_of(config, known, n) for n in names if not is_norm(n)}
     if scaled := [name for name, factor in factors.items() if np.any(factor != 1)]:
         problem = f"has {scaled[0]} times a factor"
     types: dict[str, Type] = {}

@@ -48,7 +48,7 @@ class Stages:
             stages = f"{comm.size} stages" + f" of {chunks} chunks each" * (chunks > 1)
             problem = f"{config.layers} layers are not enough for {stages}"
             raise ConfigError(f"Stages: {problem}; use at most {config.layers} in all")
-        self.comm, self.chunks = comm, chunks
+        self.comm, self.chunks, self.count = comm, chunks, config.layers
         all_parts = SingleCommunicator()
         all_parts.size = parts
         every = [part(config.layers, all_parts, place) for place in range(parts)]
@@ -86,6 +86,8 @@ class Stages:
     def chunk_of(self, name: str) -> list[int]:
         """Return the chunks of this rank that use a parameter."""
         number = re.search(r"model\.layers\.(\d+)\.", name)
+        if number is not None and int(number[1]) >= self.count:  # a draft head
+            return [self.chunks - 1] if self.last else []
         if number is not None:
             return [i for i, layers in enumerate(self.layers) if int(number[1]) in layers]
         chunks = [0] if self.first and name == EMBEDDING else []

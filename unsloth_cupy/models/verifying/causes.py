@@ -553,6 +553,7 @@ def differing(trained: Config, own: Config) -> list[str]:
 UNSEEN = {  # what no stage computes
     *("model_type", "initializer_range", "end_tokens", "pad_token", "body", "names", "fused"),
     *("positions", "layer_types", "wide", "wide_in_float16", "left_out", "inverse_scales"),
+    *("draft", "draft_heads", "draft_tables", "draft_copies"),
 }
 
 

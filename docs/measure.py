@@ -3,13 +3,16 @@
     python docs/measure.py beside-transformers      memory and time of a training step of a Llama
     python docs/measure.py trace                    a profiled step
     python docs/measure.py loss                     a run of finetune
+    python docs/measure.py serving THREADS          tokens a second of 32 prompts at once
     python docs/measure.py merges FOLDER [LR [KIND,KIND [TOKENS]]]      losses of merged files
 
-The first needs the extra ``peers``.  docs/performance.md has the command that writes cpu.json.
+The first and ``serving`` need the extra ``peers``.  docs/performance.md has the command that writes
+cpu.json.
 """
 
 import datetime
 import json
+import os
 import re
 import subprocess
 import sys
@@ -35,6 +38,19 @@ CONFIG: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "tie_word_embeddings": False,
 }
+SERVED = CONFIG | {
+    "vocab_size": 8192,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 6,
+    "num_key_value_heads": 4,
+}
+SERVERS = (
+    "unsloth_cupy, Engine",
+    "transformers, continuous batching, pages of 256",
+    "transformers, continuous batching, pages of 32",
+    "transformers, padded generate",
+)
 TOKENS = (512, 1024, 2048, 4096)
 SIDES = ("unsloth_cupy", "transformers", "transformers, eager")
 MERGED = "nf4,int8,ternary,q4_0,q8_0,q4_k_m"
@@ -118,6 +134,93 @@ def beside() -> dict[str, Any]:
         " three steps, each library in a separate process"
     )
     return facts(method) | {"config": CONFIG, "rows": rows}
+
+
+def answers_of(side: str, threads: int) -> Any:
+    """Return a function that answers 32 prompts, and the numbers of new tokens."""
+    import numpy as np
+
+    from unsloth_cupy import Engine, models
+
+    rng, ours = np.random.default_rng(0), models.create(SERVED, seed=0)
+    prompts = [rng.integers(3, SERVED["vocab_size"], n).tolist() for n in rng.integers(8, 65, 32)]
+    news = rng.permutation(np.geomspace(10, 200, 32).round().astype(int)).tolist()
+
+    def of_engine() -> list[list[int]]:
+        with Engine(ours, rows=32, pages=320) as engine:
+            for prompt, new in zip(prompts, news, strict=True):
+                engine.submit(prompt, max_new_tokens=new, stop=())
+            return [request.samples[0].tokens for request in engine.run()]
+
+    if side == "unsloth_cupy, Engine":
+        return of_engine, news
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+    from transformers.generation.configuration_utils import ContinuousBatchingConfig
+
+    torch.set_num_threads(threads)
+    theirs = LlamaForCausalLM(LlamaConfig(**SERVED, attn_implementation="sdpa")).eval()
+    state = {name: torch.from_numpy(np.array(array)) for name, array in ours.parameters.items()}
+    theirs.load_state_dict(state, strict=False)
+    greedy: Any = {"do_sample": False, "eos_token_id": -1, "pad_token_id": 0}
+
+    def padded() -> list[list[int]]:
+        width = max(map(len, prompts))
+        ids = torch.tensor([[0] * (width - len(row)) + row for row in prompts])
+        real = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
+        config = GenerationConfig(**greedy, max_new_tokens=max(news))
+        made = theirs.generate(ids, attention_mask=real, generation_config=config)
+        return [row[width : width + new] for row, new in zip(made.tolist(), news, strict=True)]
+
+    def continuous() -> list[list[int]]:
+        page = int(side.rpartition(" ")[2])
+        more = ContinuousBatchingConfig(
+            page_size=page, num_blocks=32 * -(-264 // page), max_batch_tokens=512
+        )
+        config = GenerationConfig(**greedy, max_new_tokens=max(news))
+        both: Any = {"generation_config": config, "continuous_batching_config": more}
+        with theirs.continuous_batching_context_manager(**both) as manager:
+            pairs = zip(prompts, news, strict=True)
+            names = [manager.add_request(row, max_new_tokens=new) for row, new in pairs]
+            ended: dict[str, list[int]] = {}
+            while len(ended) < len(names):
+                result = manager.get_result(timeout=100)
+                if result.is_finished():
+                    ended[result.request_id] = result.generated_tokens
+        return [ended[name] for name in names]
+
+    return padded if side.endswith("generate") else continuous, news
+
+
+def one_served(side: str, threads: int) -> dict[str, Any]:
+    """Return the tokens a second of the fastest of three calls, measured in this process."""
+    run, news = answers_of(side, threads)
+    answers = run()
+    assert [*map(len, answers)] == news
+    clocks = {"second": time.perf_counter, "second of processors": time.process_time}
+    seconds: dict[str, list[float]] = {name: [] for name in clocks}
+    for _ in range(3):
+        starts = {name: clock() for name, clock in clocks.items()}
+        run()
+        for name, clock in clocks.items():
+            seconds[name].append(clock() - starts[name])
+    speeds = {f"tokens a {name}": round(sum(news) / min(each), 1) for name, each in seconds.items()}
+    return {"side": side, "new tokens": sum(news), **speeds, "answers": answers}
+
+
+def serving(threads: str) -> Iterator[str]:
+    """Yield the speed of each side, and how many of its answers are those of the first side."""
+    names = "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"
+    first: list[list[int]] | None = None
+    for side in SERVERS:
+        command = [sys.executable, __file__, "one-served", side, threads]
+        environment = os.environ | dict.fromkeys(names, threads)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
+        row = json.loads(done.stdout.splitlines()[-1])
+        answers = row.pop("answers")
+        first = answers if first is None else first
+        equal = sum(one == other for one, other in zip(answers, first, strict=True))
+        yield f"{row}, {equal} of {len(answers)} answers equal"
 
 
 def trace() -> dict[str, Any]:
@@ -236,6 +339,12 @@ if __name__ == "__main__":
         print(facts("Trainer")["machine"])
         for row in merges(*sys.argv[2:]):
             print(row, flush=True)
+    elif sys.argv[1:2] == ["serving"]:
+        print(facts("Engine"))
+        for row in serving(sys.argv[2]):
+            print(row, flush=True)
+    elif sys.argv[1:2] == ["one-served"]:
+        print(json.dumps(one_served(sys.argv[2], int(sys.argv[3]))))
     elif sys.argv[1:2] == ["one"]:
         print(json.dumps(one(sys.argv[2], int(sys.argv[3]))))
     elif sys.argv[1:] in (["beside-transformers"], ["trace"], ["loss"]):

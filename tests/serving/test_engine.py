@@ -301,6 +301,22 @@ def test_a_gpu_begins_a_step_before_the_host_has_the_tokens_of_the_last(
             assert all(functions == 1 for *_, functions in steps[4:-1]), "the graph draws"
 
 
+def test_a_gpu_draws_beside_greedy_rows():
+    """Rows of both kinds, at different places, with their most likely tokens."""
+    with gpu("90", devices=1) as machine:
+        machine.strict, machine.runs = False, True
+        model = create({**SIZES, **FAMILIES["full"], "head_dim": 16}, seed=0, device="cuda")
+        with Engine(model, rows=3, pages=40, page=4) as engine:
+            engine.submit([5, 6, 7], max_new_tokens=9, stop=(), top_log_probs=4)
+            for _ in range(4):
+                engine.step()
+            engine.submit([5, 6], max_new_tokens=9, stop=(), temperature=0.7, top_log_probs=3)
+            requests = engine.run()
+    for request, count in zip(requests, (4, 3), strict=True):
+        (sample,) = request.samples
+        assert [*map(len, sample.top_log_probs)] == [count] * len(sample.tokens) == [count] * 9
+
+
 @pytest.mark.parametrize("kind", ["full"])
 def test_a_row_that_ended_is_computed_one_step_too_long(kind, model, monkeypatch):
     monkeypatch.setattr(decoding, "captures", lambda *_: True)
@@ -339,6 +355,40 @@ def test_equal_prefixes_are_computed_once():
 def alone_greedy(model, prompt, new):
     options = {"max_new_tokens": new, "temperature": 0.0, "seed": 0, "stop": ()}
     return alone(model, prompt, options, 0)[0]
+
+
+@pytest.mark.parametrize("kind", ["full", "captured", "invariant", "some windows"])
+def test_the_most_likely_tokens(kind, model, monkeypatch):
+    """Those of the whole text; the drawn token has the log-probability that it has alone."""
+    if kind == "captured":
+        monkeypatch.setattr(decoding, "captures", lambda *_: True)
+    drawn = {"max_new_tokens": 9, "stop": (), "log_probs": True}
+    with Engine(model, rows=4, pages=60, page=4) as engine:
+        rows = [
+            engine.submit(
+                [5, 6, 7], temperature=temperature, seed=seed, top_log_probs=count, **drawn
+            )
+            for temperature, seed, count in ((0, None, 5), (0.8, 2, 97), (0.8, 2, 0), (0.8, 2, 2))
+        ]
+        engine.run()
+        for wrong in (-1, 98, 1.5):
+            with pytest.raises(ConfigError, match=f"top_log_probs={wrong} must be an integer"):
+                engine.submit([5], max_new_tokens=1, top_log_probs=wrong)
+    greedy, whole, none, few = (row.samples[0] for row in rows)
+    assert none.tokens == whole.tokens == few.tokens
+    assert none.top_log_probs == []
+    assert few.top_log_probs == [top[:2] for top in whole.top_log_probs]
+    for sample, temperature in ((greedy, 1.0), (whole, 0.8)):
+        text = np.array([[5, 6, 7, *sample.tokens]])
+        expected = model.logits(text)[0, 2:-1].astype(np.float64) / temperature
+        expected -= np.log(np.exp(expected).sum(axis=-1, keepdims=True))
+        for token, own, top, row in zip(
+            sample.tokens, sample.log_probs, sample.top_log_probs, expected, strict=True
+        ):
+            order = np.argsort(-row, kind="stable")[: len(top)]
+            assert [each for each, _ in top] == order.tolist()
+            np.testing.assert_allclose([value for _, value in top], row[order], atol=1e-5)
+            assert dict(top)[token] == own
 
 
 def test_rows_have_their_adapters():

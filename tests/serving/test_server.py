@@ -183,6 +183,48 @@ def test_texts_and_tokens_are_completed(server, client):
     assert len(places) == 9
 
 
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("count", [0, 3, 20])
+def test_the_most_likely_tokens_at_each_place(server, client, count, stream):
+    """Of chats and of completions: those of softmax(logits / temperature) of the whole text."""
+    prompt = server.model.tokenizer.encode("The dog").tolist()
+    options = {"temperature": 0.7, "seed": 3, "max_tokens": 9}
+    text = server.model.generate(np.array([prompt]), max_new_tokens=9, temperature=0.7, seed=3)
+    logits = server.model.logits(text)[0, len(prompt) - 1 : -1].astype(np.float64) / 0.7
+    whole = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
+    decode = server.model.tokenizer.backend.decode
+    expected = [
+        {decode([token], skip_special_tokens=False): row[token] for token in order[::-1]}
+        for row, order in zip(whole, np.argsort(-whole, axis=-1)[:, :count], strict=True)
+    ]
+    answer = client.completions.create(
+        model="tiny", prompt=prompt, logprobs=count, stream=stream, **options
+    )
+    each = (
+        [chunk.choices[0].logprobs for chunk in answer] if stream else [answer.choices[0].logprobs]
+    )
+    tokens = [token for own in each for token in own.tokens]
+    tops = [top for own in each for top in own.top_logprobs or ()]
+    assert len(tokens) == len(expected) == 9
+    assert len(tops) == (9 if count else 0)
+    for top, own, row in zip(tops, tokens, expected, strict=False):
+        assert top.keys() == row.keys() | {own}
+        np.testing.assert_allclose([top[key] for key in row], [*row.values()], atol=1e-5)
+    chat = client.chat.completions.create(
+        model="tiny", messages=ASKED, logprobs=True, top_logprobs=count, stream=stream, **options
+    )
+    each = [chunk.choices[0].logprobs for chunk in chat] if stream else [chat.choices[0].logprobs]
+    content = [place for own in each if own is not None for place in own.content]
+    assert len(content) == 9
+    for place in content:
+        likely = [other.logprob for other in place.top_logprobs]
+        assert len(likely) == count
+        assert likely == sorted(likely, reverse=True)
+        if count and place.logprob > likely[-1]:
+            same = [other for other in place.top_logprobs if other.logprob == place.logprob]
+            assert place.token in [other.token for other in same]
+
+
 def test_stop_texts_end_an_answer_before_them(server, client):
     options = {"model": "tiny", "prompt": "The dog", "max_tokens": 30, "seed": 5}
     whole = client.completions.create(**options).choices[0].text
@@ -339,7 +381,8 @@ REFUSED = [
     (BASE | {"stop": "a" * 1000}, 400, "stop"),
     (BASE | {"stop": [""]}, 400, "stop"),
     (BASE | {"stop": [1]}, 400, "stop"),
-    (BASE | {"logprobs": 5}, 400, "logprobs"),
+    (BASE | {"logprobs": 21}, 400, "logprobs"),
+    (BASE | {"logprobs": True}, 400, "logprobs"),
     (BASE | {"echo": True}, 400, "echo"),
     (BASE | {"presence_penalty": 0.5}, 400, "presence_penalty"),
     (BASE | {"logit_bias": {"5": 10}}, 400, "logit_bias"),
@@ -357,7 +400,9 @@ REFUSED = [
         400,
         "messages[0].content",
     ),
-    (CHAT | {"top_logprobs": 3, "logprobs": True}, 400, "top_logprobs"),
+    (CHAT | {"top_logprobs": 21, "logprobs": True}, 400, "top_logprobs"),
+    (CHAT | {"top_logprobs": 3}, 400, "top_logprobs"),
+    (CHAT | {"top_logprobs": 3, "logprobs": False}, 400, "top_logprobs"),
     (CHAT | {"tools": [{"type": "function"}]}, 400, "tools"),
     (CHAT | {"tools": TOOLS, "tool_choice": "required"}, 400, "tool_choice"),
     (CHAT | {"tools": TOOLS, "response_format": {"type": "json_object"}}, 400, "response_format"),

@@ -163,15 +163,16 @@ class PagedRows:
         empty = known and not any(self.starts(layer))
         starts, chunk = self.starts(layer) if known else [], chunk or self.cache.chunk
         k_pages, v_pages = self.append(layer, k, v)
-        table = self.cache.page_table(self.sequences)
         if chunk is not None:
-            keys = k.shape[1] if empty else table.shape[1] * k_pages.shape[1]
+            pages = max(len(self.cache.tables[sequence]) for sequence in self.sequences)
+            keys = k.shape[1] if empty else pages * k_pages.shape[1]
             places = np.add.outer(starts, np.arange(k.shape[1]))[:, :, None]  # of queries
             same = np.arange(keys) // chunk == places // chunk  # (batch, queries, keys)
             own, mask = to_device_of(same[:, None], q), options.get("mask")
             options["mask"] = own if mask is None else own & mask
         if empty and v is not None:  # k and v are all keys and values, in order: no pages to read
             return attention(q, k, v, **options)
+        table = self.cache.page_table(self.sequences)
         lengths = self.cache.lengths(self.sequences, layer)
         scales = None if self.cache.scales is None else self.cache.scales[layer]
         return attention_paged(q, k_pages, v_pages, table, lengths, scales=scales, **options)

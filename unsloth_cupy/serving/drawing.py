@@ -168,6 +168,26 @@ def draw_all(logits: Array, options: Any, uniform: Array) -> Array:
     return (index if order is None else np.take_along_axis(order, index, axis=-1))[:, 0]
 
 
+def top_log_probs(
+    logits: Any, labels: Array, log_probs: Array, count: int, temperature: float
+) -> tuple[Array, Array]:
+    """Return the most likely tokens of each row, and their log-probabilities: (rows, count) each.
+
+    ``log_probs`` are those of ``labels``; the others differ from them as the logits do.
+    """
+    if isinstance(logits, np.ndarray):
+        every = np.arange(count)  # of a row with NaN, which ends with an error
+        rows = (every if np.isnan(row).any() else likeliest(row, count) for row in logits)
+        order = np.stack([*rows])
+    else:
+        order = np.argsort(-logits, axis=-1, kind="stable")[:, :count]
+    index = np.concatenate([labels[:, None], order], axis=1)
+    own = np.take_along_axis(logits, index, axis=1).astype(np.float64)
+    with np.errstate(invalid="ignore"):  # NaN: the row ends with an error
+        values = log_probs[:, None] + (own[:, 1:] - own[:, :1]) / temperature
+    return order, np.where(order == labels[:, None], log_probs[:, None], np.minimum(values, 0))
+
+
 def likeliest(logits: Array, count: int) -> Array:
     """Return the ``count`` most likely tokens in order; of equal logits, the lower token first."""
     tokens = np.arange(logits.size)

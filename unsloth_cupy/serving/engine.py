@@ -158,6 +158,7 @@ class Engine:
         stop: int | Sequence[int] | None = None,
         stop_texts: Sequence[str] = (),
         log_probs: bool = False,
+        top_log_probs: int = 0,
         constraint: Mapping[str, Any] | None = None,
         adapter: str | None = None,
     ) -> Request:
@@ -177,6 +178,9 @@ class Engine:
             Texts that end a sample; the tokens of the text are part of the sample.
         log_probs : bool
             Whether samples have the log-probabilities of their tokens.
+        top_log_probs : int
+            Number of most likely tokens at each place that samples have log-probabilities of.
+            Above 0, ``log_probs`` is true.
         constraint : mapping, optional
             ``{"json_schema": schema}`` or ``{"regex": text}``: the new tokens are a text of this
             form.  Needs llguidance and the model's tokenizer.
@@ -203,6 +207,9 @@ class Engine:
         for name, value, least in (("samples", samples, 1), ("first", first, 0)):
             if not is_integer(value, least):
                 raise ConfigError(f"generate: {name}={value!r} must be {least} or more")
+        if not is_integer(top_log_probs) or top_log_probs > decoder.vocab:
+            must = f"be an integer from 0 to {decoder.vocab}"
+            raise ConfigError(f"generate: top_log_probs={top_log_probs!r} must {must}")
         tokens = self._tokens(prompt)
         ends = options.ends(self.model.config.end_tokens, decoder.vocab)
         listed = [stop_texts] if isinstance(stop_texts, str) else [*stop_texts]
@@ -240,7 +247,8 @@ class Engine:
                 own,
                 ends,
                 adapter="" if adapter is None else adapter,
-                log_probs=log_probs,
+                log_probs=log_probs or top_log_probs > 0,
+                top=top_log_probs,
                 matcher=None if grammar is None else grammar.matcher(constraint),
                 allowed=None if grammar is None else grammar.allowed,
                 texts=(backend, listed) if listed else None,

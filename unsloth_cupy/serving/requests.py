@@ -12,6 +12,7 @@ from .prefixes import Node
 from .texts import StopStrings, TextStream
 
 BLOCK = 32  # random numbers of a row that are drawn, and sent to a GPU, at a time
+Top = list[tuple[int, float]]  # the most likely tokens at a place, with log-probabilities
 Finish = str | None  # None, "stop", "length", "cancelled", "error"
 
 
@@ -25,6 +26,9 @@ class Sample:
     log_probs : list of float
         Of each new token in softmax(logits / temperature), before top_k, top_p and min_p; of a
         greedy sample with temperature 1.  Only if the request has ``log_probs``.
+    top_log_probs : list of list of (int, float)
+        For each new token, the most likely tokens at its place, in order, with their
+        log-probabilities.  Only if the request has ``top_log_probs``.
     finish : str or None
         None while tokens may follow; then "stop", "length", "cancelled" or "error".
     """
@@ -32,6 +36,7 @@ class Sample:
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self.log_probs: list[Any] = []
+        self.top_log_probs: list[Top] = []
         self.finish: Finish = None
 
     def __repr__(self) -> str:
@@ -46,6 +51,7 @@ class Event(NamedTuple):
     tokens: list[int]
     log_probs: list[Any] | None
     finish: Finish
+    top_log_probs: list[Top] | None = None
 
 
 class Request:
@@ -83,7 +89,7 @@ class Flight(NamedTuple):
 
     rows: list["Row"]
     tokens: Arriving
-    log_probs: list[tuple[list[int], Arriving]]  # with the places of their rows
+    log_probs: list[tuple[list[int], list[Arriving]]]  # with the places of their rows
 
 
 class Row:
@@ -99,6 +105,7 @@ class Row:
         number: int | None = None,
         adapter: str | None = "",
         log_probs: bool = False,
+        top: int = 0,
         matcher: Any = None,
         allowed: Callable[[Any], Array] | None = None,
         texts: tuple[Any, Sequence[str]] | None = None,
@@ -109,6 +116,7 @@ class Row:
         self._generator = np.random.default_rng([seed, number])
         self._uniform = np.zeros(0)
         self.ends, self.adapter, self.log_probs = ends, adapter, log_probs
+        self.top = top  # number of most likely tokens that the sample has log-probabilities of
         self.end_set = frozenset(ends.tolist())
         self.matcher, self._allowed = matcher, allowed
         self.stops = None
@@ -145,9 +153,10 @@ class Row:
     def uniform(self, count: int = 1) -> Array:
         """Return the random numbers of the next ``count`` tokens."""
         first = self.drawn
-        if first + count > len(self._uniform):
-            more = self._generator.random(max(count, BLOCK))
-            self._uniform = np.concatenate([self._uniform, more])
+        more = first + count - len(self._uniform)  # a greedy row draws none for a while
+        if more > 0:
+            numbers = self._generator.random(max(more, BLOCK))
+            self._uniform = np.concatenate([self._uniform, numbers])
         return self._uniform[first : first + count]
 
     def allowed(self) -> Array | None:

@@ -21,9 +21,9 @@ from ..core.replay import fixed_order
 from ..inference.paged_kv_cache import GONE
 from ..ops.losses.linear_log_probs import of_logits
 from ..placement import Arriving, to_device_of
-from .drawing import Uniform, choose
+from .drawing import Uniform, choose, top_log_probs
 from .prefixes import Prefixes
-from .requests import Event, Finish, Flight, Request, Row, Stem
+from .requests import Event, Finish, Flight, Request, Row, Stem, Top
 from .work import Decoder, Work
 
 
@@ -367,8 +367,11 @@ class Scheduler:
 
     def _log_probs(
         self, logits: Any, rows: Sequence[Row], chosen: Any
-    ) -> list[tuple[list[int], Arriving]]:
-        """Return the log-probabilities of tokens by the places of their rows."""
+    ) -> list[tuple[list[int], list[Arriving]]]:
+        """Return the log-probabilities of tokens by the places of their rows.
+
+        Then the most likely tokens and their log-probabilities, if a row has ``top``.
+        """
         groups: dict[float, list[int]] = {}
         for place, row in enumerate(rows):
             if row.log_probs:
@@ -383,7 +386,12 @@ class Scheduler:
             with fixed_order(self.decoder.invariant), device_of(part):
                 labels = np.maximum(labels, 0)  # -1: the row ends with an error
                 own = of_logits(part, labels, temperature, self.decoder.softcap)
-                results.append((places, Arriving(own)))
+                arriving = [Arriving(own)]
+                if count := max(rows[place].top for place in places):
+                    shown = self.decoder.drawn_from(part)
+                    top = top_log_probs(shown, labels, own, count, temperature)
+                    arriving += map(Arriving, top)
+                results.append((places, arriving))
         return results
 
     def _land(self) -> None:
@@ -395,11 +403,16 @@ class Scheduler:
     def _receive(self, flight: Flight) -> None:
         """Wait for tokens, and add their events to the pending ones."""
         log_probs: list[Any] = [None] * len(flight.rows)
+        tops: list[Top] = [[] for _ in flight.rows]
         for places, arriving in flight.log_probs:
-            for place, log_prob in zip(places, arriving.wait(), strict=True):
-                log_probs[place] = log_prob
-        for row, token, log_prob in zip(
-            flight.rows, flight.tokens.wait().tolist(), log_probs, strict=True
+            own, *top = (each.wait() for each in arriving)
+            for index, place in enumerate(places):
+                log_probs[place], count = own[index], flight.rows[place].top
+                if count:
+                    pairs = (each[index, :count].tolist() for each in top)
+                    tops[place] = [*zip(*pairs, strict=True)]
+        for row, token, log_prob, top in zip(
+            flight.rows, flight.tokens.wait().tolist(), log_probs, tops, strict=True
         ):
             row.pending -= 1
             if row.sample.finish is not None:  # it ended one token before, or was cancelled
@@ -410,9 +423,12 @@ class Scheduler:
                 self.kept_tokens += 1
                 if row.log_probs:
                     row.sample.log_probs.append(log_prob)
-            new, of_new = ([token], [log_prob]) if token >= 0 else ([], [])
-            shown = of_new if row.log_probs else None
-            self.pending.append(Event(row.request, row.index, new, shown, finish))
+                if row.top:
+                    row.sample.top_log_probs.append(top)
+            new = [token] if token >= 0 else []
+            shown = [log_prob][: len(new)] if row.log_probs else None
+            likely = [top][: len(new)] if row.top else None
+            self.pending.append(Event(row.request, row.index, new, shown, finish, likely))
             if finish is not None:
                 self._leave(row)
                 self._end(row, finish)

@@ -237,7 +237,7 @@ class Conversations:
 
     def _step(self, engine: Engine) -> None:
         """Compute a step of the engine; continue the rows whose answers have ended."""
-        for request, place, _, _, finish in engine.step():
+        for request, place, _, _, finish, _ in engine.step():
             if finish is None:
                 continue
             sample, talk = request.samples[place], self.asked[request][place]

@@ -4,12 +4,13 @@ import json
 import secrets
 import time
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..requests import Finish
 from ..texts import StopStrings, TextStream
 from ..tool_calls import CallForm, ToolCall
 
+IMPOSSIBLE = -9999.0  # in place of minus infinity, as in OpenAI's API: JSON has none
 UNFINISHED = "\ufffd"  # decoders write this for an incomplete character
 
 
@@ -22,6 +23,20 @@ class Shown:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens."""
         return str(self.backend.decode(tokens, skip_special_tokens=False))
+
+
+class Likely(NamedTuple):
+    """The text of a token, and its log-probability; ``top``: the most likely ones at its place."""
+
+    text: str
+    log_prob: float
+    top: "Sequence[Likely]" = ()
+
+    @property
+    def in_chat(self) -> dict[str, Any]:
+        """The fields that a chat completion has of each token."""
+        own = None if UNFINISHED in self.text else [*self.text.encode()]
+        return {"token": self.text, "logprob": self.log_prob, "bytes": own}
 
 
 class Answer:
@@ -59,14 +74,18 @@ class Answer:
         self.text, self.count = "", 0
         self.finish: Finish = None
         self.calls: list[ToolCall] = []
-        self.log_probs: list[tuple[str, float]] = []
+        self.log_probs: list[Likely] = []
 
-    def push(self, tokens: Sequence[int], log_probs: Any, finish: Finish) -> str:
+    def _likely(self, token: int, log_prob: Any) -> Likely:
+        text = str(self.backend.decode([token], skip_special_tokens=False))
+        return Likely(text, max(float(log_prob), IMPOSSIBLE))
+
+    def push(self, tokens: Sequence[int], log_probs: Any, finish: Finish, tops: Any = None) -> str:
         """Add tokens; return the text that is complete now."""
         self.count += len(tokens)
-        for token, log_prob in zip(tokens, log_probs or (), strict=False):
-            own = self.backend.decode([token], skip_special_tokens=False)
-            self.log_probs.append((str(own), float(log_prob)))
+        for place, log_prob in enumerate(log_probs or ()):
+            own, top = self._likely(tokens[place], log_prob), tops[place] if tops else ()
+            self.log_probs.append(own._replace(top=[self._likely(*each) for each in top]))
         text = ""
         for token in tokens:
             if not (finish == "stop" and token in self.ends):
@@ -134,28 +153,25 @@ def calls_of(answer: Answer, *, numbered: bool) -> list[dict[str, Any]]:
     return result
 
 
-def chat_log_probs(each: Sequence[tuple[str, float]]) -> dict[str, Any]:
+def chat_log_probs(each: Sequence[Likely]) -> dict[str, Any]:
     """Return log-probabilities as in a chat completion."""
-    return {
-        "content": [
-            {
-                "token": text,
-                "logprob": log_prob,
-                "bytes": None if UNFINISHED in text else [*text.encode()],
-                "top_logprobs": [],
-            }
-            for text, log_prob in each
-        ]
-    }
+    tops = ([likely.in_chat for likely in own.top] for own in each)
+    content = [own.in_chat | {"top_logprobs": top} for own, top in zip(each, tops, strict=True)]
+    return {"content": content}
 
 
-def text_log_probs(each: Sequence[tuple[str, float]], before: int) -> dict[str, Any]:
-    """Return log-probabilities as in a completion, whose text begins at ``before``."""
-    offsets = [before + sum(len(text) for text, _ in each[:place]) for place in range(len(each))]
+def text_log_probs(each: Sequence[Likely], before: int) -> dict[str, Any]:
+    """Return log-probabilities as in a completion, whose text begins at ``before``.
+
+    The most likely tokens are a mapping by text, which has the token of the answer too; of tokens
+    with the same text it has the most likely one.
+    """
+    offsets = [before + sum(len(own.text) for own in each[:place]) for place in range(len(each))]
+    tops = [{likely.text: likely.log_prob for likely in (own, *reversed(own.top))} for own in each]
     return {
-        "tokens": [text for text, _ in each],
-        "token_logprobs": [log_prob for _, log_prob in each],
-        "top_logprobs": None,
+        "tokens": [own.text for own in each],
+        "token_logprobs": [own.log_prob for own in each],
+        "top_logprobs": tops if any(own.top for own in each) else None,
         "text_offset": offsets,
     }
 

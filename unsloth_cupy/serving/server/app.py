@@ -240,13 +240,14 @@ class Server:
         adapter: str | None,
         prompts: list[list[int]],
         stops: Sequence[str],
-        log_probs: bool,
+        log_probs: int | None,
         default: int | None,
     ) -> Asked:
         """Return a request with the options that chats and completions share."""
         samples, own = fields.samples_of(body), [*fields.stops_of(body), *stops]
         shared = fields.sampling(body) | {
-            "adapter": adapter, "stop_texts": own, "samples": samples, "log_probs": log_probs,
+            "adapter": adapter, "stop_texts": own, "samples": samples,
+            "log_probs": log_probs is not None, "top_log_probs": log_probs or 0,
         }  # fmt: skip
         stream, with_usage = fields.streams(body)
         limits = fields.new_tokens(body, prompts, self.limit, default)
@@ -307,7 +308,7 @@ class Server:
                 pass
             result = head(asked.name, "chat.completion" if chat else "text_completion")
             result["choices"] = [
-                choice(answer, number, chat=chat, log_probs=asked.log_probs)
+                choice(answer, number, chat=chat, log_probs=asked.log_probs is not None)
                 for number, answer in enumerate(answers)
             ]
             response = JSONResponse(result | {"usage": self._usage(asked, answers)})
@@ -355,7 +356,8 @@ class Server:
             for place, event in events:
                 number = place * asked.samples + event.sample
                 answer = answers[number]
-                text = answer.push(event.tokens, event.log_probs, event.finish)
+                own = event.log_probs, event.finish, event.top_log_probs
+                text = answer.push(event.tokens, *own)
                 left -= event.finish is not None
                 if event.finish == "error":
                     reason = "the logits contain NaN, or no token fits the constraint"
@@ -380,12 +382,12 @@ class Server:
                 new = answer.log_probs[sent[number] :]
                 before = len(answer.text) - len(text)
                 own = chat_log_probs(new) if chat else text_log_probs(new, before)
-                more = {"logprobs": own if asked.log_probs else None}
+                more = {"logprobs": None if asked.log_probs is None else own}
                 sent[number] += len(new)
                 if not chat:
                     yield event_of(first, number, {"text": text, **more}, answer.finish)
                     continue
-                if text or (asked.log_probs and new):
+                if text or new:
                     yield event_of(first, number, {"delta": {"content": text}, **more})
                 if answer.calls:
                     calls = calls_of(answer, numbered=True)

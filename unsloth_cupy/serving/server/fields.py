@@ -42,6 +42,7 @@ FUNCTION = re.compile(r"[\w.-]{1,64}", re.ASCII)
 MOST_SAMPLES = 128  # of a prompt, as OpenAI's API allows
 MOST_STOPS, LONGEST_STOP = 16, 256  # each new token is compared with all stop texts
 MOST_PROMPTS = 2048  # of a request, as OpenAI's API allows
+MOST_LOG_PROBS = 20  # most likely tokens at a place, as OpenAI's API allows
 DEFAULT_NEW = 16  # tokens of /v1/completions without max_tokens, as in OpenAI's API
 
 
@@ -60,7 +61,7 @@ class Asked:
     """A request for generated text.
 
     ``options`` has, for each prompt, the keywords of ``Engine.submit``; ``one_call`` is whether
-    an answer has at most one tool call.
+    an answer has at most one tool call; ``log_probs`` is what ``log_probs_of`` returns.
     """
 
     name: str
@@ -69,7 +70,7 @@ class Asked:
     stops: list[str]
     stream: bool = False
     usage: bool = False
-    log_probs: bool = False
+    log_probs: int | None = None
     tools: list[dict[str, Any]] = field(default_factory=list)
     one_call: bool = False
 
@@ -282,16 +283,18 @@ def constraint_of(body: Mapping[str, Any]) -> dict[str, Any] | None:
     return {"json_schema": schema}
 
 
-def log_probs_of(body: Mapping[str, Any], *, chat: bool) -> bool:
-    """Return whether the answer has log-probabilities of its tokens.
+def log_probs_of(body: Mapping[str, Any], *, chat: bool) -> int | None:
+    """Return of how many most likely tokens the answer has log-probabilities, beside its own.
 
-    The engine knows the log-probability of each token that it drew, and no others.
+    None: the answer has no log-probabilities.
     """
     if not chat:
-        return integer(body, "logprobs", 0, 0) is not None
-    if integer(body, "top_logprobs", 0, 0) is not None and "logprobs" not in body:
+        most: int | None = integer(body, "logprobs", 0, MOST_LOG_PROBS)
+        return most
+    top, shown = integer(body, "top_logprobs", 0, MOST_LOG_PROBS), flag(body, "logprobs")
+    if top is not None and not shown:
         raise RequestError("top_logprobs needs logprobs=true", "top_logprobs")
-    return flag(body, "logprobs")
+    return (top or 0) if shown else None
 
 
 def texts_of(body: Mapping[str, Any], name: str) -> list[Any]:

@@ -154,6 +154,15 @@ def _periodic(read: Reader, rules: Mixture, layers: int) -> Sequence[int]:
     return () if _size(read, rules.count) == 1 else range(first, layers, period)
 
 
+def _between(read: Reader, layers: int) -> tuple[bool, ...]:
+    """Return for each layer whether it has experts, from the first, the last and the interval."""
+    first, last = read.number("moe_layer_start_index"), read.get("moe_layer_end_index")
+    if type(last) is not int or last < -1:
+        raise ConfigError(f"config: moe_layer_end_index is {last!r}; it must be a layer")
+    step, last = read.size("moe_layer_interval"), layers - 1 if last == -1 else last
+    return tuple((n + 1) % step == 0 and first <= n <= last for n in range(layers))
+
+
 def _sparse(read: Reader, rules: Mixture, layers: int) -> tuple[bool, ...]:
     """Return for each layer whether it has experts: see ``Mixture.layers``."""
     every = range(layers)
@@ -184,10 +193,6 @@ def _sparse(read: Reader, rules: Mixture, layers: int) -> tuple[bool, ...]:
             own = _numbered(read, layers) if kind == "numbered" else _periodic(read, rules, layers)
             return tuple(n in own for n in every)
         case "between":
-            first, last = read.number("moe_layer_start_index"), read.get("moe_layer_end_index")
-            if type(last) is not int or last < -1:
-                raise ConfigError(f"config: moe_layer_end_index is {last!r}; it must be a layer")
-            step, last = read.size("moe_layer_interval"), layers - 1 if last == -1 else last
-            return tuple((n + 1) % step == 0 and first <= n <= last for n in every)
+            return _between(read, layers)
         case kind:
             return tuple(kind != "paired" or n % 2 == 0 for n in every)

@@ -97,8 +97,8 @@ def _written(file: Path, path: Path, folder: Path) -> Path:
     folder.mkdir()
     kind = opened.values.get(f"{opened.values.get('general.architecture')}.pooling_type")
     names = {number: name for name, number in POOLINGS.items()}
-    known = isinstance(kind, int) and kind in names
-    pooled = pooling_files(config["hidden_size"], names[kind]) if known else {}
+    pooling = names.get(kind) if isinstance(kind, int) else None
+    pooled = pooling_files(config["hidden_size"], pooling) if pooling else {}
     for name, text in pooled.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")

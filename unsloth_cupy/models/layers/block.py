@@ -262,7 +262,7 @@ def block(call: Call, layer: int, branch: Any, stream: Any, last: bool = False) 
 
 
 def _with_shortcut(call: Call, layer: int, prefix: str, x: Any) -> Any:
-    """Return the MLP's output, with that of the experts of the block before; store this block's."""
+    """Return the output of the MLP, plus the shortcut of the block before; store a new one."""
     experts: Any = call.config.experts
     known: Any = call.attention.keys.shared
     branch = joined(call.division, mlp_branch(call, layer, prefix, x))

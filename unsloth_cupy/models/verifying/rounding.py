@@ -143,7 +143,7 @@ class Rows:
 
 
 def worst_row(trained: Array, stored: Array, kind: str) -> tuple[float, float, int]:
-    """Return ``Rows.worst`` of two weights, of which a file stores one by a type."""
+    """Return ``Rows.worst`` of a trained weight and a weight that a file stores by a type."""
     return Rows(len(rows_of(trained))).add(trained, stored, kind).worst()
 
 

@@ -338,10 +338,10 @@ def _run(name: str, arrays: tuple[Any, ...], *more: Array | None) -> int:
     sizes = {"tokens": batch * tokens, "each": tokens, "texts": texts}
     sizes |= {"channels": inner, "tiles": tiles}
     if name == "selective_scan":
-        given: tuple[Any, ...] = (*arrays, *more)
+        arguments: tuple[Any, ...] = (*arrays, *more)
     else:
         (dy, dfinal), rest = more[:2], more[2:]
-        given = dy, dfinal, *arrays[:7], offsets, *rest
+        arguments = dy, dfinal, *arrays[:7], offsets, *rest
     kernel = load("selective_scan.cu", name, x, chosen)
-    kernel[texts * tiles, THREADS](*given, sizes)
+    kernel[texts * tiles, THREADS](*arguments, sizes)
     return tiles

@@ -310,6 +310,13 @@ def _move(folder: Path, key: str) -> None:
     if (new / key).exists():
         (folder / key).unlink(missing_ok=True)
         sync(folder)
+    inner = [path for path in new.iterdir() if path.is_dir()]  # with files only
+    for path in inner:
+        (folder / path.name).mkdir(exist_ok=True)
+        for each in path.iterdir():
+            each.replace(folder / path.name / each.name)
+        sync(folder / path.name)
+        path.rmdir()
     for path in sorted(new.iterdir(), key=lambda path: path.name == key):
         path.replace(folder / path.name)
     new.rmdir()

@@ -122,9 +122,9 @@ def test_files_of_other_versions_and_poolings(tmp_path: Path) -> None:
             ConfigError, match=r"the pooling is .*; choose one of cls, mean, lastto"
         ):
             pooling_of(tmp_path)
-    kinds = ("Transformer", "Dense")
+    kinds = ("Transformer", "LSTM")
     modules = [{"path": str(n), "type": f"sentence_transformers.models.{k}"} for n, k in
                enumerate(kinds)]  # fmt: skip
     write(tmp_path, {"modules.json": json.dumps(modules)})
-    with pytest.raises(ConfigError, match="has the module Dense, which changes the embeddings"):
+    with pytest.raises(ConfigError, match="has the module LSTM, which changes the embeddings"):
         pooling_of(tmp_path)

@@ -1,6 +1,7 @@
 """Runs that learn from rewards of their own answers: grpo and rloo."""
 
 import dataclasses
+import gc
 import json
 import re
 import shutil
@@ -472,6 +473,7 @@ def test_rollouts_hold_what_is_planned(case: str) -> None:
     drawn()  # what is imported, and kept by shapes, does not count
     adapter = new_adapter(parse(config), 2).parameters.values()
     more = sum(array.nbytes for array in adapter)
+    gc.collect()  # what earlier tests left is not freed while this one measures
     with memory_pool(None, None, held=[*model.parameters.values(), *held]) as pool:
         pool.reset_peak()
         drawn()

@@ -8,12 +8,14 @@ from typing import Any
 import click.testing
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tokenizers import Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers import models as kinds
 
 from unsloth_cupy import models
 from unsloth_cupy.cli.commands import group
 from unsloth_cupy.errors import ConfigError
+from unsloth_cupy.models.configs.config import DenseModule
 from unsloth_cupy.models.folders.pooling import pooling_files
 
 from .exported import byte_level, read, write_tokenizer
@@ -39,13 +41,22 @@ TEXTS = (
 )
 
 
-def folder_of(family: str, folder: Path, pooling: str = "mean") -> Any:
+def folder_of(
+    family: str, folder: Path, pooling: str = "mean", dense: tuple[DenseModule, ...] = ()
+) -> Any:
     """Return an encoder that was loaded from a copy of its folder, with a tokenizer."""
     shutil.copytree(ROOT / family, folder)
     write_tokenizer(folder, byte_level(128))
-    for name, text in pooling_files(48, pooling).items():
+    for name, text in pooling_files(48, pooling, dense).items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text)
+    random = np.random.default_rng(0)
+    for each in dense:
+        tensors = {
+            name.partition(".")[2]: random.standard_normal(shape).astype(np.float32) / 4
+            for name, shape in each.shapes().items()
+        }
+        save_file(tensors, folder / each.path / "model.safetensors")
     return models.load(folder, dtype="float32")
 
 
@@ -86,11 +97,54 @@ def test_what_was_exported_comes_back(family: str, kind: str, tmp_path: Path) ->
         assert np.abs(other - expected).max() > most
 
 
+def dense_of(**changes: Any) -> tuple[DenseModule, ...]:
+    """Return two Dense modules as EmbeddingGemma's; changes are those of the second."""
+    first = DenseModule("2_Dense", 48, 96, biased=False, tanh=False)
+    second = {"path": "3_Dense", "inputs": 96, "outputs": 48, "biased": False, "tanh": False}
+    return first, DenseModule(**second | changes)
+
+
+@pytest.mark.parametrize("kind", ["f32", "q8_0"])
+def test_dense_modules_come_back(kind: str, tmp_path: Path) -> None:
+    model = folder_of("embedding_gemma", tmp_path / "m", dense=dense_of())
+    models.export_gguf(tmp_path / "m", tmp_path / "m.gguf", kind=kind)
+    values, _, _ = read(tmp_path / "m.gguf")
+    sizes = [values[f"gemma-embedding.dense_{n}_feat_{end}"] for n in "23" for end in ("in", "out")]
+    assert sizes == [48, 96, 96, 48]
+    loaded = models.load(tmp_path / "m.gguf")
+    assert loaded.config.modules == dense_of()
+    expected, most = model.embeddings(TOKENS), 1e-6 if kind == "f32" else 0.05
+    np.testing.assert_allclose(loaded.embeddings(TOKENS), expected, rtol=0, atol=most)
+    models.load(tmp_path / "m.gguf", dtype="float32").save(tmp_path / "again")
+    again = models.load(tmp_path / "again")
+    assert again.config.modules == dense_of()
+    np.testing.assert_allclose(again.embeddings(TOKENS), expected, rtol=0, atol=most)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "problem"),
+    [
+        ("bert", {}, "has no Dense modules, and this model has 2_Dense and 3_Dense"),
+        ("embedding_gemma", {"path": "4_Dense"}, "has the Dense modules 2_Dense and 3_Dense, not"),
+        ("embedding_gemma", {"biased": True}, "has no biases and activations in Dense modules"),
+        ("embedding_gemma", {"tanh": True}, "has no biases and activations in Dense modules"),
+        ("embedding_gemma", {"outputs": 32}, "has 48 outputs of 3_Dense, not 32"),
+    ],
+)
+def test_dense_modules_that_llama_cpp_lacks(
+    family: str, changes: dict[str, Any], problem: str, tmp_path: Path
+) -> None:
+    folder_of(family, tmp_path / "m", dense=dense_of(**changes))
+    with pytest.raises(ConfigError, match=problem):
+        models.export_gguf(tmp_path / "m", tmp_path / "m.gguf")
+
+
 @pytest.mark.parametrize("pooling", POOLINGS)
-@pytest.mark.parametrize("family", ARCHITECTURES)
+@pytest.mark.parametrize("family", [*ARCHITECTURES, "embedding_gemma with Dense"])
 def test_vectors_are_those_of_llama_cpp(family: str, pooling: str, tmp_path: Path) -> None:
     xllamacpp = pytest.importorskip("xllamacpp", reason="needs `peers`", exc_type=ImportError)
-    model = folder_of(family, tmp_path / "m", pooling)
+    family, _, dense = family.partition(" with ")
+    model = folder_of(family, tmp_path / "m", pooling, dense_of() if dense else ())
     report = models.export_gguf(tmp_path / "m", tmp_path / "m.gguf", kind="f32")
     assert any("GELU" in note for note in report.notes) == (family != "embedding_gemma")
     options = xllamacpp.CommonParams()

@@ -29,11 +29,11 @@ from .adapters.adapter import Adapter
 from .adapters.outer_weights import resized
 from .any_library import from_any_library
 from .configs.config import Config
-from .configs.heads import CAUSAL, POOLINGS, SEQUENCE, pooled, require_head
+from .configs.heads import CAUSAL, NONE, POOLINGS, SEQUENCE, pooled, require_head
 from .configs.names import HEAD, TABLE
 from .folders.checkpoint_files import SINGLE, Layout, write_folder
 from .folders.expert_files import saved_tensors
-from .folders.pooling import pooling_of
+from .folders.pooling import dense_modules, pooling_of
 from .folders.quantized_weights import in_folders, saved_config
 from .generation.batch import stream
 from .generation.conversations import Conversations
@@ -42,7 +42,7 @@ from .generation.rollouts import Rollouts
 from .generation.rollouts import rollouts as sampled
 from .generation.streaming import Continuation
 from .layers.context import Context, is_left_aligned
-from .layers.head import scores_of_texts
+from .layers.head import dense_rows, scores_of_texts
 from .loss import label_log_probs, mean_loss
 from .objective import TrainingStep, next_token
 from .ranks.gather import whole_parameters
@@ -326,6 +326,9 @@ class Transformer(Adapted):
     ) -> Array:
         """Return one vector of length 1 for each text, pooled from its last hidden states.
 
+        Dense modules of sentence-transformers in the folder of a model without a head are applied
+        to the pooled states: their parameters are ``2_Dense.linear.weight`` and so on.
+
         Parameters
         ----------
         tokens : (batch, tokens) int32 or int64
@@ -341,6 +344,7 @@ class Transformer(Adapted):
         Returns
         -------
         embeddings : (batch, hidden) float32, or float64 for float64 parameters
+            With Dense modules, (batch, outputs of the last module).
             A Var inside ``value_and_gradients``, for example for ``losses.contrastive``.
 
         Raises
@@ -348,9 +352,15 @@ class Transformer(Adapted):
         ConfigError
             pooling is unknown, a row has no real token, or the folder names another pooling.
         """
+        if self.config.head != NONE and pooling is None and dense_modules(self.folder):
+            problem = f"embeddings: the Dense modules in {self.folder} need a model without a head"
+            cure = "load the folder with head='none', or pass pooling= for embeddings without them"
+            raise ConfigError(f"{problem}; {cure}")
         pooling = pooling_of(self.folder) or POOLINGS[0] if pooling is None else pooling
-        x = self._whole_rows(self.entered(self.parameters), tokens, mask, offsets)
-        return pooled(x, mask, offsets, pooling)
+        parameters, modules = self.entered(self.parameters), self.config.modules
+        x = self._whole_rows(parameters, tokens, mask, offsets)
+        rows = pooled(x, mask, offsets, pooling, unit=not modules)
+        return dense_rows(self.config, parameters, rows) if modules else rows
 
     def _whole_rows(
         self, parameters: Any, tokens: Array, mask: Any, offsets: Any, **options: Any

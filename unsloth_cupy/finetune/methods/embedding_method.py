@@ -118,4 +118,4 @@ class Embed(Scoring):
 
     def files(self, config: Any) -> dict[str, str]:
         """Return the files from which sentence-transformers reads the pooling."""
-        return dict(pooling_files(config.state, self.pooling))
+        return dict(pooling_files(config.state, self.pooling, config.modules))

@@ -19,13 +19,19 @@ from ...core.dtypes import Stored
 from ...errors import ConfigError
 from ...files import atomic_path, check_room, read_json, remove
 from ...models.adapters.probe import check_saved
+from ...models.configs.heads import NONE
 from ...models.configs.names import TABLE
-from ...models.folders.checkpoint_files import find_tensors, opened, write_tensors
+from ...models.folders.checkpoint_files import (
+    find_tensors,
+    opened,
+    with_modules,
+    write_tensors,
+)
 from ...models.folders.expert_files import saved_tensors
 from ...models.folders.tensor_file import check_parts, data_digest, digests_in
 from ...models.ranks.parts import Entry, is_one_file
 from ...parallel.zero import Zero1
-from ...placement import to_device_of
+from ...placement import to_device_of, to_numpy
 from ...training.find_nan import fine
 from ...training.precision import DTYPES
 from ...training.schedule_free import ScheduleFreeAdamW
@@ -302,6 +308,7 @@ class Checkpoints:
         parts = dict[str, str]()
         # Quantized weights have several arrays, and peft reads an adapter from one file.
         one = model.adapter is not None or any(isinstance(a, Stored) for a in self.fixed.values())
+        one = one or bool(model.config.modules)  # which have files of their own
         arrays = {} if one else executor.whole(own)
         entries = [] if one else sorted_as(model, executor.writing.entries(arrays))
         if not is_one_file(entries):
@@ -317,6 +324,11 @@ class Checkpoints:
         for name, text in (files | {**self.files} | self.method.files(model.config)).items():
             (folder / name).parent.mkdir(exist_ok=True)
             (folder / name).write_text(text, encoding="utf-8")
+        if model.adapter is not None and self.method.head == NONE:
+            own_modules = [name for each in model.config.modules for name in each.shapes()]
+            for file, names in with_modules({"": own_modules}).items():
+                tensors = {name.partition(".")[2]: model.parameters[name] for name in names}
+                write_tensors(folder / file, {n: to_numpy(a) for n, a in tensors.items()})
         return parts
 
     def _narrowed(self, name: str, each: Unwritten, dtype: str) -> Unwritten:

@@ -222,8 +222,9 @@ def _copy(model: StoredModel, partial: Path, target: Path) -> int:
     files = {file for home in model.homes.values() for file in home.files}
     size = sum((model.folder / file).stat().st_size for file in files)
     check_room("merge", target, size, "the model")
-    for name in ("config.json", GENERATION, INDEX, *sorted(files)):
+    for name in {"config.json": 0, GENERATION: 0, INDEX: 0, **model.texts, **dict.fromkeys(files)}:
         if (model.folder / name).is_file():
+            (partial / name).parent.mkdir(exist_ok=True)
             shutil.copyfile(model.folder / name, partial / name)
     return size
 
@@ -264,10 +265,13 @@ def _write(
     config = saved_config(model.texts["config.json"], {}, main)
     config |= {} if {"dtype", "torch_dtype"} & config.keys() else {"dtype": main}
     texts: dict[str, Mapping[str, Any]] = {**model.texts, "config.json": config}
-    if len(layout) > 1:
-        weights = {name: file for file, tensors in layout.items() for name in tensors}
+    if sum("/" not in file for file in layout) > 1:
+        weights = {
+            name: file for file, tensors in layout.items() for name in tensors if "/" not in file
+        }
         texts[INDEX] = {"metadata": {"total_size": size}, "weight_map": weights}
     for name, values in texts.items():
+        (partial / name).parent.mkdir(exist_ok=True)
         (partial / name).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
     with ExitStack() as stack:
         written: Callable[[int], object] = id
@@ -277,7 +281,11 @@ def _write(
             bar = tqdm(total=size, desc=target.name, unit="B", unit_scale=True, dynamic_ncols=True)
             written = stack.enter_context(bar).update
         for file, tensors in layout.items():
-            write_one_by_one(partial / file, tensors, written)
+            named = {
+                model.homes[name].stored if "/" in file else name: tensors[name] for name in tensors
+            }
+            (partial / file).parent.mkdir(exist_ok=True)
+            write_one_by_one(partial / file, named, written)
     return size, main
 
 

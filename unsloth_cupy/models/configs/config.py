@@ -425,6 +425,35 @@ class Delta:
         yield f"{output}.weight", (hidden, values)
 
 
+@dataclass(frozen=True)
+class DenseModule:
+    """A Dense module of sentence-transformers, which changes pooled states: y = f(W x + b).
+
+    Its file is ``PATH/model.safetensors``, with the tensors linear.weight and linear.bias.
+    """
+
+    path: str  # the folder, such as 2_Dense
+    inputs: int
+    outputs: int
+    biased: bool
+    tanh: bool  # whether f is tanh; else it is the identity
+
+    @property
+    def weight(self) -> str:
+        """The name of W."""
+        return f"{self.path}.linear.weight"
+
+    @property
+    def bias(self) -> str:
+        """The name of b."""
+        return f"{self.path}.linear.bias"
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Return the shapes of the parameters."""
+        bias = {self.bias: (self.outputs,)} if self.biased else {}
+        return {self.weight: (self.outputs, self.inputs), **bias}
+
+
 @dataclass(frozen=True, kw_only=True)
 class Config(Structure):
     """The settings of a decoder-only transformer.
@@ -531,6 +560,7 @@ class Config(Structure):
     shared_inner: int = 0
     layer_inputs: tuple[int, int] = (0, 0)
     projected: int = 0
+    modules: tuple[DenseModule, ...] = ()  # between pooling and normalisation
     draft_heads: int = 0
     draft_tables: tuple[str, ...] = ()
     draft_copies: tuple[str, ...] = ()
@@ -661,6 +691,8 @@ class Config(Structure):
         shapes |= self._norm_shapes(f"model.{self.norms.last}") if self.norms.last else {}
         shapes |= {PROJECTION: (self.projected, self.hidden)} if self.projected else {}
         shapes |= self._classifier_shapes()
+        for dense in self.modules:
+            shapes |= dense.shapes()
         if self.head == "causal_lm" and not self.tied:
             shapes["lm_head.weight"] = (self.vocab, self.hidden)
         if self.head == "causal_lm" and self.head_bias:

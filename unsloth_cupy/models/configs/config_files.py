@@ -9,9 +9,10 @@ from typing import Any
 from ...errors import ConfigError
 from ...files import complete_moves, read_json
 from ..folders.checkpoint_files import tensor_names, with_heads_of
+from ..folders.pooling import dense_modules, module_texts
 from ..parse import parse
 from .config import Config
-from .heads import Choice, chosen
+from .heads import NONE, Choice, chosen
 from .reading import token_ids
 from .text_configs import text_config
 
@@ -34,7 +35,14 @@ def read_config(
         raise ConfigError(f"{path / 'config.json'}: {error}") from None
     config = with_heads_of(path, config)
     texts: dict[str, Mapping[str, Any]] = {"config.json": text_config(choice.values)}
-    return with_generation(path, config, texts), texts, choice
+    config = with_generation(path, config, texts)
+    if config.head == NONE and (modules := dense_modules(path)):
+        if modules[0].inputs != config.state:
+            problem = f"{modules[0].path} has {modules[0].inputs} inputs"
+            raise ConfigError(f"{path}: {problem}; config.json implies {config.state}")
+        config = replace(config, modules=modules)
+        texts |= module_texts(path)
+    return config, texts, choice
 
 
 def with_generation(path: Path, config: Config, texts: dict[str, Mapping[str, Any]]) -> Config:

@@ -188,11 +188,11 @@ def check_real(call: str, real: Any) -> None:
         raise ConfigError(f"{call}: row {row} has no real token; leave the row out")
 
 
-def pooled(x: Any, mask: Any, offsets: Any, pooling: str) -> Any:
-    """Return one vector of length 1 for each row of x or packed text, in float32 or wider.
+def pooled(x: Any, mask: Any, offsets: Any, pooling: str, *, unit: bool = True) -> Any:
+    """Return one vector for each row of x or packed text, in float32 or wider.
 
     p = mean of the hidden states at real tokens, or the last or the first hidden state
-    y = p / ‖p‖
+    y = p / ‖p‖, or p without ``unit``
     """
     if pooling not in POOLINGS:
         choices = " or ".join(map(repr, POOLINGS))
@@ -213,13 +213,20 @@ def pooled(x: Any, mask: Any, offsets: Any, pooling: str) -> Any:
         sums = gemm(weights, value[0], dtype=wide)
     count = real.sum(axis=1)[:, None].astype(wide)
     mean = sums / count
-    length = np.sqrt((mean * mean).sum(axis=1))[:, None].clip(1e-12)  # eps of torch's normalize
+    length = lengths(mean) if unit else np.ones_like(count)
     y = mean / length
     if type(x) is not Var:
         return y
     result = Var(y, x.tape)
-    values = {"x": value, "y": y, "real": real, "factor": 1 / (count * length)}
+    direction = y if unit else np.zeros_like(y)
+    values = {"x": value, "y": direction, "real": real, "factor": 1 / (count * length)}
     x.tape.note(PooledRecord(values, {"x": x.index}, {"y": result.index}))
+    return result
+
+
+def lengths(rows: Array) -> Array:
+    """Return the Euclidean length of each row: (rows, 1)."""
+    result: Array = np.sqrt((rows * rows).sum(axis=1))[:, None].clip(1e-12)  # torch's normalize
     return result
 
 
@@ -233,7 +240,10 @@ def tokens_of_texts(x: Any, mask: Any, offsets: Any) -> Any:
 
 
 class PooledRecord(NamedTuple):
-    """A tape entry of pooled hidden states: y = p / ‖p‖, dp = (dy - y (y · dy)) / ‖p‖."""
+    """A tape entry of pooled hidden states: y = p / ‖p‖, dp = (dy - y (y · dy)) / ‖p‖.
+
+    Without normalisation, ``values`` has 0 for y and 1 for ‖p‖.
+    """
 
     values: dict[str, Any]
     inputs: dict[str, int]

@@ -43,6 +43,7 @@ from .other_weights import is_of_activations, method_of, part_in, stored_weight
 from .quantized_weights import KEY, inverse_scales, part_of, tensors_of
 from .tensor_file import check_parts, digests_in
 
+MODULE = "_Dense"  # end of the folder of a Dense module
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 FLOAT8 = {
     "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
@@ -100,6 +101,7 @@ def find_tensors(
         homes[name] = home._replace(dtype=FLOATS[2] if table is None else table.dtype)
     if config.tied and HEAD in homes:
         _check_tied(folder, homes)
+    _find_modules(folder, config, homes)
     optional = {*homes, *choice.optional, *config.unused}
     optional |= {each for each in shapes if each.startswith(POOLER)} if choice.optional else set()
     if missing := [name for name in shapes if name not in optional]:
@@ -109,7 +111,34 @@ def find_tensors(
             " the checkpoint again, or correct config.json"
         )
     homes = experts.with_dtypes(homes)
+    files = [*files, *(f"{module.path}/{SINGLE}" for module in config.modules)]
     return {name: homes[name] for name in shapes if name in homes}, files
+
+
+def _find_modules(folder: Path, config: Config, homes: dict[str, StoredTensor]) -> None:
+    """Add the parameters of Dense modules, each module in its own file, to ``homes``."""
+    for module in config.modules:
+        path, shapes = folder / module.path / SINGLE, module.shapes()
+        with opened(path) as tensors:
+            for stored in tensors.keys():  # noqa: SIM118 -- it is not a dict
+                header, name = tensors.get_slice(stored), f"{module.path}.{stored}"
+                shape, code = tuple(header.get_shape()), header.get_dtype()
+                problem = f"is {code}; it must be {', '.join(DTYPES)}"
+                if name not in shapes:
+                    problem = "is not part of a Dense module with this config.json"
+                elif shape != shapes[name]:
+                    problem = f"has shape {shape}; config.json implies {shapes[name]}"
+                elif code in DTYPES:
+                    file = f"{module.path}/{SINGLE}"
+                    homes[name] = StoredTensor(file, stored, shape, DTYPES[code])
+                    continue
+                raise ConfigError(f"{path}: tensor {stored!r} {problem}")
+
+
+def file_of_module(name: str) -> tuple[str, str] | None:
+    """Return the file and the tensor of a Dense module's parameter; None: another parameter."""
+    path, _, stored = name.partition(".")
+    return (f"{path}/{SINGLE}", stored) if path.endswith(MODULE) else None
 
 
 def tensor_files(folder: Path) -> dict[str, str]:
@@ -289,6 +318,8 @@ def write_folder(
 
     def tensors_in_file(name: str) -> dict[str, Any]:
         value: Any = parameters[name]
+        if (place := file_of_module(name)) is not None:
+            return {place[1]: value}
         own = experts.get(name)
         if own is not None and _is_renamed(value, own):
             return tensors_of(next(iter(own)), value, inverse)
@@ -297,8 +328,11 @@ def write_folder(
             raise ConfigError(f"save: {problem}; save the dense model, and pass quantize to load")
         return tensors_of(name, value, inverse) if own is None else in_file(value, own)
 
-    if len(layout) > 1:
-        pairs = ((name, file) for file, names in layout.items() for name in names)
+    layout = with_modules(layout)
+    if sum("/" not in file for file in layout) > 1:
+        pairs = (
+            (name, file) for file, names in layout.items() for name in names if "/" not in file
+        )
         weights = {
             part: file
             for name, file in pairs
@@ -320,11 +354,23 @@ def write_folder(
             parts = [tensors_in_file(name) for name in names]
             named = {name: array for part in parts for name, array in part.items()}
             tensors = {name: np.asarray(to_numpy(a), order="C") for name, a in named.items()}
+            (temporary / file).parent.mkdir(exist_ok=True)
             write_tensors(temporary / file, tensors, metadata)
         for file, values in texts.items():
+            (temporary / file).parent.mkdir(exist_ok=True)
             (temporary / file).write_text(json.dumps(values, indent=2) + "\n", encoding="utf-8")
         if check is not None:
             check(temporary)
+
+
+def with_modules(layout: Layout) -> Layout:
+    """Return a layout in which the parameters of Dense modules are in files of their own."""
+    result: Layout = {file: [] for file in layout}
+    for file, names in layout.items():
+        for name in names:
+            place = file_of_module(name)
+            result.setdefault(file if place is None else place[0], []).append(name)
+    return {file: names for file, names in result.items() if names}
 
 
 def _is_renamed(value: Any, own: Mapping[str, Place]) -> bool:

@@ -17,6 +17,7 @@ from ..configs.config import CHUNKED, FULL, INNER_EPS, MLP, SLIDING, Config, Exp
 from ..configs.families import ENCODERS, FAMILIES
 from ..configs.keys import COMMON
 from ..configs.parse_layers import ACTIVATIONS
+from . import MODULES
 
 NORMALIZED = {
     True: "with weights that sum to 1",
@@ -419,11 +420,24 @@ def architecture(call: str, config: Config) -> Architecture:
         llama.cpp does not support the family, or would compute something else.
     """
     known = known_as(call, config)
-    for problem in _problems(config, known):
+    for problem in (*_of_modules(config, known), *_problems(config, known)):
         raise ConfigError(
             f"{call}: llama.cpp's {known.name} {problem}; GGUF cannot describe this model"
         )
     return known
+
+
+def _of_modules(config: Config, known: Architecture) -> Iterator[str]:
+    """Yield how Dense modules differ from EmbeddingGemma's, which only llama.cpp's class has."""
+    names = [module.path for module in config.modules]
+    if names and known.name != "gemma-embedding":
+        yield f"has no Dense modules, and this model has {' and '.join(names)}"
+    elif names and names != [*MODULES]:
+        yield f"has the Dense modules {' and '.join(MODULES)}, not {' and '.join(names)}"
+    elif any(module.biased or module.tanh for module in config.modules):
+        yield "has no biases and activations in Dense modules"
+    elif names and config.modules[-1].outputs != config.hidden:
+        yield f"has {config.hidden} outputs of {names[-1]}, not {config.modules[-1].outputs}"
 
 
 def _problems(config: Config, known: Architecture) -> Iterator[str]:

@@ -18,6 +18,7 @@ from ..configs.config import (
     Rope,
 )
 from ..configs.state_space import StateSpace
+from . import MODULES
 from ._families import (
     BETAS,
     Architecture,
@@ -81,6 +82,9 @@ def metadata(config: Config, known: Architecture, read: Read) -> Values:
         values[length] = int(rope.growth[1])
     values |= _scaling(rope, known)
     values |= {} if config.causal else {"attention.causal": False}
+    for module in config.modules:
+        values[f"{MODULES[module.path]}_feat_in"] = module.inputs
+        values[f"{MODULES[module.path]}_feat_out"] = module.outputs
     named = {f"{known.name}.{key}": value for key, value in values.items()}
     for part in ("alpha_p", "alpha_n", *BUFFERS) if known.xielu else ():
         names = (f"model.layers.{layer}.mlp.act_fn.{part}" for layer in range(config.layers))

@@ -16,6 +16,7 @@ from ..configs.family import Family
 from ..configs.heads import NONE, class_of
 from ..folders.quantized_weights import GGUF, KEY
 from ..quantizer import LEAST
+from . import MODULES
 from ._families import ARCHITECTURES, BOTH_WAYS, EVERY, MIXED, Architecture
 from ._keys import Keys, shortest
 from ._metadata import EPSILON, GATING, LOG, ORIGINAL
@@ -139,7 +140,9 @@ def _of_branches(
 
 def _of_encoder(keys: Keys, family: Family, kind: str) -> dict[str, Any]:
     """Return the keys of a model without a causal mask, and without a head."""
-    keys.left.pop("pooling_type", None)  # of the folder's other files
+    sizes = (f"{name}_feat_{end}" for name in MODULES.values() for end in ("in", "out"))
+    for key in ("pooling_type", *sizes):  # of the folder's other files
+        keys.left.pop(key, None)
     own: dict[str, Any] = {"architectures": [class_of({"model_type": kind}, NONE)]}
     if not family.encoder:
         return {**own, "use_bidirectional_attention": True}

@@ -15,8 +15,9 @@ from typing import Any
 
 from ...errors import ConfigError
 from ...files import missing_folder_advice
+from ..configs.config import DenseModule
 from ..folders.pooling import pooling_files
-from . import POOLINGS
+from . import MODULES, POOLINGS
 from .reading import PART, opened_gguf, parts_of
 
 MARK = "gguf.json"
@@ -98,7 +99,14 @@ def _written(file: Path, path: Path, folder: Path) -> Path:
     kind = opened.values.get(f"{opened.values.get('general.architecture')}.pooling_type")
     names = {number: name for name, number in POOLINGS.items()}
     pooling = names.get(kind) if isinstance(kind, int) else None
-    pooled = pooling_files(config["hidden_size"], pooling) if pooling else {}
+    weights = {path: opened.tensors.get(f"{name}.weight") for path, name in MODULES.items()}
+    modules = [
+        DenseModule(path, weight.shape[1], weight.shape[0], biased=False, tanh=False)
+        for path, weight in weights.items()
+        if weight is not None
+    ]
+    pooling = pooling or ("mean" if modules else None)
+    pooled = pooling_files(config["hidden_size"], pooling, modules) if pooling else {}
     for name, text in pooled.items():
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(text, encoding="utf-8")

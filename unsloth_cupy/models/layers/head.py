@@ -9,6 +9,7 @@ from ...core.arrays import contiguous
 from ...core.dtypes import FLOAT32, Array
 from ...ops.common.gemm import gemm
 from ...ops.elements.arithmetic import scale
+from ...ops.elements.cast import cast
 from ...ops.linear.embedding import embedding
 from ...ops.linear.linear import linear
 from ...ops.norms.layer_norm import layer_norm
@@ -22,6 +23,7 @@ from ..configs.heads import (
     SEQUENCE,
     TOKEN,
     check_real,
+    lengths,
     require_head,
     sequence_scores,
     tokens_of_texts,
@@ -144,14 +146,42 @@ def encoder_rows(
         row = _mean(x, real, packed=offsets is not None)
     if config.classifier == "pooler":
         y = linear(row, parameters[f"{POOLER}.weight"], parameters[f"{POOLER}.bias"])
-        value = np.tanh(value_of(y))
-        return taped("tanh", value, lambda dy, wanted: {"x": dy * (1 - value * value)}, x=y)
+        return _tanh_of(y)
     y = gelu(
         linear(row, parameters["head.dense.weight"], parameters.get("head.dense.bias")),
         approximate=False,
     )
     norm = parameters["head.norm.weight"], parameters.get("head.norm.bias")
     return layer_norm(y, *norm, eps=config.eps)
+
+
+def dense_rows(config: Config, parameters: Mapping[str, Any], rows: Any) -> Any:
+    """Return pooled states after the Dense modules of sentence-transformers, with length 1.
+
+    Products are computed in the dtype of the weights, all else in that of ``rows``.
+    """
+    wide = value_of(rows).dtype
+    for module in config.modules:
+        weight, bias = parameters[module.weight], parameters.get(module.bias)
+        dtype = value_of(weight).dtype
+        x = rows if dtype == wide else cast(rows, dtype)
+        y = linear(x, weight, bias)
+        y = y if dtype == wide else cast(y, wide)
+        rows = _tanh_of(y) if module.tanh else y
+    value = value_of(rows)
+    length = lengths(value)
+    unit = value / length
+
+    def back(dy: Any, wanted: Any) -> dict[str, Any]:
+        return {"x": (dy - unit * (unit * dy).sum(axis=1)[:, None]) / length}
+
+    return taped("unit", unit, back, x=rows)
+
+
+def _tanh_of(y: Any) -> Any:
+    """Return tanh(y), with an entry on the tape."""
+    value = np.tanh(value_of(y))
+    return taped("tanh", value, lambda dy, wanted: {"x": dy * (1 - value * value)}, x=y)
 
 
 def _mean(x: Any, real: Array, *, packed: bool) -> Any:

@@ -13,6 +13,7 @@ from unsloth_cupy.finetune import Settings, Trainer
 from unsloth_cupy.finetune.methods.environments import environment_of, word_of
 from unsloth_cupy.finetune.methods.policy_methods import Policy
 
+from ..models.peers import MIXTURES
 from ..models.test_conversations import model_of
 
 ROWS = [
@@ -82,6 +83,39 @@ def test_methods_train_on_conversations(folder, tmp_path, monkeypatch, changed):
         assert "?  (" not in tokenizer.decode(text.tokens)
         assert (np.asarray(text.reference)[text.labels < 0] == 0).all()
     assert several
+
+
+@pytest.mark.parametrize("changed", [{}, {"pack": False}])
+def test_a_mixture_trains_with_the_experts_of_its_conversations(tmp_path, monkeypatch, changed):
+    """They are those of the whole text, for trained tokens and for observations."""
+    model_of(tmp_path / "model", **MIXTURES["qwen3_moe"] | {"initializer_range": 0.2})
+    (tmp_path / "game.py").write_text(SOURCE)
+    batches, inputs = [], Policy.inputs
+
+    def noted(self, batch):
+        arrays = inputs(self, batch)
+        batches.extend([arrays] * ("routes" in arrays))
+        return arrays
+
+    monkeypatch.setattr(Policy, "inputs", noted)
+    settings = settings_of(tmp_path / "model", tmp_path / "run", steps=1, **changed)
+    run = Trainer(str(tmp_path / "model"), ROWS, settings, quiet=True).train()
+    (line,) = [line for line in run.files.lines() if "loss" in line]
+    assert np.isfinite(line["loss"])
+    assert line["ratio"] == pytest.approx(1.0, abs=1e-4)
+    model = models.load(tmp_path / "model")
+    checked = 0
+    for arrays in batches:
+        own, seen = {n: arrays[n] for n in ("offsets", "mask") if n in arrays}, []
+        model.hidden(model.parameters, arrays["tokens"], routers=seen, **own)
+        expected, actual = np.stack([each.experts for each in seen], axis=2), arrays["routes"]
+        known = actual >= 0
+        np.testing.assert_array_equal(actual[known], expected.reshape(actual.shape)[known])
+        trained = np.asarray(arrays["labels"]) >= 0  # a label stands at its own token
+        before = np.roll(trained, -1, axis=-1)
+        assert known.all(axis=(-1, -2))[before].all()
+        checked += before.sum()
+    assert checked > 100
 
 
 def test_a_resumed_run_needs_the_same_environment(folder, tmp_path):

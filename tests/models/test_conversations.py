@@ -20,6 +20,8 @@ CONFIG = {
     "model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 640,
 }  # fmt: skip
+LABELS = ("qwen3_moe", "gpt_oss", "deepseek_v3", "lfm2_moe", "phimoe longrope")
+ORIGINAL = 64  # tokens of a row after which longrope turns all of them otherwise
 PROMPTS = [[{"role": "user", "content": text}] for text in ("Who sees the cat?", "The dog does.")]
 OPTIONS = {"samples": 3, "max_new_tokens": 120, "seed": 5, "temperature": 0.9}
 
@@ -266,11 +268,41 @@ def test_arguments_that_do_not_fit_are_refused(model, changed, match):
     assert "\n" not in str(error.value)
 
 
-def test_a_mixture_is_refused_by_name(tmp_path):
-    values = {**MIXTURES["qwen3_moe"]}
+@pytest.mark.parametrize("few", [False, True], ids=["all pages", "few pages"])
+@pytest.mark.parametrize("label", LABELS)
+def test_experts_of_all_turns_are_those_of_one_text(tmp_path, monkeypatch, label, few):
+    """Also of prompts and observations in chunks, and of rows that are computed again."""
+    values = {"num_hidden_layers": 3, "initializer_range": 0.2, **MIXTURES[label]}
+    if label == "phimoe longrope":
+        rope = {**values["rope_parameters"], "original_max_position_embeddings": ORIGINAL}
+        values["rope_parameters"] = rope
     model = model_of(tmp_path / "m", **values)
-    with pytest.raises(ConfigError, match="experts of a mixture"):
-        model.rollouts(PROMPTS, environment=Echo, **OPTIONS)
+    short(monkeypatch, model)
+    set_back, back = [], scheduler.Scheduler._set_back
+
+    def noted(self, row):
+        set_back.append(len(row.tokens))
+        back(self, row)
+
+    monkeypatch.setattr(scheduler.Scheduler, "_set_back", noted)
+    changed = {"chunk": 7} | ({"pages": 10} if few else {})
+    engine = conversations.Engine
+    monkeypatch.setattr(
+        conversations, "Engine", lambda model, **sizes: engine(model, **sizes | changed)
+    )
+    drawn = model.rollouts(PROMPTS, environment=Echo, **OPTIONS)
+    assert drawn.turns.tolist() == [3] * 6
+    if label == "phimoe longrope":
+        assert ORIGINAL + 1 in set_back
+    assert few == any(size != ORIGINAL + 1 for size in set_back)
+    experts = model.config.experts
+    assert drawn.routes.shape == (*drawn.tokens.shape, sum(experts.sparse), experts.k)
+    for tokens, real, routes in zip(drawn.tokens, drawn.real, drawn.routes, strict=True):
+        own, seen = np.flatnonzero(real), []
+        model.hidden(model.parameters, tokens[None, own[:-1]], routers=seen)
+        expected = np.stack([each.experts[0] for each in seen], axis=1)
+        np.testing.assert_array_equal(routes[own[:-1]], expected)
+        assert (np.delete(routes, own[:-1], axis=0) == -1).all()
 
 
 def test_observations_reuse_the_pages_of_earlier_turns(model, monkeypatch):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from unsloth_cupy import CheckpointConfig, KVCache, Var
+from unsloth_cupy import CheckpointConfig, Engine, KVCache, Var
 from unsloth_cupy.errors import ConfigError, DTypeError, RangeError, ShapeError
 from unsloth_cupy.models import create
 from unsloth_cupy.models.configs.config import Experts
@@ -151,6 +151,33 @@ def test_routes_that_do_not_fit_are_refused():
     with pytest.raises(ConfigError, match="a llama has no experts; leave routes out"):
         dense.logits(TOKENS, routes=fitting)
     assert dense.rollouts(PROMPTS, samples=1, max_new_tokens=1, seed=0).routes is None
+
+
+@pytest.mark.parametrize("label", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize("pages", [60, 14], ids=["all pages", "few pages"])
+def test_an_engine_has_experts_of_shared_pages(label, pages):
+    """Rows that begin with pages of others have their experts, and so do rows set back."""
+    model = model_of(label)
+    begin = TOKENS[0].tolist()
+    options = {"max_new_tokens": 14, "temperature": 1.0, "stop": ()}
+    with Engine(model, rows=4, pages=pages, page=4, chunk=5, routes=True) as engine:
+        requests = []
+        for seed, end in enumerate(([], [5], [6, 7, 8], [6, 7, 8, 9, 10])):
+            requests.append(engine.submit([*begin, *end], samples=2, seed=seed, **options))
+            for _ in range(4):
+                engine.step()
+        assert engine.computed_rows < engine.kept_tokens + sum(len(r.prompt) for r in requests)
+        engine.run()
+    for request in requests:
+        for sample in request.samples:
+            whole, seen = np.array([[*request.prompt, *sample.tokens[:-1]]]), []
+            model.hidden(model.parameters, whole, routers=seen)
+            expected = np.stack([each.experts[0] for each in seen], axis=1)
+            np.testing.assert_array_equal(np.stack(sample.routes), expected)
+    with Engine(model, rows=4, pages=60, page=4) as engine:
+        request = engine.submit(begin, **options)
+        engine.run()
+    assert request.samples[0].routes == []
 
 
 def test_routes_begin_again_where_all_angles_change():

@@ -693,13 +693,14 @@ class Transformer(Adapted):
         page: int,
         chunk: int = CHUNK,
         cache_dtype: str | None = None,
+        routes: bool = False,
     ) -> Decoding:
         """Return what an Engine needs: the steps of this model, with a cache of ``pages``."""
         require_head("Engine", self.config, CAUSAL)
         adapters = {**self.adapters}
         if pages is None:
             pages = free_pages(self, rows, page, chunk, cache_dtype, adapters)
-        sizes: Any = {"rows": rows, "pages": pages, "page": page, "chunk": chunk}
+        sizes: Any = {"rows": rows, "pages": pages, "page": page, "chunk": chunk, "notes": routes}
         return Decoding(copy.copy(self), **sizes, cache_dtype=cache_dtype, adapters=adapters)
 
     @functools.cached_property

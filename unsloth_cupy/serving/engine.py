@@ -46,6 +46,9 @@ class Engine:
         int8: codes, which take half the memory of 16-bit values.
     chunk : int
         Most tokens of prompts in a step.
+    routes : bool
+        Whether samples of a mixture have the experts of their tokens.  The host then waits for
+        each step.
 
     Attributes
     ----------
@@ -102,6 +105,7 @@ class Engine:
         page: int = 64,
         cache_dtype: str | None = None,
         chunk: int = 512,
+        routes: bool = False,
     ) -> None:
         numbers = {"rows": rows, "pages": pages, "page": page, "chunk": chunk}
         for name, value in numbers.items():
@@ -109,12 +113,14 @@ class Engine:
                 raise ConfigError(f"Engine: {name}={value!r} must be an integer, 1 or more")
         if cache_dtype not in (None, "int8"):
             raise ConfigError(f"Engine: cache_dtype={cache_dtype!r} must be 'int8', or None")
+        if not isinstance(routes, bool):
+            raise ConfigError(f"Engine: routes={routes!r} must be True or False")
         if not hasattr(model, "decoder"):
             cure = "pass a model that models.load or models.create returned"
             raise ConfigError(f"Engine: model is a {type(model).__name__}; {cure}")
         self.model = model
         decoder = model.decoder(
-            rows=rows, pages=pages, page=page, chunk=chunk, cache_dtype=cache_dtype
+            rows=rows, pages=pages, page=page, chunk=chunk, cache_dtype=cache_dtype, routes=routes
         )
         self._scheduler = Scheduler(decoder, rows=rows, chunk=chunk)
         self._requests: list[Request] = []

@@ -4,6 +4,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
+
+from ..core.dtypes import Array
 from ..inference.page_pools import PagePools, Pages
 from ..inference.paged_kv_cache import GONE
 
@@ -11,8 +14,12 @@ from ..inference.paged_kv_cache import GONE
 class Node:
     """A full page of tokens after the pages of its parents."""
 
-    def __init__(self, parent: "Node | None", key: Any, pages: Pages) -> None:
+    def __init__(
+        self, parent: "Node | None", key: Any, pages: Pages, routes: Sequence[Array] = ()
+    ) -> None:
         self.parent, self.key, self.pages = parent, key, pages
+        # the experts of each token, if they are noted; copied, as they are parts of whole steps
+        self.routes: Any = np.stack(routes) if routes else ()
         self.children: dict[Any, Node] = {}
         self.used = 0  # time of the last use
         self.gone = False  # whether its page was freed
@@ -44,10 +51,14 @@ class Prefixes:
             nodes.append(child)
         return nodes[: self.cache.usable([node.pages for node in nodes])]
 
-    def add(self, node: Node, tokens: Sequence[int], pages: Pages) -> Node:
+    def add(
+        self, node: Node, tokens: Sequence[int], pages: Pages, routes: Sequence[Array] = ()
+    ) -> Node:
         """Return the node of a full page after ``node``, which owns each page that it had not."""
         key = tuple(tokens)
-        child = node.children.setdefault(key, Node(node, key, [GONE] * len(pages)))
+        child = node.children.get(key)
+        if child is None:
+            child = node.children[key] = Node(node, key, [GONE] * len(pages), routes)
         new = [page if own == GONE else GONE for own, page in zip(child.pages, pages, strict=True)]
         self.cache.hold(new)
         child.pages = [

@@ -29,6 +29,9 @@ class Sample:
     top_log_probs : list of list of (int, float)
         For each new token, the most likely tokens at its place, in order, with their
         log-probabilities.  Only if the request has ``top_log_probs``.
+    routes : list of (layers with experts, k) int
+        The experts of each computed token, those of the prompt first; the model does not compute
+        the last token of a finished sample.  Only of an engine with ``routes``.
     finish : str or None
         None while tokens may follow; then "stop", "length", "cancelled" or "error".
     """
@@ -37,6 +40,7 @@ class Sample:
         self.tokens: list[int] = []
         self.log_probs: list[Any] = []
         self.top_log_probs: list[Top] = []
+        self.routes: list[Array] = []
         self.finish: Finish = None
 
     def __repr__(self) -> str:
@@ -132,7 +136,6 @@ class Row:
         self.slot, self.born = 0, 0
         self.node: Node | None = None  # of the last full page in the tree of prefixes
         self.depth = 0  # number of its pages in the tree
-        self.routes: list[Array] = []
 
     @property
     def count(self) -> int:

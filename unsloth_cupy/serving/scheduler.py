@@ -103,9 +103,10 @@ class Scheduler:
             logits, routes, chosen = self.decoder([self._work(*each) for each in batch], greedy)
             for place, (row, count) in enumerate(batch):
                 row.filled += count
-                new = row.filled - sum(map(len, row.routes))
+                known = row.sample.routes
+                new = row.filled - len(known)
                 if routes is not None and new > 0:  # tokens keep the experts of their first pass
-                    row.routes.append(routes[place][-new:])
+                    known.extend(routes[place][-new:])
                 self._keep_prefix(row)
         places = [place for place, (row, _) in enumerate(batch) if self._complete(row)]
         ready = [batch[place][0] for place in places]
@@ -205,6 +206,9 @@ class Scheduler:
             row.sequence = self.cache.begin([node.pages for node in nodes])
             row.depth = len(nodes)
             row.filled = row.depth * self.cache.page
+            for place, node in enumerate(nodes):
+                known = len(row.sample.routes) - place * self.cache.page  # of a row set back
+                row.sample.routes.extend(node.routes[max(known, 0) :])
         if self.decoder.states is not None:
             self.decoder.states.clear(row.slot)
         if not row.count and len(row.request.samples) > 1:
@@ -220,7 +224,7 @@ class Scheduler:
     def _fork(self, row: Row, stem: Stem) -> None:
         row.sequence, row.filled = self.cache.fork(stem.sequence), len(row.tokens)
         row.node, row.depth = stem.node, stem.depth
-        row.routes = [*stem.routes]
+        row.sample.routes = [*stem.routes]
         if self.decoder.states is not None:
             self.decoder.states.put(row.slot, stem.states)
 
@@ -304,8 +308,9 @@ class Scheduler:
             if pages[0] == GONE or row.node.gone:  # the page is before the window of all layers
                 row.node = None
                 return
-            own = row.tokens[place * size : (place + 1) * size]
-            row.node, row.depth = self.tree.add(row.node, own, pages), place + 1
+            part = slice(place * size, (place + 1) * size)
+            own, routes = row.tokens[part], row.sample.routes[part]
+            row.node, row.depth = self.tree.add(row.node, own, pages, routes), place + 1
             self.cache.share(row.sequence, place, row.node.pages)  # of a row that was first
 
     # Tokens
@@ -326,7 +331,7 @@ class Scheduler:
             if others and self.decoder.states is not None:
                 states = self.decoder.states.taken(row.slot)
             own: Any = row.sequence
-            stem = Stem(own, logits[place], states, [*row.routes], row.node, row.depth)
+            stem = Stem(own, logits[place], states, [*row.sample.routes], row.node, row.depth)
             late = others[room:]
             for other in others[:room]:
                 if not self._may_fork(other):
@@ -434,7 +439,7 @@ class Scheduler:
                 self._end(row, finish)
             elif len(row.tokens) == self.decoder.switch and not row.pinned:
                 self._set_back(row)  # all rotary angles of the row change, so do its experts
-                row.routes = []
+                row.sample.routes = []
 
     def _end(self, row: Row, finish: Finish) -> None:
         row.sample.finish = finish

@@ -29,7 +29,8 @@ from ..configs.heads import CAUSAL, require_head
 from ..network import Network
 from ..text.chat import Message, placeholder
 from ..text.tokenizer import Tokenizer
-from .rollouts import Rollouts
+from .decoding import switch_of
+from .rollouts import Rollouts, no_routes
 
 SECONDS = 60.0  # default limit of a call of an environment
 ROWS, PAGE = 64, 16  # of the engine
@@ -47,6 +48,7 @@ class Talk:
         self.tokens: list[int] = []
         self.sampled: list[bool] = []
         self.log_probs: list[Any] = []
+        self.routes: list[Any] = []  # of the tokens that the model computed
         self.prompt, self.turns = 0, 0  # tokens, answers
         self.asked = len(self.messages)  # messages of the prompt
         self.calls = 0  # of the environment: late replies are dropped
@@ -83,6 +85,7 @@ class Conversations:
             cure = 'set model.tokenizer = models.Tokenizer("folder")'
             raise ConfigError(f"rollouts: environment= needs the model's tokenizer; {cure}")
         self.model, self.options, self.environment = model, options, environment
+        self.switch = switch_of(model.config)
         self.longest = longest  # tokens of a row, for which a training step has memory
         self.chat, self.max_turns = self.tokenizer.template, max_turns
         self.seconds = SECONDS if seconds is None else seconds
@@ -241,6 +244,10 @@ class Conversations:
             if finish is None:
                 continue
             sample, talk = request.samples[place], self.asked[request][place]
+            switch = self.switch  # from there on all tokens have other experts than before
+            anew = switch is not None and len(talk.routes) < switch <= len(sample.routes)
+            known = 0 if anew else len(talk.routes)  # of the passes that drew earlier answers
+            talk.routes[known:] = sample.routes[known:]
             talk.add(sample.tokens, sample.log_probs)
             if finish == "error":
                 self._advance(talk, None, "the logits contain NaN")
@@ -301,9 +308,8 @@ class Conversations:
         rows = min(ROWS, len(self.talks))
         longest = max(talk.prompt for talk in self.talks) + self.options.max_new_tokens
         pages = rows * -(-longest // PAGE)
-        return Engine(
-            self.model, rows=rows, pages=pages, page=PAGE, cache_dtype=self.options.cache_dtype
-        )
+        sizes: Any = {"rows": rows, "pages": pages, "page": PAGE}
+        return Engine(self.model, **sizes, cache_dtype=self.options.cache_dtype, routes=True)
 
     def _submit(self, engine: Engine, talks: Sequence[Talk]) -> None:
         """Let the model answer; neighbours with equal prompts are samples of one request."""
@@ -343,6 +349,8 @@ class Conversations:
         tokens, real = np.zeros((len(talks), width), np.int64), np.zeros((len(talks), width), bool)
         dtype = np.result_type(FLOAT32, *(x for t in talks for x in t.log_probs[-1:]))
         mask, log_probs = np.zeros_like(real), np.zeros(real.shape, dtype)
+        experts = self.model.config.experts
+        routes = None if experts is None else no_routes(experts, tokens.shape)
         for row, talk in enumerate(talks):
             start = before - talk.prompt
             own = slice(start, start + len(talk.tokens))
@@ -350,9 +358,12 @@ class Conversations:
             # of the next token; the first token of a row is one of its prompt
             mask[row, start : own.stop - 1] = talk.sampled[1:]
             log_probs[row, start : own.stop - 1] = talk.log_probs[1:]
+            if routes is not None and talk.routes:
+                routes[row, start : start + len(talk.routes)] = talk.routes
         place = partial(to_device_of, like=self.model.table)
         return Rollouts(
             place(tokens), place(real), place(mask), place(log_probs),
+            None if routes is None else place(routes),
             rewards=np.array([talk.reward for talk in talks]),
             turns=np.array([talk.turns for talk in talks]),
             errors=[talk.error for talk in talks],
@@ -384,9 +395,6 @@ def _check(
         raise ConfigError(f"rollouts: with an environment, prompts are lists of messages: {cure}")
     if options.cache is not None:
         raise ConfigError("rollouts: environment= has a cache of its own; leave cache= out")
-    if model.config.experts is not None:
-        problem = "the engine does not note the experts of a mixture's tokens"
-        raise ConfigError(f"rollouts: environment= does not work here: {problem}")
     if model.division is not None:
         problem = "ranks that divide a model would each run the environments"
         raise ConfigError(f"rollouts: environment= does not work here: {problem}")

@@ -15,6 +15,7 @@ from ...placement import to_device_of, to_numpy
 from ...serving.drawing import draw_all, wide
 from ...serving.options import Options
 from ...serving.work import Work
+from ..configs.config import Experts
 from ..configs.heads import CAUSAL, require_head
 from ..network import Network
 from .batch import batch_of, check_pages, sizes_of
@@ -86,17 +87,22 @@ def rollouts(model: Network, prompts: Any, samples: int, options: Options) -> Ro
     tokens, real = np.zeros(size, np.int64), np.zeros(size, bool)
     mask, log_probs = np.zeros(size, bool), np.zeros(size, batch.rows[0].sample.log_probs[0].dtype)
     routes: Any = None
-    if batch.rows[0].routes:
-        routes = np.full((*size, *batch.rows[0].routes[0].shape[1:]), -1, np.int32)
+    if model.config.experts is not None:
+        routes = no_routes(model.config.experts, size)
     for place, row in enumerate(batch.rows):
         start = before - len(row.request.prompt)
         own, new = slice(start, start + len(row.tokens)), slice(before - 1, before - 1 + row.count)
         tokens[place, own], real[place, own] = row.tokens, True
         mask[place, new], log_probs[place, new] = True, row.sample.log_probs
         if routes is not None:
-            routes[place, start : own.stop - 1] = np.concatenate(row.routes)
+            routes[place, start : own.stop - 1] = np.stack(row.sample.routes)
     results = [tokens, real, mask, log_probs, *([] if routes is None else [routes])]
     return Rollouts(*(to_device_of(each, model.table) for each in results))
+
+
+def no_routes(experts: Experts, size: tuple[int, int]) -> Array:
+    """Return routes of rows without tokens, (rows, width, layers with experts, k)."""
+    return np.full((*size, sum(experts.sparse), experts.k), -1, np.int32)
 
 
 def planned_rollouts(model: Network, prompts: int, samples: int, length: int, new: int) -> None:

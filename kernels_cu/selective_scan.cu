@@ -70,13 +70,15 @@ struct Place {
 #pragma unroll
         for (int j = 0; j < EACH; j++) to[j] = row && j < states ? (float)row[j] : 0.0f;
     }
-    DEVICE void write(float *row, const float (&values)[EACH]) const {
+    // Write the state to row `row` of an array (rows, channels, DIM).
+    DEVICE void write(float *array, long long row, const Sizes &s,
+                      const float (&values)[EACH]) const {
         if constexpr (DIM % EACH == 0) {
-            if (states) store(row, values);
+            if (states) store(array, at(row, s), values);
         } else {
 #pragma unroll
             for (int j = 0; j < EACH; j++)
-                if (j < states) row[j] = values[j];
+                if (j < states) array[at(row, s) + j] = values[j];
         }
     }
 };
@@ -160,7 +162,7 @@ selective_scan(const T *__restrict__ x, const R *__restrict__ dt, const A *__res
         ahead.put(tile, bias);
         __syncthreads();
         ahead.fetch(x, dt, b, c, place, chunk + 1, s);
-        if constexpr (BACKWARD) place.write(states + place.at(place.slot + chunk, s), state);
+        if constexpr (BACKWARD) place.write(states, place.slot + chunk, s, state);
 #pragma unroll 4
         for (int t = 0; t < count; t++) {
             const float rate = tile.rate[t][place.own], u = rate * tile.x[t][place.own];
@@ -189,7 +191,7 @@ selective_scan(const T *__restrict__ x, const R *__restrict__ dt, const A *__res
                     (T)fmaf(skip, tile.x[row][column], out[BACKWARD ? 0 : row][column]);
         }
     }
-    if constexpr (!BACKWARD) place.write(final + place.at(place.text, s), state);
+    if constexpr (!BACKWARD) place.write(final, place.text, s, state);
 }
 
 // Sum products over the channels of a warp; of every two halves, a lane gives one away.
@@ -321,10 +323,10 @@ selective_scan_backward(const T *__restrict__ dy, const float *__restrict__ dfin
             vectors[(tile_row * s.tokens + first + t) * DIM + row] = sum;
         }
     }
-    if (dinitial) place.write(dinitial + place.at(place.text, s), dstate);
+    if (dinitial) place.write(dinitial, place.text, s, dstate);
 #pragma unroll
     for (int j = 0; j < EACH; j++) dslopes[j] *= slopes[j];
-    place.write(of_slopes + place.at(place.text, s), dslopes);
+    place.write(of_slopes, place.text, s, dslopes);
     __syncthreads();
     dys[threadIdx.x / CHANNELS][column] = dskip;
     dus[threadIdx.x / CHANNELS][column] = dbias;

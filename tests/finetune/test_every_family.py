@@ -89,10 +89,12 @@ def test_a_plan_is_near_what_a_step_uses(label: str) -> None:
         optimizer.step(gradients, factor=0.5)
 
     step()
+    buffer = np.setbufsize(1024)  # NumPy's own buffer, which is not planned: 3 % of a small model
     with memory_pool(held=[*model.parameters.values(), *optimizer.state().values()]) as pool:
         step()
         pool.reset_peak()
         step()
+    np.setbufsize(buffer)
     assert abs(plan.total - pool.peak) < 0.03 * pool.peak
 
 

@@ -579,7 +579,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
     },
     "jamba": {
         "model_type": "jamba",
-        **{"num_hidden_layers": 4, "mamba_d_state": 16, "mamba_dt_rank": 4},
+        **{"num_hidden_layers": 4, "mamba_d_state": 8, "mamba_dt_rank": 4},
         **{"attn_layer_period": 3, "attn_layer_offset": 1},
         **{"num_experts": 4, "num_experts_per_tok": 2, **BALANCED},
     },

@@ -12,10 +12,11 @@ from unsloth_cupy import CheckpointConfig, PagedKVCache
 from unsloth_cupy.core import op
 from unsloth_cupy.errors import ConfigError, RangeError
 from unsloth_cupy.inference.kv_cache import KVCache
-from unsloth_cupy.models import create, load
+from unsloth_cupy.models import create, load, quantize
 from unsloth_cupy.models.configs.config import Delta
 from unsloth_cupy.models.configs.families import FAMILIES
 from unsloth_cupy.models.parse import parse
+from unsloth_cupy.ops.quantized.weight import Quantized
 from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.training import tape
 
@@ -202,6 +203,18 @@ def test_adapters(label, module, layers, tmp_path):
     np.testing.assert_array_equal(read.logits(TOKENS), expected)
     read.merge_adapter()
     near(read.logits(TOKENS), expected)
+
+
+@pytest.mark.parametrize("label", ["mamba", "jamba"])
+def test_decays_by_channel_and_state_are_not_quantized(label):
+    """They are a matrix, which multiplies nothing."""
+    model = create(CONFIGS[label], seed=0)
+    quantize(model, "int8", least=0)
+    kept = {name for name, value in model.parameters.items() if not isinstance(value, Quantized)}
+    assert any(name.endswith("A_log") for name in kept)
+    projections = ("in_proj.weight", "x_proj.weight", "dt_proj.weight", "out_proj.weight")
+    assert not any(name.endswith(projections) for name in kept)
+    assert np.isfinite(model.loss(TOKENS, TOKENS))
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from unsloth_cupy.parallel import SingleCommunicator
 from unsloth_cupy.training.tape import Tape
 
 from ..golden.golden import op_cases
+from ..harness.whole_models import in_float64
 from .peers import MIXTURES, SIZES
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -33,7 +34,10 @@ def test_every_family_of_mixtures_has_a_case():
 
 @pytest.mark.parametrize("label", MIXTURES)
 def test_checkpoints_and_packing(label):
-    """Recomputed blocks have equal bits; packed texts do not see each other."""
+    """Recomputed blocks have equal bits; packed texts do not see each other.
+
+    In float64, so that the norms of jamba's few states, which amplify rounding, differ by none.
+    """
     model = create(SIZES | MIXTURES[label], seed=0)
     loss, gradients = model.loss_and_gradients(TOKENS, TOKENS)
     for config in (CheckpointConfig(), CheckpointConfig(recompute_every=2)):
@@ -44,8 +48,13 @@ def test_checkpoints_and_packing(label):
     assert gradients.keys() == model.trainable.keys()
     texts, offsets = np.split(TOKENS.reshape(-1), [5, 14]), np.array([0, 5, 14, 24])
     packed = model.logits(TOKENS.reshape(1, -1), offsets=offsets)[0]
-    alone = [model.logits(text[None])[0] for text in texts]
-    np.testing.assert_allclose(packed, np.concatenate(alone), atol=1e-5, rtol=0)
+    with in_float64(model):
+        exact = model.logits(TOKENS.reshape(1, -1), offsets=offsets)[0]
+        alone = [model.logits(text[None])[0] for text in texts]
+    np.testing.assert_allclose(exact, np.concatenate(alone), atol=1e-12, rtol=0)
+    # BLAS adds in an order that depends on the number of rows: jamba is off by 1.4e-5 of 4.5,
+    # as its texts alone are, and other families by up to 4e-6
+    np.testing.assert_allclose(packed, exact, atol=3e-5, rtol=0)
 
 
 @pytest.mark.parametrize("label", ["mixtral", "gpt_oss", "qwen2_moe types", "phimoe"])

@@ -6,6 +6,7 @@ import pytest
 from unsloth_cupy.models import create
 from unsloth_cupy.models.configs.families import FAMILIES
 from unsloth_cupy.models.generation import decoding
+from unsloth_cupy.placement import to_device_of
 from unsloth_cupy.serving.work import Work
 from unsloth_cupy.training.find_nan import NonFiniteError
 
@@ -175,6 +176,121 @@ def test_a_graph_of_more_rows_takes_the_place_of_a_new_one():
         for _ in range(3):
             step(new[:5])
         assert {form[0] for form in step.graphs} == {8, 5, 3}
+
+
+def of_several(kind, **options):
+    """Return a model in 16 bits with adapters in 32 bits, of which none is active."""
+    own = SIZES | {"model_type": "llama", "head_dim": 16} | MIXTURES.get(kind, {})
+    model = create(own, seed=0, dtype="bfloat16", **options)
+    for number, name in enumerate(("a", "b", "dora")):
+        model.add_adapter(
+            2, name=name, seed=number, dora=name == "dora", targets=["q_proj", "k_proj"]
+        )
+        for array in model.adapter.parameters.values():
+            draw = np.random.default_rng(number).standard_normal(array.shape)
+            array[...] += to_device_of(draw.astype(array.dtype), array)
+    model.set_adapter(None)
+    return model
+
+
+def begun(model, rows=8, notes=False):
+    """Return a computation of steps, and its work for rows of 0 tokens."""
+    sizes = {"rows": rows, "pages": 99, "page": 4, "adapters": {**model.adapters}}
+    step = decoding.Decoding(model, notes=notes, **sizes)
+    sequences = [step.cache.begin([]) for _ in range(rows)]
+    return step, lambda names, token=5: [
+        Work(sequence, np.array([token + n]), 1, n, name)
+        for n, (sequence, name) in enumerate(zip(sequences, names, strict=False))
+    ]
+
+
+ORDERS = [("a", "b"), ("a", "a"), (None, "a"), ("a", "b", "b", "dora"), ("a", "") * 2]
+
+
+@pytest.mark.parametrize("names", ORDERS, ids=str)
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_rows_of_several_adapters_are_one_graph(names, kind, monkeypatch):
+    """After some steps a step is one launch of a graph, with the bits of launches one by one."""
+
+    def computed(captured):
+        results = []
+        with gpu("90", devices=1) as machine:
+            machine.strict, machine.runs = False, True
+            model = of_several(kind, device="cuda")
+            model.set_adapter("b" if "" in names else None)
+            step, work = begun(model, notes=kind != "llama")
+            for number in range(decoding.PATIENCE + 6):
+                machine.launches.clear(), machine.products.clear()
+                logits, routes, chosen = step(work(names, number), greedy=True)
+                results.append([logits.values.copy(), routes, chosen.values.copy()])
+                launched = bool(machine.launches or machine.products)
+                assert launched == (not captured or number < decoding.PATIENCE + 2), number
+        assert captured == any(graph.graph is not None for *_, graph in step.graphs.values())
+        return results
+
+    actual = computed(True)
+    monkeypatch.setattr(decoding.Captured, "__call__", lambda self, work: work())
+    expected = computed(False)
+    np.testing.assert_equal(actual, expected)
+    assert len({each[0].tobytes() for each in actual}) == len(actual)
+
+
+@pytest.mark.parametrize("names", ORDERS, ids=str)
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_captured_rows_of_several_adapters_have_the_bits_of_others(names, kind, monkeypatch):
+    """Adapters that are rounded once give the numbers of adapters that each step rounds."""
+    results = []
+    for captured in (True, False):
+        monkeypatch.setattr(decoding, "captures", lambda *_, each=captured: each)
+        monkeypatch.setattr(decoding, "PATIENCE", 0)
+        model = of_several(kind)
+        model.set_adapter("b" if "" in names else None)
+        step, work = begun(model)
+        results.append([step(work(names, number)).logits.copy() for number in range(6)])
+        assert bool(step.graphs) == captured
+    np.testing.assert_array_equal(*results)
+
+
+def test_a_graph_with_more_rows_serves_the_adapters_that_it_begins_with():
+    """A new order is launched kernel by kernel until it was needed often."""
+    with gpu("90", devices=1) as machine:
+        machine.strict = False
+        step, work = begun(of_several("llama", device="cuda"))
+        names = ("a", "a", "b", "b")
+        for _ in range(decoding.PATIENCE + 2):
+            step(work(names))
+        ((form, (*_, captured)),) = step.graphs.items()
+        assert form[3] == names
+        for others, played in (
+            (names[:3], True),
+            (names[:2], True),
+            (names[:1], False),  # of four times the rows
+            (("a", "b"), False),
+            (("", ""), False),
+        ):
+            before = captured.graph.launched
+            assert len(step(work(others)).logits) == len(others)
+            assert captured.graph.launched == before + played, others
+        assert {form[3] for form in step.graphs} == {names, ()}
+
+
+def test_few_orders_of_adapters_have_graphs(monkeypatch):
+    """The least recently used is dropped, with its graphs and its count; others stay."""
+    monkeypatch.setattr(decoding, "ORDERS", 3)
+    monkeypatch.setattr(decoding, "PATIENCE", 1)
+    with gpu("90", devices=1) as machine:
+        machine.strict = False
+        step, work = begun(of_several("llama", device="cuda"))
+        orders = [("a", "b"), ("b", "a"), ("a", None), ("b", None)]
+        for names in (("", ""), *orders[:2], orders[0], *orders[2:]):
+            for _ in range(3):
+                step(work(names))
+            assert len(step.orders) <= 3
+        kept = {(), orders[2], orders[3]}
+        assert {form[3] for form in step.graphs} == {form[3] for form in step.wanted} == kept
+        shared = [step._prepared(names)[2] for names in orders[2:]]
+        assert shared[0].keys() & shared[1].keys() >= {"model.norm.weight"}
+        assert {*step.low} == {"a", "b"}
 
 
 @pytest.mark.gpu

@@ -74,7 +74,7 @@ def test_unused_keys_and_values_of_released_files_are_left_out(tmp_path: Path) -
     "label",
     [
         *("gemma4_text", "gemma4_text shared", "llama4_text", "deepseek_v32", "glm_moe_dsa"),
-        *("bailing_hybrid", "longcat_flash"),
+        *("bailing_hybrid", "longcat_flash", "jamba", "mamba"),
     ],
 )
 def test_tokens_of_an_engine_are_those_of_generate(label: str) -> None:

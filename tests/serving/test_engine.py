@@ -29,6 +29,8 @@ FAMILIES = {
     "states": RELATIVES["qwen3_5_text"],
     "states beside pages": RELATIVES["falcon_h1"],
     "states alone": RELATIVES["mamba2"],
+    "scans alone": RELATIVES["mamba"],
+    "scans and experts": MIXTURES["jamba"],
     "short convolutions": RELATIVES["lfm2"],
     "experts and sinks": MIXTURES["gpt_oss"],
     "chunks": MIXTURES["llama4_text"],
@@ -415,6 +417,29 @@ def test_rows_have_their_adapters():
         engine.run()
     assert {name: row.samples[0].tokens for name, row in rows.items()} == expected
     assert len({tuple(each) for each in expected.values()}) == 3
+
+
+def test_steps_of_several_adapters_are_graphs():
+    """Rows that begin in turn are sorted by adapter, so that steps have few orders of adapters."""
+    with gpu("90", devices=1) as machine:
+        machine.strict, machine.runs = False, True
+        model = create({**SIZES, **FAMILIES["full"], "head_dim": 16}, seed=0, device="cuda")
+        for name in ("a", "b"):
+            model.add_adapter(2, name=name)
+        model.set_adapter(None)
+        with Engine(model, rows=4, pages=80, page=16) as engine:
+            for name in ("b", "a", "b", None):
+                engine.submit([5, 6, 7], max_new_tokens=30, stop=(), adapter=name)
+            replayed = []
+            while engine.waiting or engine.running:
+                machine.launches.clear(), machine.products.clear()
+                engine.step()
+                replayed.append(not (machine.launches or machine.products))
+            ((form, (*_, captured)),) = engine._scheduler.decoder.graphs.items()
+    assert form[3] == (None, "a", "b", "b")
+    first = 1 + decoding.PATIENCE + 2  # prompts, launches one by one, and those of the capture
+    assert replayed == [False] * first + [True] * (31 - first)
+    assert captured.graph.launched == 29 - decoding.PATIENCE - 1
 
 
 def test_nan_ends_a_sample():

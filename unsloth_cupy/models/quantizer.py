@@ -94,7 +94,7 @@ def left_dense(name: str, shape: Sequence[int], skip: Sequence[str], least: int)
     """Return the reason why a weight stays dense; an empty string if it is to be quantized."""
     if is_router(name):
         return "a router"
-    if not is_stack(name) and (len(shape) != 2 or is_norm(name) or name.endswith("_bias")):
+    if not is_stack(name) and (len(shape) != 2 or is_norm(name) or not name.endswith(".weight")):
         return "not a matrix"
     outside = ".layers." not in name and not name.endswith(f"{INTO_LAYERS}.weight")
     own_tables = name.startswith("model.layers.") and name.endswith((*OWN_TABLES,))

@@ -262,9 +262,13 @@ class Scheduler:
             elif not self._make_room(missing):
                 break
 
-        # rows with one token, then rows without earlier tokens, then others
-        def kind(each: tuple[Row, int]) -> int:
-            return 0 if each[1] == 1 else 1 + (self.cache.held(each[0].sequence) > 0)
+        # rows with one token by adapter, because a captured step has a fixed order of adapters,
+        # then rows without earlier tokens, then others
+        def kind(each: tuple[Row, int]) -> tuple[int, str]:
+            row, count = each
+            if count == 1:
+                return 0, row.adapter or ""
+            return 1 + (self.cache.held(row.sequence) > 0), ""
 
         return sorted(batch, key=kind)
 

@@ -87,7 +87,7 @@ class ByRows(Adapter):
             for key in places:  # token numbers as in a separate batch of this adapter
                 number = np.cumsum(every == key, dtype=np.int32).reshape(every.shape) - 1
                 numbers[key] = own_part(number)[own_part(every) == key] + first
-        return partial(self._linears, places, numbers, axis, seed, plain)
+        return partial(self._linears, places, {}, numbers, axis, seed, plain)
 
     def check(self, count: int, what: str = "rows") -> None:
         """Raise a ShapeError unless there are as many names as rows, or packed texts."""
@@ -105,6 +105,7 @@ class ByRows(Adapter):
     def _linears(
         self,
         places: Mapping[str | None, Array],
+        own: dict[str | None, Any],
         numbers: Mapping[str | None, Array],
         axis: int,
         seed: int | None,
@@ -113,10 +114,15 @@ class ByRows(Adapter):
         modules: Sequence[str],
         x: Any,
     ) -> list[Any]:
-        """Return the outputs of linear layers, each row with its adapter."""
+        """Return the outputs of linear layers, each row with its adapter.
+
+        ``own`` are the places on the device of x.  The first layer sends them there: a captured
+        step must find them there, because a graph cannot repeat a copy from the host.
+        """
         if len(places) == 1:
             return self._of_one(next(iter(places)), numbers, seed, plain, parameters, modules, x)
-        own = {key: to_device_of(place, value_of(x)) for key, place in places.items()}
+        if not own:
+            own |= {key: to_device_of(place, value_of(x)) for key, place in places.items()}
         rows = {key: taken(x, place, axis) for key, place in own.items()}
         if not self.plain or (self.dropout and seed is not None) or is_fixed():
             parts = [

@@ -140,8 +140,8 @@ def found(config: Config, stored: Collection[str]) -> Config:
     A warning names tensors of heads that are not read.  Without any tensor, config.json counts.
     """
     if not config.draft:
-        unread = {name for name in stored if re.match(config.left_out or "$", name)}
-        if unread and MTP in config.left_out:
+        unread = {name for name in stored if MTP in name and re.match(config.left_out or "$", name)}
+        if unread:
             _warn(unread, f"those of a {config.model_type} are not read")
         return config
     if not stored:

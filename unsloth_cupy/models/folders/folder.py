@@ -141,9 +141,9 @@ def load(
         checkpoint, handles = of_one_save(path, "config.json", read)
         config = checkpoint.config
         ranks = {"communicator": communicator, "pipeline": pipeline, "parts": parts}
-        if config.modules and (given := [name for name, each in ranks.items() if each]):
-            problem = f"load({given[0]}=): ranks do not divide the Dense modules in {path}"
-            raise ConfigError(f"{problem}; leave {given[0]} out")
+        if config.modules and (ways := [name for name, each in ranks.items() if each]):
+            problem = f"load({ways[0]}=): ranks do not divide the Dense modules in {path}"
+            raise ConfigError(f"{problem}; leave {ways[0]} out")
         if quantize is not None:
             maker_of("load", quantize)
             check_stacks("load", quantize, config)

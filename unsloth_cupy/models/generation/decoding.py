@@ -4,7 +4,8 @@
     logits = decoding([Work(sequence, tokens, of_row, slot), ...])
 
 A row has a sequence of pages; layers without attention have a state for each slot.  On a GPU a step
-of one token per row is captured into a CUDA graph for each rounded number of rows.
+of one token per row is captured into a CUDA graph for each rounded number of rows, and for each
+order of adapters if rows have different ones.
 """
 
 import copy
@@ -32,26 +33,40 @@ from ...placement import on_gpu_of_attribute, to_device_of, to_numpy
 from ...serving.drawing import likeliest_of
 from ...serving.work import Computed, Work
 from ...training.captured import Captured, Place
-from ..adapters.adapter import DOWN, UP, Adapter
+from ..adapters.adapter import DOWN, MAGNITUDE, UP, Adapter
 from ..adapters.joined import join_downs
-from ..adapters.many import ByRows
+from ..adapters.many import MARK, ByRows
 from ..configs.config import CHUNKED
 from ..invariant import check_invariant
 from ..layers.attending import packed, project_of, whole_of
 from ..layers.block import blocks, embedded, inputs_of_layers
-from ..layers.call import Attention, Call, Keys, Latents, Mixtures, Recurrence, no_states
+from ..layers.call import (
+    Attention,
+    Call,
+    Keys,
+    Latents,
+    Mixtures,
+    Project,
+    Recurrence,
+    no_states,
+)
 from ..layers.head import capped, exact_logits
 from ..layers.norms import join
 from ..network import Network
 from ..ranks.stages import routed_by_all, through_blocks
 
 CHUNK = 512  # most tokens of prompts in a step, unless the caller says otherwise
-Form = tuple[int, int, bool]  # of a captured step: rows, pages of a table, whether it is greedy
+Names = tuple[str | None, ...]  # adapters of rows, as in Work; (): all have the active one
+# of a captured step: rows, pages of a table, whether it is greedy, adapters
+Form = tuple[int, int, bool, Names]
 Reach = tuple[int | None, int | None]  # window and chunk of a layer, None: it has none
 LEAST = 8  # pages in the table of a captured step; tables double from here
 # steps for which a captured step with up to twice the rows and pages takes the place of a new one:
 # a new one runs kernel by kernel twice, which a number of rows that soon changes does not repay
 PATIENCE = 8
+# orders of adapters that have graphs, or count toward ``PATIENCE``; the least recently used one is
+# dropped for a new one.  The rows of a call end one by one: 32 rows make at most so many.
+ORDERS = 32
 
 
 @on_gpu_of_attribute("model.table")
@@ -126,8 +141,10 @@ class Decoding:
         # the last drawn tokens, on the device: a step of a graph reads and writes them there
         self.drawn = self._placed(np.zeros(rounded_rows(rows)))
         self.place, self.graphs, self.wanted = Place(), dict[Form, Any](), Counter[Form]()
-        self.last: tuple[Any, Network] = (None, model)
-        self.prepared: Any = None
+        self.last: tuple[Names, Network] = ((), model)
+        # of captured steps, model and parameters, None: not prepared; the last used ones are last
+        self.orders: dict[Names, tuple[Any, ...] | None] = {}
+        self.low: dict[str, dict[str, Any]] = {}  # A and B of each named adapter, rounded
         self.computed = 0
         if model.invariant:
             division = model.division is not None or model.context is not None
@@ -141,20 +158,26 @@ class Decoding:
         the new tokens by row, (tokens, layers with experts, k) on the host, if ``notes`` is true.
         The order of rows: those with one token, then those without earlier tokens, then the others.
         """
-        ones = all(len(each.tokens) == 1 for each in work)
-        if ones and self.captures and all(each.adapter == "" for each in work):
-            logits, routes, chosen = self._played(work, greedy)
+        names, form = self._names(work), None
+        if self.captures and all(len(each.tokens) == 1 for each in work):
+            form = self._form(work, names, greedy)
+        if form is not None:
+            logits, routes, chosen = self._played(work, form)
         else:
             counts = [len(each.tokens) for each in work]
             self.computed += sum(counts)
             rows = PackedRows(self.cache, [w.sequence for w in work], counts)
             tokens, source = np.concatenate([w.tokens for w in work]), self._source(work, counts)
-            model = self._model(work)
+            model = self._model(names)
             with model.ordered():
                 rows.place(self._placed(np.concatenate([tokens, rows.numbers])))
             parameters = model.entered(model.parameters)
             slots = self._placed([w.slot for w in work])
-            used = model.used(parameters, None), whole_of(model.adapter)
+            used = (
+                model.used(parameters, None),
+                whole_of(model.adapter),
+                self._project(model, rows.offsets),
+            )
             logits, routes = self._computed(model, parameters, used, rows, source, slots, work)
             chosen = self._chosen(logits) if greedy else None
         if routes is None or is_planned(routes):
@@ -182,9 +205,18 @@ class Decoding:
                 place[first] = each.source
         return self._placed(place)
 
-    def _form(self, rows: int, pages: int, greedy: bool) -> Form:
-        """Return the form of the captured step to launch for so many rows and pages."""
-        form = rounded_rows(rows), pages, greedy
+    def _form(self, work: Sequence[Work], names: Names, greedy: bool) -> Form | None:
+        """Return the form of the captured step to launch for rows, None: direct launches.
+
+        Rows that fill up a step have the adapter of the last row.  Orders of adapters are many, and
+        calls with a few tokens end before a graph repays its capture: so a step of several adapters
+        is not captured before its form was needed ``PATIENCE`` times.
+        """
+        rows, tables = rounded_rows(len(work)), self.cache.first.tables
+        pages = max(len(tables[each.sequence]) for each in work) + 1
+        pages = max(LEAST, 1 << (pages - 1).bit_length())
+        form = rows, pages, greedy, names + names[-1:] * (rows - len(work))
+        self._use(form[3])
         self.wanted[form] += 1
         if form in self.graphs or self.wanted[form] > PATIENCE:
             return form
@@ -192,15 +224,14 @@ class Decoding:
             each
             for each, (*_, captured) in self.graphs.items()
             if captured.graph is not None and each[2] == greedy
-            if form[0] <= each[0] <= 2 * form[0] and pages <= each[1] <= 2 * pages
+            if rows <= each[0] <= 2 * rows and pages <= each[1] <= 2 * pages
+            if each[3][: len(names)] == names and bool(each[3]) == bool(names)
         )
-        return min(larger, default=form)
+        return min(larger, key=lambda each: each[:2], default=None if names else form)
 
-    def _played(self, work: Sequence[Work], greedy: bool) -> tuple[Array, Any, Any]:
-        """Compute rows with one token each, by the graph of their rounded number."""
-        sequences = [w.sequence for w in work]
-        pages = max(len(self.cache.first.tables[s]) for s in sequences) + 1
-        form = self._form(len(work), max(LEAST, 1 << (pages - 1).bit_length()), greedy)
+    def _played(self, work: Sequence[Work], form: Form) -> tuple[Array, Any, Any]:
+        """Compute rows with one token each, by the graph of a form."""
+        sequences, greedy, names = [w.sequence for w in work], form[2], form[3]
         self.computed += form[0]
         rows = PackedRows(self.cache, sequences, [1] * len(work), rows=form[0], pages=form[1])
         tokens, source = np.zeros(form[0], np.int64), len(self.drawn) + np.arange(form[0])
@@ -216,7 +247,7 @@ class Decoding:
             self.graphs[form] = rows, placed, Captured(self.place)
         first, placed, captured = self.graphs[form]
         placed[...] = self._placed(numbers)
-        model, (parameters, *used) = self.model, self._prepared()
+        model, parameters, *used = self._prepared(names)
 
         def run() -> tuple[Array, Any, Any]:
             source = placed[-form[0] :]
@@ -242,18 +273,60 @@ class Decoding:
         logits, routes, chosen = results
         return logits[: len(work)], routes, None if chosen is None else chosen[: len(work)]
 
-    def _prepared(self) -> tuple[Any, Any, Any]:
-        """Return all parameters, parameters of blocks, and dense weights, rounded once."""
-        if self.prepared is None:
-            model = self.model
-            parameters = model.entered(model.parameters)
+    def _prepared(self, names: Names) -> tuple[Any, ...]:
+        """Return model and parameters, and of blocks: parameters, dense weights, linear layers.
+
+        Adapters are rounded once, each for all orders in which rows have it.
+        """
+        self._use(names)
+        prepared = self.orders[names]
+        if prepared is None:
+            model = self._model(names)
+            parameters, adapter = model.entered(model.parameters), model.adapter
             used = model.used(parameters, None)
-            low = {n: in_dtype(a, model.dtype) for n, a in used.items() if n.endswith((DOWN, UP))}
-            names = [n for n in used if self.cache.latent and n.endswith(".kv_b_proj.weight")]
-            whole = {name: whole_of(model.adapter)(used, name) for name in names}
-            prepared = {**used, **join_downs(low)}
-            self.prepared = parameters, prepared, lambda _, name: whole[name]
-        return self.prepared
+            if isinstance(adapter, ByRows):
+                low = dict[str, Any]()
+                for key, each in adapter.adapters.items():
+                    if key not in self.low:
+                        own = {name: used[f"{name}{MARK}{key}"] for name in each.parameters}
+                        self.low[key] = self._rounded(own)
+                    low |= {f"{name}{MARK}{key}": own for name, own in self.low[key].items()}
+            else:
+                low = self._rounded(used)
+            ends = [n for n in used if self.cache.latent and n.endswith(".kv_b_proj.weight")]
+            whole = {name: whole_of(adapter)(used, name) for name in ends}
+            project = self._project(model, range(len(names) + 1))
+            prepared = model, parameters, {**used, **low}, lambda _, n: whole[n], project
+            self.orders[names] = prepared
+        return prepared
+
+    def _use(self, names: Names) -> None:
+        """Note that an order of adapters is used now; drop the least recently used of too many."""
+        self.orders[names] = self.orders.pop(names, None)
+        if len(self.orders) > ORDERS:
+            oldest = next(filter(None, self.orders))  # () is the most common one
+            del self.orders[oldest]
+            for form in [each for each in self.wanted if each[3] == oldest]:
+                del self.wanted[form]
+                self.graphs.pop(form, None)
+
+    def _rounded(self, parameters: Any) -> dict[str, Any]:
+        """Return A and B of an adapter in the dtype of the model, the A of an input joined.
+
+        DoRA computes norms of weights with A and B as they are, so those are not rounded.
+        """
+        low = {name: each for name, each in parameters.items() if name.endswith((DOWN, UP))}
+        for name, each in low.items():
+            if name.removesuffix(DOWN).removesuffix(UP) + MAGNITUDE not in parameters:
+                low[name] = in_dtype(each, self.model.dtype)
+        return join_downs(low)
+
+    @staticmethod
+    def _project(model: Network, offsets: Sequence[int]) -> Project:
+        """Return the linear layers of rows that begin at ``offsets``, end to end in one row."""
+        tokens = np.zeros((1, offsets[-1]), np.int32)
+        place = np.array(offsets, np.int32)
+        return project_of(model.config, model.adapter, None, model.division, tokens, place)
 
     def _computed(
         self,
@@ -295,7 +368,7 @@ class Decoding:
         call = Call(
             model.config,
             used[0],
-            project_of(model.config, model.adapter, None, model.division, tokens, offsets),
+            used[2],
             Attention(
                 attend,
                 tables,
@@ -360,16 +433,23 @@ class Decoding:
             by_kind[kind] = tuple(np.concatenate(each) for each in zip(*parts, strict=True))
         return by_kind
 
-    def _model(self, work: Sequence[Work]) -> Network:
-        """Return the model with the adapter of each row; an empty name is the active adapter."""
-        names = tuple(each.adapter for each in work)
-        if set(names) == {""}:
+    def _names(self, work: Sequence[Work]) -> Names:
+        """Return the adapters of rows; (): all have the active adapter, or none if none is active.
+
+        If no adapter is active, the name of none is None alone.
+        """
+        plain = None if self.model.adapter is None else ""
+        names = tuple(plain if each.adapter == "" else each.adapter for each in work)
+        return () if {*names} == {plain} else names
+
+    def _model(self, names: Names) -> Network:
+        """Return the model with the adapter of each row."""
+        if not names:
             return self.model
         if self.last[0] != names:
             model, active = copy.copy(self.model), self.model.adapter
             adapters = self.adapters if active is None else {**self.adapters, "": active}
-            own = [None if name == "" and active is None else name for name in names]
-            model.adapter = ByRows(adapters, own)
+            model.adapter = ByRows(adapters, names)
             self.last = names, model
         return self.last[1]
 

@@ -327,8 +327,8 @@ def parts_of(call: str, config: Config, known: Architecture) -> Callable[[str], 
             halved = (*shape[:axis], shape[axis] // 2, *shape[axis + 1 :])
             tensors = (Part(n, halved, partial(_half, i, axis)) for i, n in enumerate(names))
             return Parts(tuple(tensors), partial(_beside, axis))
-        if (module := MODULES.get(stored.partition(".")[0])) is not None:
-            names = [f"{module}.weight"]
+        if (dense := MODULES.get(stored.partition(".")[0])) is not None:
+            names = [f"{dense}.weight"]
         if stored.startswith(POOLER):
             names = [f"{gguf.TENSOR_NAMES[MODEL_TENSOR.CLS]}.{stored.rpartition('.')[2]}"]
         name = names[0] if names else _name(call, config, table, stored)

@@ -106,10 +106,11 @@ def selective_scan(
     begin, state = scan.begin(initial), None
     final, y = begin.copy(), np.zeros_like(scan.arrays[0])
     for number in representative_steps(x, scan.numbers):
-        states, _ = scan.states(number, scan.before(number, begin, state))
+        states = scan.states(number, scan.before(number, begin, state))[0]
         read = scan.take(number, scan.arrays[3])
         scan.take(number, y)[...] = (states @ read[..., None])[..., 0]
-        state = states[:, -1]
+        state = states[:, -1].copy()
+        del states  # before the next chunk has its own
         final[scan.layout.text[number]] = state
     y = scan.layout.back(y)
     if d is not None:
@@ -158,7 +159,7 @@ def selective_scan_backward(
     starts = np.zeros_like(begin, shape=(len(scan.numbers), len(x), *begin.shape[1:]))
     for number in representative_steps(x, scan.numbers):
         starts[number] = scan.before(number, begin, state)
-        state = scan.states(number, starts[number])[0][:, -1]
+        state = scan.states(number, starts[number])[0][:, -1].copy()
     ends_of = np.zeros_like(begin) if dfinal is None else dfinal
     dinitial, dstate = ends_of.copy(), np.zeros_like(begin[:1])
     results, dys = [np.zeros_like(array) for array in scan.arrays], layout.lay(dy)
@@ -171,6 +172,7 @@ def selective_scan_backward(
         dslope += more
         for array, part in zip(results, gradients, strict=True):
             scan.take(number, array)[...] = part
+        del gradients, more, part
         dinitial[layout.text[number]] = dstate
     dx, drate, db, dc = (layout.back(array) for array in results)
     ddt, dd = scan.sigmoid * drate, None

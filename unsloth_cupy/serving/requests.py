@@ -129,10 +129,8 @@ class Row:
         self.sequence: int | None = None
         self.pinned = False  # whether the caller owns the sequence
         self.filled = 0  # tokens whose keys and values are in the cache
-        self.pending, self.place = (
-            0,
-            -1,
-        )  # tokens that the host has not yet, and the last one's place
+        self.pending, self.place = 0, -1  # tokens that the host has not yet; place of the last one
+        self.behind = 0  # tokens that the longest row of a batch has more: it sets the angles
         self.slot, self.born = 0, 0
         self.node: Node | None = None  # of the last full page in the tree of prefixes
         self.depth = 0  # number of its pages in the tree
@@ -141,6 +139,11 @@ class Row:
     def count(self) -> int:
         """The number of new tokens."""
         return len(self.sample.tokens)
+
+    @property
+    def length(self) -> int:
+        """The number of tokens on which the angles of some rotary scalings depend."""
+        return len(self.tokens) + self.pending + self.behind
 
     @property
     def drawn(self) -> int:

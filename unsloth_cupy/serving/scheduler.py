@@ -140,7 +140,7 @@ class Scheduler:
             tokens = np.array(row.tokens[row.filled : row.filled + count], np.int64)
         source = row.place if row.pending else -1
         sequence: Any = row.sequence
-        return Work(sequence, tokens, len(row.tokens) + row.pending, row.slot, row.adapter, source)
+        return Work(sequence, tokens, row.length, row.slot, row.adapter, source)
 
     # Rows that start, and the pages of a step
 
@@ -188,7 +188,7 @@ class Scheduler:
     def _kind(self, row: Row) -> Any:
         """Return the kind of prefixes that a row may share."""
         switch = self.decoder.switch
-        return row.adapter, switch is not None and len(row.tokens) >= switch
+        return row.adapter, switch is not None and row.length >= switch
 
     def _admit(self, row: Row) -> None:
         self.births += 1
@@ -441,7 +441,7 @@ class Scheduler:
             if finish is not None:
                 self._leave(row)
                 self._end(row, finish)
-            elif len(row.tokens) == self.decoder.switch and not row.pinned:
+            elif row.length == self.decoder.switch and not row.pinned:
                 self._set_back(row)  # all rotary angles of the row change, so do its experts
                 row.sample.routes = []
 

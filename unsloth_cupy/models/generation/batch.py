@@ -67,7 +67,10 @@ def stream(model: Network, tokens: Array, mask: Array | None, options: Options) 
         model.drafts = Drafts()
         return drafted(copy.copy(model), tokens, prompt, real, ends, options, model.drafts)
     prompts = [row[own] for row, own in zip(prompt, real, strict=True)]
-    return _columns(batch_of(copy.copy(model), prompts, ends, options), model.config, tokens)
+    batch = batch_of(copy.copy(model), prompts, ends, options)
+    for row in batch.rows:  # as in transformers
+        row.behind = longest - most - len(row.tokens)
+    return _columns(batch, model.config, tokens)
 
 
 def _columns(batch: "Batch", config: Config, like: Array) -> Iterator[Array]:

@@ -65,10 +65,15 @@ struct Place {
     DEVICE long long at(long long row, const Sizes &s) const {
         return row * s.channels * DIM + state;
     }
-    DEVICE void read(float (&to)[EACH], const float *row) const {
-        if (DIM % EACH == 0 && row && states) return load(to, row);
+    // Read the state from an array of the caller, which may be null or at any address.
+    DEVICE void begin(float (&to)[EACH], const float *row) const {
 #pragma unroll
-        for (int j = 0; j < EACH; j++) to[j] = row && j < states ? (float)row[j] : 0.0f;
+        for (int j = 0; j < EACH; j++) to[j] = row && j < states ? row[j] : 0.0f;
+    }
+    // Read the state from an array of the launch.
+    DEVICE void read(float (&to)[EACH], const float *row) const {
+        if (DIM % EACH == 0 && states) return load(to, row);
+        begin(to, row);
     }
     // Write the state to row `row` of an array (rows, channels, DIM).
     DEVICE void write(float *array, long long row, const Sizes &s,
@@ -152,7 +157,7 @@ selective_scan(const T *__restrict__ x, const R *__restrict__ dt, const A *__res
     const float skip = value_of(d, place.column, s), bias = value_of(dt_bias, place.column, s);
     float state[EACH], slopes[EACH];
     slopes_of(slopes, a_log, place);
-    place.read(state, initial ? initial + place.at(place.text, s) : nullptr);
+    place.begin(state, initial ? initial + place.at(place.text, s) : nullptr);
     const int chunks = place.chunks();
     Ahead ahead;
     ahead.fetch(x, dt, b, c, place, 0, s);  // nothing, beyond the text
@@ -235,7 +240,7 @@ selective_scan_backward(const T *__restrict__ dy, const float *__restrict__ dfin
     const float skip = value_of(d, place.column, s), bias = value_of(dt_bias, place.column, s);
     float slopes[EACH], dslopes[EACH] = {}, dstate[EACH], dskip = 0, dbias = 0;
     slopes_of(slopes, a_log, place);
-    place.read(dstate, dfinal ? dfinal + place.at(place.text, s) : nullptr);
+    place.begin(dstate, dfinal ? dfinal + place.at(place.text, s) : nullptr);
     const int chunks = place.chunks(), column = threadIdx.x % CHANNELS;
     const bool real = place.column < s.channels;
     Ahead ahead;

@@ -899,7 +899,7 @@ def wrong(tmp_path: Path) -> Path:
     shutil.copytree(LLAMA, tmp_path / "no-tokenizer")
     for name, config in {
         "broken": "{",
-        "unknown": '{"model_type": "mamba"}',
+        "unknown": '{"model_type": "rwkv"}',
         "list": "[]",
     }.items():
         shutil.copytree(LLAMA, tmp_path / name)
@@ -936,7 +936,7 @@ def wrong(tmp_path: Path) -> Path:
         ("finetune missing --out run", "missing does not exist"),
         ("finetune full --out run", "holds no config.json"),
         ("finetune broken --out run", "config.json cannot be read as JSON"),
-        ("finetune unknown --out run", "'mamba'"),
+        ("finetune unknown --out run", "'rwkv'"),
         ("finetune no-tokenizer --out run", "has no tokenizer.json"),
         ("finetune bad-tokenizer --out run", "tokenizer.json is broken"),
         ("finetune truncated --out run", "model.safetensors"),
@@ -950,7 +950,7 @@ def wrong(tmp_path: Path) -> Path:
         ("generate empty.txt", "is a file"),
         ("generate no-tokenizer", "has no tokenizer.json"),
         ("generate truncated Hi", "model.safetensors"),
-        ("generate unknown Hi", "'mamba'"),
+        ("generate unknown Hi", "'rwkv'"),
         ("generate full --top-p 2", "--top-p"),
         ("generate full --temperature nan", "--temperature"),
         ("plan missing", "missing does not exist"),

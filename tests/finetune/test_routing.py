@@ -150,7 +150,8 @@ def test_progress_says_the_load() -> None:
     assert measured(line) == ", expert load 1.250, idle experts 2"
 
 
-CORRECTED = [label for label, keys in MIXTURES.items() if parse(SIZES | keys).experts.corrected]
+PARSED = {label: parse(SIZES | keys).experts for label, keys in MIXTURES.items()}
+CORRECTED = [label for label, experts in PARSED.items() if experts and experts.corrected]
 
 
 @pytest.mark.parametrize("label", CORRECTED)

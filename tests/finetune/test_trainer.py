@@ -12,6 +12,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -562,7 +563,7 @@ def checkpoints_of(folder: Path, **values: Any) -> Any:
 
     model = SimpleNamespace(
         adapter=None, division=None, table=parameters["a"], step=None, on_tape=on_tape, saved=saved,
-        config=SimpleNamespace(dtype_of=lambda name, dtype: dtype, shapes=dict),
+        config=SimpleNamespace(dtype_of=lambda name, dtype: dtype, shapes=dict, modules=()),
     )  # fmt: skip
     executor: Any = object.__new__(Executor)
     executor.model, executor.ranks, executor.parts = model, alone(), None
@@ -694,7 +695,8 @@ def test_arrays_of_other_ranks_need_room_too(
 def test_a_model_is_saved_in_the_dtype_of_the_settings(adapted: bool, tmp_path: Path) -> None:
     each = checkpoints_of(tmp_path)
     saved = list[Any]()
-    each.method = SimpleNamespace(files=lambda _: {"more.txt": "m"}, names=("one", "two"))
+    files = {"more.txt": "m"}
+    each.method = SimpleNamespace(files=lambda _: files, names=("one", "two"), head=None)
     each.model.texts = {"config.json": {"id2label": 1}}
     if adapted:
 
@@ -853,7 +855,7 @@ def test_batches_of_an_evaluation_are_divided(together: bool, largest: int) -> N
 
         executor: Any = SimpleNamespace(
             data=SimpleNamespace(size=2, rank=rank), together=together, largest=largest,
-            model=SimpleNamespace(division=None), _held_out=own,
+            model=SimpleNamespace(division=None), _held_out=own, _without_drafts=nullcontext,
             replicas=SimpleNamespace(all_reduce=lambda results: results),
             ranks=SimpleNamespace(groups=SimpleNamespace(context=SimpleNamespace(size=4))),
         )  # fmt: skip

@@ -88,7 +88,6 @@ def test_products_share_an_axis_that_they_sum_over():
         "lora_linear_forward",
         "lora_up",
         "matmul",
-        "selective_scan",
         "ssd",
         "swiglu_mlp",
     }

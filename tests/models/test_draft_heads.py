@@ -309,14 +309,14 @@ def test_loss_and_gradients(checkpoint, pair):
     balance = plain - own.item()  # of the routers
     assert loss - balance == pytest.approx(expected.item(), abs=2e-5)
     assert not any(is_of_head(model.config, name) for name in others)
-    wanted = peer.gradients()
+    expected = peer.gradients()
     heads = {name for name in gradients if is_of_head(model.config, name)}
-    assert heads == wanted.keys() - {TABLE, HEAD}
-    for name in wanted:
+    assert heads == expected.keys() - {TABLE, HEAD}
+    for name in expected:
         if name == TABLE and model.config.balanced:
             continue  # with the gradient of the routers' loss
-        error = np.linalg.norm(gradients[name] - wanted[name])
-        assert error < 1e-4 * np.linalg.norm(wanted[name]) + 1e-7, name
+        error = np.linalg.norm(gradients[name] - expected[name])
+        assert error < 1e-4 * np.linalg.norm(expected[name]) + 1e-7, name
 
 
 @pytest.mark.parametrize("label", ["deepseek_v3", "qwen3_next"])

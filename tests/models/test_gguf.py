@@ -571,9 +571,9 @@ def test_what_a_file_cannot_say_is_refused(words: str, tmp_path: Path) -> None:
 
 def test_a_family_without_names_is_refused(tmp_path: Path) -> None:
     model = make(tmp_path / "m", "llama")
-    model.config = replace(model.config, model_type="mamba")
+    model.config = replace(model.config, model_type="rwkv")
     with pytest.raises(
-        ConfigError, match="no names for a mamba; supported families: apertus, arcee"
+        ConfigError, match="no names for a rwkv; supported families: apertus, arcee"
     ):
         models.export_gguf(model, tmp_path / "m.gguf")
 

@@ -267,10 +267,10 @@ def test_broken_and_strange_files(tmp_path: Path) -> None:
     strange = copied(tmp_path / "m.gguf", tmp_path / "n.gguf", {}, tensors)
     with pytest.raises(ConfigError, match=r"does not convert I32, of 'output.weight'; install"):
         models.load(strange)
-    other = data.replace(b"llama", b"mamba")
+    other = data.replace(b"llama", b"rwkv7")
     (tmp_path / "other.gguf").write_bytes(other)
     with pytest.raises(
-        ConfigError, match=r"its architecture is 'mamba', which is none of apertus, arcee"
+        ConfigError, match=r"its architecture is 'rwkv7', which is none of apertus, arcee"
     ):
         models.load(tmp_path / "other.gguf")
 

@@ -219,6 +219,12 @@ MIXTURES: dict[str, dict[str, Any]] = {
         "layer_types": ["linear_attention", "full_attention", "linear_attention"],
     },
     "qwen35moe": {"model_type": "qwen3_5_moe_text", **RULE, **FEW, "num_hidden_layers": 4},
+    "mamba": {"model_type": "mamba", "intermediate_size": 64, "state_size": 16},
+    "jamba": {
+        "model_type": "jamba",
+        **{"num_hidden_layers": 5, "mamba_d_state": 16, "mamba_dt_rank": 4},
+        **{"attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 4},
+    },
     "mamba2": {
         "model_type": "mamba2",
         **{"num_heads": 8, "head_dim": 8, "state_size": 16, "n_groups": 2, "conv_kernel": 3},

@@ -35,6 +35,11 @@ REFUSED = {  # families that no order is known for
     or config.indexer
     or any(rope.original for rope in config.ropes.values())
 }
+SEVERAL = {  # families with heads of several sizes, which a cache pads
+    label
+    for label, config in PARSED.items()
+    if len({config.heads_of(layer) for layer in range(config.layers)}) > 1
+}
 
 
 def rows_of(drawn):
@@ -110,7 +115,7 @@ def test_one_token_at_a_time(paged):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("label", sorted(FAMILIES.keys() - REFUSED))
+@pytest.mark.parametrize("label", sorted(FAMILIES.keys() - REFUSED - SEVERAL))
 def test_every_family_with_an_order(label):
     model = create(SIZES | FAMILIES[label], seed=0, invariant=True)
     drawn = model.rollouts(PROMPTS[1:], samples=2, max_new_tokens=12, seed=0, stop=())
@@ -223,6 +228,18 @@ def test_threads_change_no_bit():
 
 
 # ---- what is refused ----------------------------------------------------------------------------
+@pytest.mark.parametrize("label", sorted(SEVERAL))
+def test_heads_of_several_sizes_have_an_order_without_a_cache(label):
+    model = create(SIZES | FAMILIES[label], seed=0, invariant=True)
+    texts = [np.array(prompt) for prompt in PROMPTS if len(prompt) > 1]
+    first, *others = in_layouts(model, texts, 1.0)
+    for found in others:
+        for actual, expected in zip(found, first, strict=True):
+            assert_equal(actual, expected)
+    with pytest.raises(ConfigError, match=r"a cache pads the heads of a .*; leave invariant=True"):
+        model.rollouts(PROMPTS, **OPTIONS)
+
+
 @pytest.mark.parametrize("label", sorted(REFUSED))
 def test_families_without_an_order(label):
     model = create(SIZES | FAMILIES[label], seed=0, invariant=True)

@@ -17,6 +17,7 @@ from unsloth_cupy.models import Transformer, create, load, merge
 from unsloth_cupy.models.adapters.adapter_stacks import stacks_of
 from unsloth_cupy.models.adapters.kept import Kept
 from unsloth_cupy.models.optimizers import optimizer_of
+from unsloth_cupy.models.parse import parse
 
 from ..golden.golden import OpCase, op_cases
 from .peers import MIXTURES, SIZES, make
@@ -107,7 +108,11 @@ def test_merged_stacks(golden: OpCase) -> None:
 
 
 # ---- new adapters -------------------------------------------------------------------------------
-@pytest.mark.parametrize("label", MIXTURES)
+def has_experts(keys: dict[str, Any]) -> bool:
+    return parse(SIZES | keys).experts is not None
+
+
+@pytest.mark.parametrize("label", [name for name, keys in MIXTURES.items() if has_experts(keys)])
 def test_new_adapters_count_every_layer_and_every_expert(label: str, tmp_path: Path) -> None:
     """All of them are placed, change nothing at first, and each has a gradient."""
     model = create(SIZES | MIXTURES[label], seed=0)
@@ -134,7 +139,9 @@ def test_new_adapters_count_every_layer_and_every_expert(label: str, tmp_path: P
     again = load(tmp_path / "base", lora=tmp_path / "adapter")
     np.testing.assert_array_equal(again.logits(IDS), model.logits(IDS))
     model.merge_adapter()
-    np.testing.assert_allclose(again.logits(IDS), model.logits(IDS), atol=2e-5, rtol=0)
+    # merged weights are rounded, and the states of a scan add up what each token rounds
+    atol = 5e-5 if config.recurrent else 2e-5
+    np.testing.assert_allclose(again.logits(IDS), model.logits(IDS), atol=atol, rtol=0)
 
 
 @pytest.mark.parametrize("label", ["mixtral", "gpt_oss"])

@@ -34,7 +34,7 @@ def case(
     arrays = {}
     if not batch:
         arrays["offsets"] = np.cumsum([0, *lengths], dtype=how.pop("kind", np.int64))
-    sizes = {"batch": rows, "tokens": tokens, "inner": inner, "order": state}
+    sizes = {"batch": rows, "tokens": tokens, "inner": inner, "d_state": state}
     return Case(label, arrays=arrays, given=[*given], **sizes, states=batch or len(lengths), **how)
 
 
@@ -42,7 +42,7 @@ class TestSelectiveScan(KernelParity):
     op = "selective_scan"
     sizes = tuple(
         {
-            **{"batch": 1, "tokens": tokens, "inner": inner, "order": state},
+            **{"batch": 1, "tokens": tokens, "inner": inner, "d_state": state},
             **{"states": 1, "texts": 1},
         }
         for tokens, inner, state in ((128, 256, 16), (16, 40, 24), (16, 256, 64), (1, 256, 16))
@@ -236,5 +236,5 @@ def test_wrong_calls() -> None:
         uc.selective_scan(*one, offsets=np.array([0, 7]))
     with pytest.raises(ShapeError, match="initial has 3 states"):
         uc.selective_scan(*one, initial=np.zeros((3, 4, 3), np.float32))
-    with pytest.raises(ShapeError, match=r"a_log\(inner, order\)"):
+    with pytest.raises(ShapeError, match=r"a_log\(inner, d_state\)"):
         uc.selective_scan(*one[:2], a_log.T.copy(), *one[3:])

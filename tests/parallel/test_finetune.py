@@ -87,13 +87,18 @@ def same(out: Path, one: Path) -> None:
             close(line[key], other[key])
     for name in ("model/*model", f"checkpoint-{STEPS:08d}/optimizer"):
         actual, expected = (load_file(*run.glob(f"{name}.safetensors")) for run in (out, one))
-        equal(actual, expected)
+        equal(actual, expected, bound_of(out.name))
 
 
-def equal(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+def bound_of(run_name: str) -> float:
+    """Return 1e-5; more for schedule-free AdamW, which divides small gradients by their size."""
+    return 1e-4 if run_name.startswith("free") else 1e-5  # 5e-5 was seen
+
+
+def equal(actual: Mapping[str, Any], expected: Mapping[str, Any], relative: float = 1e-5) -> None:
     assert actual.keys() == expected.keys()
     for key, array in expected.items():
-        close(actual[key], array)
+        close(actual[key], array, relative)
 
 
 @pytest.mark.slow
@@ -120,7 +125,8 @@ def test_ranks_equal_numpy_and_one_device(text: Path, tmp_path: Path) -> None:
             made = (np.load(tmp_path / f"{run}-sample.npz")["arr_0"] for run in (name, one))
             np.testing.assert_array_equal(*made)
         for step in {0} if name in stopped else {STEPS - 1, STEPS - 1 if asked_for.of else 0}:
-            equal(*(np.load(tmp_path / f"{run}-{step}.npz") for run in (name, one)))
+            actual, expected = (np.load(tmp_path / f"{run}-{step}.npz") for run in (name, one))
+            equal(actual, expected, bound_of(name))
 
 
 @pytest.mark.slow

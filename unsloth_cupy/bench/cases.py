@@ -103,7 +103,7 @@ def sizes(scale: Scale) -> dict[str, Any]:
         **dict.fromkeys(("outputs", "outputs2", "outputs3"), outputs),
         **dict.fromkeys(("rank", "rank2", "rank3"), 16),
         "ranks": 32,  # the sum of the LoRA ranks of two adapters
-        **{"one": 1, "state": 128, "order": 16, "bound": 1.0},
+        **{"one": 1, "state": 128, "d_state": 16, "bound": 1.0},
         "half": scale.dim // 2,
         "value_dim": scale.dim,
         "queries": scale.queries or tokens,

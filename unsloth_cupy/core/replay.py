@@ -225,7 +225,8 @@ class Recording:
         changes = [0] * (len(uses) + 1)
         for n, (new, shape, dtype) in enumerate(self.forms):
             base = bases[before + n]
-            start, stop = places.get(before + n, [0])[0], places.get(base, [0])[-1]
+            uses_of_base = places.get(base, [0])  # the first also for a view that nothing uses
+            start, stop = places.get(before + n, uses_of_base)[0], uses_of_base[-1]
             makes[start].append(n)
             size = 0 if new is None else math.prod(shape) * dtype.itemsize
             changes[start] += size

@@ -43,6 +43,10 @@ def check_invariant(config: Config, divided: bool, rows: Any, mask: Any) -> None
         refuse(f"the linear layers of a {kind} round their inputs, and have no fixed order here")
     if any(rope.original is not None for rope in config.ropes.values()):
         refuse(f"the rotary angles of a {kind} depend on the length of the whole text")
+    if rows is not None and len({config.heads_of(layer) for layer in range(config.layers)}) > 1:
+        refuse(
+            f"a cache pads the heads of a {kind} to one size, and adds in the order of this size"
+        )
     codes = isinstance(rows, PagedRows) and rows.cache.scales is not None
     if codes or (isinstance(rows, KVCache) and rows.dtype == np.int8):
         refuse("a cache of int8 codes rounds keys and values, which training does not")

@@ -68,8 +68,8 @@ def stream(model: Network, tokens: Array, mask: Array | None, options: Options) 
         return drafted(copy.copy(model), tokens, prompt, real, ends, options, model.drafts)
     prompts = [row[own] for row, own in zip(prompt, real, strict=True)]
     batch = batch_of(copy.copy(model), prompts, ends, options)
-    for row in batch.rows:  # as in transformers
-        row.behind = longest - most - len(row.tokens)
+    for each in batch.rows:  # as in transformers
+        each.behind = longest - most - len(each.tokens)
     return _columns(batch, model.config, tokens)
 
 

@@ -45,8 +45,8 @@ class Mixtures:
                 of the other experts' size), "same" (not at all: it has the size of the others), or
                 None if there is no shared expert
     dense       layers without experts: None, "leading" (the first ones), "stepped" (the first ones,
-                and all but every n-th), "every" (all but every n-th), or "single" (layers without
-                an MLP)
+                and all but every n-th), "every" (all but every n-th), "single" (layers without an
+                MLP), or "periodic" (any: the tensors of a file show them)
     own_size    whether experts and dense layers have different inner sizes
     """
 
@@ -98,7 +98,7 @@ class Architecture:
     experts: Mixtures | None = None
     absorbed: bool = True  # latent attention has one KV head, and values are a part of its keys
     fixed: tuple[float, float, float] | None = None  # scale_emb, scale_depth, dim_model_base
-    doubled: bool = True  # layers with the recurrence of Mamba2 have twice the model's channels
+    doubled: bool = True  # layers with the recurrence of Mamba have twice the model's channels
     listed: bool = False  # attention.head_count_kv is 0 in layers without attention
     folds: bool = False  # the factors of a model are multiplied into its weights
     tiled: bool = False  # value heads have another order in a file
@@ -286,7 +286,14 @@ ROWS = {
     "qwen3_next": Architecture("qwen3next", experts=NEXT),
     "qwen3_5_text": Architecture("qwen35", tiled=True),
     "qwen3_5_moe_text": Architecture("qwen35moe", tiled=True, experts=NEXT),
+    "mamba": Architecture("mamba"),
     "mamba2": Architecture("mamba2"),
+    "jamba": Architecture(
+        "jamba",
+        rotates="none",
+        listed=True,
+        experts=Mixtures(normalize=False, dense="periodic", own_size=False, optional=True),
+    ),
     "lfm2": Architecture("lfm2", any_head=False, listed=True),
     "lfm2_moe": Architecture(
         "lfm2moe",
@@ -558,8 +565,8 @@ def _is_one(rope: Rope) -> bool:
 
 
 def _problems_of_states(config: Config, known: Architecture) -> Iterator[str]:
-    """Yield how the recurrence of Mamba2 or of a delta rule differs."""
-    space, types = config.space, enumerate(config.layer_types)
+    """Yield how the recurrence of Mamba or of a delta rule differs."""
+    space, types = config.space or config.mamba, enumerate(config.layer_types)
     both = {config.attends(layer) for layer, kind in types if kind != MLP} == {True, False}
     if config.conv is not None and config.conv.bias:
         yield "has no bias in its short convolutions (conv_bias)"
@@ -574,8 +581,12 @@ def _problems_of_states(config: Config, known: Architecture) -> Iterator[str]:
         return
     if known.doubled and space.inner != 2 * config.hidden:
         yield f"has {2 * config.hidden} channels in its layers, not {space.inner} (expand)"
-    if space.bias or space.out_bias or not space.conv_bias:
+    out_bias = config.space is not None and config.space.out_bias
+    if space.bias or out_bias or not space.conv_bias:
         yield "has a bias in its convolution, and none in its projections"
+    if config.space is None:
+        return
+    space = config.space
     if space.norm == "before":
         yield "has a norm after the gate, not before it (mamba_norm_before_gate)"
     if config.model_type == "nemotron_h" and space.least != LEAST:
@@ -658,7 +669,8 @@ def _problems_of_experts(config: Config, experts: Experts, known: Mixtures) -> I
     if known.clamped and (experts.limit, experts.alpha) != (7.0, 1.702):
         yield "limits gates at 7 and multiplies them by 1.702"
     yield from _problems_of_shared(experts, known)
-    yield from _problems_of_dense(config, experts, known)
+    if known.dense != "periodic":
+        yield from _problems_of_dense(config, experts, known)
 
 
 def _problems_of_dense(config: Config, experts: Experts, known: Mixtures) -> Iterator[str]:

@@ -17,6 +17,7 @@ from ..configs.config import (
     Latent,
     Rope,
 )
+from ..configs.mamba import Mamba
 from ..configs.state_space import StateSpace
 from . import MODULES
 from ._families import (
@@ -114,6 +115,8 @@ def _of_blocks(config: Config, known: Architecture) -> Values:
         values |= _delta(config, config.delta, known)
     if config.space is not None:
         values |= _of_states(config.space)
+    if config.mamba is not None:
+        values |= _of_mamba(config.mamba)
     if config.conv is not None:
         values["shortconv.l_cache"] = config.conv.taps
     if config.latent is not None:
@@ -186,6 +189,16 @@ def _of_states(space: StateSpace) -> Values:
     }
 
 
+def _of_mamba(rule: Mamba) -> Values:
+    """Return the keys of layers with the recurrence of Mamba."""
+    return {
+        "ssm.conv_kernel": rule.taps,
+        "ssm.state_size": rule.state,
+        "ssm.time_step_rank": rule.rank,
+        "ssm.inner_size": rule.inner,
+    }
+
+
 def _delta(config: Config, delta: Delta, known: Architecture) -> Values:
     """Return the keys of layers with a delta rule."""
     if known.listed:
@@ -252,7 +265,7 @@ def _experts(experts: Experts, known: Mixtures) -> Values:
         keys["expert_shared_count"] = experts.shared // experts.inner
     if known.dense == "every":
         keys["interleave_moe_layer_step"] = step_of(experts)
-    elif known.dense is not None:
+    elif known.dense not in (None, "periodic"):
         keys["leading_dense_block_count"] = leading
     if known.dense == "stepped":
         keys["interleave_moe_layer_step"] = step

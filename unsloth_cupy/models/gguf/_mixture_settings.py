@@ -69,7 +69,7 @@ def sized_settings(keys: Keys, layers: int, pattern: Any) -> dict[str, Any]:
     """
     slides = pattern[:layers] if isinstance(pattern, list) else []
     if len(slides) < layers:
-        keys.refuse(f"{keys.name}.attention.sliding_window_pattern is no list of {layers} layers")
+        keys.refuse(f"{keys.name}.attention.sliding_window_pattern must list {layers} layers")
     shared = keys.take("attention.shared_kv_layers") or 0
     heads, inner = (
         keys.of_layers(key, layers) for key in ("attention.head_count_kv", "feed_forward_length")
@@ -166,6 +166,25 @@ def space_settings(keys: Keys, names: Mapping[str, str], hidden: int) -> dict[st
     return {names[size]: value for size, value in sizes.items() if size in names}
 
 
+def mamba_settings(keys: Keys, names: Mapping[str, str], hidden: int) -> dict[str, Any]:
+    """Return the keys of layers with the recurrence of Mamba, named as in a family."""
+    inner = keys.need("ssm.inner_size")
+    sizes = {
+        **{"expand": inner // hidden, "inner": inner, "rank": keys.need("ssm.time_step_rank")},
+        **{"state": keys.need("ssm.state_size"), "taps": keys.need("ssm.conv_kernel")},
+    }
+    return {names[size]: value for size, value in sizes.items() if size in names}
+
+
+def periodic(keys: Keys, kind: str, chosen: list[int], layers: int) -> dict[str, int]:
+    """Return the keys for the chosen layers: every n-th from one on; raise for other layers."""
+    first = chosen[0] if chosen else layers
+    period = chosen[1] - first if len(chosen) > 1 else max(layers, first + 1)
+    if first >= period or chosen != [*range(first, layers, period)]:
+        keys.refuse(f"its layers with {kind} are {chosen}, not every n-th")
+    return {f"{kind}_layer_period": period, f"{kind}_layer_offset": first}
+
+
 def mixture_settings(keys: Keys, rules: Mixture, known: Mixtures) -> dict[str, Any]:
     """Return the keys of a mixture of experts."""
     count, k = keys.need("expert_count"), keys.need("expert_used_count")
@@ -188,6 +207,10 @@ def mixture_settings(keys: Keys, rules: Mixture, known: Mixtures) -> dict[str, A
 def _layers(keys: Keys, rules: Mixture, known: Mixtures) -> dict[str, Any]:
     """Return the keys that choose the layers with experts."""
     leading = keys.take("leading_dense_block_count") or 0
+    if known.dense == "periodic":
+        names = [name.split(".") for name in keys.file.tensors if name.startswith("blk.")]
+        chosen = sorted(int(number) for _, number, part, *_ in names if part == "ffn_gate_inp")
+        return periodic(keys, "expert", chosen, 1 + max(int(name[1]) for name in names))
     if known.dense == "leading":
         return {rules.first: leading}
     if known.dense == "every":

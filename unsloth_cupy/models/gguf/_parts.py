@@ -224,6 +224,27 @@ SPACE: Mapping[str, tuple[Any, ...]] = {  # tensors of a layer with the recurren
 }
 
 
+MAMBA: Mapping[str, tuple[Any, ...]] = {  # tensors of a layer with the recurrence of Mamba
+    **{name: each for name, each in SPACE.items() if name not in ("dt_bias", "norm.weight")},
+    "x_proj.weight": (MODEL_TENSOR.SSM_X,),
+    "dt_proj.weight": (MODEL_TENSOR.SSM_DT,),
+    "dt_proj.bias": (MODEL_TENSOR.SSM_DT, ".bias"),
+    "dt_layernorm.weight": (MODEL_TENSOR.SSM_DT_NORM,),
+    "b_layernorm.weight": (MODEL_TENSOR.SSM_B_NORM,),
+    "c_layernorm.weight": (MODEL_TENSOR.SSM_C_NORM,),
+}
+
+
+def _of_mamba(name: str, layer: int, shape: tuple[int, ...]) -> Parts:
+    """Return the tensor of a parameter of a layer with the recurrence of Mamba."""
+    tensor, *end = MAMBA[name]
+    own = gguf.TENSOR_NAMES[tensor].format(bid=layer) + (end[0] if end else ".weight")
+    if name == "conv1d.weight":
+        return Parts((Part(own, (shape[0], shape[2]), _taps),), _channels)
+    of, back = (_decay, _log_decay) if name == "A_log" else (as_it_is, as_it_is)
+    return Parts((Part(own, shape, of),), back)
+
+
 def _of_space(space: StateSpace, name: str, layer: int, shape: tuple[int, ...]) -> Parts:
     """Return the tensors of a Mamba2 parameter; vectors over heads become columns."""
     tensor, *end = SPACE[name]
@@ -308,6 +329,8 @@ def parts_of(call: str, config: Config, known: Architecture) -> Callable[[str], 
         own = inner.removeprefix(module)
         if config.space is not None and own != inner and own in SPACE:
             return _of_space(config.space, own, layer, shape)
+        if config.mamba is not None and own != inner and own in MAMBA:
+            return _of_mamba(own, layer, shape)
         if latent and known.absorbed and inner == "self_attn.kv_b_proj.weight":
             keys, values = (
                 f"{gguf.TENSOR_NAMES[each].format(bid=layer)}.weight"

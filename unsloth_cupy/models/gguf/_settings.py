@@ -28,7 +28,9 @@ from ._mixture_settings import (
     kimi_settings,
     latent_settings,
     layer_settings,
+    mamba_settings,
     mixture_settings,
+    periodic,
     sized_settings,
     space_settings,
 )
@@ -110,6 +112,9 @@ def _of_layers(
     if known.listed:
         other = CONV if family.conv else LINEAR
         types = layer_settings(keys, layers, single=family.single, other=other)
+        if family.mamba is not None:
+            chosen = [n for n, kind in enumerate(types["layer_types"]) if kind == FULL]
+            types = periodic(keys, "attn", chosen, layers)
     elif known.sized:
         types = sized_settings(keys, layers, pattern)
     elif known.rotates == "chunked":
@@ -127,6 +132,8 @@ def _of_branches(
         values |= indexer_settings(keys, layers, "indexer_types" in family.defaults)
     if family.space is not None:
         values |= space_settings(keys, family.space, hidden)
+    if family.mamba is not None:
+        values |= mamba_settings(keys, family.mamba, hidden)
     if family.conv:
         values |= conv_settings(keys, family.defaults)
     if known.delta:

@@ -30,10 +30,10 @@ WIDEST = 64  # the most states of a channel: 16 threads, whose products have roo
 
 
 @op(
-    "x(batch, tokens, inner), dt(batch, tokens, inner): param, a_log(inner, order): param,"
-    " b(batch, tokens, order), c(batch, tokens, order), d?(inner): param, dt_bias?(inner): param,"
-    " initial?(states, inner, order): stat, offsets?(texts+1): int"
-    " -> y(batch, tokens, inner), final(ends, inner, order): stat",
+    "x(batch, tokens, inner), dt(batch, tokens, inner): param, a_log(inner, d_state): param,"
+    " b(batch, tokens, d_state), c(batch, tokens, d_state), d?(inner): param,"
+    " dt_bias?(inner): param, initial?(states, inner, d_state): stat, offsets?(texts+1): int"
+    " -> y(batch, tokens, inner), final(ends, inner, d_state): stat",
     bound=ends,
 )
 def selective_scan(
@@ -50,7 +50,7 @@ def selective_scan(
 ) -> tuple[Array, Array]:
     """Run the recurrence of Mamba along the tokens of each text.
 
-    For each channel, with states h of (order,) and a rate ``r = softplus(dt + dt_bias)``:
+    For each channel, with states h of (d_state,) and a rate ``r = softplus(dt + dt_bias)``:
     ``h = exp(-exp(a_log) * r) * h + r * x * b``, then ``y = sum(c * h) + d * x``.
 
     Parameters
@@ -58,14 +58,14 @@ def selective_scan(
     x : (batch, tokens, inner) float
     dt : (batch, tokens, inner) dtype of x or float32
         The step size of each token and channel, before the softplus.
-    a_log : (inner, order) dtype of x or float32
+    a_log : (inner, d_state) dtype of x or float32
         The logarithms of the rates of decay of the states.
-    b, c : (batch, tokens, order) float
+    b, c : (batch, tokens, d_state) float
         The vectors with which a token writes to the states of all channels (b) and reads them (c).
     d : (inner,) dtype of x or float32, optional
         Factor of x that is added to y without the states (skip connection).
     dt_bias : (inner,) dtype of x or float32, optional
-    initial : (batch or texts, inner, order) dtype of final, optional
+    initial : (batch or texts, inner, d_state) dtype of final, optional
         The states before each text: ``final`` of the call on its earlier tokens; 0 by default.
     offsets : (texts + 1,) int, optional
         For texts that are packed in one row (batch 1): the index of the first token of each text,
@@ -74,7 +74,7 @@ def selective_scan(
     Returns
     -------
     y : (batch, tokens, inner) float
-    final : (batch or texts, inner, order) float32, or float64 for float64 arrays
+    final : (batch or texts, inner, d_state) float32, or float64 for float64 arrays
         The states after each text.
 
     Raises
@@ -221,9 +221,9 @@ def _launch_backward(
     dd, ddt_bias = (
         None if each is None else empty(each.shape, each.dtype, like=x) for each in (d, dt_bias)
     )
-    for rows, result in ((of_channels[:1], dd), (of_channels[1:], ddt_bias)):
+    for row, result in enumerate((dd, ddt_bias)):
         if result is not None:
-            column_sums(rows, result, None)
+            column_sums(of_channels[row : row + 1], result, None)
     return dx, ddt, da_log, db, dc, dd, ddt_bias, dinitial
 
 
@@ -253,7 +253,7 @@ class _Scan:
         self.arrays = [self.layout.lay(array) for array in (x, rate, b, c)]
 
     def begin(self, initial: Array | None) -> Array:
-        """Return the states before all texts: (texts, inner, order)."""
+        """Return the states before all texts: (texts, inner, d_state)."""
         if initial is not None:
             return initial
         wide = np.promote_types(self.arrays[0].dtype, FLOAT32)
@@ -269,9 +269,9 @@ class _Scan:
         return array[:, slice(*self.layout.spans[number])]
 
     def states(self, number: int, state: Array) -> tuple[Array, Array]:
-        """Return the states after each token of a chunk, and decays: (batch, chunk, inner, order).
+        """Return the states after each token of a chunk, and decays.
 
-        ``state`` are those before the chunk.
+        Both are (batch, chunk, inner, d_state); ``state`` are the states before the chunk.
         """
         x, rate, b, _ = (self.take(number, array) for array in self.arrays)
         decays = np.exp(rate[..., None] * self.slope)
@@ -313,7 +313,7 @@ selective_scan_backward.require(_check)
 def _without_kernel(b: Array) -> str | None:
     """Return why the kernels do not support a call; None if they do."""
     state = b.shape[2]
-    return f"order={state}: the kernels support up to {WIDEST}" if state > WIDEST else None
+    return f"d_state={state}: the kernels support up to {WIDEST}" if state > WIDEST else None
 
 
 @functools.cache

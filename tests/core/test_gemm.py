@@ -7,6 +7,8 @@ by columns, as cuBLAS documents: a wrong order of arguments, flag or stride give
 import contextlib
 import ctypes
 import itertools
+import os
+import subprocess
 import sys
 import threading
 import tracemalloc
@@ -316,6 +318,60 @@ def test_empty_axes(cublas: Cublas, where: str) -> None:
         )
         assert (out == 0).all()
     assert cublas.calls == []
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("count", [1, 3])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("how", WAYS)
+def test_few_rows(
+    monkeypatch: pytest.MonkeyPatch, how: str, dtype: Any, count: int, in_place: bool
+) -> None:
+    monkeypatch.setattr(common_gemm, "reads_in_place", lambda: in_place)
+    monkeypatch.setattr(common_gemm, "SHARE", 2**12)
+    monkeypatch.setattr(common_gemm.threads, "count", lambda: count)
+    for m, k, n in ((2, 128, 257), (7, 1000, 131), (16, 515, 99), (32, 2500, 33), (33, 256, 256)):
+        a, weight = draw(m, k, dtype=dtype), draw(n, k, dtype=dtype, seed=1)
+        before = draw(m, n, dtype=dtype, seed=2)
+        for add in (False, True):
+            out = lying(before.copy(), how)
+            gemm(lying(a, how), lying(weight, how).T, out=out, add=add)
+            check(out, before * add + a.astype(np.float64) @ weight.T.astype(np.float64), k)
+
+
+@pytest.mark.parametrize("rows", [2, 5, 8, 17, 32])
+def test_parts_of_a_weight_for_few_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """OpenBLAS reads both operands of these parts in place: sgemm_small_kernel_permit_skylakex."""
+    times, seen = common_gemm._times, list[Any]()
+
+    def recorded(a: Any, b: Any, out: Any = None) -> Any:
+        seen.append((len(a), *b.shape[-2:], 1 if b.ndim == 2 else len(b)))
+        return times(a, b, out)
+
+    monkeypatch.setattr(common_gemm, "_times", recorded)
+    monkeypatch.setattr(common_gemm, "reads_in_place", lambda: True)
+    x, weight = draw(rows, 1000, dtype=np.float32), draw(900, 1000, dtype=np.float32)
+    linear(x, weight)
+    assert sum(n * parts for _, _, n, parts in seen) == 900
+    for m, k, n, _ in seen:
+        assert m * n <= 1200
+        assert m * k * n <= 10**6
+
+
+@pytest.mark.parametrize(("core", "expected"), [("SkylakeX", True), ("Haswell", False)])
+def test_kernels_that_read_in_place(core: str, expected: bool) -> None:
+    """A process with OpenBLAS's kernels for a processor, unless NumPy's BLAS has no such name."""
+    code = (
+        "import threadpoolctl; from unsloth_cupy.ops.common.gemm import reads_in_place;"
+        " print(threadpoolctl.threadpool_info()[0].get('architecture'), reads_in_place())"
+    )
+    environment = {**os.environ, "OPENBLAS_CORETYPE": core}
+    command = [sys.executable, "-c", code]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    name, actual = run.stdout.split()
+    if name != core:
+        pytest.skip(f"the BLAS here computes with {name}")
+    assert actual == str(expected)
 
 
 def test_sums_are_float32(cublas: Cublas) -> None:

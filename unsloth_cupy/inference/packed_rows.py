@@ -385,9 +385,10 @@ class Part:
             self.groups[left, in_chunk] = self._groups(left, in_chunk)
         stored = [each.reshape(-1, *each.shape[2:]) for each in (k_pages, v_pages)]
         for rows, slots, mask in self.groups[left, in_chunk]:
-            k, v = (each[slots] for each in stored)
             if type(slots) is slice:
-                k, v = k[None], v[None]
+                k, v = (each[None, slots] for each in stored)
+            else:  # an index of an array takes 1.5 times as long as take
+                k, v = (each.take(slots, axis=0) for each in stored)
             if len(q) == 1:
                 return attention(q, k, v, mask=mask, **options)
             out[rows] = attention(q[rows], k, v, mask=mask, **options)

@@ -122,27 +122,29 @@ def likeliest_of(logits: Any) -> Any:
 
 def draw(logits: Array, options: Any, uniform: float) -> int:
     """Return the token at which the cumulative sum of the allowed probabilities passes uniform."""
-    order = np.arange(logits.size)
+    order: Any = None  # the tokens of candidates; None: all
+    candidates = logits
     if options.top_k is not None:
         order = likeliest(logits, options.top_k)
-    candidates = logits[order]
+        candidates = logits[order]
     with np.errstate(over="ignore"):  # the quotient overflows to -inf at temperatures near 0
         weights = np.exp((candidates - candidates.max()) / options.temperature)
     if options.top_p is not None:
         share = options.top_p * weights.sum()
-        for count in (FEW, order.size):
+        for count in (FEW, candidates.size):
             first = likeliest(candidates, count)
             cumulative = weights[first].cumsum()
-            if cumulative[-1] > share or count >= order.size:
+            if cumulative[-1] > share or count >= candidates.size:
                 break
         first = first[: np.searchsorted(cumulative, share) + 1]
-        order, weights = order[first], weights[first]
+        order, weights = first if order is None else order[first], weights[first]
     if options.min_p is not None:
         weights = np.where(weights < options.min_p, 0, weights)
     cumulative = weights.cumsum()
     index = np.searchsorted(cumulative, uniform * cumulative[-1], side="right")
     last = np.searchsorted(cumulative, cumulative[-1])  # tokens after it have probability 0
-    return int(order[min(index, last)])
+    place = min(index, last)
+    return int(place if order is None else order[place])
 
 
 def draw_all(logits: Array, options: Any, uniform: Array) -> Array:

@@ -27,6 +27,7 @@ from ...core.replay import Recorded, is_fixed
 from ...core.stand_in import is_planned, representative_steps
 from ...errors import DTypeError, KernelError, ShapeError
 from ...placement import PER_THREAD
+from . import threads
 from .fixed_order import fixed_product
 
 # NumPy: bytes of the part of a 16-bit operand that is widened at a time, so that no whole wide copy
@@ -35,10 +36,17 @@ from .fixed_order import fixed_product
 BLOCK_BYTES = 8 * 2**20
 SUM_BYTES = 2**20
 BLOCK = 64
-# NumPy: most rows times a weight of at least so many numbers that are computed as weight @ rows.T.
-# OpenBLAS 0.3.31 takes 1.2 to 1.7 times as long for rows @ weight.T with its AVX-512 kernels; with
-# those for AVX2 both take equally long (256 x 1024 to 4096 x 1024, float32, a thread of an EPYC).
-FEW, LARGE = 32, 2**16
+# NumPy: most rows times the transpose of a weight of at least so many numbers that are computed in
+# another form.  OpenBLAS's AVX-512 kernels read small operands in place, which else are copied
+# first: operands of at most so many multiplications, for at most so many results
+# (sgemm_small_kernel_permit_skylakex.c).  Weights multiplied in such parts take 0.35 to 0.9 of the
+# time of weight @ rows.T, which takes 0.6 to 0.9 of that of rows @ weight.T, for 2 to 24 rows, and
+# longer if parts have fewer than LEAST columns (256 x 1024 to 14336 x 1024, float32, one thread of
+# an EPYC, OpenBLAS 0.3.31).  For its AVX2 kernels all three are about equal.
+FEW, LARGE = 32, 2**15
+IN_PLACE = {"skylakex", "cooperlake", "sapphirerapids"}
+MULTIPLICATIONS, RESULTS, LEAST = 10**6, 1200, 4
+SHARE = 2**20  # numbers of a weight for each thread: about 0.2 ms of work
 
 # cuBLAS's numbers of dtypes, and of compute types (CUBLAS_COMPUTE_32F, _64F) with their scalars
 DTYPES = {FLOATS[0]: 2, FLOATS[1]: 14, FLOATS[2]: 0, FLOATS[3]: 1}
@@ -139,16 +147,57 @@ def _by_rows(a: Array, b: Array, out: Array, step: int, add: bool) -> None:
 
 def _wide(a: Array, b: Array, out: Array, add: bool) -> None:
     """Write or add a product to out; all three arrays are float32, or all float64."""
-    if not add:
-        if 1 < len(a) <= FEW and b.strides[0] == b.itemsize and b.size >= LARGE:
-            out[...] = _times(b.T, a.T).T
-        else:
-            _times(a, b, out)
+    few = 1 < len(a) <= FEW and b.strides[0] == b.itemsize and b.size >= LARGE
+    if few and not add:
+        _few(a, b, out)
+    elif not add:
+        _times(a, b, out)
+    elif few:
+        product = np.empty_like(out)
+        _few(a, b, product)
+        out += product
+    else:
+        step = max(BLOCK, SUM_BYTES // (out.shape[1] * out.itemsize))
+        for top in representative_steps(a, range(0, len(a), step)):
+            part = slice(top, top + step)
+            out[part] += _times(a[part], b)  # matmul cannot add: few rows keep its temporary small
+
+
+def _few(a: Array, b: Array, out: Array) -> None:
+    """Write the product of a few rows and the transpose of a large weight to out."""
+    (m, k), n = a.shape, b.shape[1]
+    step = min(MULTIPLICATIONS // (m * k), RESULTS // m)
+    contiguous = a.strides[1] == a.itemsize and out.strides[1] == out.itemsize
+    if step < LEAST or not contiguous or not reads_in_place():
+        out[...] = _times(b.T, a.T).T
         return
-    step = max(BLOCK, SUM_BYTES // (out.shape[1] * out.itemsize))
-    for top in representative_steps(a, range(0, len(a), step)):
-        part = slice(top, top + step)
-        out[part] += _times(a[part], b)  # matmul cannot add: few rows keep its temporary small
+    whole = n - n % step
+    if whole == 0:
+        _times(a, b, out)
+        return
+    weight = b.T[:whole].reshape(-1, step, k).swapaxes(1, 2)
+    results = out[:, :whole].reshape(m, -1, step).swapaxes(0, 1)
+    shares = min(threads.count(), b.size // SHARE)
+    if shares < 2:
+        _times(a, weight, results)
+    else:
+        share = -(-len(weight) // shares)
+
+        def times(first: int) -> None:
+            part = slice(first, first + share)
+            _times(a, weight[part], results[part])
+
+        threads.each(times, range(0, len(weight), share))
+    if whole < n:
+        _times(a, b[:, whole:], out[:, whole:])
+
+
+@functools.cache
+def reads_in_place() -> bool:
+    """Return whether NumPy's BLAS has kernels that read small operands in place."""
+    from threadpoolctl import threadpool_info
+
+    return any(each.get("architecture", "").lower() in IN_PLACE for each in threadpool_info())
 
 
 def _times(a: Array, b: Array, out: Array | None = None) -> Array:

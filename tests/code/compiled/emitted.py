@@ -56,12 +56,13 @@ ALIGNED_OTHERWISE = {
     "schedule_free_step": "a table of addresses also has the alignment of each array",
     "nf4_product_": "the begin of a row of codes is a quotient, which the proof does not follow",
     "int8_linear": "a pair of columns begins at an even column, which PAIRS asserts",
+    "ternary_codes": "codes are a new array, in chunks of 16 bytes",
     "ternary_linear": "WIDE and X_WIDE give the alignment of rows of words and of x, not LANES",
 }
 OTHER_WIDTHS = (  # they read workspaces or another array by 16 bytes, whatever LANES is
     *("delta_states", "delta_state_gradients"),
     *("ssd_states", "ssd_state_gradients"),
-    *("rounded_sum_", "nf4_rounded_sum_"),
+    *("rounded_sum_", "nf4_rounded_sum_", "ternary_codes"),
     *("divergence_forward", "divergence_backward"),
 )
 SPLIT = {  # kernels with stores side by side that are not joined, and why

@@ -387,8 +387,8 @@ class Part:
         for rows, slots, mask in self.groups[left, in_chunk]:
             if type(slots) is slice:
                 k, v = (each[None, slots] for each in stored)
-            else:  # an index of an array takes 1.5 times as long as take
-                k, v = (each.take(slots, axis=0) for each in stored)
+            else:  # each[slots] takes 1.4 times as long
+                k, v = (np.take(each, slots, axis=0) for each in stored)
             if len(q) == 1:
                 return attention(q, k, v, mask=mask, **options)
             out[rows] = attention(q[rows], k, v, mask=mask, **options)

@@ -127,6 +127,9 @@ FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "shares_memory": lambda new, a, b: False,  # there are no elements
     "sort": lambda new, x, **_: new(x.shape, x.dtype),
     "stack": _stacked,
+    "take": lambda new, x, index, axis: new(
+        (*x.shape[:axis], *index.shape, *x.shape[axis + 1 :]), x.dtype
+    ),
     "take_along_axis": lambda new, x, index, axis: new(index.shape, x.dtype),
     "tile": lambda new, x, times: new(x.size * times, x.dtype),
     "tril": lambda new, x, k=0: new(x.shape, x.dtype),

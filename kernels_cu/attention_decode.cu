@@ -371,7 +371,7 @@ attention_decode(const T *__restrict__ q, const C *__restrict__ k, const C *__re
         sum[half] = quad_sum(sum[half]);
         float *const to = results + (warp * ROWS + lane / 4 + half * 8) * Part::PITCH;
         if (lane % 4 == 0) {
-            to[Part::TOP] = __fmul_rn(top[half], scores.unit);
+            to[Part::TOP] = level_of(top[half], scores.unit);
             to[Part::SUM] = sum[half];
         }
 #pragma unroll
@@ -394,7 +394,7 @@ attention_decode(const T *__restrict__ q, const C *__restrict__ k, const C *__re
             const int row = i / Part::QUADS, column = i % Part::QUADS * 4;
             Part::put(to + row * Part::PITCH, column,
                       Part::merged<WARPS>(results + row * Part::PITCH, column, WARPS,
-                                          ROWS * Part::PITCH));
+                                          ROWS * Part::PITCH, scores.unit));
         }
         __syncthreads();
         if (!last_to_arrive(arrived + sequence, several, last)) return;
@@ -406,10 +406,10 @@ attention_decode(const T *__restrict__ q, const C *__restrict__ k, const C *__re
     for (int i = threadIdx.x; i < rows * Part::QUADS; i += THREADS) {
         const int row = first_row + i / Part::QUADS, column = i % Part::QUADS * 4;
         Merged m = Part::merged<16>(from + (row - first_row) * Part::PITCH, column,
-                                    several > 1 ? several : WARPS, stride, missing);
+                                    several > 1 ? several : WARPS, stride, scores.unit, missing);
         const int query_head = kv_head * group + row % group;
         if (sinks != nullptr) {
-            const float weight = add_sink(m.top, m.sum, (float)sinks[query_head] * LOG2E);
+            const float weight = add_sink(m.top, scores.unit, m.sum, (float)sinks[query_head]);
 #pragma unroll
             for (int j = 0; j < 4; j++) m.value[j] *= weight;
         }
@@ -422,6 +422,6 @@ attention_decode(const T *__restrict__ q, const C *__restrict__ k, const C *__re
         store(out + (token * heads + query_head) * VALUE_DIM + column, m.value);
         if (column == 0)
             lse[((long long)batch * heads + query_head) * queries + row / group] =
-                log_sum_exp(m.top, m.sum);
+                log_sum_exp(m.top, scores.unit, m.sum);
     }
 }

@@ -208,11 +208,11 @@ attention_forward(const T *__restrict__ q, const T *__restrict__ k, const T *__r
     lse += (VARLEN ? first_query : first_query * heads) + (long long)head * all_queries;
     each_row<WARP_TILES>([&](int m, int half) {
         const int row = top_row + m * 16 + half * 8 + lane / 4;
-        float total = quad_sum(sum[m][half]), most = __fmul_rn(top[m][half], scores.unit);
+        float total = quad_sum(sum[m][half]), most = level_of(top[m][half], scores.unit);
         float weight = 1;
-        if (sinks != nullptr) weight = add_sink(most, total, (float)sinks[head] * LOG2E);
+        if (sinks != nullptr) weight = add_sink(most, scores.unit, total, (float)sinks[head]);
         if (row >= queries) return;
-        if (lane % 4 == 0 && slice == 0) lse[row] = log_sum_exp(most, total);
+        if (lane % 4 == 0 && slice == 0) lse[row] = log_sum_exp(most, scores.unit, total);
         weight = total == 0 ? 0 : weight / total;
         if constexpr (DROPOUT) weight *= scores.keep_scale;
         T *const to = out + (long long)row * out_stride;

@@ -246,11 +246,12 @@ attention_forward_sm90(
 #pragma unroll
         for (int half = 0; half < 2; half++) {
             const int row = job.first_row + warp * 16 + half * 8 + lane / 4;
-            float total = quad_sum(sum[half]), most = __fmul_rn(top[half], scores.unit);
+            float total = quad_sum(sum[half]), most = level_of(top[half], scores.unit);
             float weight = 1;
-            if (sinks != nullptr) weight = add_sink(most, total, (float)sinks[job.head] * LOG2E);
+            if (sinks != nullptr)
+                weight = add_sink(most, scores.unit, total, (float)sinks[job.head]);
             const bool in_range = row < job.queries;
-            if (in_range && lane % 4 == 0) to_lse[row] = log_sum_exp(most, total);
+            if (in_range && lane % 4 == 0) to_lse[row] = log_sum_exp(most, scores.unit, total);
             weight = total == 0 ? 0 : weight / total;
             put_row_of_lanes(to + (long long)row * heads * VALUE_DIM, o, half, weight, in_range,
                              VALUE_DIM);

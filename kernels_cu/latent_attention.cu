@@ -86,15 +86,17 @@ DEVICE void put_scores(float *scores, const Tile<E, COLUMNS> &queries,
     } else {
         for (int i = threadIdx.x; i < ROWS * TILE_KEYS; i += THREADS) {
             const int row = i / TILE_KEYS, key = i % TILE_KEYS;
-            float4 part = {};
+            float4 parts[2] = {};  // eight sums: shorter chains of roundings
 #pragma unroll 4
             for (int at = 0; at < COLUMNS / 4; at++) {
                 const float4 x = *reinterpret_cast<const float4 *>(queries.at(row, at));
                 const float4 y = *reinterpret_cast<const float4 *>(keys.at(key, at));
+                float4 &part = parts[at % 2];
                 part.x = fmaf(x.x, y.x, part.x), part.y = fmaf(x.y, y.y, part.y);
                 part.z = fmaf(x.z, y.z, part.z), part.w = fmaf(x.w, y.w, part.w);
             }
-            scores[row * SCORES + key] = (part.x + part.y) + (part.z + part.w);
+            const auto sum = [](const float4 &v) { return (v.x + v.y) + (v.z + v.w); };
+            scores[row * SCORES + key] = sum(parts[0]) + sum(parts[1]);
         }
     }
 }
@@ -185,7 +187,8 @@ struct Work {
     }
     DEVICE void put_lse(float *lse, int row, float top, float sum, const Call &call) const {
         const int query = (first_row + row) / call.heads, head = (first_row + row) % call.heads;
-        lse[((long long)batch * call.heads + head) * call.queries + query] = log_sum_exp(top, sum);
+        lse[((long long)batch * call.heads + head) * call.queries + query] =
+            log_sum_exp(top, call.unit, sum);
     }
 };
 DEVICE int floats_of_part(const Call &call) {
@@ -321,7 +324,7 @@ latent_attention(const T *__restrict__ q, const T *__restrict__ latents,
 #pragma unroll
     for (int away = 1; away < PER_ROW; away *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, away);
     if (turn == 0) {
-        rescales[own_row] = top == NO_SCORE ? NO_SCORE : __fmul_rn(top, call.unit);
+        rescales[own_row] = top == NO_SCORE ? NO_SCORE : level_of(top, call.unit);
         sums[own_row] = sum;
     }
     __syncthreads();
@@ -373,7 +376,7 @@ latent_merge(const L *__restrict__ lengths, float *parts, T *__restrict__ out,
     const int row = i / Part::QUADS, column = i % Part::QUADS * 4;
     if (nodes == 1 || node >= results || row >= work.rows) return;
     Merged m = Part::merged<8>(parts + (slot + node * FAN) * part + row * Part::PITCH, column,
-                               min(FAN, nodes - node * FAN), part);
+                               min(FAN, nodes - node * FAN), part, call.unit);
     if (results > 1)
         return Part::put(parts + (slot + nodes + node) * part + row * Part::PITCH, column, m);
 #pragma unroll

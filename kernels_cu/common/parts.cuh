@@ -1,12 +1,12 @@
 // Attention over chunks of keys: each block has a part, and parts are merged in a fixed order.
 //
-// A row of a part is COLUMNS values, the largest score times log2(e), the sum of exp, two unused.
+// A row of a part is COLUMNS values, the level of the largest score, the sum of exp, two unused.
 #pragma once
 #include <common/last_block.cuh>
 #include <common/softmax.cuh>
 #include <common/vector.cuh>
 
-// The merged parts of a row: four columns, the largest score times log2(e), and the sum of exp.
+// The merged parts of a row: four columns, the level of the largest score, and the sum of exp.
 struct Merged { float value[4], top, sum; };
 
 template <int COLUMNS> struct Parts {
@@ -16,7 +16,7 @@ template <int COLUMNS> struct Parts {
     // Merge four columns of a row of several parts, which are `stride` floats apart.  AT_ONCE of
     // them are read together; the first group lacks `missing`.
     template <int AT_ONCE>
-    static DEVICE Merged merged(const float *row, int column, int parts, int stride,
+    static DEVICE Merged merged(const float *row, int column, int parts, int stride, float unit,
                                 int missing = 0) {
         Merged m = {{}, NO_SCORE, 0};
         for (int first = -missing; first < parts; first += AT_ONCE) {
@@ -33,13 +33,14 @@ template <int COLUMNS> struct Parts {
             const float before = m.top;
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) m.top = fmaxf(m.top, of[i].x);
-            const float shift = m.top == NO_SCORE ? 0.0f : m.top, rescale = exp2f(before - shift);
+            const float shift = m.top == NO_SCORE ? 0.0f : m.top;
+            const float rescale = exp_between(before - shift, unit);
 #pragma unroll
             for (int j = 0; j < 4; j++) m.value[j] *= rescale;
             m.sum *= rescale;
 #pragma unroll
             for (int i = 0; i < AT_ONCE; i++) {
-                const float weight = exp2f(of[i].x - shift);
+                const float weight = exp_between(of[i].x - shift, unit);
 #pragma unroll
                 for (int j = 0; j < 4; j++) m.value[j] = fmaf(weight, value[i][j], m.value[j]);
                 m.sum = fmaf(weight, of[i].y, m.sum);

@@ -5,8 +5,8 @@
 // 0) and the lower row (half 1) of each part.  Exponents have base 2: exp(x) is exp2(unit * x).
 //
 // In float32 the largest score is subtracted before the product with `unit`: its exp is exactly 1,
-// and a row that sees one key gets exactly its values.  In 16 bits that is so after rounding, and
-// one fma computes an exponent.
+// a row that sees one key gets exactly its values, and no product rounds lse.  In 16 bits a row
+// gets them after rounding, and one fma computes an exponent.
 #pragma once
 
 constexpr bool EXACT = sizeof(T) == sizeof(float);
@@ -31,10 +31,18 @@ DEVICE float row_max(float top, const float (&s)[N][4], int half) {
     return quad_max(top);
 }
 
-// The number subtracted from exponents; it is 0 for a row that has seen no key, so that the row
+// A score as it is subtracted from others, and exp of such a difference.
+DEVICE float level_of(float score, float unit) {
+    return EXACT ? score : __fmul_rn(score, unit);
+}
+DEVICE float exp_between(float difference, float unit) {
+    return exp2f(EXACT ? difference * unit : difference);
+}
+
+// The level that is subtracted from scores; it is 0 for a row that has seen no key, so that the row
 // gives exp2(-inf - 0) = 0, not NaN.
 DEVICE float shift_of(float top, float unit) {
-    return top == NO_SCORE ? 0.0f : EXACT ? top : __fmul_rn(top, unit);
+    return top == NO_SCORE ? 0.0f : level_of(top, unit);
 }
 
 // exp of a score less the largest, with the shift of that.
@@ -44,7 +52,7 @@ DEVICE float exp_of(float score, float unit, float shift) {
 
 // The factor of earlier sums and values when the largest score of a row has grown.
 DEVICE float rescale_of(float before, float unit, float shift) {
-    return exp2f(EXACT ? (before - shift) * unit : __fmul_rn(before, unit) - shift);
+    return exp_between(level_of(before, unit) - shift, unit);
 }
 
 // Turn the scores of a row into exp(score - top); return the sum over this lane's columns.
@@ -70,17 +78,19 @@ DEVICE void scale_row(float (&o)[N][4], int half, float by) {
         for (int e = 0; e < 2; e++) o[n][half * 2 + e] *= by;
 }
 
-// Add exp(sink) to the sum of a row; return the factor of its values.  Here and below, `top` and
-// `sink` have been multiplied by log2(e).
-DEVICE float add_sink(float &top, float &sum, float sink) {
+// Add exp(sink) to the sum of a row; return the factor of its values.  Here and below, `top` is the
+// level of the largest score.
+DEVICE float add_sink(float &top, float unit, float &sum, float sink) {
+    sink *= EXACT ? LOG2E / unit : LOG2E;
     const float both = fmaxf(top, sink);
     if (both == NO_SCORE) return 1;
-    const float ratio = exp2f(top - both);
-    sum = sum * ratio + exp2f(sink - both);
+    const float ratio = exp_between(top - both, unit);
+    sum = sum * ratio + exp_between(sink - both, unit);
     top = both;
     return ratio;
 }
 
-DEVICE float log_sum_exp(float top, float sum) {  // -inf where sum is 0
-    return fmaf(top, LN2, log2f(sum) * LN2);
+DEVICE float log_sum_exp(float top, float unit, float sum) {  // -inf where sum is 0
+    static_assert(LOG2E * LN2 == 1, "in float32 `top` is multiplied by the scale, or by 1");
+    return fmaf(top, EXACT ? unit * LN2 : LN2, log2f(sum) * LN2);
 }

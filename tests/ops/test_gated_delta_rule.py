@@ -16,6 +16,12 @@ from ..golden.golden import OpCase, op_cases
 from ..harness.parity import EPS, Case, KernelParity, emulator
 from ..machines.stand_in import gpu
 from .golden_cases import agree, both_dtypes, cast
+from .packed_texts import (
+    assert_any_schedule,
+    assert_bits_of_each_alone,
+    assert_states_go_on,
+    assert_texts_of_a_device_are_not_read,
+)
 
 # The public names, as other people's programs call them.
 PUBLIC = (
@@ -436,17 +442,7 @@ def both_ways(arrays: dict[str, np.ndarray], offsets: Any) -> list[Any]:
 
 
 def packed_and_alone(lengths: tuple[int, ...], *rest: Any) -> None:
-    """Raise unless packed texts have the bits of each text alone, in all results."""
-    arrays, offsets = drawn(lengths, *rest), np.cumsum([0, *lengths])
-    packed = both_ways(arrays, offsets)
-    for text, (start, stop) in enumerate(itertools.pairwise(offsets)):
-        state = {n: arrays[n][text : text + 1] for n in ("initial", "dfinal")}
-        own = {n: a[:, start:stop] for n, a in arrays.items() if n not in state}
-        alone = both_ways(own | state, None)
-        for each, parts in zip(alone[:-2], packed[:-2], strict=True):
-            assert each.tobytes() == parts[:, start:stop].tobytes()
-        for each, parts in zip(alone[-2:], packed[-2:], strict=True):
-            assert each.tobytes() == parts[text : text + 1].tobytes()
+    assert_bits_of_each_alone(both_ways, drawn(lengths, *rest), lengths, of_tokens=6)
 
 
 @both_decays
@@ -478,13 +474,7 @@ def test_tensor_cores_of_packed_texts_have_the_bits_of_each_alone(dim: int) -> N
     ids=["of tokens", "of channels", "tensor cores", "two warps"],
 )
 def test_any_schedule(rest: tuple[Any, ...]) -> None:
-    """Any order of threads and blocks gives equal bits."""
-    arrays = drawn((3, 4), *rest)
-    with emulator():
-        expected = both_ways(arrays, np.array([0, 3, 7]))
-    with emulator(seed=3):
-        actual = both_ways(arrays, np.array([0, 3, 7]))
-    assert [a.tobytes() for a in actual] == [a.tobytes() for a in expected]
+    assert_any_schedule(both_ways, drawn((3, 4), *rest), (3, 4))
 
 
 @both_decays
@@ -505,34 +495,18 @@ def test_heads_apart_have_the_bits_of_all_together(channels: Any, monkeypatch: A
     assert run() == together
 
 
-class Unread(np.ndarray):
-    """An array that plays one of a device, which the host must not read."""
-
-
 @both_decays
-def test_texts_of_a_device_are_not_read(channels: tuple[int, ...]) -> None:
-    """The definition pads them then, and their number of chunks is an upper bound."""
-    for lengths in ((5, 0, 130, 1, 64, 3), (0, 0), (64,), (0, 7, 0)):
-        arrays, offsets = drawn(lengths, np.float64, channels), np.cumsum([0, *lengths])
-        expected, actual = (both_ways(arrays, o) for o in (offsets, offsets.view(Unread)))
-        for one, other in zip(actual, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+@pytest.mark.parametrize("lengths", [(5, 0, 130, 1, 64, 3), (0, 0), (64,), (0, 7, 0)], ids=str)
+def test_texts_of_a_device_are_not_read(lengths: Any, channels: tuple[int, ...]) -> None:
+    assert_texts_of_a_device_are_not_read(both_ways, drawn(lengths, np.float64, channels), lengths)
 
 
 @both_decays
 def test_a_state_goes_on_with_a_text(channels: tuple[int, ...]) -> None:
     """In pieces of any length, down to one token."""
     arrays = drawn((100,), np.float64, channels)
-    inputs = [arrays[name] for name in NAMES]
-    whole, last = uc.gated_delta_rule(*inputs)
-    state, at, parts = None, 0, []
-    for length in (1, 1, 70, 20, 1, 7):
-        part = (a[:, at : at + length] for a in inputs)
-        out, state = uc.gated_delta_rule(*part, initial=state)
-        parts.append(out)
-        at += length
-    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(state, last, rtol=1e-9, atol=1e-12)  # type: ignore[arg-type]
+    inputs = {name: arrays[name] for name in NAMES}
+    assert_states_go_on(uc.gated_delta_rule, inputs, (1, 1, 70, 20, 1, 7))
 
 
 def test_wrong_calls() -> None:

@@ -11,6 +11,12 @@ from unsloth_cupy.core.dtypes import KERNEL_DTYPES
 from unsloth_cupy.errors import RangeError, ShapeError
 
 from ..harness.parity import Case, KernelParity, emulator
+from .packed_texts import (
+    assert_any_schedule,
+    assert_bits_of_each_alone,
+    assert_states_go_on,
+    assert_texts_of_a_device_are_not_read,
+)
 
 # The public names, as other people's programs call them.
 PUBLIC = (
@@ -102,15 +108,15 @@ def test_the_scan_of_transformers() -> None:
     )
     arrays = drawn((40,), np.float64)
     arrays["initial"] = np.zeros_like(arrays["initial"])  # their function has no states before
-    given = {n: torch.from_numpy(arrays[n]).requires_grad_() for n in NAMES}
+    tensors = {n: torch.from_numpy(arrays[n]).requires_grad_() for n in NAMES}
     own_float = torch.Tensor.float
     torch.Tensor.float = lambda self: self  # it computes in float32, wherever it is called
     try:
         y, final = mamba.mamba_selective_scan(
-            *(given["x"].transpose(1, 2), given["dt"].transpose(1, 2), -given["a_log"].exp()),
-            *(given["b"].transpose(1, 2), given["c"].transpose(1, 2)),
-            D=given["d"],
-            delta_bias=given["dt_bias"],
+            *(tensors["x"].transpose(1, 2), tensors["dt"].transpose(1, 2), -tensors["a_log"].exp()),
+            *(tensors["b"].transpose(1, 2), tensors["c"].transpose(1, 2)),
+            D=tensors["d"],
+            delta_bias=tensors["dt_bias"],
             delta_softplus=True,
             return_last_state=True,
         )
@@ -122,12 +128,12 @@ def test_the_scan_of_transformers() -> None:
         outputs.append(final)
         gradients.append(torch.from_numpy(arrays["dfinal"]))
     torch.autograd.backward(outputs, gradients)
-    expected = [y.detach(), *(given[n].grad for n in ("x", "dt", "b", "c")), final.detach()]
-    expected += [given[n].grad for n in ("a_log", "d", "dt_bias")]
-    actual = both_ways(arrays, None)
-    del actual[6]  # the gradient of the states before
-    for one, exact in zip(actual, expected, strict=True):
-        np.testing.assert_allclose(one, exact.numpy(), rtol=1e-9, atol=1e-10)
+    expected = [y.detach(), *(tensors[n].grad for n in ("x", "dt", "b", "c")), final.detach()]
+    expected += [tensors[n].grad for n in ("a_log", "d", "dt_bias")]
+    results = both_ways(arrays, None)
+    del results[6]  # the gradient of the states before
+    for actual, exact in zip(results, expected, strict=True):
+        np.testing.assert_allclose(actual, exact.numpy(), rtol=1e-9, atol=1e-10)
 
 
 def by_tokens(x: Any, dt: Any, a_log: Any, b: Any, c: Any, d: Any, bias: Any, state: Any) -> Any:
@@ -158,19 +164,8 @@ def test_the_recurrence(strength: float) -> None:
         np.testing.assert_allclose(one, exact, rtol=1e-4, atol=2e-5 * np.abs(exact).max())
 
 
-def packed_and_alone(lengths: tuple[int, ...], dtype: Any, *sizes: int) -> None:
-    """Raise unless packed texts have the bits of each text alone, in all results of tokens."""
-    arrays, offsets = drawn(lengths, dtype, *sizes), np.cumsum([0, *lengths])
-    packed = both_ways(arrays, offsets)
-    of_tokens = {"x", "dt", "b", "c", "dy"}
-    for text, (start, stop) in enumerate(itertools.pairwise(offsets)):
-        own = {n: a[:, start:stop] if n in of_tokens else a for n, a in arrays.items()}
-        own |= {n: arrays[n][text : text + 1] for n in ("initial", "dfinal")}
-        alone = both_ways(own, None)
-        for each, parts in zip(alone[:5], packed[:5], strict=True):
-            assert each.tobytes() == parts[:, start:stop].tobytes()
-        for each, parts in zip(alone[5:7], packed[5:7], strict=True):
-            assert each.tobytes() == parts[text : text + 1].tobytes()
+def packed_and_alone(lengths: tuple[int, ...], *rest: Any) -> None:
+    assert_bits_of_each_alone(both_ways, drawn(lengths, *rest), lengths, of_tokens=5)
 
 
 @pytest.mark.parametrize("dtype", [*KERNEL_DTYPES, np.dtype("float64")], ids=str)
@@ -189,41 +184,19 @@ def test_kernels_of_packed_texts_have_the_bits_of_each_alone(sizes: tuple[int, i
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(40, 16), (9, 40)], ids=str)
 def test_any_schedule(sizes: tuple[int, int]) -> None:
-    """Any order of threads and blocks gives equal bits."""
-    arrays = drawn((3, 35), np.float32, *sizes)
-    with emulator():
-        expected = both_ways(arrays, np.array([0, 3, 38]))
-    with emulator(seed=3):
-        actual = both_ways(arrays, np.array([0, 3, 38]))
-    assert [a.tobytes() for a in actual] == [a.tobytes() for a in expected]
+    assert_any_schedule(both_ways, drawn((3, 35), np.float32, *sizes), (3, 35))
 
 
-class Unread(np.ndarray):
-    """An array that plays one of a device, which the host must not read."""
-
-
-def test_texts_of_a_device_are_not_read() -> None:
-    """The definition pads them then, and their number of chunks is an upper bound."""
-    for lengths in ((5, 0, 35, 1, 16, 3), (0, 0), (0, 7, 0)):
-        arrays, offsets = drawn(lengths, np.float64), np.cumsum([0, *lengths])
-        expected, actual = (both_ways(arrays, o) for o in (offsets, offsets.view(Unread)))
-        for one, other in zip(actual, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+@pytest.mark.parametrize("lengths", [(5, 0, 35, 1, 16, 3), (0, 0), (0, 7, 0)], ids=str)
+def test_texts_of_a_device_are_not_read(lengths: tuple[int, ...]) -> None:
+    assert_texts_of_a_device_are_not_read(both_ways, drawn(lengths, np.float64), lengths)
 
 
 def test_states_go_on_with_a_text() -> None:
     """In pieces of any length, down to one token."""
     arrays = drawn((50,), np.float64)
     inputs = {name: arrays[name] for name in NAMES}
-    whole, last = uc.selective_scan(**inputs)
-    state, at, parts = None, 0, []
-    for length in (1, 1, 30, 10, 1, 7):
-        part = {n: a[:, at : at + length] if a.ndim == 3 else a for n, a in inputs.items()}
-        y, state = uc.selective_scan(**part, initial=state)
-        parts.append(y)
-        at += length
-    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(state, last, rtol=1e-9, atol=1e-12)  # type: ignore[arg-type]
+    assert_states_go_on(uc.selective_scan, inputs, (1, 1, 30, 10, 1, 7))
 
 
 def test_wrong_calls() -> None:

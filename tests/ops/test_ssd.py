@@ -1,6 +1,5 @@
 """State space duality: the recurrence, transformers' scan, texts packed and alone, kernels."""
 
-import itertools
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,12 @@ from ..harness.parity import (
     outputs_of,
     within_rule,
     worst_nearby,
+)
+from .packed_texts import (
+    assert_any_schedule,
+    assert_bits_of_each_alone,
+    assert_states_go_on,
+    assert_texts_of_a_device_are_not_read,
 )
 
 # The public names, as other people's programs call them.
@@ -190,16 +195,16 @@ def test_the_scan_of_transformers(bounds: tuple[float, float]) -> None:
         "transformers.models.bamba.modeling_bamba", reason="transformers computes the references"
     )
     arrays = drawn((70,), np.float64)
-    given = {n: torch.from_numpy(arrays[n]).requires_grad_() for n in (*NAMES, "initial")}
+    tensors = {n: torch.from_numpy(arrays[n]).requires_grad_() for n in (*NAMES, "initial")}
     torch.set_default_dtype(torch.float64)
     bamba_float = torch.Tensor.float
     torch.Tensor.float = lambda self: self  # it computes in float32, wherever it is called
     try:
         y, final = bamba.mamba2_chunk_scan(
-            *(given["x"], given["dt"], -given["a_log"].exp(), given["b"], given["c"], 16),
-            D=given["d"],
-            dt_bias=given["dt_bias"],
-            initial_states=given["initial"].transpose(2, 3),
+            *(tensors["x"], tensors["dt"], -tensors["a_log"].exp(), tensors["b"], tensors["c"], 16),
+            D=tensors["d"],
+            dt_bias=tensors["dt_bias"],
+            initial_states=tensors["initial"].transpose(2, 3),
             dt_softplus=True,
             dt_limit=bounds,
             return_final_states=True,
@@ -210,7 +215,7 @@ def test_the_scan_of_transformers(bounds: tuple[float, float]) -> None:
     final = final.transpose(2, 3)
     dfinal = torch.from_numpy(arrays["dfinal"])
     torch.autograd.backward([y, final], [torch.from_numpy(arrays["dy"]), dfinal])
-    gradients = [given[n].grad for n in ("x", "dt", "b", "c", "initial", "a_log", "d", "dt_bias")]
+    gradients = [tensors[n].grad for n in ("x", "dt", "b", "c", "initial", "a_log", "d", "dt_bias")]
     expected = [y.detach(), *gradients[:4], final.detach(), *gradients[4:]]
     limits = {"dt_min": bounds[0], "dt_max": bounds[1] if np.isfinite(bounds[1]) else None}
     for actual, exact in zip(both_ways(arrays, None, **limits), expected, strict=True):
@@ -245,18 +250,8 @@ def test_chunks_are_the_recurrence(strength: float) -> None:
 
 
 def packed_and_alone(lengths: tuple[int, ...], dtype: Any, *sizes: int) -> None:
-    """Raise unless packed texts have the bits of each text alone, in all results of tokens."""
-    arrays, offsets = drawn(lengths, dtype, *(sizes or (17, 1))), np.cumsum([0, *lengths])
-    packed = both_ways(arrays, offsets)
-    of_tokens = {"x", "dt", "b", "c", "dy"}
-    for text, (start, stop) in enumerate(itertools.pairwise(offsets)):
-        own = {n: a[:, start:stop] if n in of_tokens else a for n, a in arrays.items()}
-        own |= {n: arrays[n][text : text + 1] for n in ("initial", "dfinal")}
-        alone = both_ways(own, None)
-        for each, parts in zip(alone[:5], packed[:5], strict=True):
-            assert each.tobytes() == parts[:, start:stop].tobytes()
-        for each, parts in zip(alone[5:7], packed[5:7], strict=True):
-            assert each.tobytes() == parts[text : text + 1].tobytes()
+    arrays = drawn(lengths, dtype, *(sizes or (17, 1)))
+    assert_bits_of_each_alone(both_ways, arrays, lengths, of_tokens=5)
 
 
 @pytest.mark.parametrize("dtype", [*KERNEL_DTYPES, np.dtype("float64")], ids=str)
@@ -281,41 +276,18 @@ def test_tensor_cores_of_packed_texts_have_the_bits_of_each_alone(state: int) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("sizes", [(np.float32,), (KERNEL_DTYPES[1], 2, 1, 64, 64)], ids=str)
 def test_any_schedule(sizes: Any) -> None:
-    """Any order of threads and blocks gives equal bits."""
-    arrays = drawn((3, 70), *sizes)
-    with emulator():
-        expected = both_ways(arrays, np.array([0, 3, 73]))
-    with emulator(seed=3):
-        actual = both_ways(arrays, np.array([0, 3, 73]))
-    assert [a.tobytes() for a in actual] == [a.tobytes() for a in expected]
+    assert_any_schedule(both_ways, drawn((3, 70), *sizes), (3, 70))
 
 
-class Unread(np.ndarray):
-    """An array that plays one of a device, which the host must not read."""
-
-
-def test_texts_of_a_device_are_not_read() -> None:
-    """The definition pads them then, and their number of chunks is an upper bound."""
-    for lengths in ((5, 0, 130, 1, 64, 3), (0, 0), (0, 7, 0)):
-        arrays, offsets = drawn(lengths, np.float64), np.cumsum([0, *lengths])
-        expected, actual = (both_ways(arrays, o) for o in (offsets, offsets.view(Unread)))
-        for one, other in zip(actual, expected, strict=True):
-            np.testing.assert_allclose(one, other, rtol=1e-10, atol=1e-12)
+@pytest.mark.parametrize("lengths", [(5, 0, 130, 1, 64, 3), (0, 0), (0, 7, 0)], ids=str)
+def test_texts_of_a_device_are_not_read(lengths: tuple[int, ...]) -> None:
+    assert_texts_of_a_device_are_not_read(both_ways, drawn(lengths, np.float64), lengths)
 
 
 def test_a_state_goes_on_with_a_text() -> None:
     """In pieces of any length, down to one token."""
     arrays = drawn((100,), np.float64)
-    inputs = {name: arrays[name] for name in NAMES}
-    whole, last = uc.ssd(**inputs)
-    state, at, parts = None, 0, []
-    for length in (1, 1, 70, 20, 1, 7):
-        part = {n: a[:, at : at + length] if a.ndim > 1 else a for n, a in inputs.items()}
-        y, state = uc.ssd(**part, initial=state)
-        parts.append(y)
-        at += length
-    np.testing.assert_allclose(np.concatenate(parts, axis=1), whole, rtol=1e-9, atol=1e-12)
-    np.testing.assert_allclose(state, last, rtol=1e-9, atol=1e-12)  # type: ignore[arg-type]
+    assert_states_go_on(uc.ssd, {name: arrays[name] for name in NAMES}, (1, 1, 70, 20, 1, 7))
 
 
 def test_wrong_calls() -> None:

@@ -85,6 +85,15 @@ class Layout:
         """Return an array that is laid out in chunks as an array of tokens."""
         return array[:, self.home] if self.on_device else array
 
+    def before(self, number: int, begin: Array, state: Array | None) -> Array:
+        """Return the states before a chunk: begin at the start of a text, else ``state``."""
+        own: Array = begin[self.text[number]]
+        return own if state is None else _select(self.first[number], own, state)
+
+    def after(self, number: int, ends: Array, dstate: Array) -> Array:
+        """Return the gradients of states after a chunk: ends if a text ends there, else dstate."""
+        return _select(self.last[number], ends[self.text[number]], dstate)
+
 
 class Chunk(NamedTuple):
     """What a chunk computes from its own tokens, without the state."""
@@ -195,13 +204,8 @@ class Chunks:
         below = pairs[..., 1, :, :] * transposed(beta)
         return Chunk(rows, v, beta, decays, pairs, inverse(below))
 
-    def begin(self, number: int, initial: Array, state: Array | None) -> Array:
-        """Return the state before a chunk: initial at the start of a text, else ``state``."""
-        own: Array = initial[self.layout.text[number]]
-        return own if state is None else select(self.layout.first[number], own, state)
 
-
-def select(condition: Any, one: Array, other: Array) -> Array:
+def _select(condition: Any, one: Array, other: Array) -> Array:
     """Return ``one`` where the condition, which may be on a device, is True, else ``other``."""
     if isinstance(condition, bool):
         return one if condition else other

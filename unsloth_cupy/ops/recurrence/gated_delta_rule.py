@@ -26,7 +26,7 @@ from ...core.source import Constants
 from ...errors import ConfigError, ShapeError
 from ..common.checks import check_choice
 from ..common.no_kernel import no_kernel
-from ._chunks import Chunks, select
+from ._chunks import Chunks
 from ._texts import check_texts, count_of, ends, offsets_of
 
 CHUNK, THREADS, COLUMNS, SLAB = 64, 256, 32, 32  # as in common/delta.cuh
@@ -128,7 +128,7 @@ def gated_delta_rule(
     out = np.empty_like(chunks.arrays[2])
     to = chunks.by_head(out)
     for number in range(len(layout.spans)):
-        state = chunks.begin(number, begin, state)  # (batch or 1, heads, groups, dim, value_dim)
+        state = layout.before(number, begin, state)  # (batch or 1, heads, groups, dim, value_dim)
         own = chunks.at(number, every)
         u = own.beta * own.errors(state)
         chunks.take(number, to, every)[...] = own.out(state, u)
@@ -206,19 +206,18 @@ def gated_delta_rule_backward(
         kept: list[Any] = []
         state = None
         for number in range(count):
-            state, own = chunks.begin(number, begin[:, heads], state), chunks.at(number, heads)
+            state, own = layout.before(number, begin[:, heads], state), chunks.at(number, heads)
             kept.append((own, state, w := own.errors(state)))
             state = own.end(state, own.beta * w)
         dstate = np.zeros_like(begin[:1, heads])
         for number in reversed(range(count)):
-            text = layout.text[number]  # at the end of a text, its gradient comes from dfinal
-            dstate = select(layout.last[number], ends_of[text, heads], dstate)
+            dstate = layout.after(number, ends_of[:, heads], dstate)
             (own, *before), do = kept.pop(), chunks.take(number, douts, heads)
             *gradients, dstate = own.gradients(*before, do, dstate)
             gradients[0] *= chunks.scale
             for view, part in zip(views, gradients, strict=True):
                 chunks.take(number, view, heads)[...] = part
-            dinitial[text, heads] = dstate
+            dinitial[layout.text[number], heads] = dstate
     dq, dk, dv, ddecay, dbeta = (layout.back(array) for array in results)
     shape = len(begin), v.shape[2], q.shape[3], v.shape[3]
     return dq, dk, dv, ddecay, dbeta, None if initial is None else dinitial.reshape(shape)

@@ -22,7 +22,7 @@ from ...core.stand_in import representative_steps
 from ..activations.swiglu import sigmoid
 from ..common.columns import column_sums
 from ..common.no_kernel import no_kernel
-from ._chunks import Layout, select
+from ._chunks import Layout
 from ._texts import check_texts, count_of, ends, offsets_of
 
 CHUNK, THREADS, EACH = 16, 128, 4  # as in selective_scan.cu
@@ -106,7 +106,7 @@ def selective_scan(
     begin, state = scan.begin(initial), None
     final, y = begin.copy(), np.zeros_like(scan.arrays[0])
     for number in representative_steps(x, scan.numbers):
-        states = scan.states(number, scan.before(number, begin, state))[0]
+        states = scan.states(number, scan.layout.before(number, begin, state))[0]
         read = scan.take(number, scan.arrays[3])
         scan.take(number, y)[...] = (states @ read[..., None])[..., 0]
         state = states[:, -1].copy()
@@ -158,14 +158,14 @@ def selective_scan_backward(
     begin, layout, state = scan.begin(initial), scan.layout, None
     starts = np.zeros_like(begin, shape=(len(scan.numbers), len(x), *begin.shape[1:]))
     for number in representative_steps(x, scan.numbers):
-        starts[number] = scan.before(number, begin, state)
+        starts[number] = layout.before(number, begin, state)
         state = scan.states(number, starts[number])[0][:, -1].copy()
     ends_of = np.zeros_like(begin) if dfinal is None else dfinal
     dinitial, dstate = ends_of.copy(), np.zeros_like(begin[:1])
     results, dys = [np.zeros_like(array) for array in scan.arrays], layout.lay(dy)
     dslope = np.zeros_like(scan.slope)
     for number in representative_steps(x, scan.numbers[::-1]):
-        dstate = select(layout.last[number], ends_of[layout.text[number]], dstate)
+        dstate = layout.after(number, ends_of, dstate)
         *gradients, more, dstate = scan.gradients(
             number, starts[number], scan.take(number, dys), dstate
         )
@@ -258,11 +258,6 @@ class _Scan:
             return initial
         wide = np.promote_types(self.arrays[0].dtype, FLOAT32)
         return np.zeros((self.texts, *self.slope.shape), wide, like=self.slope)
-
-    def before(self, number: int, begin: Array, state: Array | None) -> Array:
-        """Return the states before a chunk: begin at the start of a text, else ``state``."""
-        own: Array = begin[self.layout.text[number]]
-        return own if state is None else select(self.layout.first[number], own, state)
 
     def take(self, number: int, array: Array) -> Array:
         """Return one chunk of an array, as a view (batch, chunk, ...)."""

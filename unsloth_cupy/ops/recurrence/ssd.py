@@ -26,7 +26,7 @@ from ..activations.swiglu import sigmoid
 from ..common.columns import column_sums
 from ..common.no_kernel import no_kernel
 from ..common.strides import with_head_strides
-from ._chunks import Layout, select
+from ._chunks import Layout
 from ._decays import LEAST, decay_matrix, sums_across, transposed
 from ._texts import check_texts, count_of, ends, offsets_of
 
@@ -126,7 +126,7 @@ def ssd(
     begin, layout, state = chunks.begin(initial), chunks.layout, None
     final, y = begin.copy(), np.zeros_like(chunks.arrays[0])
     for number in range(len(layout.spans)):
-        own, state = chunks.at(number), chunks.before(number, begin, state)
+        own, state = chunks.at(number), layout.before(number, begin, state)
         part = own.fade * (own.c @ transposed(own.b)) @ own.u
         part += own.into * (own.c @ state)
         chunks.give(number, y, part)
@@ -194,14 +194,14 @@ def ssd_backward(
     begin, layout = chunks.begin(initial), chunks.layout
     count, state, states = len(layout.spans), None, list[Array]()
     for number in range(count):
-        state = chunks.before(number, begin, state)
+        state = layout.before(number, begin, state)
         states.append(state)
         state = chunks.at(number).end(state) if number + 1 < count else None
     ends_of = np.zeros_like(begin) if dfinal is None else dfinal.reshape(begin.shape)
     dinitial, dstate = ends_of.copy(), np.zeros_like(begin[:1])
     results, dys = [np.zeros_like(array) for array in chunks.arrays], layout.lay(dy)
     for number in reversed(range(count)):
-        dstate = select(layout.last[number], ends_of[layout.text[number]], dstate)
+        dstate = layout.after(number, ends_of, dstate)
         own = chunks.at(number)
         *gradients, dstate = own.gradients(states.pop(), chunks.take(number, dys), dstate)
         for array, part in zip(results, gradients, strict=True):
@@ -384,11 +384,6 @@ class _Chunks:
         if initial is not None:
             return initial.reshape(shape)  # (texts, groups, heads of a group, state, dim)
         return np.zeros(shape, np.promote_types(x.dtype, FLOAT32), like=x)
-
-    def before(self, number: int, begin: Array, state: Array | None) -> Array:
-        """Return the state before a chunk: begin at the start of a text, else ``state``."""
-        own: Array = begin[self.layout.text[number]]
-        return own if state is None else select(self.layout.first[number], own, state)
 
     def take(self, number: int, array: Array) -> Array:
         """Return one chunk of an array: (batch, groups, heads of a group, chunk, ...)."""

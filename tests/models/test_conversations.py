@@ -169,6 +169,7 @@ def scripted(monkeypatch, model, *answers):
     monkeypatch.setattr(scheduler, "choose", choose)
 
 
+@pytest.mark.filterwarnings("ignore:.*fills the")  # its answers are scripted
 def test_tools_are_called_and_their_results_follow(tmp_path, monkeypatch):
     model = model_of(tmp_path / "m", template_of("hermes"))
     wrong = CALL.replace("add", "sub") % 1 + "\n" + CALL.replace('"text"', '"b"') % 1

@@ -101,7 +101,7 @@ def test_top_k_of_one_is_greedy(model):
 
 @pytest.mark.parametrize("option", [{"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.1}, {"seed": 0}])
 def test_an_option_that_greedy_choice_does_not_use_is_named(model, option):
-    message = f"the most likely token, so {next(iter(option))} change nothing"
+    message = f"the most likely token; {next(iter(option))} must be None"
     with pytest.warns(UserWarning, match=message):
         made = model.generate(PROMPT, max_new_tokens=2, stop=(), **option)
     np.testing.assert_array_equal(made, model.generate(PROMPT, max_new_tokens=2, stop=()))

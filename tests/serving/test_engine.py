@@ -1,7 +1,9 @@
 """The engine: tokens are those of each row alone, whatever runs beside it, and no page is lost."""
 
+import itertools
 import math
 import re
+import threading
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,6 +12,8 @@ import pytest
 from unsloth_cupy import Engine, KVCache
 from unsloth_cupy.errors import ConfigError, DeviceMemoryError
 from unsloth_cupy.finetune.run.ranks import Ranks
+from unsloth_cupy.inference.packed_rows import PackedRows
+from unsloth_cupy.inference.page_pools import PagePools
 from unsloth_cupy.models import create, load
 from unsloth_cupy.models.generation import decoding
 from unsloth_cupy.parallel import grid
@@ -109,6 +113,7 @@ def check_pages(scheduler):
         assert sum(pool.uses) == in_tree == len(pool.uses) - len(pool.free_pages)
 
 
+@pytest.mark.filterwarnings("ignore:.*fills the")  # 8 positions, then other angles
 @pytest.mark.parametrize(("number", "kind"), Sample.one_in(TURNS, CASES))
 def test_rows_are_those_of_each_alone(number, kind, model, monkeypatch):
     """Random arrivals, lengths, forks, cancels; few pages, so that rows are set back."""
@@ -463,7 +468,11 @@ def test_nan_ends_a_sample():
         ({"stop_texts": [""]}, "stop_texts=['']"),
         ({"stop_texts": "a"}, "stop_texts need the model's tokenizer"),
         ({"constraint": {"regex": "a"}}, "constraint= needs the model's tokenizer"),
-        ({"adapter": "x"}, "no adapter is named 'x'"),
+        ({"prompt": [[3], [4, 5]]}, "prompt is object (2,)"),
+        ({"stop_texts": None}, "stop_texts=None"),
+        ({"log_probs": "yes"}, "log_probs='yes' must be True or False"),
+        ({"adapter": "x"}, "adapter='x'; there are none; call load_adapter before"),
+        ({"adapter": ["x"]}, "adapter=['x']"),
     ],
     ids=str,
 )
@@ -476,6 +485,122 @@ def test_bad_requests_are_one_line(options, problem):
         assert "\n" not in str(caught.value)
         with pytest.raises(DeviceMemoryError, match="fills 10 pages, and the engine has 9"):
             engine.submit([3] * 20, max_new_tokens=20)
+        with pytest.raises(ConfigError, match=r"Engine\.cancel: request is a list"):
+            engine.cancel([3])
+
+
+def test_a_prompt_of_all_positions_is_warned_of():
+    engine = Engine(model_of("full"), rows=1, pages=99, page=64)
+    with pytest.warns(UserWarning, match="the prompt fills the 64 positions"):
+        engine.submit([3] * 64, max_new_tokens=5)
+
+
+def test_an_adapter_that_is_loaded_later_is_refused():
+    model = model_of("full")
+    with Engine(model, rows=2, pages=9, page=4) as engine:
+        model.add_adapter(2, seed=0, name="late")
+        with pytest.raises(ConfigError, match="adapter='late'; there are none"):
+            engine.submit([3], max_new_tokens=2, adapter="late")
+
+
+# by place: a function that a step calls, and the families whose rows reach it
+PLACES = {
+    "attend": (PackedRows, "attend"),
+    "extend": (PagePools, "extend"),
+    "fork": (PagePools, "fork"),
+    "choose": (scheduler, "choose"),
+    "log_probs": (scheduler, "of_logits"),
+}
+
+
+@pytest.mark.parametrize("error", [MemoryError, KeyboardInterrupt])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("kind", ["full", "some windows", "states beside pages", "invariant"])
+def test_rows_go_on_after_an_exception(kind, place, error, model, monkeypatch):
+    """Tokens and log-probabilities are those of steps without one, and no page is lost."""
+    rng = np.random.default_rng(0)
+    prompts = [rng.integers(0, 97, size).tolist() for size in (3, 25, 9, 14)]
+
+    def started():
+        engine = Engine(model, rows=3, pages=60, page=4, chunk=8)
+        options = {"max_new_tokens": 7, "temperature": 1.0, "stop": (), "log_probs": True}
+        return engine, [
+            engine.submit(prompt, samples=1 + seed % 3, seed=seed, **options)
+            for seed, prompt in enumerate(prompts)
+        ]
+
+    whole, expected = started()
+    whole.run()
+    engine, actual = started()
+    owner, name = PLACES[place]
+    inner, calls = getattr(owner, name), itertools.count(1)
+
+    def failing(*arguments, **options):
+        if next(calls) in (1, 2, 5, 11):
+            raise error
+        return inner(*arguments, **options)
+
+    monkeypatch.setattr(owner, name, failing)
+    raised = 0
+    while engine.running or engine.waiting:
+        try:
+            engine.step()
+        except error:
+            raised += 1
+    assert raised >= 3
+    for own, other in zip(actual, expected, strict=True):
+        for sample, alone in zip(own.samples, other.samples, strict=True):
+            assert sample.tokens == alone.tokens
+            np.testing.assert_allclose(sample.log_probs, alone.log_probs, atol=1e-5)
+    check_pages(engine._scheduler)
+
+
+def test_an_exception_ends_rows_whose_tokens_are_lost(monkeypatch):
+    """A row that was receiving its token, and rows whose angles cannot be computed again."""
+    take, calls = requests.Row.take, itertools.count(1)
+
+    def failing(row, token):
+        finish = take(row, token)
+        if next(calls) == 4:
+            raise KeyboardInterrupt
+        return finish
+
+    monkeypatch.setattr(requests.Row, "take", failing)
+    for kind, ends in (("full", ["length", "error"]), ("dynamic", ["error", "error"])):
+        calls = itertools.count(1)
+        with Engine(model_of(kind), rows=2, pages=20, page=4) as engine:
+            two = [engine.submit([3, 4 + n], max_new_tokens=5, stop=()) for n in range(2)]
+            with pytest.raises(KeyboardInterrupt):
+                engine.run()
+            engine.run()
+            assert [each.samples[0].finish for each in two] == ends
+            check_pages(engine._scheduler)
+
+
+def test_threads_share_an_engine():
+    model, failures = model_of("full"), []
+    engine = Engine(model, rows=3, pages=60, page=4)
+    options = {"max_new_tokens": 6, "temperature": 1.0, "stop": ()}
+
+    def ask(number):
+        try:
+            for seed in range(30):
+                own = engine.submit([3 + number, seed], seed=seed, samples=2, **options)
+                engine.step()
+                if seed % 7 == 0:
+                    engine.cancel(own)
+                assert engine.free_pages <= 60
+            engine.run()
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not failures
+    check_pages(engine._scheduler)
 
 
 @pytest.mark.parametrize("option", ["rows", "pages", "page", "chunk", "cache_dtype"])

@@ -54,6 +54,11 @@ class PagePools:
         """Return a new sequence with the same tokens, which shares the pages."""
         return {pool.fork(sequence) for pool in self.pools}.pop()
 
+    def clear(self) -> None:
+        """Remove all sequences from all pools."""
+        for pool in self.pools:
+            pool.clear()
+
     def free(self, sequence: Any) -> None:
         """Remove a sequence from all pools."""
         for pool in self.pools:

@@ -122,11 +122,16 @@ class PagedKVCache:
         if self.frees:  # attention also reads slots without a token, before it masks them
             self.keys[...] = self.values[...] = 0
         self.scales = scales_like(kind, (layers, 2, *shape[1:-1]), place)
+        self.clear()
+        self.numbers = itertools.count()  # of new sequences
+
+    def clear(self) -> None:
+        """Remove all sequences; all pages become free."""
+        pages = self.keys.shape[1]
         self.uses = [0] * pages  # by page: the number of sequences with this page
         self.free_pages = list(range(pages))[::-1]  # a stack: the lowest free page is used first
         self.tables: dict[int, list[int]] = {}  # by sequence: its pages, or GONE
         self.filled: dict[int, list[int]] = {}  # by sequence: the number of tokens in each layer
-        self.numbers = itertools.count()  # of new sequences
 
     @property
     def frees(self) -> bool:

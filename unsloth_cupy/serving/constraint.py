@@ -51,7 +51,9 @@ class Grammars:
             raise ConfigError(f"Engine.submit: constraint={constraint!r}: {error}") from None
         result = matcher(self.tokens, grammar)
         if result.is_error():
-            problem = result.get_error().splitlines()[0]
+            first, *more = result.get_error().splitlines()
+            reason = next((line for line in more if line.startswith("error: ")), "")
+            problem = f"{first} {reason}".strip()
             raise ConfigError(f"Engine.submit: constraint={constraint!r}: {problem}")
         return result
 

@@ -6,8 +6,11 @@ engine.run()
 request.samples[0].tokens
 """
 
+import itertools
 import secrets
-from collections.abc import Mapping, Sequence
+import threading
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import numpy as np
@@ -33,7 +36,8 @@ class Engine:
     Parameters
     ----------
     model : Transformer
-        A causal language model, whose weights must not change while rows run.
+        A causal language model.  Later requests share pages of earlier ones: create a new engine
+        after its weights change, or after ``load_adapter``.
     rows : int
         Most rows that are computed together.
     pages : int, optional
@@ -72,6 +76,8 @@ class Engine:
     and log-probabilities stay.  A model whose layers have recurrent states shares no prefixes, only
     the prompt of the samples of one request.  A model with dynamic rotary angles shares none
     either, and its rows start only if all their tokens have pages.
+
+    Threads may share an engine: one thread at a time adds, cancels or computes.
 
     Examples
     --------
@@ -124,7 +130,7 @@ class Engine:
         )
         self._scheduler = Scheduler(decoder, rows=rows, chunk=chunk)
         self._requests: list[Request] = []
-        self._count = 0
+        self._numbers, self._lock = itertools.count(), threading.RLock()
         self._grammars: dict[Any, Grammars] = {}
 
     def __enter__(self) -> Self:
@@ -142,7 +148,13 @@ class Engine:
 
     waiting = property(lambda self: self._scheduler.waiting)
     running = property(lambda self: self._scheduler.running)
-    free_pages = property(lambda self: self._scheduler.free_pages)
+
+    @property
+    def free_pages(self) -> int:
+        """Number of pages that no row uses."""
+        with self._lock:
+            return self._scheduler.free_pages
+
     computed_rows = property(lambda self: self._scheduler.computed_rows)
     kept_tokens = property(lambda self: self._scheduler.kept_tokens)
 
@@ -191,7 +203,7 @@ class Engine:
             ``{"json_schema": schema}`` or ``{"regex": text}``: the new tokens are a text of this
             form.  Needs llguidance and the model's tokenizer.
         adapter : str, optional
-            Name of an adapter of the model; None: the adapter that is active.
+            Name of an adapter; None: the one that was active when the engine was created.
 
         Returns
         -------
@@ -218,7 +230,10 @@ class Engine:
             raise ConfigError(f"generate: top_log_probs={top_log_probs!r} must {must}")
         tokens = self._tokens(prompt)
         ends = options.ends(self.model.config.end_tokens, decoder.vocab)
-        listed = [stop_texts] if isinstance(stop_texts, str) else [*stop_texts]
+        if not isinstance(log_probs, bool):
+            raise ConfigError(f"generate: log_probs={log_probs!r} must be True or False")
+        one = isinstance(stop_texts, str) or not isinstance(stop_texts, Iterable)
+        listed: list[Any] = [stop_texts] if one else [*stop_texts]
         if not all(each and isinstance(each, str) for each in listed):
             raise ConfigError(f"generate: stop_texts={stop_texts!r} must be a list of texts")
         tokenizer = getattr(self.model, "tokenizer", None)
@@ -226,9 +241,17 @@ class Engine:
         if listed and backend is None:
             cure = 'set model.tokenizer = models.Tokenizer("folder")'
             raise ConfigError(f"generate: stop_texts need the model's tokenizer; {cure}")
-        if adapter is not None and adapter not in self.model.adapters:
-            names = ", ".join(map(repr, self.model.adapters)) or "none; call load_adapter(name)"
-            raise ConfigError(f"generate: no adapter is named {adapter!r}; there are {names}")
+        if adapter is not None and adapter not in [*decoder.adapters]:
+            names = ", ".join(map(repr, decoder.adapters)) or "none"
+            cure = "call load_adapter before you create the engine"
+            raise ConfigError(f"generate: adapter={adapter!r}; there are {names}; {cure}")
+        if len(tokens) >= (positions := self.model.config.positions):
+            warnings.warn(  # no length, so that many prompts are warned of once
+                f"Engine.submit: the prompt fills the {positions} positions that the model was"
+                " trained for (max_position_embeddings); new tokens are usually of poor quality;"
+                " pass a shorter prompt",
+                stacklevel=3,
+            )
         size = self.cache.keys.shape[2]
         need = -(-(len(tokens) + max(max_new_tokens - 1, 0)) // size)
         if need > len(self.cache.uses) and not self.cache.frees:
@@ -244,7 +267,7 @@ class Engine:
             if key not in self._grammars:
                 self._grammars[key] = Grammars(backend, decoder.vocab, key)
             grammar = self._grammars[key]
-        request = Request(tokens, options, samples, self._count)
+        request = Request(tokens, options, samples, next(self._numbers))
         own = secrets.randbits(64) if seed is None else seed
         rows = [
             Row(
@@ -261,9 +284,9 @@ class Engine:
             )
             for index in range(samples)
         ]
-        self._count += 1
-        self._requests.append(request)
-        self._scheduler.add(rows)
+        with self._lock:
+            self._requests.append(request)
+            self._scheduler.add(rows)
         return request
 
     def _tokens(self, prompt: Any) -> list[int]:
@@ -271,7 +294,10 @@ class Engine:
         if isinstance(prompt, Mapping):
             cure = "pass the token ids alone: images are not supported yet"
             raise ConfigError(f"generate: prompt has {', '.join(map(str, prompt))}; {cure}")
-        row = to_numpy(prompt) if hasattr(prompt, "dtype") else np.asarray(prompt)
+        try:
+            row = to_numpy(prompt) if hasattr(prompt, "dtype") else np.asarray(prompt)
+        except ValueError:  # lists of unequal lengths
+            row = np.asarray(prompt, object)
         if row.ndim != 1 or row.dtype.kind not in "iu" or not row.size:
             problem = f"prompt is {row.dtype} {row.shape}"
             raise ConfigError(f"generate: {problem}; pass a list of one or more tokens")
@@ -284,19 +310,30 @@ class Engine:
         """Compute one step; return new tokens and ends of samples, in no order of requests.
 
         A sample whose logits contain NaN, or whose constraint allows no token, ends with "error".
+        After an exception, such as KeyboardInterrupt, the next step computes all rows again; their
+        tokens stay.
         """
-        events = self._scheduler.step()
-        if any(event.finish is not None for event in events):
-            self._requests = [each for each in self._requests if not each.finished]
+        with self._lock:
+            try:
+                events = self._scheduler.step()
+            except BaseException:
+                self._scheduler.restart()
+                raise
+            if any(event.finish is not None for event in events):
+                self._requests = [each for each in self._requests if not each.finished]
         return events
 
     def run(self) -> list[Request]:
-        """Compute all requests to their ends; return them in the order of ``submit``."""
+        """Compute all open requests to their ends; return them in the order of ``submit``."""
         requests = self._requests
         while self._scheduler.busy:
             self.step()
         return requests
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: Any) -> None:
         """End all samples of a request now; the next step returns their events."""
-        self._scheduler.cancel(request)
+        if not isinstance(request, Request):
+            cure = "pass what submit returned"
+            raise ConfigError(f"Engine.cancel: request is a {type(request).__name__}; {cure}")
+        with self._lock:
+            self._scheduler.cancel(request)

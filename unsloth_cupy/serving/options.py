@@ -80,8 +80,8 @@ class Options:
             ]
             if unused:
                 warnings.warn(
-                    f"{self.CALL}: temperature=0 takes the most likely token, so"
-                    f" {' and '.join(unused)} change nothing; pass a temperature above 0 to sample",
+                    f"{self.CALL}: temperature=0 takes the most likely token;"
+                    f" {', '.join(unused)} must be None, or pass a temperature above 0 to sample",
                     stacklevel=2,
                 )
 

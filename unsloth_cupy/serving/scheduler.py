@@ -40,12 +40,14 @@ class Scheduler:
         self.decoder, self.rows, self.chunk = decoder, rows, chunk
         self.cache = decoder.cache
         self.tree = Prefixes(self.cache) if prefixes and decoder.shares else None
+        self.open: dict[Row, None] = {}  # rows that have not ended, in the order of requests
         self.queue: deque[Row] = deque()
         self.active: list[Row] = []  # in the order in which they started
         self.slots = [*range(rows)][::-1]
         self.stems: list[Request] = []
         self.forked: list[tuple[Row, Any]] = []  # new rows of a computed prompt, and their logits
         self.flight: Flight | None = None  # tokens of the last step that the host has not yet
+        self.taking: Row | None = None  # the row that receives its token
         self.uniform = Uniform()
         self.pending: list[Event] = []
         self.births = 0
@@ -79,6 +81,7 @@ class Scheduler:
         """Add rows to the end of the queue; rows without new tokens end at once."""
         for row in rows:
             if row.options.max_new_tokens:
+                self.open[row] = None
                 self.queue.append(row)
             else:
                 self._end(row, "length")
@@ -423,7 +426,7 @@ class Scheduler:
         for row, token, log_prob, top in zip(
             flight.rows, flight.tokens.wait().tolist(), log_probs, tops, strict=True
         ):
-            row.pending -= 1
+            self.taking, row.pending = row, row.pending - 1
             if row.sample.finish is not None:  # it ended one token before, or was cancelled
                 continue
             finish: Finish = "error"
@@ -444,9 +447,31 @@ class Scheduler:
             elif row.length == self.decoder.switch and not row.pinned:
                 self._set_back(row)  # all rotary angles of the row change, so do its experts
                 row.sample.routes = []
+        self.taking = None
 
     def _end(self, row: Row, finish: Finish) -> None:
         row.sample.finish = finish
+        self.open.pop(row, None)
+
+    def restart(self) -> None:
+        """Set back all rows after a step that raised an error: none of its results is used.
+
+        Rows end with "error" if they were receiving their token, or if their tokens cannot be
+        computed again.
+        """
+        self.cache.clear()
+        self.tree = None if self.tree is None else Prefixes(self.cache)
+        self.queue, self.active, self.slots = deque(), [], [*range(self.rows)][::-1]
+        self.stems, self.forked, self.flight, self.uniform = [], [], None, Uniform()
+        for row in [*self.open]:
+            row.request.leader = row.request.stem = row.sequence = row.node = None
+            row.filled = row.pending = row.depth = 0
+            if row is self.taking or (row.count and not self.decoder.repeats):
+                self._end(row, "error")
+                self.pending.append(Event(row.request, row.index, [], None, "error"))
+            else:
+                self.queue.append(row)
+        self.taking = None
 
     def cancel(self, request: Request) -> None:
         """End all samples of a request; their events come with the next step."""

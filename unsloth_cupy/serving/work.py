@@ -43,7 +43,7 @@ class States(Protocol):
 
 
 class Decoder(Protocol):
-    """The computation of steps, with the caches of all rows.
+    """The computation of steps, with the caches of all rows and their adapters by name.
 
     ``shares`` is whether rows may share pages of equal prefixes, ``repeats`` whether a row's tokens
     may be computed again with the same results.  From ``switch`` tokens on, if not None, a row has
@@ -52,6 +52,7 @@ class Decoder(Protocol):
     """
 
     cache: PagePools
+    adapters: dict[str, Any]
     states: States | None
     switch: int | None
     shares: bool

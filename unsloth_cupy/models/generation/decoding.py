@@ -108,7 +108,7 @@ class Decoding:
     ) -> None:
         """Create the caches; ``most``, if not None, is the largest number of tokens in a row."""
         self.model = model = model.settled()
-        self.adapters = {} if adapters is None else adapters
+        self.adapters: dict[str, Any] = {} if adapters is None else adapters
         self.notes = notes and model.config.experts is not None
         config = model.config
         if cache is None:

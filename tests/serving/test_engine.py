@@ -248,6 +248,45 @@ def test_equal_prefixes_of_layers_with_a_window_are_computed_once(kind, model):
             assert new == 2 if not others else 2 < new <= 42
 
 
+@pytest.mark.filterwarnings("ignore:.*fills the")  # 8 positions, then other angles
+@pytest.mark.parametrize("chunk", [1, 5, 512])
+@pytest.mark.parametrize(
+    "kind", ["full", "windows", "some windows", "chunks alone", "longrope", "states beside pages"]
+)
+def test_few_pages_are_enough(kind, chunk, model):
+    """Of any number of pages, each request is refused, or has the tokens of a large engine."""
+    rng = np.random.default_rng(0)
+    cases = [
+        (rng.integers(0, 97, rng.integers(1, 20)).tolist(), int(rng.integers(1, 10)), seed)
+        for seed in range(5)
+    ]
+
+    def samples(engine, prompt, new, seed):
+        options = {"max_new_tokens": new, "temperature": 1.0, "seed": seed, "stop": ()}
+        return engine.submit(prompt, samples=1 + seed % 3, **options).samples
+
+    whole = Engine(model, rows=14, pages=200, page=4)
+    every = [samples(whole, *case) for case in cases]
+    whole.run()
+    refused = 0
+    for pages in (1, 2, 3, 4, 9):
+        engine, pairs = Engine(model, rows=3, pages=pages, page=4, chunk=chunk), []
+        for case, own in zip(cases, every, strict=True):
+            try:
+                pairs.append((samples(engine, *case), own))
+            except DeviceMemoryError:
+                refused += 1
+        steps = 0
+        while engine.running or engine.waiting:
+            engine.step()
+            steps += 1
+            assert steps < 2000
+        for actual, expected in pairs:
+            assert [each.tokens for each in actual] == [each.tokens for each in expected]
+        check_pages(engine._scheduler)
+    assert 0 < refused < 25
+
+
 @pytest.mark.parametrize("ahead", [False, True])
 def test_no_rectangle(ahead, monkeypatch):
     """At most 1.05 tokens are computed for each one that is kept, at lengths of 1 to 20 times."""

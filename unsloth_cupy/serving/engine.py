@@ -254,7 +254,10 @@ class Engine:
             )
         size = self.cache.keys.shape[2]
         need = -(-(len(tokens) + max(max_new_tokens - 1, 0)) // size)
-        if need > len(self.cache.uses) and not self.cache.frees:
+        if self.cache.frees:  # a window that begins in a page, and the tokens of a step
+            reach = self.cache.chunk or max(filter(None, self.cache.windows))
+            need = min(need, 1 - (-reach // size) - (-self._scheduler.chunk // size))
+        if need > len(self.cache.uses):
             raise DeviceMemoryError(
                 f"generate: a sample of {len(tokens)} + {max_new_tokens} tokens fills {need} pages,"
                 f" and the engine has {len(self.cache.uses)}; create it with more pages",

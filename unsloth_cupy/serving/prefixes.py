@@ -92,20 +92,28 @@ class Prefixes:
         return sum(self._free(pool, count) for pool, count in enumerate(pages))
 
     def _free(self, pool: int, pages: int) -> int:
-        freed = 0
+        freed, frees = 0, self.cache.pools[pool].frees
         while freed < pages:
-            # Without its page in a window a node still has those of the other layers.
-            ends = [n for n in self._nodes() if (pool or not n.children) and self._unused(n, pool)]
+            unused = [node for node in self._nodes() if self._unused(node, pool)]
+            ends = unused if pool else [node for node in unused if not node.children]
+            # Without its page in a window a node still has those of other layers or later tokens.
+            ends = ends or (unused if frees else [])
             for node in sorted(ends, key=lambda node: node.used)[: pages - freed]:
                 freed += 1
-                if pool:
+                if pool or node.children:
                     self.cache.pools[pool].release([node.pages[pool]])
                     node.pages[pool] = GONE
-                    continue
-                parent: Any = node.parent
-                del parent.children[node.key]
-                node.gone = True
-                self.cache.release(node.pages)
+                else:
+                    self._remove(node)
             if not ends:
                 break
         return freed
+
+    def _remove(self, node: Node) -> None:
+        """Remove a node without children, and its parents that have no other and no page."""
+        empty: Node | None = node
+        while empty is not None and empty.parent is not None and not empty.children:
+            del empty.parent.children[empty.key]
+            empty.gone = True
+            self.cache.release(empty.pages)
+            empty = empty.parent if empty.parent.pages[:1] == [GONE] else None

@@ -157,7 +157,7 @@ class Scheduler:
                 late.append(row)  # the prompt is being computed by another sample
             elif not row.count and request.stem is not None and self._may_fork(row):
                 self._start_from_stem(row)
-            elif row.pinned or (request.stem is None and self._fits(row)):
+            elif row.pinned or ((row.count or request.stem is None) and self._fits(row)):
                 self._start(row)
             else:
                 self.queue.appendleft(row)

@@ -305,7 +305,7 @@ def test_an_answer_has_the_requested_form(server, client):
     )
     assert 0 <= json.loads(answer.choices[0].message.content)["n"] <= 9
     form["json_schema"]["schema"] = {"type": "nothing"}
-    with pytest.raises(openai.BadRequestError, match="constraint"):
+    with pytest.raises(openai.BadRequestError, match="response_format: Invalid type: nothing"):
         client.chat.completions.create(model="tiny", messages=ASKED, response_format=form)
 
 
@@ -339,6 +339,7 @@ def called(arguments):
     return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
 
 
+NO_SCHEMA = {"type": "none"}
 BASE = {"model": "tiny", "prompt": "The"}
 CHAT = {"model": "tiny", "messages": ASKED}
 DEEP = b'{"prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}"
@@ -407,6 +408,11 @@ REFUSED = [
     (CHAT | {"tools": TOOLS, "tool_choice": "required"}, 400, "tool_choice"),
     (CHAT | {"tools": TOOLS, "response_format": {"type": "json_object"}}, 400, "response_format"),
     (CHAT | {"response_format": {"type": "xml"}}, 400, "response_format"),
+    (
+        CHAT | {"response_format": {"type": "json_schema", "json_schema": {"schema": NO_SCHEMA}}},
+        400,
+        "response_format",
+    ),
     (CHAT | {"reasoning_effort": "high"}, 400, "reasoning_effort"),
     (CHAT | {"chat_template_kwargs": {"messages": []}}, 400, "chat_template_kwargs"),
     (CHAT | {"prompt": "a"}, 400, "prompt"),
@@ -432,6 +438,7 @@ def test_what_has_no_meaning_is_refused_by_name(server, place):
     assert {"message", "type", "param", "code"} == error.keys()
     assert error["message"]
     assert "\n" not in error["message"]
+    assert "Engine" not in error["message"]  # clients do not call it
 
 
 def test_fields_that_change_nothing_are_accepted(client):
@@ -481,6 +488,19 @@ def test_the_key_is_needed(server):
         assert (path, answer.status) == (path, status)
         answer.read()
     connection.close()
+
+
+def test_paths_and_methods_that_do_not_exist(server):
+    before = post(server, {}, "/v1/none")[0], server.own.counts["requests405"]
+    connection = http.client.HTTPConnection("127.0.0.1", server.port)
+    connection.request("OPTIONS", "/v1/completions")
+    answer = connection.getresponse()
+    error = json.loads(answer.read())["error"]
+    connection.close()
+    assert before == (404, server.own.counts["requests405"] - 1)
+    assert (answer.status, answer.getheader("allow")) == (405, "POST")
+    assert error["message"] == "/v1/completions is for POST, not OPTIONS"
+    assert error.keys() == {"message", "type", "param", "code"}
 
 
 def test_metrics_count(server, client):
@@ -624,6 +644,26 @@ def test_an_error_of_the_engine_ends_its_requests_alone(server, client, monkeypa
     assert settled(server) == (0, 0, 0, PAGES)
 
 
+def test_an_error_of_the_thread_is_answered(folder, monkeypatch, capfd):
+    """Requests that are computed, and those that come later."""
+    model = models.load(folder)
+    engine = Engine(model, rows=1, pages=9, page=4)
+    own = Server(model, engine, name="tiny", limit=30, rows=1, queue=9, most_body=999)
+    monkeypatch.setattr(own.worker, "_step", lambda: 1 / 0)
+    with serving(own) as port:
+        server = SimpleNamespace(port=port)
+        assert post(server, BASE | {"max_tokens": 1})[0] == 500
+        assert post(server, BASE | {"max_tokens": 1})[0] == 503
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+        for path, status in (("/health", 503), ("/metrics", 500)):
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            assert answer.read()
+            assert answer.status == status
+        connection.close()
+    assert "ZeroDivisionError" in capfd.readouterr().err
+
+
 def test_logits_without_a_number_are_an_error(server, client, monkeypatch):
     monkeypatch.setattr(scheduler, "choose", lambda logits, rows, *_: np.full(len(rows), -1))
     with pytest.raises(openai.InternalServerError, match="NaN"):
@@ -633,6 +673,10 @@ def test_logits_without_a_number_are_an_error(server, client, monkeypatch):
 # ---- embeddings --------------------------------------------------------------------------------
 def test_texts_are_embedded(tmp_path):
     folder = folder_of(tmp_path / "embeds", architectures=["LlamaModel"])
+    model = models.load(folder)
+    model.add_adapter(4, seed=0)
+    model.adapter.parameters |= {n: a + 0.5 for n, a in model.adapter.parameters.items()}
+    model.save_adapter(tmp_path / "adapter")
     model = models.load(folder)
     own = Server(model, None, name="embeds", limit=16, rows=1, queue=1, most_body=9999)
     with serving(own) as port, openai.OpenAI(
@@ -646,6 +690,12 @@ def test_texts_are_embedded(tmp_path):
             if isinstance(actual[0], str):
                 actual = [np.frombuffer(base64.b64decode(each), "<f4") for each in actual]
             np.testing.assert_array_equal(np.array(actual, np.float32), expected)
+        model.load_adapter(tmp_path / "adapter", "other")
+        answer = client.embeddings.create(model="other", input=texts[0], encoding_format="float")
+        assert not np.allclose(answer.data[0].embedding, expected[0], atol=1e-3)
+        model.set_adapter("other")
+        expected = model.embeddings(model.tokenizer.encode(texts[0])[None])[0]
+        np.testing.assert_allclose(answer.data[0].embedding, expected, atol=1e-5)
         with pytest.raises(openai.BadRequestError, match="16 tokens"):
             client.embeddings.create(model="embeds", input="a " * 40)
         with pytest.raises(openai.BadRequestError, match="no head"):
@@ -705,6 +755,35 @@ def test_sigterm_ends_answers_first(folder):
         assert ends == ["length"] * 4
         assert process.wait(30) == 0
         assert process.stderr.read() == ""
+
+
+def test_a_second_signal_ends_the_command_at_once(folder):
+    """Open requests get OpenAI's form of an error, or the end of their stream."""
+    with started(folder, "--rows", "1") as (process, _, port):
+        body = {"model": folder.name, "prompt": "The", "max_tokens": 600, "min_tokens": 600}
+        server, connection = (
+            SimpleNamespace(port=port),
+            http.client.HTTPConnection("127.0.0.1", port),
+        )
+        with concurrent.futures.ThreadPoolExecutor(4) as pool, contextlib.closing(connection):
+            headers = {"Content-Type": "application/json"}
+            connection.request(
+                "POST", "/v1/completions", json.dumps(body | {"stream": True}), headers
+            )
+            stream = connection.getresponse()
+            stream.read(40)
+            answers = [pool.submit(post, server, body) for _ in range(3)]
+            time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.1)
+            process.send_signal(signal.SIGINT)
+            results = [answer.result() for answer in answers]
+            with pytest.raises(http.client.IncompleteRead):
+                stream.read()
+        assert [status for status, _ in results] == [503] * 3
+        assert {each["error"]["type"] for _, each in results} == {"server_error"}
+        assert process.wait(30) == 0
+        assert "Traceback" not in process.stderr.read()
 
 
 @pytest.mark.parametrize("kind", ["gguf", "adapter"])

@@ -99,12 +99,23 @@ class Server:
             Route("/v1/completions", self.completions, methods=["POST"]),
             Route("/v1/embeddings", self.embeddings, methods=["POST"]),
         ]
-        self.app = Starlette(routes=routes, exception_handlers={404: _unknown, 405: _unknown})
+        self.app = Starlette(
+            routes=routes, exception_handlers={404: self.unknown, 405: self.unknown}
+        )
 
     @property
     def computes(self) -> bool:
         """Whether a request is read, or a row is not complete."""
         return bool(self.reading) or not all(job.done for job in self.jobs)
+
+    async def unknown(self, request: Request, error: Exception) -> Response:
+        """Return the response for a path or a method that does not exist."""
+        status, allow = getattr(error, "status_code", 404), getattr(error, "headers", None)
+        problem = f"{request.method} {request.url.path} does not exist"
+        if allow:
+            problem = f"{request.url.path} is for {allow.get('Allow')}, not {request.method}"
+        self.counts[f"requests{status}"] += 1
+        return refused(RequestError(problem, status=status, code="unknown_url"), allow)
 
     # ---- requests ------------------------------------------------------------------------------
     async def _guarded(self, work: Callable[[], Any]) -> Response:
@@ -114,6 +125,8 @@ class Server:
             response = await work()
         except ClientDisconnect:
             response = Response(status_code=499)  # nobody reads it
+        except asyncio.CancelledError:  # the server does not wait for this request any longer
+            response = refused(RequestError("the server is shutting down", status=503))
         except Exception as error:
             response = refused(error)
         self.counts[f"requests{response.status_code}"] += 1
@@ -297,7 +310,11 @@ class Server:
             self.worker.submit(job)
             accepted = await job.queue.get()
             if isinstance(accepted, UnslothCupyError):
-                raise RequestError(str(accepted))
+                # of a valid request only the schema may be refused here
+                shown = f"Engine.submit: constraint={asked.options[0].get('constraint')!r}: "
+                problem = str(accepted).removeprefix(shown)
+                param = "response_format" if problem != str(accepted) else None
+                raise RequestError(f"{param}: {problem}" if param else problem, param)
             if isinstance(accepted, Exception):
                 raise accepted
             answers = self._answers(asked)
@@ -419,7 +436,7 @@ class Server:
         if self.engine is not None:
             raise RequestError(f"{self.name} is no embedding model; use /v1/completions", "model")
         fields.check_names(body, fields.EMBEDDING)
-        name, _ = self._adapter(body)
+        name, adapter = self._adapter(body)
         form = body.get("encoding_format", "float")
         if form not in ("float", "base64"):
             raise RequestError("encoding_format must be float or base64", "encoding_format")
@@ -436,7 +453,7 @@ class Server:
         for place, row in enumerate(rows):
             if await request.is_disconnected():
                 raise ClientDisconnect
-            vector = (await self._called(partial(self._vector, row))).astype(FLOAT32)
+            vector = (await self._called(partial(self._vector, row, adapter))).astype(FLOAT32)
             packed = base64.b64encode(vector.astype("<f4").tobytes()).decode()
             own = packed if form == "base64" else vector.tolist()
             data.append({"object": "embedding", "index": place, "embedding": own})
@@ -446,10 +463,11 @@ class Server:
         result = {"object": "list", "data": data, "model": name, "usage": numbers}
         return JSONResponse(result)
 
-    def _vector(self, row: list[int]) -> Array:
+    def _vector(self, row: list[int], adapter: str | None) -> Array:
         """Return the embedding of a text's tokens; it runs in the thread of the engine."""
         tokens = to_device_of(np.array([row], np.int64), self.model.table)
-        return to_numpy(self.model.embeddings(tokens))[0]
+        model = self.model if adapter is None else self.model.by_rows([adapter])
+        return to_numpy(model.embeddings(tokens))[0]
 
     async def _called(self, work: Callable[[], Any]) -> Any:
         """Return the result of a function that the thread of the engine calls."""
@@ -563,20 +581,15 @@ def error_of(error: RequestError) -> dict[str, Any]:
     return {"error": fields_of}
 
 
-def refused(error: Exception) -> Response:
-    """Return the response for an error."""
+def refused(error: Exception, allow: Mapping[str, str] | None = None) -> Response:
+    """Return the response for an error; ``allow`` are the headers of a wrong method."""
     if not isinstance(error, RequestError):
         if isinstance(error, ConfigError):
             error = RequestError(str(error))
         else:
             traceback.print_exception(error, file=sys.stderr)
             error = RequestError("the server failed: see its output", status=500)
-    headers = {"Retry-After": "1"} if error.status in (429, 503) else None
+    headers = {401: {"WWW-Authenticate": "Bearer"}, 405: allow}.get(error.status)
+    if error.status in (429, 503):
+        headers = {"Retry-After": "1"}
     return JSONResponse(error_of(error), error.status, headers)
-
-
-async def _unknown(request: Request, error: Exception) -> Response:
-    """Return the response for a path or a method that does not exist."""
-    status = getattr(error, "status_code", 404)
-    problem = f"{request.method} {request.url.path} does not exist"
-    return refused(RequestError(problem, status=status, code="unknown_url"))

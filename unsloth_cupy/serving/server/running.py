@@ -1,6 +1,8 @@
 """The process of a server: its socket, and how it ends."""
 
+import asyncio
 import ipaddress
+import logging
 import socket
 from collections.abc import Callable
 from typing import Any
@@ -42,6 +44,7 @@ class Listening(uvicorn.Server):
             server.app, log_level="warning", lifespan="off", timeout_graceful_shutdown=READERS
         )
         super().__init__(config)
+        logging.getLogger("uvicorn.error").addFilter(_is_no_cancel)
         self.own, self.ready = server, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -59,6 +62,12 @@ class Listening(uvicorn.Server):
         """Return whether to end: after the last answer."""
         ended = await super().on_tick(counter)
         return ended or (self.own.ending and not self.own.computes)
+
+
+def _is_no_cancel(record: logging.LogRecord) -> bool:
+    """Return whether a message is none of a request that the end of the server cut."""
+    error = record.exc_info[1] if record.exc_info else None
+    return not isinstance(error, asyncio.CancelledError)
 
 
 def serve(server: Server, listener: socket.socket, ready: Callable[[], None]) -> None:

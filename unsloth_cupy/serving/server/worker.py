@@ -69,9 +69,14 @@ class Worker:
         except Exception as error:  # the engine is in no known state
             self.failed = True
             self._report(error)
-            for job, _ in [*self.jobs.values()]:
-                job.send(error)
-                job.done = True
+            open_jobs = {job for job, _ in self.jobs.values()}
+            command = "fail"
+            while command != "stop":
+                for job in open_jobs:
+                    job.send(error)
+                    job.done = True
+                command, job = self.inbox.get()
+                open_jobs = {job} if command == "submit" else set()
 
     def _serve(self) -> None:
         stepping = False

@@ -2,6 +2,8 @@
 
 import threading
 import time
+from enum import Enum
+from typing import Any, Literal, Optional
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import pytest
 from unsloth_cupy import models
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.data.tokenizer import train_tokenizer
-from unsloth_cupy.models.generation import conversations
+from unsloth_cupy.models.generation import conversations, tools
 from unsloth_cupy.models.text.chat import CHATML, CHATML_TOKENS
 from unsloth_cupy.serving import scheduler
 
@@ -231,6 +233,138 @@ def test_an_environment_that_fails_ends_its_row_alone(model, monkeypatch):
     assert not drawn.mask[1].any()
 
 
+class Results:
+    """A tool with another result in each row, and a reward that is no number in row 4."""
+
+    count = 0
+
+    def __init__(self):
+        self.number = Results.count
+        Results.count += 1
+
+    def look(self, place: int | None = None, kind: Literal["a", "b"] = "a") -> Any:
+        """Look."""
+        if self.number == 5:
+            raise SilentError
+        circular = [self]
+        circular.append(circular)
+        every = {(1, 2): 3}, circular, "\ud800", SilentError(), "none", "", np.arange(3), np.int64(3)
+        return every[self.number]
+
+    def get_reward(self):
+        return float("inf") if self.number == 4 else 1.0
+
+
+class SilentError(Exception):
+    def __str__(self):
+        raise KeyError
+
+
+def test_a_result_that_is_no_text_ends_its_row_alone(tmp_path, monkeypatch):
+    model = model_of(tmp_path / "m", template_of("hermes"))
+    call = '<tool_call>\n{"name": "look", "arguments": {"place": null}}\n</tool_call>'
+    scripted(monkeypatch, model, call, "It is.")
+    Results.count = 0
+    options = OPTIONS | {"max_new_tokens": 900, "samples": 4}
+    drawn = model.rollouts(PROMPTS, environment=Results, seconds=float("inf"), **options)
+    assert drawn.errors == [
+        "row 0, turn 1: look returned a dict, which JSON cannot write: TypeError",
+        "row 1, turn 1: look returned a list, which JSON cannot write: ValueError",
+        "row 2, turn 1: look returned a surrogate without its pair, which is no text",
+        "row 3, turn 1: look returned a SilentError, which JSON cannot write: KeyError",
+        "row 4, turn 2: get_reward returned the reward inf; it must be a finite number",
+        "row 5, turn 1: look: SilentError",
+        None,
+        None,
+    ]
+    texts = [text_of(model, row[real]) for row, real in zip(drawn.tokens, drawn.real, strict=True)]
+    assert "tool\n[0, 1, 2]<|im_end|>" in texts[6]
+    assert "tool\n3<|im_end|>" in texts[7]
+
+
+@pytest.mark.filterwarnings("ignore:.*fills the")  # its answers are scripted
+def test_arguments_of_other_types_are_read_as_errors(tmp_path, monkeypatch):
+    model = model_of(tmp_path / "m", template_of("hermes"))
+    call = '<tool_call>\n{"name": "look", "arguments": %s}\n</tool_call>'
+    wrong = call % '{"place": "left"}', call % '{"kind": "c"}'
+    scripted(monkeypatch, model, *wrong, "It is.")
+    Results.count = 6
+    options = OPTIONS | {"max_new_tokens": 900, "samples": 1}
+    drawn = model.rollouts(PROMPTS[:1], environment=Results, **options)
+    assert drawn.errors == [None]
+    text = text_of(model, drawn.tokens[0][drawn.real[0]])
+    assert 'error: look: place must fit {"type": "integer", "nullable": true}' in text
+    assert 'error: look: kind must fit {"type": "string", "enum": ["a", "b"]}' in text
+
+
+class Color(Enum):
+    RED = "red"
+    BLUE = "blue"
+
+
+class Annotated:
+    def every(
+        self, text: str, count: int, part: float, flag: bool, any_value: Any, color: Color,
+        one: Literal["a", "b"], number: Literal[1, 2], perhaps: Optional[int],  # noqa: UP045
+        union: int | str, several: list[int] | str, lists: list[list[str]], plain: list,
+        pair: tuple[int, str], table: dict[str, int], either: Literal["a"] | None, more: int = 5,
+    ) -> list[int]:  # fmt: skip
+        """Do everything.
+
+        In two paragraphs.
+
+        Args:
+            text: A text, described
+                in two lines.
+            count (int): A number: of all.
+            part: c
+            flag: d
+            any_value: e
+            color: f
+            one: g
+            number: h
+            perhaps: i
+            union: j
+            several: k
+            lists: l
+            plain: m
+            pair: n
+            table: o
+            either: p
+            more: q
+
+        Returns:
+            The numbers.
+        """
+
+
+def test_schemas_are_those_of_transformers():
+    utils = pytest.importorskip("transformers.utils", reason="needs the extra `peers`")
+    actual, expected = (
+        tools.schema_of("every", Annotated().every),
+        utils.get_json_schema(Annotated().every),
+    )
+    own = actual["function"]["parameters"]["properties"].pop("several")
+    assert own["anyOf"] == [{"type": "array", "items": {"type": "integer"}}, {"type": "string"}]
+    expected["function"]["parameters"]["properties"].pop("several")  # without items
+    assert actual == expected
+
+
+class Variadic:
+    def add(self, *numbers: int) -> int:
+        """Add."""
+
+
+class Asynchronous:
+    async def add(self, a: int) -> int:
+        """Add."""
+
+
+class UnknownType:
+    def add(self, a: list[bytes]) -> int:
+        """Add."""
+
+
 class NoTools:
     def reset(self):
         return None
@@ -253,6 +387,9 @@ class NoAnnotation:
         ({"environment": NoTools}, "NoTools has neither; define step"),
         ({"environment": NoDocstring}, "the tool add has no docstring"),
         ({"environment": NoAnnotation}, "the parameter a of the tool add has no known type"),
+        ({"environment": Variadic}, "the parameter numbers of the tool add has no name in a call"),
+        ({"environment": Asynchronous}, "the tool add is async"),
+        ({"environment": UnknownType}, "the parameter a of the tool add has no known type"),
         ({"environment": Calculator}, "chat template writes no tool calls"),
         ({"max_turns": 0}, "max_turns=0 must be 1 or more"),
         ({"seconds": 0}, "seconds=0 must be above 0"),

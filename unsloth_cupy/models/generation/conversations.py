@@ -7,13 +7,14 @@ chat template.  All rows share an engine; environments run in threads beside it.
 """
 
 import inspect
-import json
+import math
 import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
-from typing import Any, get_type_hints
+from typing import Any
 
 import numpy as np
 
@@ -24,19 +25,17 @@ from ...placement import to_device_of
 from ...serving.engine import Engine
 from ...serving.options import Options
 from ...serving.requests import Request
-from ...serving.tool_calls import CallForm, form_of, tool
+from ...serving.tool_calls import CallForm, form_of
 from ..configs.heads import CAUSAL, require_head
 from ..network import Network
 from ..text.chat import Message, placeholder
 from ..text.tokenizer import Tokenizer
 from .decoding import switch_of
 from .rollouts import Rollouts, no_routes
+from .tools import RowError, problem_of, result_text, schema_of, tools_of
 
 SECONDS = 60.0  # default limit of a call of an environment
 ROWS, PAGE = 64, 16  # of the engine
-KINDS = {str: "string", int: "integer", float: "number", bool: "boolean"}
-KINDS_OF_JSON: dict[Any, str] = {**KINDS, list: "array", dict: "object"}
-OWN = "reset", "step", "get_reward", "close"  # methods of an environment that are no tools
 Work = Callable[[], Any] | None  # a call of an environment; None: an answer of the model
 
 
@@ -149,9 +148,7 @@ class Conversations:
             talk.add(new)
         if not steps and callable(getattr(environment, "get_reward", None)):
             reward = yield environment.get_reward
-            if reward is not None and not is_number(reward):
-                raise _RowError(f"get_reward returned {type(reward).__name__}, and no number")
-            talk.reward = float("nan") if reward is None else float(reward)
+            talk.reward = float("nan") if reward is None else _number(reward, "get_reward")
 
     def _begin(
         self, talk: Talk, environment: Any, tools: list[dict[str, Any]] | None
@@ -172,7 +169,7 @@ class Conversations:
         talk.prompt = len(talk.tokens)
         if self._room(talk) < 1:
             cure = "raise max_new_tokens, or tokens"
-            raise _RowError(f"a prompt of {talk.prompt} tokens leaves no room in rows; {cure}")
+            raise RowError(f"a prompt of {talk.prompt} tokens leaves no room in rows; {cure}")
 
     def _room(self, talk: Talk) -> int:
         """Return the number of tokens that may follow in a row."""
@@ -199,12 +196,10 @@ class Conversations:
             own = f"call{place:05d}"  # nine letters or digits, as Mistral's templates require
             function = {"name": name, "arguments": arguments}
             written.append({"id": own, "type": "function", "function": function})
-            result: Any = _problem(methods, name, arguments)
+            result: Any = problem_of(methods, name, arguments, tools)
             if not result:
                 result = yield partial(methods[name], **arguments)
-            text = result
-            if not isinstance(result, str):
-                text = json.dumps(result, ensure_ascii=False, default=str)
+            text = result_text(result, name)
             results.append({"role": "tool", "content": text, "name": name, "tool_call_id": own})
         return results
 
@@ -261,13 +256,13 @@ class Conversations:
         talk.calls += 1
         try:
             if error is not None:
-                raise _RowError(error)
+                raise RowError(error)
             work = self.rows[talk].send(value)
         except StopIteration:
             del self.rows[talk]
             return
         except ConfigError as problem:
-            if not isinstance(problem, _RowError) and not talk.turns:
+            if not isinstance(problem, RowError) and not talk.turns:
                 raise  # templates and tools that fit no row
             talk.error = f"row {talk.number}, turn {talk.turns}: {problem}"
             talk.reward = float("nan")
@@ -286,12 +281,16 @@ class Conversations:
             self.replies.put((talk, number, (work(), None)))
         except BaseException as error:
             what = getattr(getattr(work, "func", work), "__name__", "environment")
-            self.replies.put((talk, number, (None, f"{what}: {type(error).__name__}: {error}")))
+            problem = f"{what}: {type(error).__name__}"
+            with suppress(Exception):  # of its own text
+                problem = f"{problem}: {error}"
+            self.replies.put((talk, number, (None, problem)))
 
     def _take_replies(self, *, wait: bool) -> None:
         """Continue rows whose environment has replied; end rows whose time is over."""
         while self.limits:
             rest = max(0.0, min(self.limits.values()) - time.monotonic())
+            rest = min(rest, threading.TIMEOUT_MAX)
             try:
                 talk, number, (value, error) = self.replies.get(timeout=rest if wait else 0)
             except queue.Empty:
@@ -370,10 +369,6 @@ class Conversations:
         )  # fmt: skip
 
 
-class _RowError(ConfigError):
-    """What ends one row."""
-
-
 def _check(
     model: Network, prompts: Any, samples: Any, options: Options, environment: Any,
     max_turns: Any, seconds: Any,
@@ -405,50 +400,6 @@ def _is_chat(messages: Any) -> bool:
     return listed and all(isinstance(e, Mapping) and "role" in e for e in messages)
 
 
-def tools_of(environment: Any) -> dict[str, Callable[..., Any]]:
-    """Return the public methods of an environment that are tools, by name."""
-    names = [name for name in dir(type(environment)) if name[0] != "_" and name not in OWN]
-    methods = {name: getattr(environment, name) for name in names}
-    tools: dict[str, Callable[..., Any]] = {
-        name: method for name, method in methods.items() if inspect.ismethod(method)
-    }
-    if not tools:
-        cure = "define step(answer), or public methods with docstring and annotations as tools"
-        raise ConfigError(f"rollouts: {type(environment).__name__} has neither; {cure}")
-    return tools
-
-
-def schema_of(name: str, method: Callable[..., Any]) -> dict[str, Any]:
-    """Return the schema of a tool, from its docstring and its annotations."""
-    text, hints = inspect.getdoc(method), get_type_hints(method)
-    properties, required = dict[str, Any](), list[str]()
-    for parameter in inspect.signature(method).parameters.values():
-        hint = hints.get(parameter.name)
-        kind = KINDS_OF_JSON.get(getattr(hint, "__origin__", hint))
-        if kind is None:
-            allowed = ", ".join(each.__name__ for each in KINDS_OF_JSON)
-            cure = f"annotate it by one of {allowed}"
-            problem = f"the parameter {parameter.name} of the tool {name} has no known type"
-            raise ConfigError(f"rollouts: {problem}; {cure}")
-        properties[parameter.name] = {"type": kind}
-        if parameter.default is inspect.Parameter.empty:
-            required.append(parameter.name)
-    if not text:
-        raise ConfigError(f"rollouts: the tool {name} has no docstring, which the model reads")
-    return tool(name, text, properties, required)
-
-
-def _problem(methods: Mapping[str, Any], name: str, arguments: Mapping[str, Any]) -> str:
-    """Return why a call is impossible, as the model reads it, or ""."""
-    if name not in methods:
-        return f"error: unknown tool {name}; choose from {', '.join(methods)}"
-    try:
-        inspect.signature(methods[name]).bind(**arguments)
-    except TypeError as error:
-        return f"error: {name}: {error}"
-    return ""
-
-
 def _accepted(function: Callable[..., Any], row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns of a row that a function takes."""
     parameters = inspect.signature(function).parameters
@@ -467,13 +418,24 @@ def _with_observation(messages: list[dict[str, Any]], text: str) -> list[dict[st
 
 def _text(value: Any, name: str) -> str:
     if not isinstance(value, str):
-        raise _RowError(f"{name} returned {type(value).__name__}; it must return a text, or None")
-    return value
+        raise RowError(f"{name} returned {type(value).__name__}; it must return a text, or None")
+    return result_text(value, name)
+
+
+def _number(value: Any, name: str) -> float:
+    """Return a reward, checked; NaN: none."""
+    if not is_number(value) or math.isinf(value):
+        raise RowError(f"{name} returned the reward {str(value)[:40]}; it must be a finite number")
+    return float(value)
 
 
 def _stepped(reply: Any) -> tuple[str, float, bool]:
     """Return what ``step`` returned, checked."""
-    if not isinstance(reply, tuple) or len(reply) != 3 or not is_number(reply[1]):
-        raise _RowError("step must return (observation, reward, done)")
+    if not isinstance(reply, tuple) or len(reply) != 3:
+        raise RowError("step must return (observation, reward, done)")
     observation, reward, done = reply
-    return "" if observation is None else _text(observation, "step"), float(reward), bool(done)
+    return (
+        "" if observation is None else _text(observation, "step"),
+        _number(reward, "step"),
+        bool(done),
+    )

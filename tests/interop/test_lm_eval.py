@@ -160,8 +160,23 @@ def test_what_has_no_meaning_is_refused(folder):
         request = Instance("generate_until", {}, ("a", {"until": ["b"], **options}), 0)
         with pytest.raises(ConfigError, match=match):
             model.generate_until([request])
+    whole = Instance("loglikelihood", {}, ("a", "The cat " * 99), 0)
+    with pytest.raises(ConfigError, match="tokens, the model 64 positions"):
+        model.loglikelihood([whole], disable_tqdm=True)
     with pytest.raises(ConfigError, match="batch_size"):
         own.Model(folder, device="cpu", batch_size=0)
+
+
+def test_texts_without_a_token_begin_with_the_prefix(folder):
+    from lm_eval.api.instance import Instance
+
+    model = own.Model(folder, device="cpu")
+    options = {"until": ["", "e"], "max_gen_toks": 9}
+    texts = [
+        model.generate_until([Instance("generate_until", {}, (text, options), 0)])
+        for text in ("", "<s>")
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_the_command_runs_tasks(folder, manager, tmp_path):

@@ -117,6 +117,10 @@ class Model(TemplateLM):
             (context + continuation)[-(self.max_length + 1) :]
             for _, context, continuation in requests
         ]
+        longest = max((len(continuation) for *_, continuation in requests), default=0)
+        if longest > self.max_length:
+            problem = f"a continuation has {longest} tokens, the model {self.max_length} positions"
+            raise ConfigError(f"lm_eval: loglikelihood: {problem}; use a rolling task")
         order = sorted(range(len(rows)), key=lambda place: len(rows[place]))  # little padding
         for start in range(0, len(order), self.batch_size):
             places = order[start : start + self.batch_size]
@@ -171,9 +175,11 @@ class Model(TemplateLM):
             if new >= self.max_length:
                 problem = f"{new} new tokens exceed the model's {self.max_length} positions"
                 raise ConfigError(f"lm_eval: generate_until: {problem}; set max_gen_toks")
-            prompts.append(self.tok_encode(text)[-(self.max_length - new) :])
+            known = self.tok_encode(text) or [self.prefix_token_id]
+            prompts.append(known[-(self.max_length - new) :])
             options.append({"max_new_tokens": new, **_sampling(own)})
-            options[-1]["stop_texts"] = handle_stop_sequences(own["until"], eos=end)
+            stops = handle_stop_sequences(own["until"], eos=end)
+            options[-1]["stop_texts"] = [stop for stop in stops if stop]
         if not prompts:
             return []
         longest = max(len(p) + o["max_new_tokens"] for p, o in zip(prompts, options, strict=True))
@@ -187,7 +193,7 @@ class Model(TemplateLM):
         for request, own in zip(asked, options, strict=True):
             text = self.words.decode(request.samples[0].tokens)
             for stop in own["stop_texts"]:
-                text = text.partition(stop)[0] if stop else text
+                text = text.partition(stop)[0]
             results.append(text)
         return results
 

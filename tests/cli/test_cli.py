@@ -685,7 +685,9 @@ class TestGenerate:
         os.close(keyboard), os.close(terminal)
         assert (process.returncode, rest) == (0, "\n")
         first, *others = errors.splitlines()
-        assert re.fullmatch(r".+ on the CPU, float32\. Ctrl-D ends the conversation\.", first)
+        assert re.fullmatch(
+            r".+ on the CPU, float32\. Ctrl-C ends an answer, Ctrl-D the conversation\.", first
+        )
         assert others == ["The line is not UTF-8; type it again."]
 
 

@@ -69,6 +69,29 @@ def test_a_turn_computes_its_new_tokens_alone(tmp_path, monkeypatch, temperature
     assert min(reused[1:]) > 20
 
 
+def test_an_interrupt_ends_an_answer_alone(tmp_path, monkeypatch):
+    model, steps = model_of(tmp_path / "m"), []
+    talk, messages, step = started(model), [{"role": "user", "content": "Who?"}], Engine.step
+
+    def interrupted(engine):
+        steps.append(None)
+        if len(steps) == 4:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Engine, "step", interrupted)
+        answer = talk.reply(messages)
+    whole = started(model).reply(messages)
+    assert answer
+    assert whole.startswith(answer)
+    assert whole != answer
+    messages += [
+        {"role": "assistant", "content": answer}, {"role": "user", "content": "And the dog?"},
+    ]  # fmt: skip
+    assert talk.reply(messages) == started(model).reply(messages)
+
+
 def test_another_history_is_computed_from_its_beginning(tmp_path):
     model = model_of(tmp_path / "m")
     talk = started(model)

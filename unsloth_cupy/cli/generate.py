@@ -101,8 +101,8 @@ def generate(
     MODEL_FOLDER is a Hugging Face folder (config.json, *.safetensors, tokenizer.json) or the folder
     of a finetune run. The prompt is read from standard input, without its final line break, if
     PROMPT is -, or if PROMPT is omitted and standard input is not a terminal. At a terminal, --chat
-    without PROMPT starts a conversation; Ctrl-D ends it. The text is streamed to standard output;
-    the speed is printed to standard error.
+    without PROMPT starts a conversation; Ctrl-C ends an answer, Ctrl-D the conversation. The text
+    is streamed to standard output; the speed is printed to standard error.
     """
     from ..machine import on_device
 
@@ -147,7 +147,10 @@ def generate(
             with blas_threads(model.config.hidden):
                 if interactive:
                     where = f"{folder.resolve().name} on {device_title(ranks.device)}"
-                    echo(f"{where}, {model.dtype}. Ctrl-D ends the conversation.", err=True)
+                    echo(
+                        f"{where}, {model.dtype}. Ctrl-C ends an answer, Ctrl-D the conversation.",
+                        err=True,
+                    )
                     converse(Conversation(model, stop, **options).reply, start_messages)
                     return
                 started = time.perf_counter()
@@ -267,15 +270,19 @@ class Conversation:
             prompt, max_new_tokens=new, stop_texts=self.stop, seed=seed, **self.options
         )
         answer = Answer(tokenizer.backend, prompt, self.stop, self.model.config.end_tokens)
-        while answer.finish is None:
-            for event in engine.step():
-                if event.request is request:
-                    echo(answer.push(event.tokens, None, event.finish), nl=False)
+        try:
+            while answer.finish is None:
+                for event in engine.step():
+                    if event.request is request:
+                        echo(answer.push(event.tokens, None, event.finish), nl=False)
+        except KeyboardInterrupt:  # it ends the answer, and the conversation goes on
+            engine.cancel(request)
+            echo(answer.push([], None, "cancelled"), nl=False)
         echo()
         if answer.finish == "length" and new == room < self.most:
             echo(f"The text ends at the model's {positions} positions.", err=True)
         drawn, self.turns = request.samples[0].tokens, self.turns + 1
-        if drawn[-1] in self.model.config.end_tokens:
+        if drawn and drawn[-1] in self.model.config.end_tokens:
             drawn = drawn[:-1]
         self.text, self.tokens = text + answer.text, [*prompt, *drawn]
         if tokenizer.decode(drawn, special_tokens=True) != answer.text:

@@ -339,6 +339,29 @@ class Annotated:
         """
 
 
+@pytest.mark.parametrize(
+    ("hint", "fit", "unfit"),
+    [
+        (int, [3, 3.0], [3.5, "3", True, None]),
+        (float, [3, 0.5], ["3", True]),
+        (list[int] | str | None, [[1], "a", None, []], [["a"], 3]),
+        (dict[str, list[int]], [{}, {"a": [1]}], [{"a": 1}, []]),
+        (Literal["a", 1, None], ["a", 1, None], ["b", 2]),
+        (Any, [None, [1], {}], []),
+    ],
+    ids=str,
+)
+def test_values_fit_their_annotations(hint, fit, unfit):
+    def look(value):
+        """Look."""
+
+    look.__annotations__["value"] = hint
+    schemas = [tools.schema_of("look", look)]
+    for value in (*fit, *unfit):
+        problem = tools.problem_of({"look": look}, "look", {"value": value}, schemas)
+        assert problem.startswith("error: look: value must fit") == (value in unfit), value
+
+
 def test_schemas_are_those_of_transformers():
     utils = pytest.importorskip("transformers.utils", reason="needs the extra `peers`")
     actual, expected = (

@@ -156,10 +156,10 @@ def problem_of(
 
 def _fits(value: Any, schema: Mapping[str, Any]) -> bool:
     """Return whether a value of JSON has the type of an annotation."""
-    if "anyOf" in schema:
-        return any(_fits(value, each) for each in schema["anyOf"])
     if value is None and schema.get("nullable"):
         return True
+    if "anyOf" in schema:
+        return any(_fits(value, each) for each in schema["anyOf"])
     kind, kinds = KINDS[type(value)], schema.get("type", [])
     same = {kind}
     if kind == "integer" or (kind == "number" and value.is_integer()):

@@ -1,5 +1,7 @@
 """A conversation of ``generate --chat``: a turn computes only the tokens that it adds."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -90,6 +92,12 @@ def test_an_interrupt_ends_an_answer_alone(tmp_path, monkeypatch):
         {"role": "assistant", "content": answer}, {"role": "user", "content": "And the dog?"},
     ]  # fmt: skip
     assert talk.reply(messages) == started(model).reply(messages)
+
+
+def test_a_cache_that_a_model_refuses_is_an_error_before_the_first_question():
+    model = models.load(Path(__file__).parents[1] / "golden" / "models" / "deepseek_v32")
+    with pytest.raises(ConfigError, match="stores its keys in latent rows"):
+        started(model, cache_dtype="int8")
 
 
 def test_another_history_is_computed_from_its_beginning(tmp_path):

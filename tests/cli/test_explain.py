@@ -21,6 +21,7 @@ from unsloth_cupy import (
     linear,
     models,
     nf4_quantize,
+    plan_memory,
     rms_norm,
     shape,
     softmax,
@@ -44,6 +45,7 @@ from unsloth_cupy.profiling.training_step import explain_step
 from ..code.programs import budget
 from ..harness.tracked import tracked
 from ..machines.stand_in import Launch, gpu
+from ..models.peers import MIXTURES, SIZES
 from .test_cli import LLAMA, assert_one_clear_error
 
 CONFIG = {
@@ -495,3 +497,25 @@ def test_offload_of_an_explained_call_needs_recomputed_blocks(tmp_path: Path) ->
     assert_one_clear_error(done, "it moves the inputs of recomputed blocks: add --recompute-every")
     done = click.testing.CliRunner().invoke(group, ["explain", "softmax", "--recompute-every", "1"])
     assert_one_clear_error(done, "--lora, --quantize and --recompute-every need a model")
+
+
+@pytest.mark.parametrize(
+    ("source", "head"),
+    [("llama", "sequence_classification"), ("llama", "none"), ("bert", "none"), ("heads", None)],
+)
+def test_a_step_of_other_heads(source: str, head: str | None, tmp_path: Path) -> None:
+    """Those that classify, embed, and draft; their other parameters are not trained."""
+    golden = Path(__file__).parents[1] / "golden"
+    if source == "heads":
+        config = SIZES | MIXTURES["deepseek_v3"] | {"num_nextn_predict_layers": 1}
+        (tmp_path / "config.json").write_text(json.dumps(config))
+    else:
+        folder = golden / ("models" if source == "llama" else "encoders") / source
+        labels = 2 if head == "sequence_classification" else None
+        models.load(folder, head=head, labels=labels).save(tmp_path)
+    done = run(tmp_path, "--tokens", 16)
+    assert done.exit_code == 0, done.output
+    assert "optimizers" in done.output
+    if source == "heads":
+        planned = plan_memory(config, batch=1, tokens=16, dtype="bfloat16")
+        assert planned.optimizer > 0

@@ -10,6 +10,7 @@ import click.testing
 import pytest
 
 from unsloth_cupy import models
+from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune.data.chat import Chat
 
 from .test_cli import assert_one_clear_error, run
@@ -29,13 +30,31 @@ def follow(result: click.testing.Result) -> list[list[str]]:
     return [shlex.split(line) for line in lines if line.startswith("  ")]
 
 
-def test_a_classifier_does_not_generate(tmp_path: Path) -> None:
-    """The error comes before anything is printed."""
-    models.load(MODEL, head="sequence_classification", labels=2).save(tmp_path)
+@pytest.mark.parametrize(
+    ("golden", "head", "options", "words"),
+    [
+        ("models/llama", "sequence_classification", "", "is 'sequence_classification'"),
+        ("models/llama", "none", "--chat", "the head of this model is 'none'"),
+        ("encoders/bert", None, "", "generate: this bert is an encoder; pass a language model"),
+        ("models/llama", None, "--draft mtp", "this llama has no draft head"),
+        ("models/llama", None, "--draft mtp --temperature 1", "must be None: draft heads are for"),
+        ("models/deepseek_v32", None, "--cache-dtype int8", "stores its keys in latent rows"),
+    ],
+)
+def test_a_refusal_to_generate_comes_before_the_prompt_is_printed(
+    golden: str, head: str | None, options: str, words: str, tmp_path: Path
+) -> None:
+    labels = 2 if head == "sequence_classification" else None
+    model = models.load(GOLDEN / golden, head=head, labels=labels)
+    model.save(tmp_path)
     shutil.copy(TOKENIZER, tmp_path)
-    result = run("generate", tmp_path, "a tree walks")
-    assert_one_clear_error(result, "the head of this model is 'sequence_classification'")
+    result = run("generate", tmp_path, "Hi", *options.split())
+    assert_one_clear_error(result, words)
     assert not result.stdout
+    if options.endswith("int8"):  # as at the call of a model, not at its first piece
+        model.tokenizer = models.Tokenizer(tmp_path)
+        with pytest.raises(ConfigError, match=f"^stream_text: .*{words}"):
+            model.stream_text("Hi", cache_dtype="int8")
 
 
 def test_the_answers_of_a_pair_have_their_names(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from unsloth_cupy.finetune import Lora, Settings, Trainer
 from unsloth_cupy.losses import contrastive
 from unsloth_cupy.models.configs.config import DenseModule
 from unsloth_cupy.models.folders.pooling import dense_modules, pooling_files
+from unsloth_cupy.parallel import SingleCommunicator
 
 from .test_encoders import TEXTS, data, folder, write
 
@@ -195,6 +196,49 @@ def test_wrong_settings(change: dict[str, Any], problem: str, tmp_path: Path) ->
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(ConfigError, match=problem):
         models.load(base)
+
+
+def test_keys_that_are_absent(tmp_path: Path) -> None:
+    """sentence-transformers' defaults are a bias and tanh."""
+    base = base_of(tmp_path / "m")
+    file = base / SECOND / "config.json"
+    values, expected = json.loads(file.read_text()), dense_modules(base)
+    for name in ("bias", "activation_function"):
+        del values[name]
+    file.write_text(json.dumps(values))
+    assert dense_modules(base) == expected
+    assert expected[1].biased
+    assert expected[1].tanh
+
+
+def test_calls_that_modules_refuse(tmp_path: Path) -> None:
+    base = base_of(tmp_path / "m")
+    with pytest.raises(ConfigError, match=r"load\(communicator=\): ranks do not divide the Dense"):
+        models.load(base, communicator=SingleCommunicator())
+    classifier = models.load(base, head="sequence_classification", labels=2)
+    with pytest.raises(ConfigError, match=r"the Dense modules in .* need a model without a head"):
+        classifier.embeddings(TOKENS, mask=MASK)
+    vectors = classifier.embeddings(TOKENS, mask=MASK, pooling="mean")
+    assert vectors.shape == (2, classifier.config.state)
+    file = base / FIRST / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"in_features": 47}))
+    with pytest.raises(ConfigError, match="2_Dense has 47 inputs"):
+        models.load(base)
+
+
+def test_a_model_in_several_files_has_modules_in_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("unsloth_cupy.models.ranks.parts.ONE_FILE", 0)  # as of a large model
+    base = base_of(tmp_path / "m")
+    path = trained(base, tmp_path / "run", None)
+    before, after = models.load(base), models.load(path)
+    assert after.config.modules == before.config.modules
+    for name in NAMES:
+        module, _, stored = name.partition(".")
+        written = load_file(path / module / "model.safetensors")[stored]
+        np.testing.assert_array_equal(written, after.parameters[name])
+        assert (after.parameters[name] != before.parameters[name]).any()
 
 
 def test_wrong_orders_and_files(tmp_path: Path) -> None:

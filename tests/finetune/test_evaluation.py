@@ -496,9 +496,14 @@ def test_a_model_is_evaluated_by_the_method_of_its_head(
     with pytest.raises(ConfigError, match=f"method={wrong} needs the head .* has {head}; "):
         evaluation.of_itself(wrong, model, tmp_path)
     for name, said in (
-        ("dpo", "method=dpo compares the model with another one, which only training loads; "),
-        ("kto", "compares the model with"), ("distill", "compares the model with"),
-        ("grpo", "method=grpo needs .*; "), ("rloo", "method=rloo needs .*; "),
+        (
+            "dpo",
+            "method=dpo compares the model with another one, which only training loads; measure"
+            " it in training: finetune method=dpo eval=FILE; or choose simpo, cpo or orpo, which",
+        ),
+        ("kto", "compares the model with"), ("distill", "or choose sft, which reads the same rows"),
+        ("grpo", "method=grpo needs rewards; finetune method=grpo eval=FILE measures"),
+        ("rloo", "method=rloo needs .*; "),
         ("other", "choose from sft"),
     ):  # fmt: skip
         with pytest.raises(ConfigError, match=said):

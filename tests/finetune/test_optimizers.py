@@ -1,6 +1,8 @@
 """``--optimizer``: runs that stop and go on, what is saved, and what cannot be combined."""
 
 import json
+import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +14,13 @@ from unsloth_cupy import AdamW, Muon, models, plan_memory
 from unsloth_cupy.errors import ConfigError
 from unsloth_cupy.finetune import Listener, Run, Settings, Trainer
 from unsloth_cupy.finetune.run.interrupt import Interrupted, Stop
-from unsloth_cupy.models.optimizers import optimizer_of
+from unsloth_cupy.models.optimizers import optimizer_of, undecayed
 from unsloth_cupy.models.ranks.pipeline_stages import EMBEDDING, HEAD
 from unsloth_cupy.training.joined import Joined
 
 from ..cli.test_cli import assert_one_clear_error, run, weights
 from ..memory.test_memory import LLAMA, PHI
+from ..models.peers import CONFIGS, MIXTURES, RELATIVES, SIZES
 
 TINY: dict[str, Any] = {
     "batch": 2, "tokens": 16, "layers": 1, "hidden": 32, "vocabulary": 300, "steps": 4,
@@ -131,6 +134,86 @@ def test_muon_has_the_matrices_and_adamw_the_rest() -> None:
     layers = "self_attn.qkv_proj", "mlp.gate_up_proj"
     assert own == {f"{layer}.lora_B.weight" for layer in layers}, "A has fewer rows"
     assert rest.parameters.keys() == model.trainable.keys() - muon.parameters.keys()
+
+
+# the last part of the names of linear maps, with those of routers
+LINEAR = re.compile(
+    r"(\w+_)?proj(_\w+|ection)?|\w+_linear|w[123]|fc[12]|c_fc|dense|query|key|value"
+    r"|W(qkv|i|o)|(\w+_)?gate|router|wg|classifier"
+)
+MATRICES = (  # other parameters with two axes, or more
+    *("embed_tokens.weight", "embed_tokens_per_layer.weight", "position_embeddings.weight"),
+    *("token_type_embeddings.weight", "lm_head.weight", "score.weight", "A_log", "conv.weight"),
+    *("conv1d.weight", "q_norm.weight", "k_norm.weight", "shared_head.head.weight"),
+    *("embedding_projection.weight", "head.dense.weight", "pooler.dense.weight"),
+    *("experts.gate_up_proj", "experts.up_proj", "experts.down_proj"),
+    *("experts.gate_up_proj_bias", "experts.down_proj_bias"),
+)
+ENCODERS = Path(__file__).parents[1] / "golden" / "encoders"
+
+
+def of_every_family() -> Iterator[tuple[str, models.Transformer]]:
+    for label, config in (CONFIGS | RELATIVES | MIXTURES).items():
+        yield label, models.create(SIZES | config, seed=0)
+    heads = SIZES | MIXTURES["deepseek_v3"] | {"num_nextn_predict_layers": 1}
+    yield "draft heads", models.create(heads, seed=0)
+    for path in sorted(ENCODERS.iterdir()):
+        for head in ("none", "sequence_classification"):
+            yield path.name, models.load(path, head=head, labels=None if head == "none" else 3)
+
+
+def test_muon_trains_linear_maps_alone_in_every_family() -> None:
+    """Weight decay leaves out what is no matrix of a linear map, nor of a convolution."""
+    for label, model in of_every_family():
+        joined: Any = optimizer_of("muon", model)
+        muon, rest = joined.optimizers
+        free = {*undecayed(model)}
+        for name, array in model.trainable.items():
+            other = array.ndim == 1 or name.endswith(MATRICES)
+            if not other:
+                assert name.endswith(".weight"), (label, name)
+                assert LINEAR.fullmatch(name.split(".")[-2]), (label, name)
+            assert (name in muon.parameters) == (not other), (label, name)
+            assert (name in rest.parameters) != (name in muon.parameters)
+            words = "embed_tokens", "_embeddings", "norm.weight", "A_log", "_bias"
+            assert (name in free) == (array.ndim == 1 or any(w in name for w in words)), name
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"targets": ["q_proj", "embed_tokens", "lm_head"]},
+        {"targets": ["q_proj"], "modules": ["embed_tokens", "lm_head"]},
+    ],
+)
+def test_muon_trains_no_adapter_of_a_table_or_head(options: dict[str, Any]) -> None:
+    model = models.create(LLAMA | {"tie_word_embeddings": False}, seed=0)
+    model.add_adapter(2, **options)
+    joined: Any = optimizer_of("muon", model)
+    muon, rest = joined.optimizers
+    assert muon.parameters
+    assert all(".q_proj." in name for name in muon.parameters)
+    assert rest.parameters
+    assert not any(".q_proj." in name for name in rest.parameters)
+
+
+@pytest.mark.parametrize(
+    ("label", "module", "rows"),
+    [
+        ("granitemoehybrid", "shared_mlp.input_linear", 2),
+        ("glm4", "mlp.gate_up_proj", 2),
+        ("phi3", "self_attn.qkv_proj", 3),
+        ("minimax", "self_attn.qkv_proj", 0),  # its rows are q, k and v of each head in turn
+    ],
+)
+def test_muon_divides_what_is_stored_as_one_matrix(label: str, module: str, rows: int) -> None:
+    model = models.create(SIZES | (CONFIGS | RELATIVES | MIXTURES)[label], seed=0)
+    joined: Any = optimizer_of("muon", model)
+    names = [n for n in joined.optimizers[0].parameters if f".{module}." in n]
+    assert names
+    parts = joined.optimizers[0].parts
+    assert all(len(parts.get(name, ())) == rows for name in names)
+    assert not {name for name in parts if f".{module}." not in name and label != "phi3"}
 
 
 def test_optimizers_that_step_as_one() -> None:

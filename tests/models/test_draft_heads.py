@@ -437,6 +437,24 @@ def test_with_an_adapter_and_an_invariant_model():
         assert np.array_equal(actual, expected)
 
 
+def test_rows_of_several_adapters():
+    """Rows end one by one, so that steps have the adapters of the rows that are left."""
+    model = agreeing("deepseek_v3")
+    for number, name in enumerate("ab"):
+        model.add_adapter(rank=2, seed=number, name=name, targets=["q_b_proj", "kv_b_proj"])
+        for array in model.adapter.parameters.values():
+            array[...] += 0.2 * np.random.default_rng(number).standard_normal(array.shape)
+    rows, prompt = model.by_rows(["a", None, "b"]), np.random.default_rng(0).integers(3, 97, (3, 9))
+    options: Any = {"max_new_tokens": 24, "stop": ()}
+    plain = rows.generate(prompt, **options)
+    options["stop"] = plain[[0, 1], [13, 18]].tolist()
+    expected = rows.generate(prompt, **options)
+    assert len({(row != 0).sum() for row in expected}) == 3
+    actual = rows.generate(prompt, **options, draft="mtp")
+    assert rows.drafts.accepted
+    assert np.array_equal(actual, expected)
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [

@@ -407,6 +407,54 @@ def test_at_most_two_blocks_are_in_memory(
 
 
 @pytest.mark.parametrize(
+    ("family", "kind"),
+    [
+        *(("gemma4 of shared keys", kind) for kind in ("f32", "q8_0", "folder")),
+        *(("llama", kind) for kind in ("q8_0", "q4_k_m", "folder")),
+    ],
+)
+def test_tables_are_read_some_rows_at_a_time(
+    family: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table of all layers' inputs, and one that is embedding table and head, are the largest.
+
+    An adapter that changes neither is merged.
+    """
+    for module in ("verifying.verify", "gguf.reading"):
+        monkeypatch.setattr(f"unsloth_cupy.models.{module}.AT_ONCE", 1 << 14)
+    rows = 2**12 if "gemma" in family else 2**13
+    config: dict[str, Any] = {"model_type": "llama", "tie_word_embeddings": True}
+    if family != "llama":
+        sizes = {"hidden_size_per_layer_input": 256, "vocab_size_per_layer_input": rows}
+        config = {**MIXTURES[family], **sizes, "hidden_size": 32}
+    else:
+        config |= {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1}
+    folder = chat_folder(tmp_path / "m", config | {"vocab_size": rows})
+    model = models.load(folder)
+    model.add_adapter(2, seed=0, targets=["down_proj"])
+    model.save_adapter(tmp_path / "a")
+    file = folder
+    if kind != "folder":
+        file = tmp_path / "m.gguf"
+        models.export_gguf(folder, file, kind=kind)
+    shapes = model.config.shapes()
+    largest = max(4 * math.prod(shape) for shape in shapes.values())
+    rest = sum(4 * math.prod(shape) for name, shape in shapes.items() if "embed" not in name)
+    assert largest > 2 * rest
+    own = folder_side("test", folder) if file == folder else file_side(file)
+    sides = folder_side("test", tmp_path / "a", folder), own
+    verify.compare(*sides, ["in"], again=0)  # the tables of quantized types
+    tracemalloc.start()
+    try:
+        result = verify.compare(*sides, ["in"], again=0)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert result.same, result
+    assert peak < 0.4 * largest, (peak, largest)  # 0.07 and 0.33 were seen
+
+
+@pytest.mark.parametrize(
     ("name", "tensor", "stage"),
     [
         ("gemma4", "blk.1.layer_output_scale.weight", "block 1"),
@@ -785,3 +833,18 @@ def test_a_merge_has_a_receipt(adapted: dict[str, Path], tmp_path: Path) -> None
     receipt = json.loads((tmp_path / "copy" / "verified.json").read_text())
     assert receipt["same"] is None
     assert "tokenizer" in receipt["cause"]
+
+
+@pytest.mark.parametrize(
+    ("head", "words"),
+    [
+        ("sequence_classification", "is a classifier, without next tokens; compare the labels of"),
+        ("none", "is a model without a head, without next tokens; compare the embeddings of both"),
+    ],
+)
+def test_a_model_without_next_tokens_is_refused(head: str, words: str, tmp_path: Path) -> None:
+    folder = chat_folder(tmp_path / "m", FAMILIES["llama"])
+    labels = 2 if head == "sequence_classification" else None
+    models.load(folder, head=head, labels=labels).save(tmp_path / "other")
+    with pytest.raises(ConfigError, match=words):
+        models.verify(folder, tmp_path / "other")

@@ -10,16 +10,22 @@ from ..bench.timing import DEVICE_SCALES
 from ..core.dtypes import KERNEL_DTYPES, float_dtype
 from ..errors import ConfigError
 from ..files import read_json
+from ..finetune.methods.registry import METHODS
 from ..finetune.run.limit import quantized_kind, tokens_of
 from ..finetune.run.run_folder import config_file
+from ..finetune.run.settings import Settings
 from ..machine import echo
 from ..memory.planned_model import new_adapter
+from ..models.configs.heads import NONE, SEQUENCE
+from ..models.objective import next_token
 from ..models.optimizers import OPTIMIZERS
 from ..models.parse import parse
 from ..profiling.explain import explain as explained
 from ..profiling.training_step import explain_step
 from ..training.checkpoint import CheckpointConfig
 from .options import QUANTIZE, Integer, option
+
+OF_HEADS = {SEQUENCE: "classify", NONE: "embed"}  # the methods that train other heads
 
 
 @click.command()
@@ -89,10 +95,13 @@ def explain(
         values, quantized = read_json(config), quantized_kind(path, quantize, lora, None, None)
         try:
             parsed = parse(values)
+            name = OF_HEADS.get(parsed.head)
+            objective = METHODS[name].bound(Settings(method=name)) if name else next_token
             explanation = explain_step(
                 parsed, batch=batch, tokens=tokens_of(tokens, parsed.positions), dtype=kind,
                 optimizer=optimizer, quantization=quantized, device=card,
                 adapter=None if lora is None else new_adapter(parsed, lora), checkpoint=parts,
+                objective=objective,
             )  # fmt: skip
             echo(str(explanation))
         except ConfigError as error:

@@ -137,7 +137,7 @@ def generate(
             placing: dict[str, Any] = {"device": ranks.device, **ranks.placing}
             placing |= {} if whole is None else {"lora": source}
             model = models.load(whole or source, quantize=quantize, **placing)
-            require_head("generate", model.config, CAUSAL)  # before the prompt is printed
+            require_head("generate", model.config, CAUSAL)  # before anything is printed
             for each in (ranks.problem, model.origin):
                 if each and ranks.first:
                     echo(each, err=True)
@@ -146,12 +146,14 @@ def generate(
                 stop = (*stop, *end_answers(model))
             with blas_threads(model.config.hidden):
                 if interactive:
+                    tokenizer.chat([*start_messages, _question("")])  # a template may refuse them
+                    conversation = Conversation(model, stop, **options)
                     where = f"{folder.resolve().name} on {device_title(ranks.device)}"
                     echo(
                         f"{where}, {model.dtype}. Ctrl-C ends an answer, Ctrl-D the conversation.",
                         err=True,
                     )
-                    converse(Conversation(model, stop, **options).reply, start_messages)
+                    converse(conversation.reply, start_messages)
                     return
                 started = time.perf_counter()
                 asked = [*start_messages, _question(text)] if chat else text
@@ -237,6 +239,7 @@ class Conversation:
         self.cache_dtype, self.seed, self.turns = cache_dtype, seed, 0
         self.engine: Engine | None = None
         self.text, self.tokens = "", list[int]()
+        self._room(0)  # checks the kind of model and the cache before the first question
 
     def _room(self, tokens: int) -> Engine:
         """Return an engine with room for a text; a new one has twice the room that it needs."""

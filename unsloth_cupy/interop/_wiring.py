@@ -172,14 +172,14 @@ def forms(
     if "sizes" in op.facts:
         own = {name: value for name, value in options.items() if name in op.options}
         sizes = sizes | op.facts["sizes"](operands[op.names[0]].shape, **own)
-    wanted, result = options.get("wanted"), {}
+    requested, result = options.get("wanted"), {}
     for output, dtype in zip(op.contract.outputs, bound.outputs, strict=True):
         name, of = output.name, output.name[1:]
         # "is None", never "None in (...)": NumPy says that dtype float64 == None
         absent = dtype is None or name in elsewhere
         absent = absent or any(operand not in operands for operand in needed(op, output))
-        if wanted is not None and is_gradient(op, output):
-            absent = absent or wanted.isdisjoint(operands_of(op, output))
+        if requested is not None and is_gradient(op, output):
+            absent = absent or requested.isdisjoint(operands_of(op, output))
         like = is_gradient(op, output) and of in operands
         shape: Any = tuple(operands[of].shape) if like else shape_of(output, sizes)
         result[name] = None if absent or shape is None else Form(shape, dtype)

@@ -80,8 +80,8 @@ def plan_memory(
     dtype : dtype or its name
         Dtype of the computation: float16, bfloat16 or float32.
     optimizer : str
-        A name in ``models.optimizers.OPTIMIZERS`` (muon trains matrices, and adamw the rest), or
-        "none": only a forward and a backward pass, with weights in ``dtype``.
+        A name in ``models.optimizers.OPTIMIZERS`` (muon trains linear layers, and adamw the
+        rest), or "none": only a forward and a backward pass, with weights in ``dtype``.
     state_bits : int
         Bits per value of the optimizer states: 32, or 8 for adamw.
     rank : int, optional

@@ -160,10 +160,12 @@ class Network(Summary):
     def narrowed(self, dtype: Any) -> dict[str, Any]:
         """Return the parameters that are rounded to ``dtype`` if the model computes in it.
 
-        The other parameters stay float32: see ``Config.widened``.
+        Others stay float32: see ``Config.widened``.  So do those that no loss reads, such as draft
+        heads that are not trained; beside an adapter, the whole base is rounded.
         """
         widened = self.config.widened
-        return {n: each for n, each in self.parameters.items() if dtype not in widened(n)}
+        every = self.trainable if self.adapter is None else self.parameters
+        return {n: each for n, each in every.items() if dtype not in widened(n)}
 
     @property
     def slices(self) -> Division | None:

@@ -1,6 +1,6 @@
 """The table of optimizers that a run can name, and functions that create them for a model."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +11,10 @@ from ..training.lion import Lion
 from ..training.muon import Muon
 from ..training.optimizer import Optimizer
 from ..training.schedule_free import ScheduleFreeAdamW
+from .adapters.adapter import DOWN
 from .configs.config import Config
-from .configs.names import SCORE
+from .configs.names import ADAPTED, SCORE, is_norm, is_router
+from .quantizer import left_dense
 from .ranks.pipeline_stages import EMBEDDING, HEAD
 
 BETAS = (0.9, 0.95)  # a run is short: with 0.999 the second moment would average 1000 steps
@@ -35,13 +37,12 @@ class Kind:
 
 
 def _muon(model: Any, parameters: dict[str, Any], **options: Any) -> Optimizer | Joined:
-    """Return Muon for the matrices in blocks, joined with AdamW for all other parameters."""
+    """Return Muon for the linear maps of blocks, joined with AdamW for all other parameters."""
     adapted = () if model.adapter is None else model.adapter.stacks.values()
     stacked = {name for each in adapted for name in (each.down, each.up)}
-    inner = parameters.keys() - {EMBEDDING, HEAD, *stacked}
-    matrices = {n: p for n, p in parameters.items() if p.ndim == 2 and n in inner}
-    rows = {n: _rows(n, model.config) for n in matrices}
-    parts = {n: each for n, each in rows.items() if sum(each) == len(matrices[n])}
+    matrices = {n: p for n, p in parameters.items() if n not in stacked and _is_linear(n, p.shape)}
+    rows = {n: _rows(n, len(p), model.config) for n, p in matrices.items()}
+    parts = {n: each for n, each in rows.items() if each}
     groups = options.pop("groups")
     muon = Muon(
         matrices, adjust="match_rms_adamw", parts=parts, groups=groups(matrices),
@@ -50,6 +51,15 @@ def _muon(model: Any, parameters: dict[str, Any], **options: Any) -> Optimizer |
     others = {n: p for n, p in parameters.items() if n not in matrices}
     adamw = _adamw(model, others, groups=groups, **options)
     return Joined([muon, adamw])
+
+
+def _is_linear(name: str, shape: Sequence[int]) -> bool:
+    """Return whether a parameter is the matrix of a linear layer in a block, or of its adapter.
+
+    Muon trains routers too, as in Moonlight and Megatron-LM; it trains no embedding and no head.
+    """
+    own = name.removeprefix(ADAPTED)
+    return len(shape) == 2 and (is_router(own) or not left_dense(own, shape, skip=(), least=0))
 
 
 def _adamw(_: Any, parameters: dict[str, Any], **options: Any) -> AdamW:
@@ -87,11 +97,22 @@ OPTIMIZERS: Mapping[str, Kind] = {
 
 
 def undecayed(model: Any) -> list[str]:
-    """Return the trainable parameters without weight decay: norms, biases and embeddings."""
+    """Return the trainable parameters without weight decay.
+
+    These are norms, biases, embeddings, and the decay rates of states (A_log).
+    """
     whole = model.config if model.division is None else model.division.whole
     shapes: Mapping[str, Any] = whole.shapes()  # of whole arrays: ranks may store flat parts
     axes = {n: len(shapes.get(n, array.shape)) for n, array in model.trainable.items()}
-    return [name for name, count in axes.items() if count < 2 or "embed_tokens." in name]
+    words = "embed_tokens", ".embeddings."
+    return [
+        name
+        for name, count in axes.items()
+        if count < 2
+        or is_norm(name)
+        or name.endswith(("_bias", "A_log"))
+        or any(word in name for word in words)
+    ]
 
 
 def optimizer_of(
@@ -111,8 +132,9 @@ def optimizer_of(
     moments of a classifier's head, always have 32 bits: tokens that are not in a batch have rows of
     zeros in the gradients.
 
-    Muon trains the matrices other than embedding and head, with AdamW's learning rate and weight
-    decay.  AdamW trains the rest, which includes stacks of experts and their adapters.
+    Muon trains the matrices of linear layers in blocks, with AdamW's learning rate and weight
+    decay.  AdamW trains the rest, which includes tables, heads, stacks of experts, and their
+    adapters.
     """
 
     def groups(parameters: Collection[str]) -> list[dict[str, Any]]:
@@ -160,9 +182,12 @@ def _groups(
     return groups
 
 
-def _rows(name: str, config: Config) -> tuple[int, ...]:
+def _rows(name: str, rows: int, config: Config) -> tuple[int, ...]:
     """Return the number of rows of each matrix in a fused weight, or in the B of its adapter."""
-    keys = config.kv_heads * config.dim
-    if ".qkv_proj." in name:
+    if name.endswith(DOWN):
+        return ()
+    if "qkv" in config.fused and f".{config.names.qkv}." in name:
+        keys = config.kv_heads * config.dim
         return config.heads * config.dim, keys, keys
-    return (config.inner, config.inner) if ".gate_up_proj." in name else ()
+    fused = "mlp" in config.fused and f".{config.names.gate_up}." in name
+    return (rows // 2, rows // 2) if fused else ()

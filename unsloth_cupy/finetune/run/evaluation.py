@@ -27,6 +27,7 @@ from ..data.chat import Chat
 from ..data.iterables import is_rows
 from ..data.records import Records
 from ..data.records import split as split_records
+from ..data.rows import KINDS, listing
 from ..data.sources import find_data
 from ..data.text import Batch, Text, held_out_rows, resplit
 from ..data.tokenizer import encode, load_tokenizer
@@ -212,9 +213,11 @@ def evaluate(
                     note = training_data.note.replace("training on", "evaluating on", 1)
                     announce(f"{path}: {note}")
                 elif chosen.sums:
-                    raise ConfigError(
-                        f"evaluate: {path} is running text, which only sft reads; pass rows"
+                    problem = f"{path} is running text, which only sft reads"
+                    cure = (
+                        f"pass JSON lines with {KINDS[name][0]}, as finetune {named(method=name)}"
                     )
+                    raise ConfigError(f"evaluate: {problem}; {cure} reads them")
                 else:
                     own, shape = chosen, Shape(batch, length, False, pad)
                     of_source = rows_of(held.held_out, tokenizer, config, shape)
@@ -246,17 +249,28 @@ def of_itself(name: str, model: "Transformer", folder: Path) -> Any:
     """Return a method that needs no other model; raise a ConfigError for other methods."""
     check_choice("evaluate", "method", name, tuple(METHODS))
     chosen: Any = METHODS[name]
-    if chosen.compares or chosen.other_models or "teacher" in chosen.uses:
+    if not _alone(chosen):
         problem = "compares the model with another one, which only training loads"
-        raise ConfigError(f"evaluate: {named(method=name)} {problem}; choose another method")
+        cure = f"measure it in training: finetune {named(method=name)} {named(eval='FILE')}"
+        same = [
+            n for n, kinds in KINDS.items() if kinds[0] == KINDS[name][0] and _alone(METHODS[n])
+        ]
+        if same:
+            cure += f"; or choose {listing(same)}, which reads the same rows"
+        raise ConfigError(f"evaluate: {named(method=name)} {problem}; {cure}")
     if chosen.is_on_policy:
-        cure = "finetune measures them on evaluation prompts"
+        cure = f"finetune {named(method=name)} {named(eval='FILE')} measures them on its prompts"
         raise ConfigError(f"evaluate: {named(method=name)} needs rewards; {cure}")
     if (head := chosen.head or CAUSAL) != model.head:
         problem = f"needs the head {head}, and the model has {model.head}"
         raise ConfigError(f"evaluate: {named(method=name)} {problem}; choose another method")
     pooling = pooling_of(folder) if name == "embed" else None
     return chosen.bound(Settings(method=name, pooling=pooling))
+
+
+def _alone(method: Any) -> bool:
+    """Return whether a method needs no other model."""
+    return not (method.compares or method.other_models or "teacher" in method.uses)
 
 
 def rows_of(text: str, tokenizer: Any, config: Any, shape: Shape) -> list[Batch]:

@@ -179,7 +179,7 @@ class Settings(Options):
     optimizer: str = setting(
         "training",
         "Optimizer.  adamw8bit stores its states in 8 bits.  With muon, Muon trains the"
-        " matrices of the blocks, and AdamW trains all other parameters.",
+        " linear layers of the blocks, and AdamW trains all other parameters.",
         "adamw", choices=NAMES,
     )  # fmt: skip
     weight_decay: float = setting(

@@ -150,6 +150,11 @@ def require_head(call: str, config: Config, *heads: str) -> None:
         cure = f"load the folder with head={best!r}, or call another method"
         if CAUSAL in heads and config.labels:  # a classifier has no head of a language model
             cure = "pass a language model, or get labels from logits(tokens) or predict(texts)"
+        elif CAUSAL in heads:
+            other = f"load the folder with head={best!r}, "
+            if not config.causal:  # an encoder is not loaded with that head
+                what, other = f"this {config.model_type} is an encoder", ""
+            cure = f"pass a language model, {other}or get vectors from embeddings(tokens)"
         raise ConfigError(f"{call}: {what}; {cure}")
 
 

@@ -90,6 +90,12 @@ OPERATOR_NAMES = Names(
     **{"query_norm": "q_layernorm", "key_norm": "k_layernorm", "recurrent": "conv"},
 )
 SINGLE = Norms("norm", before_mlp=None, last="norm_f")
+MIXER_DEFAULTS: Mapping[str, Any] = {
+    **{"expand": 2, "conv_kernel": 4, "use_bias": False, "use_conv_bias": True},
+    **{"layer_norm_epsilon": 1e-5, "initializer_range": 0.1},
+    "num_attention_heads": 1,  # unused: no attention
+    "max_position_embeddings": 2**20,  # a recurrence has no limit; a Config needs one
+}
 MIXER_FACTS: Mapping[str, Any] = {  # keys about rounding, initial weights and other programs
     **dict.fromkeys(("residual_in_fp32", "rescale_prenorm_residual", "chunk_size"), ...),
     **dict.fromkeys(("time_step_max", "time_step_floor"), ...),
@@ -319,12 +325,9 @@ HYBRIDS: Mapping[str, Family] = {
     ),
     "mamba": Family(
         {
-            **{"state_size": 16, "expand": 2, "conv_kernel": 4, "time_step_rank": "auto"},
-            **{"use_bias": False, "use_conv_bias": True, "tie_word_embeddings": True},
-            **{"num_attention_heads": 1, "intermediate_size": None},  # unused: no attention
-            "layer_norm_epsilon": 1e-5,
-            "initializer_range": 0.1,
-            "max_position_embeddings": 2**20,  # a recurrence has no limit; a Config needs one
+            **MIXER_DEFAULTS,
+            **{"state_size": 16, "time_step_rank": "auto", "tie_word_embeddings": True},
+            "intermediate_size": None,
         },
         "linear",
         norms=SINGLE,
@@ -392,12 +395,9 @@ HYBRIDS: Mapping[str, Family] = {
     ),
     "mamba2": Family(
         {
-            **{"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8, "expand": 2},
-            **{"conv_kernel": 4, "use_bias": False, "use_conv_bias": True, "time_step_limit": None},
-            **{"num_attention_heads": 1, "intermediate_size": 1},  # unused: no attention, no MLP
-            "layer_norm_epsilon": 1e-5,
-            "initializer_range": 0.1,
-            "max_position_embeddings": 2**20,  # a recurrence has no limit; a Config needs one
+            **MIXER_DEFAULTS,
+            **{"num_heads": 128, "head_dim": 64, "state_size": 128, "n_groups": 8},
+            **{"time_step_limit": None, "intermediate_size": 1},  # unused: no MLP
         },
         "linear",
         norms=SINGLE,

@@ -102,11 +102,19 @@ class LazyParameter:
         if home.stack is not None:
             return self._stacked(home.stack, ...)
         if home.dense is not None:
-            weight: Any = home.dense({key: each[...] for key, each in self.tensors().items()})
-            return self._cast(weight) if home.kind is None else weight.computed_in(self._dtype)
+            return self.computed(...)
         if home.kind is None:
             return self._cast(self.files[home.file].get_tensor(home.stored))
         return self._assembled({key: each[...] for key, each in self.tensors().items()}, home.shape)
+
+    def computed(self, rows: Any) -> Any:
+        """Return rows of a parameter in another format, if they are rows of its tensors.
+
+        Those of tables are.  With an ellipsis, return the whole.
+        """
+        dense = cast(Callable[..., Any], self.home.dense)
+        weight = dense({key: each[rows] for key, each in self.tensors().items()})
+        return self._cast(weight) if self.home.kind is None else weight.computed_in(self._dtype)
 
     def some(self, axis: int, places: Sequence[slice]) -> tuple[Quantized, Sequence[slice]]:
         """Return a quantized weight with at least these slices along an axis, and their places.

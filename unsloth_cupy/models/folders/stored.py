@@ -6,7 +6,7 @@ weight = model.merged("lm_head.weight")           with the adapter, if the folde
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -51,12 +51,7 @@ class StoredModel(NamedTuple):
     def read(self, name: str, dtype: "np.dtype[Any] | None" = None) -> Any:
         """Return a parameter, an array or a quantized weight; dtype None: as in the file."""
         place = self.homes[name]
-        files = place.files
-        with contextlib.ExitStack() as stack:
-            handles = {file: stack.enter_context(opened(self.folder / file)) for file in files}
-            if files_state(self.folder) != self.state:
-                problem = f"{self.call}: {self.folder} was saved again in the meantime"
-                raise ConfigError(f"{problem}; call it again")
+        with self._opened(place) as handles:
             into = None if self.adapter is None else self.adapter.into
             dense = place.computed and place.kind is None
             used = into.read if into is not None and dense else None  # the dtype in training
@@ -67,6 +62,36 @@ class StoredModel(NamedTuple):
         if into is None or into.quantize is None or stays:
             return weight
         return Quantizer(self.call, into.quantize)(name, weight)
+
+    @contextlib.contextmanager
+    def _opened(self, place: StoredTensor) -> Iterator[dict[str, Any]]:
+        """Open the files of a parameter."""
+        with contextlib.ExitStack() as stack:
+            handles = {f: stack.enter_context(opened(self.folder / f)) for f in place.files}
+            if files_state(self.folder) != self.state:
+                problem = f"{self.call}: {self.folder} was saved again in the meantime"
+                raise ConfigError(f"{problem}; call it again")
+            yield handles
+
+    def rows(self, name: str, dtype: "np.dtype[Any]") -> Callable[[slice], Any] | None:
+        """Return a function that reads rows of ``merged(name)`` alone.
+
+        None: the parameter has an adapter, or its file stores it in another form.
+        """
+        place, adapter = self.homes[name], self.adapter
+        own = ADAPTED + name.removesuffix("weight")
+        if adapter is not None and (
+            adapter.into is not None or any(each.startswith(own) for each in adapter.parameters)
+        ):
+            return None
+        if place.kind is not None or place.computed or place.stack is not None:
+            return None
+
+        def read(part: slice) -> Any:
+            with self._opened(place) as handles:
+                return LazyParameter(name, place, handles, dtype)[part]
+
+        return read
 
     def merged(self, name: str, dtype: "np.dtype[Any] | None" = None, *, exact: bool = True) -> Any:
         """Return a parameter with its adapter merged, if it has one, in float32 or wider.

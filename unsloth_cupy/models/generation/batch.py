@@ -28,7 +28,7 @@ from ..configs.heads import CAUSAL, require_head
 from ..layers.positions import check
 from ..network import Network
 from .decoding import Decoding, by_reach, cache_form, most_in_window, switch_of
-from .draft import Drafts, check_drafts, drafted
+from .draft import Drafts, Generation, check_drafts, drafted
 
 PAGE = 64  # tokens per page in a cache for one call
 
@@ -65,7 +65,8 @@ def stream(model: Network, tokens: Array, mask: Array | None, options: Options) 
     if options.draft is not None:
         check_drafts(model)
         model.drafts = Drafts()
-        return drafted(copy.copy(model), tokens, prompt, real, ends, options, model.drafts)
+        rows = Generation(copy.copy(model), prompt, real, ends, options, model.drafts)
+        return drafted(rows, tokens)
     prompts = [row[own] for row, own in zip(prompt, real, strict=True)]
     batch = batch_of(copy.copy(model), prompts, ends, options)
     for each in batch.rows:  # as in transformers

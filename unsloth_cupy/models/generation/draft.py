@@ -9,7 +9,7 @@ first draft head is used, for one token at a time.  (DeepSeek-V3 Technical Repor
 """
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from ...serving.drawing import likeliest_of, penalise, wide
 from ...serving.options import Options
 from ...serving.work import Work
 from ...training.find_nan import NonFiniteError
+from ..adapters.many import ByRows
 from ..layers.block import embedded
 from ..layers.call import Call
 from ..layers.draft_head import draft_states, with_tables
@@ -50,6 +51,7 @@ class Row:
 
     slot: int
     tokens: list[int]
+    adapter: str | None = ""  # as in Work
     new: int = 0  # number of new tokens
     finished: bool = False
     sequence: int = -1  # of the model's pages
@@ -76,14 +78,16 @@ class Drafting(Decoding):
 
     inputs: Any = None
 
-    def __init__(self, model: Network, *, rows: int, pages: int, cache_dtype: Any) -> None:
+    def __init__(
+        self, model: Network, *, rows: int, pages: int, cache_dtype: Any, adapters: Any
+    ) -> None:
         config, parameters = with_tables(model.config, 0, model.parameters)
         model = copy.copy(model)
         model.config, model.parameters = config, parameters
-        form = cache_form(model, cache_dtype)
+        form = cache_form(model, cache_dtype, adapters.values())
         sizes = PAGE, form.pop("kv_heads"), form.pop("dim")
         cache = PagedKVCache(1, pages, *sizes, **form)
-        super().__init__(model, rows=rows, pages=pages, page=PAGE, cache=cache)
+        super().__init__(model, rows=rows, pages=pages, page=PAGE, cache=cache, adapters=adapters)
         self.cache.places = {config.layers: (0, 0)}
         self.captures = False  # ``inputs`` change
 
@@ -111,7 +115,10 @@ def check_drafts(model: Network) -> None:
 
 
 class Generation:
-    """The rows of a call, and what computes them."""
+    """The rows of a call, and what computes them.
+
+    Prompts are on the host, padded on the left, where ``real`` is False.
+    """
 
     def __init__(
         self,
@@ -123,13 +130,19 @@ class Generation:
         drafts: Drafts,
     ) -> None:
         self.options, self.ends, self.drafts = options, ends, drafts
+        names: Sequence[str | None] = [""] * len(prompt)
+        adapters: Any = {}
+        if isinstance(own := model.adapter, ByRows):
+            own.check(len(prompt))
+            names, adapters, model.adapter = own.rows, own.adapters, None
         self.rows = [
-            Row(slot, each[mask].tolist())
-            for slot, (each, mask) in enumerate(zip(prompt, real, strict=True))
+            Row(slot, each[mask].tolist(), name)
+            for slot, (each, mask, name) in enumerate(zip(prompt, real, names, strict=True))
         ]
         most = options.max_new_tokens + 1  # a draft may be one token too many
         pages = sum(-(-(len(row.tokens) + most) // PAGE) for row in self.rows)
         sizes: Any = {"rows": len(self.rows), "pages": pages, "cache_dtype": options.cache_dtype}
+        sizes["adapters"] = adapters
         self.model = Checking(model, page=PAGE, **sizes)
         self.model.captures = False  # the states of a graph would be overwritten
         self.head = Drafting(model, **sizes)
@@ -151,7 +164,7 @@ class Generation:
         work = [
             Work(
                 row.sequence, np.array(new[row.slot]), row.computed + len(new[row.slot]), row.slot,
-                "", checked=1 + len(row.draft),
+                row.adapter, checked=1 + len(row.draft),
             )
             for row in active
         ]  # fmt: skip
@@ -239,7 +252,7 @@ class Generation:
         for row in rows:
             stop = row.seen + counts[row.slot]
             tokens = np.array(row.tokens[row.seen + 1 : stop + 1])
-            work.append(Work(row.of_head, tokens, stop, row.slot, ""))
+            work.append(Work(row.of_head, tokens, stop, row.slot, row.adapter))
             row.seen = stop
         self.head.inputs = np.concatenate([states[row.slot] for row in rows], axis=1)
         proposed = to_numpy(likeliest_of(self.head.drawn_from(self.head(work).logits))).tolist()
@@ -252,20 +265,13 @@ def _order(count: int, computed: int) -> int:
     return 0 if count == 1 else 1 if computed == 0 else 2
 
 
-def drafted(
-    model: Network, like: Array, prompt: Array, real: Array, ends: Array, options: Options,
-    drafts: Drafts,
-) -> Iterator[Array]:  # fmt: skip
-    """Yield the new tokens of ``generate``, (batch,) each, on the device of ``like``.
-
-    Prompts are on the host, padded on the left, where ``real`` is False.
-    """
-    generation = Generation(model, prompt, real, ends, options, drafts)
-    config, rows = model.config, generation.rows
+def drafted(generation: Generation, like: Array) -> Iterator[Array]:
+    """Yield the new tokens of ``generate``, (batch,) each, on the device of ``like``."""
+    config, rows = generation.model.model.config, generation.rows
     pad = config.pad_token
     if pad is None:
         pad = config.end_tokens[0] if config.end_tokens else 0
-    for number in range(options.max_new_tokens):
+    for number in range(generation.options.max_new_tokens):
         while any(row.new <= number and not row.finished for row in rows):
             generation.step()
         if all(row.new <= number for row in rows):

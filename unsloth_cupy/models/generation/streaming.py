@@ -37,6 +37,8 @@ def _check_messages(prompt: Any, listed: Sequence[Any]) -> None:
 class Continuation:
     """An iterable over a model's completion of a prompt: pieces of text, as they are computed.
 
+    All arguments are checked before the first piece.  A second iteration has no tokens.
+
     Attributes
     ----------
     count : int
@@ -61,7 +63,7 @@ class Continuation:
                 "generate_text: the model has no tokenizer, as its folder has no tokenizer.json;"
                 ' set model.tokenizer = models.Tokenizer("folder")'
             )
-        self.model, self.tokenizer, self.most = model, tokenizer, max_new_tokens
+        self.tokenizer, self.most = tokenizer, max_new_tokens
         one = isinstance(stop, str) or not isinstance(stop, Iterable)
         self.stop: list[Any] = [stop] if one else [*stop]
         if not all(each and isinstance(each, str) for each in self.stop):
@@ -75,7 +77,9 @@ class Continuation:
                 f"the prompt has {len(self.tokens)} tokens and the model has {positions} positions,"
                 " which leaves no room for new tokens; make it shorter"
             )
-        self.options = Options(min(max_new_tokens, self.room), **options)
+        start = to_device_of(np.array([self.tokens]), model.table)
+        most = min(max_new_tokens, self.room)
+        self.new_tokens = stream(model, start, None, Options(most, **options))
         self.count, self.full = 0, False
 
     def _tokens(self, prompt: Any, tools: Tools) -> list[int]:
@@ -96,8 +100,7 @@ class Continuation:
 
     def __iter__(self) -> Iterator[str]:
         pieces, stops = TextStream(self.tokenizer.backend, self.tokens), StopStrings(self.stop)
-        prompt = to_device_of(np.array([self.tokens]), self.model.table)
-        for token in stream(self.model, prompt, None, self.options):
+        for token in self.new_tokens:
             self.count += 1
             yield stops.push(pieces.push(int(token[0])))
             if stops.has_match:

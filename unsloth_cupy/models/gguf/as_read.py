@@ -182,12 +182,9 @@ class GgufAsRead:
         return {str(self.path): self.file, str(self.file.path): self.file}
 
     def rows(self, name: str) -> Callable[[slice], Array]:
-        """Return a function that reads rows of a parameter."""
-        home = self.homes[name]
-        if home.kind is not None or home.computed or home.parts:
-            return self.read(name).__getitem__
-        lazy = LazyParameter(name, home, self._files, FLOAT32)
-        return lambda part: np.asarray(lazy[part])
+        """Return a function that reads rows of a table or a head alone."""
+        lazy = LazyParameter(name, self.homes[name], self._files, FLOAT32)
+        return lambda part: dense(lazy.computed(part))
 
     def tensors(self, name: str) -> list[str]:
         """Return the names of the tensors that store a parameter."""

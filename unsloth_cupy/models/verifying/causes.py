@@ -12,7 +12,7 @@ import numpy as np
 
 from ...core.dtypes import Array
 from ..configs.config import Config, Rope
-from ..configs.names import HEAD, TABLE
+from ..configs.names import HEAD, TABLE, TABLE_OF_LAYERS
 from ..gguf.as_read import KEY
 from ..gguf.finding import halves
 from ..layers.block import rope_rows
@@ -314,9 +314,9 @@ def _few_rows(fault: Fault, suspect: Suspect, trained: Array, stored: Array) -> 
 
 
 def _rows(fault: Fault) -> Cause | None:
-    """Return the cause if few rows of the embedding table or of the head differ."""
+    """Return the cause if few rows of an embedding table or of the head differ."""
     for each, trained, stored in _arrays(fault):
-        if each.name in (TABLE, HEAD) and _few_rows(fault, each, trained, stored):
+        if each.name in (TABLE, TABLE_OF_LAYERS, HEAD) and _few_rows(fault, each, trained, stored):
             what = "other numbers" if stored[each.row].any() else "zeros"
             word, tensor = fault.word(each.row), fault.own.tensor(each.name)
             cause = f"the row of token {word} in {tensor} has {what}"

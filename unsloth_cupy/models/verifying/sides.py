@@ -46,6 +46,8 @@ class Side:
         (name) returns a parameter without the adapter.
     modelfile : Modelfile or None
         The Modelfile that names the GGUF file.
+    some : callable or None
+        (name) returns a function that reads rows of a parameter alone; None: it is read whole.
     """
 
     where: Any
@@ -58,6 +60,7 @@ class Side:
     adapter: Adapter | None = None
     plain: Callable[[str], Array] | None = None
     modelfile: Modelfile | None = None
+    some: Callable[[str], Callable[[slice], Array] | None] | None = None
 
     def as_trained(self, config: Config) -> Mapping[str, Callable[[], Array] | None]:
         """Return functions that read the parameters of another config, by name.
@@ -73,7 +76,8 @@ class Side:
         """Return a function that reads rows of a matrix: only these, if it is one of a file."""
         if self.file is not None:
             return self.file.rows(name)
-        return self.read(name).__getitem__
+        rows = None if self.some is None else self.some(name)
+        return self.read(name).__getitem__ if rows is None else rows
 
     def tensor(self, name: str) -> str:
         """Return the name of a parameter's tensor in the file."""
@@ -182,6 +186,7 @@ def folder_side(call: str, folder: Any, base: Any = None) -> Side:
     return Side(
         where, model.config, model.texts, read, type_of, model.words,
         adapter=adapter, plain=None if adapter is None else plain,
+        some=lambda name: model.rows(name, FLOAT32),
     )  # fmt: skip
 
 

@@ -34,7 +34,7 @@ from ...files import path_of
 from ...training.find_nan import NonFiniteError
 from ..adapters.probe import Unread
 from ..configs.config import Config, Experts
-from ..configs.heads import CAUSAL, require_head
+from ..configs.heads import CAUSAL
 from ..configs.names import HEAD, TABLE, TABLE_OF_LAYERS
 from ..gguf.opening import gguf_in
 from ..layers.block import embedded, group_of_blocks, inputs_of_layers, with_positions
@@ -53,6 +53,7 @@ MARGIN = 6.0
 SETTINGS = 1e-5  # equal settings give equal bits; float32 rounds numbers of a file by 6e-8
 ROW_MARGIN = 2.5  # |w' - w| <= h gives sqrt(3); the largest weight of a group may be cut off
 MOST = 1 << 24  # logits of all tokens, at most; beyond it, those after prompts and in answers
+TABLES = TABLE, TABLE_OF_LAYERS  # their rows are those of tokens
 AT_ONCE = 1 << 22  # weights of a table or head that are read at a time: 16 MiB
 ANSWER = 32  # most tokens of an answer
 AGAIN = 1 << 31  # most weights that are read again for answers: 8 GiB in float32, some seconds
@@ -176,10 +177,14 @@ def compare(
 ) -> Verification:
     """Return the comparison of two sides; answers read at most ``again`` weights again."""
     for side in (trained, own):
-        if not side.config.causal:
-            cure = "compare the embeddings of both for a few texts"
-            raise ConfigError(f"verify: {side.where} is an encoder, without next tokens; {cure}")
-        require_head("verify", side.config, CAUSAL)
+        if not side.config.causal or side.config.head != CAUSAL:
+            results, kind = "embeddings", "a model without a head"
+            if not side.config.causal:
+                kind = "an encoder"
+            elif side.config.labels:
+                results, kind = "labels", "a classifier"
+            cure = f"compare the {results} of both for a few texts"
+            raise ConfigError(f"verify: {side.where} is {kind}, without next tokens; {cure}")
     _check(prompts)
     texts = _Texts(trained, own, prompts)
     fault = texts.fault()
@@ -443,7 +448,7 @@ def _outer(config: Config) -> tuple[list[str], list[str]]:
 
     Tables of tokens and the head are not among them: they are read in parts.
     """
-    outer = [n for n in config.shapes() if ".layers." not in n and n not in (TABLE, HEAD)]
+    outer = [n for n in config.shapes() if ".layers." not in n and n not in (*TABLES, HEAD)]
     last = f"model.{config.norms.last}."
     before = [name for name in outer if name.startswith("model.") and not name.startswith(last)]
     return before, [name for name in outer if name not in before]
@@ -582,37 +587,50 @@ class _Numbers:
             suspects=suspects, weights=facts,
         )  # fmt: skip
 
+    def _table(self, name: str, chosen: Array, suspects: list[Suspect]) -> list[Any]:
+        """Return the chosen rows of both sides, and those of the file moved by rounding.
+
+        All rows are compared, some at a time.  A side without the table has None.
+        """
+        trained, own = (
+            side.rows(name) if name in side.config.shapes() else None
+            for side in (self.trained, self.own)
+        )
+        tables = [
+            None if rows is None else np.concatenate([rows(slice(n, n + 1)) for n in chosen])
+            for rows in (trained, own)
+        ]
+        if own is None or tables[1] is None:
+            return [*tables, None]
+        kind = self._counted(name)
+        if trained is not None and name in self.readers:
+            shape, reader = self.trained.config.shapes()[name], self.readers[name]
+            stored = own if reader is None else reader().__getitem__
+            compared = Rows(shape[0])
+            for part in _parts(shape):
+                compared.add(trained(part), stored(part), kind, part.start)
+            self._judge(name, compared, suspects)
+        return [*tables, shaken(name, tables[1].copy(), kind)]
+
     def _embedding(self) -> Fault | None:
         chosen, places = np.unique(self.tokens, return_inverse=True)
-        expected, kind = self.trained.read(TABLE), self._counted(TABLE)
-        compared, rows = TABLE in self.readers, Rows(len(expected))
-        reader = self.readers.get(TABLE)
-        stored = None if reader is None else reader()
-        own = np.empty((len(chosen), self.own.config.hidden), FLOAT32)
-        for part, array in _by_rows(self.own, TABLE):
-            here = (chosen >= part.start) & (chosen < part.stop)
-            own[here] = array[chosen[here] - part.start]
-            if compared:
-                expect = expected[part]
-                rows.add(expect, array if stored is None else stored[part], kind, part.start)
-        tables = expected[chosen], own, shaken(TABLE, own.copy(), kind)
-        del expected, stored
+        suspects = list[Suspect]()
+        tables = {name: self._table(name, chosen, suspects) for name in TABLES}
         names, others = (_outer(side.config)[0] for side in (self.trained, self.own))
         trained = {name: self.trained.read(name) for name in names}
         outer, weights = {**trained}, self._read(trained, others)
-        suspects = weights.suspects
-        if compared:
-            self._judge(TABLE, rows, suspects)
         states = []
-        for each, table, named in zip(
-            self.passes, tables, (outer, weights.own, self._moved(weights.own)), strict=True
-        ):
-            of_layers = {n: array[chosen] for n, array in named.items() if n == TABLE_OF_LAYERS}
-            states.append(each.embed({**named, TABLE: table, **of_layers}, places))
+        named = (outer, weights.own, self._moved(weights.own))
+        for number, (each, others_of) in enumerate(zip(self.passes, named, strict=True)):
+            own = {name: every[number] for name, every in tables.items()}
+            states.append(each.embed({**others_of, **own}, places))
         if not np.isfinite(states[0]).all():
             raise ConfigError(f"verify: the embeddings of {self.trained.where} are not finite")
+        suspects += weights.suspects
+        names = [TABLE, *names]
+        names += [TABLE_OF_LAYERS] * any(each.name == TABLE_OF_LAYERS for each in suspects)
         return self._faulty(
-            "embedding", _Squares().add(*states).amount(self.slack), suspects, [TABLE, *names]
+            "embedding", _Squares().add(*states).amount(self.slack), suspects, names
         )
 
     def _moved(self, weights: Mapping[str, Array]) -> dict[str, Array]:
@@ -715,16 +733,18 @@ class _Numbers:
             last.begin_as(self.passes[1])
             passes, outers = [*passes, last], [*outers, weights.own]
         inputs = [each.ended(own, rows) for each, own in zip(passes, outers, strict=True)]
-        whole, suspects = self.trained.read(head), weights.suspects
+        whole, suspects = self.trained.rows(head), weights.suspects
         kind = self.own.type_of(TABLE) if own_head == TABLE else self._counted(HEAD)
-        compared, differences = head == own_head == HEAD in self.readers, Rows(len(whole))
+        compared = head == own_head == HEAD in self.readers
+        shape, own_rows = self.own.config.shapes()[own_head], self.own.rows(own_head)
+        differences = Rows(self.trained.config.shapes()[head][0])
         stored = self._stored(HEAD) if compared and self.readers[HEAD] is not None else None
         squares, settings, best = _Squares(), _Squares(), _Best(expected)
         vocab = min(side.config.vocab for side in (self.trained, self.own))
         ends = np.searchsorted(rows, self.starts[:-1] + [len(each) - 1 for each in self.ids])
         kept = list[list[Array]]()
-        for part, own in _by_rows(self.own, own_head, vocab):
-            expect = whole[part]
+        for part in _parts((vocab, shape[1])):
+            expect, own = whole(part), own_rows(part)
             if compared:
                 differences.add(expect, own if stored is None else stored[part], kind, part.start)
             moved_own = shaken(f"{own_head}.{part.start}", own.copy(), kind)
@@ -787,14 +807,12 @@ class _Weights:
     same: bool = False
 
 
-def _by_rows(side: Side, name: str, most: int | None = None) -> Iterator[tuple[slice, Array]]:
-    """Yield slices of the rows of a table or a head, up to ``most`` rows, and these rows."""
-    count, columns = side.config.shapes()[name]
-    count, read = min(count, most or count), side.rows(name)
+def _parts(shape: Sequence[int]) -> Iterator[slice]:
+    """Yield slices of the rows of a table or a head that are read at a time."""
+    rows, columns = shape
     step = max(1, AT_ONCE // columns)
-    for top in range(0, count, step):
-        part = slice(top, min(top + step, count))
-        yield part, read(part)
+    for top in range(0, rows, step):
+        yield slice(top, min(top + step, rows))
 
 
 def _cut(outer: Mapping[str, Array], part: slice) -> dict[str, Array]:
@@ -814,7 +832,8 @@ def _answers(side: Side, ids: Sequence[Sequence[int]], budget: int, vocab: int) 
     if most < 2:
         return [[] for _ in ids]
     parameters: dict[str, Any] = dict.fromkeys(config.shapes(), Unread())
-    parameters |= {name: side.read(name) for name in (TABLE, *_outer(config)[0])}
+    tables = [name for name in TABLES if name in parameters]
+    parameters |= {name: side.read(name) for name in (*tables, *_outer(config)[0])}
     model = Transformer(config, parameters, side.texts)
     model.gather = lambda named: {
         name: side.read(name) if isinstance(value, Unread) else value

@@ -1227,10 +1227,20 @@ class TestFinetune:
         assert_one_clear_error(result, "apply only to data in rows")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["full", "lora", "qlora"])
-@pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.parametrize(("pack", "accumulate"), [(True, 1), (False, 1), (True, 2), (None, 1)])
+@pytest.mark.parametrize(
+    "kind", ["qlora", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("full", "lora"))]
+)
+@pytest.mark.parametrize("invariant", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("pack", "accumulate"),
+    [
+        (None, 1),
+        *(
+            pytest.param(*each, marks=pytest.mark.slow)
+            for each in ((True, 1), (False, 1), (True, 2))
+        ),
+    ],
+)
 def test_the_plan_is_of_what_runs(
     pack: bool | None,
     accumulate: int,
@@ -1239,7 +1249,10 @@ def test_the_plan_is_of_what_runs(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of the largest step before the first one, and of every step that is measured: to 3 %."""
+    """Of the largest step before the first one, and of every step that is measured: to 3 %.
+
+    A measurement is that exact, or to a hundredth of the 5 MB of arrays and Python objects.
+    """
     monkeypatch.setattr("unsloth_cupy.finetune.data.text.HELD_OUT_CHARACTERS", 300)
     draw, words = (
         random.Random(0),
@@ -1285,7 +1298,8 @@ def test_the_plan_is_of_what_runs(
     planned_lines = [line for line in counted if "planned_bytes" in line]
     assert {line["step"] for line in planned_lines} >= {1, 2}
     for line in planned_lines:
-        assert line["planned_bytes"] == pytest.approx(line["peak_bytes"], rel=0.03)  # the promise
+        expected = pytest.approx(line["peak_bytes"], rel=0.03, abs=50_000)  # the promise
+        assert line["planned_bytes"] == expected
     (before,) = planned
     peak = max(line["peak_bytes"] for line in counted)
     assert before == pytest.approx(peak, rel=0.03)  # the promise

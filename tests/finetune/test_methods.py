@@ -534,8 +534,16 @@ def test_questions_that_fill_a_row_are_dropped_by_name(home: Path, tmp_path: Pat
     assert any("equal answers in 1 pair" in text for text in said)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("method", ["dpo", "orpo", "kto", "distill", "reward", "classify", "embed"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        "embed",
+        *(
+            pytest.param(method, marks=pytest.mark.slow)
+            for method in ("dpo", "orpo", "kto", "distill", "reward", "classify")
+        ),
+    ],
+)
 def test_steps_hold_what_is_planned(method: str, home: Path, tmp_path: Path) -> None:
     for lora in (None, Lora(4)):
         made = trainer(home, tmp_path / f"run{lora is None}", method=method, lora=lora, steps=2)
@@ -543,7 +551,8 @@ def test_steps_hold_what_is_planned(method: str, home: Path, tmp_path: Path) -> 
         assert lines
         for line in lines[1:]:  # the first imports modules, whose objects count
             planned, peak = line["planned_bytes"], line["peak_bytes"]
-            assert planned == pytest.approx(peak, rel=0.03)  # objects of Python count too
+            rel = 0.01 if method == "embed" else 0.03  # rotary tables are 1.2 % of embed's arrays
+            assert planned == pytest.approx(peak, rel=rel)  # objects of Python count too
 
 
 @pytest.mark.slow

@@ -447,6 +447,22 @@ def test_no_array_waits_for_the_garbage_collector() -> None:
     assert plans[0] == plans[1]
 
 
+@pytest.mark.parametrize("rows", [8, 96])
+def test_buffers_of_operands_that_numpy_broadcasts_are_planned(rows: int) -> None:
+    x, top = np.ones((rows, 300), np.float32), np.ones((rows, 1), np.float32)
+    tracemalloc.start()
+    before = tracemalloc.get_traced_memory()[0]
+    np.subtract(x, top, out=x)
+    expected = tracemalloc.get_traced_memory()[1] - before
+    tracemalloc.stop()
+    ledger = Ledger(1)
+    with recording_in(ledger):
+        x, top = (PlannedOnHost.of(array.shape, array.dtype) for array in (x, top))
+        np.subtract(x, top, out=x)
+    actual = sum(ledger.sizes[2:])
+    assert actual == pytest.approx(expected, abs=2048)  # objects of Python count too
+
+
 @pytest.mark.slow
 def test_planning_a_large_model_takes_no_memory() -> None:
     large = SMALL | {

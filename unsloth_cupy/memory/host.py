@@ -2,7 +2,7 @@
 
 tracemalloc reports the allocated bytes and their peak quickly, but they include Python objects.  A
 walk over all allocations separates arrays from objects.  Objects change slowly, so the result of
-the last walk is reused until the peak has grown by a fiftieth: until then, new objects count as
+the last walk is reused until the peak has grown by a hundredth: until then, new objects count as
 arrays.
 """
 
@@ -21,7 +21,7 @@ from ..machine import format_bytes
 from ..ops.common.spans import Owner, forget_routes
 from ..training import offload
 
-GROWN = 1.02  # walk again if the peak has grown by this factor: plans promise 3 %
+GROWN = 1.01  # walk again if the peak has grown by this factor: plans promise 3 %
 
 
 class Usage(NamedTuple):
@@ -90,6 +90,7 @@ class HostCounter:
             HostCounter.walked = peak
         for pool in self.active:
             pool.most = max(pool.most, peak - HostCounter.objects)
+        tracemalloc.reset_peak()  # objects of this peak may be freed before the next walk
 
     def _now(self) -> int:
         self._settle()

@@ -320,6 +320,15 @@ class PlannedOnHost(Planned, np.ndarray[Any, Any]):  # type: ignore[misc]
         """Return an array without axes; ``form`` has the shape."""
         return super().__new__(cls, ())
 
+    def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
+        """Return the result of a ufunc; NumPy copies operands that it broadcasts to buffers."""
+        result = super().__array_ufunc__(ufunc, method, *inputs, **options)
+        if method == "__call__" and ufunc is not np.matmul and isinstance(result, Planned):
+            for each in inputs:
+                if 1 < getattr(each, "size", 1) < result.size:
+                    self.of(min(result.size, np.getbufsize()), each.dtype)  # freed at once
+        return result
+
     def offloaded(self) -> Any:
         """Return the array itself: it is in the memory of the host."""
         return self

@@ -145,11 +145,14 @@ class Loop:
         started = time.perf_counter() - self.seconds
         if ranks.first:
             self.checkpoints.check_room(self.step)
-        arrays: tuple[Any, ...] = (self.model.parameters, *self.checkpoints.part())
-        arrays += tuple(getattr(each, "parameters", {}) for each in self.method.other_models)
+        models = self.model, *self.method.other_models
+        arrays: tuple[Any, ...] = (*self.checkpoints.part(),)
+        arrays += tuple(getattr(each, "parameters", {}) for each in models)
         if self.model.adapter is not None:
             arrays += (self.model.adapter.file_weights(self.model.parameters),)
         held = [array for each in arrays for _, array in held_arrays(each)]
+        ropes = (rope for each in models for rope in getattr(each, "tables", {}).values())
+        held += [table for rope in ropes for table in rope(1)]  # created with the model
         listener.began(self.step, steps)
         with (
             self._training_events(),

@@ -169,8 +169,8 @@ def answers_of(side: str, threads: int) -> Any:
         ids = torch.tensor([[0] * (width - len(row)) + row for row in prompts])
         real = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
         config = GenerationConfig(**greedy, max_new_tokens=max(news))
-        made = theirs.generate(ids, attention_mask=real, generation_config=config)
-        return [row[width : width + new] for row, new in zip(made.tolist(), news, strict=True)]
+        outputs = theirs.generate(ids, attention_mask=real, generation_config=config)
+        return [row[width : width + new] for row, new in zip(outputs.tolist(), news, strict=True)]
 
     def continuous() -> list[list[int]]:
         page = int(side.rpartition(" ")[2])

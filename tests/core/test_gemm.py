@@ -340,7 +340,10 @@ def test_few_rows(
 
 
 @pytest.mark.parametrize("rows", [2, 5, 8, 17, 32])
-def test_parts_of_a_weight_for_few_rows(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+@pytest.mark.parametrize("inputs", [200, 1000])
+def test_parts_of_a_weight_for_few_rows(
+    monkeypatch: pytest.MonkeyPatch, inputs: int, rows: int
+) -> None:
     """OpenBLAS reads both operands of these parts in place: sgemm_small_kernel_permit_skylakex."""
     times, seen = common_gemm._times, list[Any]()
 
@@ -350,7 +353,7 @@ def test_parts_of_a_weight_for_few_rows(monkeypatch: pytest.MonkeyPatch, rows: i
 
     monkeypatch.setattr(common_gemm, "_times", recorded)
     monkeypatch.setattr(common_gemm, "reads_in_place", lambda: True)
-    x, weight = draw(rows, 1000, dtype=np.float32), draw(900, 1000, dtype=np.float32)
+    x, weight = draw(rows, inputs, dtype=np.float32), draw(900, inputs, dtype=np.float32)
     linear(x, weight)
     assert sum(n * parts for _, _, n, parts in seen) == 900
     for m, k, n, _ in seen:

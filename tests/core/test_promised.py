@@ -73,7 +73,7 @@ def installed(line: str) -> bool:
 
 
 def problems(line: str, actual: dict[str, str]) -> Iterator[str]:
-    """Yield what of a published line is no longer true."""
+    """Yield the parts of a published line that are not true any more."""
     name, bracket, parameters = line.partition("(")
     if name not in actual:
         yield from [f"{name} is missing"] * (renamed(name) not in actual)

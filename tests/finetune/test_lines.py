@@ -1251,7 +1251,7 @@ def test_the_plan_is_of_what_runs(
 ) -> None:
     """Of the largest step before the first one, and of every step that is measured: to 3 %.
 
-    A measurement is that exact, or to a hundredth of the 5 MB of arrays and Python objects.
+    With ``invariant`` a limit adds Python objects: a measurement is exact to a hundredth of 6 MB.
     """
     monkeypatch.setattr("unsloth_cupy.finetune.data.text.HELD_OUT_CHARACTERS", 300)
     draw, words = (
@@ -1296,13 +1296,14 @@ def test_the_plan_is_of_what_runs(
     counted = [line for line in result.files.lines() if "peak_bytes" in line]
     assert {line["step"] for line in counted} >= ({*range(1, 8)} if invariant else {1, 2})
     planned_lines = [line for line in counted if "planned_bytes" in line]
+    slack = 60_000 if invariant else 0
     assert {line["step"] for line in planned_lines} >= {1, 2}
     for line in planned_lines:
-        expected = pytest.approx(line["peak_bytes"], rel=0.03, abs=50_000)  # the promise
+        expected = pytest.approx(line["peak_bytes"], rel=0.03, abs=slack)  # the promise
         assert line["planned_bytes"] == expected
     (before,) = planned
     peak = max(line["peak_bytes"] for line in counted)
-    assert before == pytest.approx(peak, rel=0.03)  # the promise
+    assert before == pytest.approx(peak, rel=0.03, abs=slack)  # the promise
     assert before == max(line["planned_bytes"] for line in planned_lines)
 
 

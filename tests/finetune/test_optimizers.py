@@ -19,6 +19,7 @@ from unsloth_cupy.models.ranks.pipeline_stages import EMBEDDING, HEAD
 from unsloth_cupy.training.joined import Joined
 
 from ..cli.test_cli import assert_one_clear_error, run, weights
+from ..harness.tracked import tracked
 from ..memory.test_memory import LLAMA, PHI
 from ..models.peers import CONFIGS, MIXTURES, RELATIVES, SIZES
 
@@ -149,7 +150,7 @@ MATRICES = (  # other parameters with two axes, or more
     *("experts.gate_up_proj", "experts.up_proj", "experts.down_proj"),
     *("experts.gate_up_proj_bias", "experts.down_proj_bias"),
 )
-ENCODERS = Path(__file__).parents[1] / "golden" / "encoders"
+ENCODERS = [path.parent for path in tracked("tests/golden/encoders/*/config.json")]
 
 
 def of_every_family() -> Iterator[tuple[str, models.Transformer]]:
@@ -157,13 +158,13 @@ def of_every_family() -> Iterator[tuple[str, models.Transformer]]:
         yield label, models.create(SIZES | config, seed=0)
     heads = SIZES | MIXTURES["deepseek_v3"] | {"num_nextn_predict_layers": 1}
     yield "draft heads", models.create(heads, seed=0)
-    for path in sorted(ENCODERS.iterdir()):
+    for path in ENCODERS:
         for head in ("none", "sequence_classification"):
             yield path.name, models.load(path, head=head, labels=None if head == "none" else 3)
 
 
 def test_muon_trains_linear_maps_alone_in_every_family() -> None:
-    """Weight decay leaves out what is no matrix of a linear map, nor of a convolution."""
+    """Weight decay applies to matrices of linear maps and convolutions alone."""
     for label, model in of_every_family():
         joined: Any = optimizer_of("muon", model)
         muon, rest = joined.optimizers

@@ -24,6 +24,7 @@ from unsloth_cupy.memory.planned_model import new_adapter
 from unsloth_cupy.memory.pool import memory_pool
 from unsloth_cupy.models import Transformer, create, load
 from unsloth_cupy.models.parse import parse
+from unsloth_cupy.ops.common import threads
 
 from ..cli.test_cli import assert_one_clear_error, run
 from ..golden import generate_methods as golden
@@ -443,8 +444,12 @@ JUDGE = DEEP | SCORES | {"num_hidden_layers": 1, "intermediate_size": 2048, "voc
 
 
 @pytest.mark.parametrize("case", ["caches", "logits", "judge"])
-def test_rollouts_hold_what_is_planned(case: str) -> None:
-    """Keys and values, logits of a large vocabulary, or a reward model's pass."""
+def test_rollouts_hold_what_is_planned(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values, logits of a large vocabulary, or a reward model's pass.
+
+    On one thread: a plan counts blocks of attention that may run at the same time.
+    """
+    monkeypatch.setattr(threads, "count", lambda: 1)
     prompts, samples, asked, new, held = 8, 4, 60, 8, list[Any]()
     config = DEEP | ({"vocab_size": 6000, "num_hidden_layers": 1} if case == "logits" else {})
     model = create(config, seed=0)
@@ -586,6 +591,7 @@ def test_prompts_of_every_form(row: Any, prompt: Any, columns: Any, tmp_path: Pa
         ({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},
          "messages ends with an answer; end it with the question"),
         ({"messages": [{"role": "judge", "content": "a"}]}, "has the role judge"),
+        ({"messages": []}, "messages has no message; end it with the question"),
     ],
 )  # fmt: skip
 def test_rows_that_ask_nothing_are_refused(row: Any, said: str, tmp_path: Path) -> None:
@@ -678,8 +684,9 @@ def test_what_a_run_says(home: Path, tmp_path: Path) -> None:
     assert "evaluation reward" in done.output
     assert_one_clear_error(run(*words, "--out", tmp_path / "none"), "--method grpo needs a reward")
     measured = ("evaluate", tmp_path / "run", "--data", tmp_path / "chats.jsonl")
+    cure = "finetune --method grpo --eval FILE measures them"
     assert_one_clear_error(
-        run(*measured, "--method", "grpo"), "--method grpo needs rewards; finetune m"
+        run(*measured, "--method", "grpo"), f"--method grpo needs rewards; {cure}"
     )
     shown = run("data", home / "prompts.jsonl", "--method", "grpo", "--model", home / "model")
     assert "5 prompts for training, 1 for evaluation" in shown.output

@@ -234,7 +234,7 @@ def test_an_environment_that_fails_ends_its_row_alone(model, monkeypatch):
 
 
 class Results:
-    """A tool with another result in each row, and a reward that is no number in row 4."""
+    """A tool with another result in each row, and a reward that is not a number in row 4."""
 
     count = 0
 
@@ -271,7 +271,7 @@ def test_a_result_that_is_no_text_ends_its_row_alone(tmp_path, monkeypatch):
     assert drawn.errors == [
         "row 0, turn 1: look returned a dict, which JSON cannot write: TypeError",
         "row 1, turn 1: look returned a list, which JSON cannot write: ValueError",
-        "row 2, turn 1: look returned a surrogate without its pair, which is no text",
+        "row 2, turn 1: look returned a surrogate without its pair, which is not text",
         "row 3, turn 1: look returned a SilentError, which JSON cannot write: KeyError",
         "row 4, turn 2: get_reward returned the reward inf; it must be a finite number",
         "row 5, turn 1: look: SilentError",

@@ -601,7 +601,7 @@ def run(*words: object) -> click.testing.Result:
 def test_the_command_has_three_ends(right: Any, tmp_path: Path) -> None:
     folder, file = right("llama", "q8_0")
     prompts = tmp_path / "prompts.jsonl"
-    rows = ["the inn", '{"prompt": "the"}', '[{"role": "user", "content": "in"}]', ""]
+    rows = ['"the inn"', '{"prompt": "the"}', '[{"role": "user", "content": "in"}]', ""]
     prompts.write_text("\n".join(rows))
     done = run("verify", file, "--against", folder, "--prompts", prompts)
     assert done.exit_code == 0, done.output

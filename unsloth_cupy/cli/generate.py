@@ -27,6 +27,7 @@ from ..models.text.tokenizer import check_tokens
 from ..serving.engine import Engine
 from ..serving.server.answers import Answer
 from .options import BASE, FILE, QUANTIZE, Device, Integer, Number, Words, option, utf8
+from .prompts import Prompt, answer_prompts, chats, read_prompts
 
 FIRST = 4096  # tokens for which the cache of a conversation has room at first
 
@@ -67,6 +68,11 @@ FIRST = 4096  # tokens for which the cache of a conversation has room at first
 )
 @option("--system", Words(), "System message for --chat.")
 @option(
+    "--prompts",
+    FILE,
+    "File of prompts: a text or JSON value per line.  The answers are JSON lines.",
+)
+@option(
     "--cache-dtype",
     click.Choice(["int8"]),
     "Dtype of the KV cache; int8 stores keys and values in 8 bits.",
@@ -88,6 +94,7 @@ def generate(
     stop: tuple[str, ...],
     chat: bool,
     system: str | None,
+    prompts: Path | None,
     base: Path | None,
     quantize: str | None,
     device: str | None,
@@ -102,7 +109,8 @@ def generate(
     of a finetune run. The prompt is read from standard input, without its final line break, if
     PROMPT is -, or if PROMPT is omitted and standard input is not a terminal. At a terminal, --chat
     without PROMPT starts a conversation; Ctrl-C ends an answer, Ctrl-D the conversation. The text
-    is streamed to standard output; the speed is printed to standard error.
+    is streamed to standard output; the speed is printed to standard error. --prompts FILE computes
+    many prompts together; - reads them from standard input.
     """
     from ..machine import on_device
 
@@ -111,28 +119,22 @@ def generate(
         device=device,
     )  # fmt: skip
     with ranks.ending(click.ClickException):
-        if system is not None and not chat:
-            raise click.UsageError("--system requires --chat; add --chat.")
-        options["temperature"] = _temperature(options)
-        random = [name for name in ("top_k", "top_p", "min_p", "seed") if options[name] is not None]
-        if options["temperature"]:
-            if options["seed"] is None and not ranks.alone:
-                options["seed"] = ranks.broadcast(secrets.randbits(63))
-        elif random:
-            flags = ", ".join("--" + name.replace("_", "-") for name in random)
-            raise click.UsageError(
-                f"--temperature 0 always chooses the most likely token: leave {flags} out, or raise"
-                " --temperature."
-            )
-        interactive = chat and prompt is None and sys.stdin is not None and sys.stdin.isatty()
+        _check_words(prompt, prompts, chat=chat, system=system)
+        _set_sampling(options, ranks)
+        interactive = chat and prompt is None and prompts is None and _at_terminal()
         source = model_folder(folder)
         words, whole = words_folder(source, base), base_of(source, base)
         tokenizer = models.Tokenizer(words)
-        start_messages = [] if system is None else [{"role": "system", "content": system}]
+        first: Message = {"role": "system", "content": system}
+        start_messages = [] if system is None else [first]
+        asked = list[Prompt]()
         if interactive:
-            _check_interactive(options, alone=ranks.alone)
+            _check_engine(options, "--chat without PROMPT", alone=ranks.alone)
+        elif prompts is not None:
+            _check_engine(options, "--prompts", alone=ranks.alone)
+            asked, chat = chats(read_prompts(prompts), start_messages, chat=chat)
         with on_device("generate", ranks.device):
-            reads = ranks.first and not interactive  # only rank 0 has standard input
+            reads = ranks.first and not (interactive or asked)  # only rank 0 has standard input
             text = ranks.broadcast(_prompt(prompt) if reads else "")
             placing: dict[str, Any] = {"device": ranks.device, **ranks.placing}
             placing |= {} if whole is None else {"lora": source}
@@ -141,45 +143,74 @@ def generate(
             for each in (ranks.problem, model.origin):
                 if each and ranks.first:
                     echo(each, err=True)
+            model.tokenizer = tokenizer
             if chat:
-                model.tokenizer = tokenizer
                 stop = (*stop, *end_answers(model))
             with blas_threads(model.config.hidden):
                 if interactive:
                     tokenizer.chat([*start_messages, _question("")])  # a template may refuse them
                     conversation = Conversation(model, stop, **options)
-                    where = f"{folder.resolve().name} on {device_title(ranks.device)}"
                     echo(
-                        f"{where}, {model.dtype}. Ctrl-C ends an answer, Ctrl-D the conversation.",
+                        f"{folder.resolve().name} on {device_title(ranks.device)}, {model.dtype}."
+                        " Ctrl-C ends an answer, Ctrl-D the conversation.",
                         err=True,
                     )
                     converse(conversation.reply, start_messages)
                     return
-                started = time.perf_counter()
-                asked = [*start_messages, _question(text)] if chat else text
-                _, new_tokens = stream_text(model, tokenizer, asked, stop=stop, **options)
+                started, failed = time.perf_counter(), 0
+                if asked:
+                    new_tokens, failed = answer_prompts(model, asked, stop=stop, **options)
+                else:
+                    one = [*start_messages, _question(text)] if chat else text
+                    _, new_tokens = stream_text(model, tokenizer, one, stop=stop, **options)
             seconds = time.perf_counter() - started
     if ranks.first:
-        speed = new_tokens / seconds
         where = f"{device_title(ranks.device)}, {model.dtype}"
         where += f", {model.drafts}" * (model.drafts is not None)
-        echo(f"{new_tokens} tokens in {seconds:.1f} s on {where}: {speed:.1f} tokens/s", err=True)
+        speed = f"{new_tokens / seconds:.1f} tokens/s"
+        echo(f"{new_tokens} tokens in {seconds:.1f} s on {where}: {speed}", err=True)
+    if failed:
+        raise ConfigError(f"{failed} of {len(asked)} prompts failed; the messages above name them")
 
 
-def _temperature(options: dict[str, Any]) -> float:
-    """Return the temperature: the option, or 0 with a draft head unless it was passed."""
+def _at_terminal() -> bool:
+    """Return whether standard input is a terminal."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def _check_words(
+    prompt: str | None, prompts: Path | None, *, chat: bool, system: str | None
+) -> None:
+    """Raise for arguments that exclude each other."""
+    if system is not None and not chat:
+        raise click.UsageError("--system requires --chat; add --chat.")
+    if prompts is not None and prompt is not None:
+        raise click.UsageError("--prompts replaces PROMPT; leave one of them out.")
+
+
+def _set_sampling(options: dict[str, Any], ranks: Any) -> None:
+    """Set the temperature, 0 with a draft head unless it was passed, and one seed of all ranks."""
     source = click.get_current_context().get_parameter_source("temperature")
-    is_default = source is click.core.ParameterSource.DEFAULT
-    temperature: float = options["temperature"]
-    return 0.0 if options["draft"] and is_default else temperature
+    if options["draft"] and source is click.core.ParameterSource.DEFAULT:
+        options["temperature"] = 0.0
+    random = [name for name in ("top_k", "top_p", "min_p", "seed") if options[name] is not None]
+    if options["temperature"]:
+        if options["seed"] is None and not ranks.alone:
+            options["seed"] = ranks.broadcast(secrets.randbits(63))
+    elif random:
+        flags = ", ".join("--" + name.replace("_", "-") for name in random)
+        raise click.UsageError(
+            f"--temperature 0 always chooses the most likely token: leave {flags} out, or raise"
+            " --temperature."
+        )
 
 
-def _check_interactive(options: dict[str, Any], *, alone: bool) -> None:
-    """Raise for options that a conversation does not support; leave out ``draft``."""
+def _check_engine(options: dict[str, Any], what: str, *, alone: bool) -> None:
+    """Raise for options that an engine does not support; leave out ``draft``."""
     if options.pop("draft") is not None:
         raise click.UsageError("--draft requires a PROMPT; leave it out, or add one.")
     if not alone:
-        raise ConfigError("--chat without PROMPT runs in one process only; give a PROMPT")
+        raise ConfigError(f"{what} runs in one process only; give a PROMPT")
 
 
 def end_answers(model: Any) -> tuple[str, ...]:

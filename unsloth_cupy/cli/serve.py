@@ -14,13 +14,11 @@ from ..finetune.run.settings import DEVICES
 from ..machine import blas_threads, device_title, echo, format_bytes, on_device, resolve_device
 from ..models.adapters.adapter_base import base_of
 from ..models.configs.heads import CAUSAL, NONE
-from ..models.generation.decoding import CHUNK, free_pages
-from ..serving.engine import Engine
 from .generate import end_answers
 from .options import BASE, FILE, QUANTIZE, Device, Integer, Size, Words, option
+from .prompts import PAGE, engine_of
 
 KEY = "UNSLOTH_CUPY_API_KEY"
-PAGE = 64  # tokens
 
 
 class Named(click.ParamType):  # type: ignore[type-arg]
@@ -148,16 +146,6 @@ def loaded(
             raise ConfigError(f"serve: --adapter {own} is the name of the model; choose another")
         model.load_adapter(path, own)
     return model
-
-
-def engine_of(model: Any, rows: int, tokens: int | None, cache_dtype: str | None) -> Engine | None:
-    """Return an engine whose cache has room for rows of so many tokens, if memory allows."""
-    if model.config.head != CAUSAL:
-        return None
-    pages = free_pages(model, rows, PAGE, CHUNK, cache_dtype, {**model.adapters})
-    longest = min(tokens or model.config.positions, model.config.positions)
-    pages = min(pages, rows * -(-longest // PAGE))
-    return Engine(model, rows=rows, pages=pages, page=PAGE, cache_dtype=cache_dtype)
 
 
 def example(address: str, name: str, *, has_key: bool, embeds: bool) -> str:

@@ -16,11 +16,11 @@ from ..finetune.run.resume import read_settings
 from ..machine import echo
 from ..models.verifying.receipt import plain
 from ..models.verifying.verify import verified
-from .options import BASE, FILE, option, utf8
+from .options import BASE, FILE, option
+from .prompts import read_prompts
 
 PROMPTS = 20  # of the run's evaluation data
 LONGEST = 2000  # characters of a prompt: longer texts take time and show nothing new
-KEYS = ("messages", "conversations", "prompt", "question", "instruction", "text")
 
 
 class Unreadable(click.ClickException):
@@ -62,32 +62,14 @@ def verify(
     Exit status: 0 if all stages are the same within rounding, 1 if not, 2 if TARGET cannot be read.
     """
     try:
-        texts = prompts_of(prompts) if prompts else held_out_prompts(against, PROMPTS) or None
+        asked = [] if prompts is None else [each.content for each in read_prompts(prompts)]
+        texts = asked or held_out_prompts(against, PROMPTS) or None
         result = verified(target, against, texts, base, beside=program is not None)
     except (UnslothCupyError, OSError) as error:
         raise Unreadable(str(error)) from error
     echo(json.dumps(plain(result)) if as_json else result)
     if not result.same:
         raise SystemExit(1)
-
-
-def prompts_of(path: Path) -> list[Any]:
-    """Return the prompts in a file: a text, messages or a row with one of them per line."""
-    return [_prompt(line) for line in utf8(path.read_bytes()).splitlines() if line.strip()]
-
-
-def _prompt(line: str) -> Any:
-    """Return the prompt of a line; a line that is no JSON is a text."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return line
-    if isinstance(value, dict):
-        value = next((value[key] for key in KEYS if value.get(key)), value)
-    if isinstance(value, list):
-        while value and isinstance(value[-1], dict) and value[-1].get("role") == "assistant":
-            value.pop()
-    return value if isinstance(value, str | list | dict) else line
 
 
 def held_out_prompts(run: Path, count: int) -> list[Any]:

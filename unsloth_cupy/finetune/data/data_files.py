@@ -291,7 +291,8 @@ def _text_kind(head: bytes) -> str:
     text = head.decode("utf-8", "ignore").removeprefix("\ufeff").lstrip()
     line, ended, rest = text.partition("\n")
     if re.match(r"\[\s*(\{|$)", text):
-        if line.rstrip().endswith("]") and rest.lstrip().startswith("["):
+        of_messages = re.match(r'\[\s*\{\s*"(role|from|content|value)"', text)
+        if line.rstrip().endswith("]") and (of_messages or rest.lstrip().startswith("[")):
             return "JSON lines"  # each line is a list
         return "JSON" if re.match(r'\[\s*\{\s*"', text) else ""
     if text.startswith("{"):

@@ -53,6 +53,8 @@ def prompt_of(values: Any, ignore: Collection[str] = ()) -> Content:
         _wrong(f"has {listed(reserved)}, a parameter of reward functions", "rename the column")
     # read the row as an sft row with a placeholder answer, which is removed below
     value, answer = parsed(columns[name]), [{"role": "assistant", "content": "-"}]
+    if value == []:
+        _wrong(f"{name} has no message", "end it with the question")
     if normal(name) in CHATS:
         columns[name] = [*value, *answer] if isinstance(value, list) else value
     else:

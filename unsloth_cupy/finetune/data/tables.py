@@ -23,6 +23,7 @@ from .data_files import ROWS, Located, bound, check_growth, needs, opened, unpac
 from .messages import shown
 from .text import BREAK, PIECE, SMALL, text_byte
 
+PROMPTS = "lines"  # kind of a text whose lines are prompts
 PROCESSED = ("Parquet", "Arrow")  # kinds that a separate process reads
 LONGEST = SMALL  # maximum bytes of a row: its text is tokenized as a whole
 ROW = 256  # minimum memory of a row in bytes: a small file may hold very many short rows
@@ -286,6 +287,14 @@ def _paragraphs(file: Located, stream: BinaryIO, digest: Any) -> Iterator[Row]:
         yield Row(range(read), start, {"text": text})
 
 
+def _prompts(file: Located, stream: BinaryIO, digest: Any) -> Iterator[Row]:
+    """Yield a row for each line of a text that is not blank."""
+    for read, number, line in _lines(file, stream, digest):
+        if line.strip():
+            text = _decoded(file, number, line).removesuffix("\n").removesuffix("\r")
+            yield Row(read, number, {"prompt": text})
+
+
 def _from_process(file: Located, digest: Any) -> Iterator[Row]:
     """Yield the rows of a Parquet or Arrow file from a process with limited memory."""
     if importlib.util.find_spec("pyarrow") is None:
@@ -325,4 +334,5 @@ _READERS: dict[str, Callable[[Located, BinaryIO, Any], Iterator[Row]]] = {
     "CSV": _table,
     "TSV": _table,
     "text": _paragraphs,
+    PROMPTS: _prompts,
 }

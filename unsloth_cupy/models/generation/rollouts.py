@@ -137,8 +137,8 @@ def planned_steps(
 def _planned_draw(planned_logits: Any) -> None:
     """Allocate planned arrays as a draw does."""
     logits, (rows, vocab), of = wide(planned_logits), planned_logits.shape, planned_logits.of
-    if isinstance(planned_logits, np.ndarray):  # row by row: tokens, their logits, weights and sums
-        arrays = [of((vocab,), np.float64) for _ in range(4)]
+    if isinstance(planned_logits, np.ndarray):  # row by row: weights and their sums
+        arrays = [of((vocab,), np.float64) for _ in range(2)]
         del arrays
         chosen = of((rows,), np.int64)
     else:

@@ -19,7 +19,7 @@ KINDS: dict[Any, str] = {
     str: "string", int: "integer", float: "number", bool: "boolean", list: "array",
     Sequence: "array", tuple: "array", dict: "object", Mapping: "object", types.NoneType: "null",
 }  # fmt: skip
-OWN = "reset", "step", "get_reward", "close"  # methods of an environment that are no tools
+OWN = "reset", "step", "get_reward", "close"  # methods of an environment that are not tools
 SECTIONS = re.compile(r"^(Args|Returns|Raises):[ \t]*\n?", re.MULTILINE)
 ENTRY = re.compile(r"(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)")  # of Args: the name, and its text
 
@@ -78,7 +78,7 @@ def schema_of(name: str, method: Callable[..., Any]) -> dict[str, Any]:
 
 
 def _documented(text: str) -> tuple[str, dict[str, str], str]:
-    """Return the text of a docstring, those of its arguments by name, and that of the result."""
+    """Return the text of a docstring, texts of arguments by name, and the text of the result."""
     about, *rest = SECTIONS.split(text)
     sections = dict(zip(rest[::2], rest[1::2], strict=True))
     texts: dict[str, str] = {}
@@ -184,7 +184,7 @@ def result_text(value: Any, what: str) -> str:
             text = json.dumps(value, ensure_ascii=False, default=_plain)
         text.encode()
     except UnicodeEncodeError:
-        problem = "a surrogate without its pair, which is no text"
+        problem = "a surrogate without its pair, which is not text"
         raise RowError(f"{what} returned {problem}") from None
     except Exception as error:
         problem = f"which JSON cannot write: {type(error).__name__}"

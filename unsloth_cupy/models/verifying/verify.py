@@ -588,7 +588,7 @@ class _Numbers:
         )  # fmt: skip
 
     def _table(self, name: str, chosen: Array, suspects: list[Suspect]) -> list[Any]:
-        """Return the chosen rows of both sides, and those of the file moved by rounding.
+        """Return the chosen rows of both sides, and rows of the file moved by rounding.
 
         All rows are compared, some at a time.  A side without the table has None.
         """
